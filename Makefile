@@ -1,0 +1,33 @@
+# `make test` and `make demo` on a machine with nothing but Python 3.12: they make .venv and install what they need.
+# To use an environment that has everything already: make test PYTHON=python3
+BOOTSTRAP ?= $(shell command -v python3.12 || command -v python3)
+PYTHON ?= .venv/bin/python
+# JAX looks for a GPU through its CUDA plugin, which crashes where there is none.
+NO_GPU := $(shell test -e /dev/nvidiactl || echo JAX_PLATFORMS=cpu TRITON_INTERPRET=1)
+ENV := $(NO_GPU) XLA_PYTHON_CLIENT_PREALLOCATE=false
+
+ifeq ($(PYTHON),.venv/bin/python)
+READY := .venv/ready
+endif
+
+.PHONY: demo test lint types clean
+test: $(READY)
+	$(ENV) $(PYTHON) -m pytest
+
+demo: $(READY)
+	$(ENV) $(PYTHON) -m xmla.cli demo
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(READY)
+	$(PYTHON) -m pyrefly check
+
+.venv/ready: pyproject.toml
+	$(BOOTSTRAP) -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable '.[torch,jax,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

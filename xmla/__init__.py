@@ -1,0 +1,12 @@
+"""DeepSeek sparse attention for PyTorch and JAX from one set of Triton kernels.
+
+Import a front-end: ``xmla.torch_api`` or ``xmla.jax_api``. This module imports neither framework.
+"""
+
+from xmla.core.device import Device as Device
+from xmla.core.errors import ArgumentError as ArgumentError
+from xmla.core.errors import UnsupportedError as UnsupportedError
+from xmla.core.support import Support as Support
+from xmla.core.support import supports as supports
+
+__version__ = "0.1.0"

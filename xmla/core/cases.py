@@ -1,0 +1,70 @@
+"""Inputs for the named cases of the ops: what must not be read is poisoned, pages are shuffled, pages are strided."""
+
+import ml_dtypes
+import numpy as np
+
+from xmla.core.layout import IndexerLayout, MlaLayout
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+POISON = 0xFF  # NaN in every floating dtype
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: np.dtype = BF16, scale: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype)
+
+
+def empty_pages(pages: int, entries: int, row: int, dtype: np.dtype, padding: int = 0) -> np.ndarray:
+    """A poisoned pool [pages, entries, row] whose page stride is `padding` elements over dense."""
+    size = entries * row
+    pool = np.full((pages, (size + padding) * dtype.itemsize), POISON, np.uint8).view(dtype)
+    return pool[:, :size].reshape(pages, entries, row, copy=False)
+
+
+def mla_pool(
+    rng: np.random.Generator, layout: MlaLayout, pages: int, entries: int, used: np.ndarray, padding: int = 0
+) -> np.ndarray:
+    """A latent cache in which only the slots `used` hold keys; every other byte is NaN."""
+    dtype = np.dtype(np.uint8) if layout.packed else BF16
+    pool = empty_pages(pages, entries, layout.row, dtype, padding)
+    page, offset = np.divmod(np.unique(used), entries)
+    latent = normal(rng, len(page), layout.latent)
+    rope = normal(rng, len(page), layout.rope)
+    pool[page, offset] = layout.write(latent, rope) if layout.packed else np.concatenate([latent, rope], axis=1)
+    return pool
+
+
+def indexer_pool(
+    rng: np.random.Generator, layout: IndexerLayout, pages: int, entries: int, used: np.ndarray, padding: int = 0
+) -> np.ndarray:
+    """An indexer cache in which only the slots `used` hold keys; every other byte is NaN. `padding` in bytes, % 4."""
+    pool = empty_pages(pages, entries, layout.row, np.dtype(np.uint8), padding)
+    used = np.unique(used)
+    values = normal(rng, len(used), layout.dim).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.01, 1.0, len(used)).astype(np.float32)
+    layout.scatter(pool, used, values, scales)
+    return pool
+
+
+def block_tables(rng: np.random.Generator, lengths: np.ndarray, entries: int, pages: int, width: int) -> np.ndarray:
+    """Block tables [B, width] of distinct shuffled pages; entries past a request's last page are garbage."""
+    table = rng.choice([-1, -(2**31), 2**31 - 1, pages], (len(lengths), width)).astype(np.int32)
+    free = rng.permutation(pages)
+    start = 0
+    for row, length in zip(table, lengths, strict=True):
+        count = -(-int(length) // entries)
+        row[:count] = free[start : start + count]
+        start += count
+    return table
+
+
+def slots_of(table: np.ndarray, lengths: np.ndarray, entries: int) -> np.ndarray:
+    """Every slot that requests of `lengths` tokens occupy."""
+    slots = [
+        row[np.arange(n) // entries] * entries + np.arange(n) % entries for row, n in zip(table, lengths, strict=True)
+    ]
+    return np.concatenate(slots) if slots else np.empty(0, np.int64)
+
+
+def row_lengths(rng: np.random.Generator, lengths: np.ndarray, next_n: int) -> np.ndarray:
+    """Visible keys of each flat query row: the last of a request sees all its keys, each earlier one a key less."""
+    return np.maximum(lengths[:, None] - np.arange(next_n)[::-1], 0).astype(np.int32).reshape(-1)

@@ -1,0 +1,54 @@
+"""Device facts as plain values, so that every plan can be made and every kernel compiled on a machine without a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+# Shared memory one thread block may use, in bytes, by compute capability (CUDA programming guide, table of
+# technical specifications per compute capability).
+SMEM_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
+              110: 227 << 10, 120: 99 << 10, 121: 99 << 10}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as the planner sees it; `arch` is the compute capability times ten (90 for Hopper), 0 the interpreter."""
+
+    name: str
+    arch: int
+    num_sms: int
+    smem_bytes: int
+
+    @classmethod
+    def of(cls, name: str, arch: int, num_sms: int) -> "Device":
+        """A device as its driver describes it; shared memory comes from the table of its architecture."""
+        return cls(name, arch, num_sms, SMEM_BYTES.get(arch, 99 << 10))
+
+
+H100 = Device.of("NVIDIA H100", 90, 132)
+H200 = Device.of("NVIDIA H200", 90, 132)
+B200 = Device.of("NVIDIA B200", 100, 148)
+B300 = Device.of("NVIDIA B300", 103, 148)
+RTX_PRO_6000 = Device.of("NVIDIA RTX PRO 6000 Blackwell", 120, 188)
+GB10 = Device.of("NVIDIA GB10", 121, 48)
+# Triton's interpreter: few programs, since each costs milliseconds of Python.
+INTERPRETER = Device("Triton interpreter", 0, 2, 227 << 10)
+
+KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10)
+
+_assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)
+
+
+@contextmanager
+def assume_device(device: Device) -> Iterator[None]:
+    """Plan and lower for `device` inside the block, whatever hardware is present (JAX lowering, `xmla plan`)."""
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def assumed_device() -> Device | None:
+    return _assumed.get()

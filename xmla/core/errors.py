@@ -1,0 +1,9 @@
+"""The two errors a caller sees. Both are raised before any kernel is launched."""
+
+
+class ArgumentError(ValueError):
+    """An argument is wrong on every device: its dtype, rank, an axis, its strides or a value of an attribute."""
+
+
+class UnsupportedError(NotImplementedError):
+    """The arguments are right, but this implementation or device cannot serve them; the message names the condition."""

@@ -1,0 +1,78 @@
+"""Runs plans on host arrays through Triton's interpreter, and holds the shim that makes its low precision right.
+
+Triton 3.6 to 3.9 interpret bf16 and fp8 wrongly in three ways, silently:
+  - `tl.dot` multiplies the raw 16-bit patterns of bf16 operands;
+  - casts to bf16 and fp8 round half away from zero and lose the carry out of the mantissa;
+  - casts from e4m3 read NaN as 480.
+`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a float32 matmul.
+tests/core/test_interpreter.py fails once upstream does all three right, and then this shim goes.
+"""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+
+from xmla.core.errors import UnsupportedError
+from xmla.core.plan import Launch, Plan
+from xmla.core.spec import DTYPES
+
+_NUMPY = {
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float16: np.dtype(np.float16),
+    tl.float32: np.dtype(np.float32),
+    tl.float64: np.dtype(np.float64),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+}
+# The interpreter patches triton.language while it runs, so one plan runs at a time.
+_lock = threading.Lock()
+
+
+def _convert_float(data, source, target, rounding_mode):
+    bits = np.dtype(f"uint{target.primitive_bitwidth}")
+    typed = np.ascontiguousarray(data).view(_NUMPY[source])
+    if source.primitive_bitwidth < 32:
+        typed = typed.astype(np.float32)
+    return typed.astype(_NUMPY[target]).view(bits).reshape(np.shape(data))
+
+
+def _create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
+    wide = [np.ascontiguousarray(x.data).view(_NUMPY[x.dtype.scalar]).astype(np.float32) for x in (a, b)]
+    return TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+
+interpreter._convert_float = _convert_float
+interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+def _pointer(array: np.ndarray) -> tl.tensor:
+    kind = tl.str_to_ty("*" + DTYPES[array.dtype.name][1], None)
+    return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), kind), kind)
+
+
+def _interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
+    if not isinstance(launch.kernel, InterpretedFunction):
+        raise UnsupportedError(
+            "arrays on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
+            "or pass implementation='reference'"
+        )
+    pointers = [_pointer(arrays[name]) for name in (*launch.inputs, *launch.outputs)]
+    split = len(launch.inputs)
+    launch.kernel[launch.grid](*pointers[:split], *launch.sizes, *pointers[split:], **dict(launch.constexprs))
+
+
+def run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Run `plan` on NumPy arrays by name; arrays a kernel updates in place are updated in place."""
+    arrays = dict(arrays)
+    for name, spec in plan.buffers.items():
+        # Uninitialised memory on a GPU holds anything; 0xFF bytes are NaN in every float dtype and -1 in every integer.
+        poison = np.full(spec.nbytes, 0xFF, np.uint8)
+        arrays.setdefault(name, poison.view(DTYPES[spec.dtype][0]).reshape(spec.shape))
+    with _lock, np.errstate(all="ignore"):
+        for launch in plan.active:
+            _interpret(launch, arrays)
+    return tuple(arrays[name] for name in plan.results)

@@ -1,0 +1,64 @@
+"""Triton helpers shared by the kernels of several ops."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def as_bytes(ptr):
+    """A pointer to raw bytes, whatever one-byte dtype the array has."""
+    return ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+
+
+@triton.jit
+def as_floats(ptr):
+    """A pointer to float32 from a 4-byte aligned pointer to bytes."""
+    return ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def power_of_two_exponent(amax, MIN_EXPONENT: tl.constexpr):
+    """Smallest integer e ≥ MIN_EXPONENT with 448 · 2**e ≥ amax, from the bits of amax: 448 = 1.75 · 2**8."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.maximum(exponent, MIN_EXPONENT)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent in float32, for exponents of normal numbers."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize(x, axis: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """e4m3 values and float32 power-of-two scales of float32 `x`, one scale over `axis` (the last).
+
+    Multiplying by a power of two is exact, so the only rounding is the cast's. NaN stays NaN and does not count.
+    """
+    amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis)
+    exponent = power_of_two_exponent(amax, MIN_EXPONENT)
+    scaled = x * tl.expand_dims(power_of_two(-exponent), axis)
+    scaled = tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
+    return scaled.to(tl.float8e4nv), power_of_two(exponent)
+
+
+@triton.jit
+def page_base(page, PAGE_STRIDE: tl.constexpr):
+    """Offset of a page's first element, in 64 bits: pools pass 2**31 bytes."""
+    return page.to(tl.int64) * PAGE_STRIDE
+
+
+@triton.jit
+def head_scores(k, q, weights, key_scales):
+    """One token's indexer logits over a tile of keys: key_scale · Σ_i relu(k · q_i) · weight_i.
+
+    k [BLOCK_N, D] e4m3, q [BLOCK_I, D] e4m3, weights [BLOCK_I] f32, key_scales [BLOCK_N] f32 → [BLOCK_N] f32.
+    A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
+    """
+    dots = tl.dot(k, tl.trans(q))  # [BLOCK_N, BLOCK_I] f32
+    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
+    return tl.sum(dots * weights[None, :], axis=1) * key_scales

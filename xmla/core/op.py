@@ -1,0 +1,207 @@
+"""The declaration of an op: tensors by axis name, attributes, outputs, plan, reference, cases.
+
+Glossary of axes, the same everywhere:
+  T query tokens, flat over all requests     B requests               M pages of a request in a block table
+  H query heads                              I indexer heads          D indexer head dim
+  K selected keys a token (top-k)            N keys                   P pages in a cache      R entries a page
+  L latent dims (512)                        E rope dims (64)         ROW bytes or elements of a packed entry
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, NoReturn, Union, get_args, get_origin
+
+import numpy as np
+
+from xmla.core.device import Device
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.plan import Plan
+from xmla.core.spec import Spec
+
+INDEX = ("int32",)
+FLOATS = ("bfloat16", "float16", "float32")
+HALVES = ("bfloat16", "float16")
+F32 = ("float32",)
+E4M3 = ("float8_e4m3fn",)
+BYTES = ("uint8", "int8", "float8_e4m3fn")  # a packed cache, under any one-byte dtype
+
+IMPLEMENTATIONS = (None, "triton", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Axes by name (equal names have equal sizes across the arguments) and the dtypes accepted."""
+
+    axes: str
+    dtypes: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return self.axes.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    name: str
+    type: type
+    optional: bool
+    default: object
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A named set of inputs: `make(rng)` gives NumPy arrays by argument name, `attrs` the keyword arguments."""
+
+    name: str
+    make: Callable[[np.random.Generator], dict[str, np.ndarray]]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A call that passed the declaration's checks; `axes` holds every axis size by name."""
+
+    op: "Op"
+    specs: Mapping[str, Spec]
+    attrs: Mapping[str, Any]
+    axes: Mapping[str, int]
+
+    def __getitem__(self, axis: str) -> int:
+        return self.axes[axis]
+
+    def has(self, argument: str) -> bool:
+        return argument in self.specs
+
+    def either(self, argument: str, stand_in: str) -> str:
+        """`argument` if it was given, else another one that can stand in as a valid pointer never read."""
+        return argument if argument in self.specs else stand_in
+
+    def require_dense_entries(self, cache: str) -> None:
+        """Entries of a page are dense; only the page stride is free."""
+        spec = self.specs[cache]
+        if spec.stride(1) != spec.shape[2]:
+            self.refuse(cache, "stride of axis R (axis 1)", spec.stride(1), f"{spec.shape[2]} (dense entries)")
+
+    def refuse(self, argument: str, what: str, got: object, expected: object) -> NoReturn:
+        """Raise the one kind of message wrong arguments get."""
+        raise ArgumentError(f"{self.op.name}: {argument} {what} is {got}, expected {expected}")
+
+    def unsupported(self, argument: str, what: str, got: object, supported: object) -> NoReturn:
+        raise UnsupportedError(f"{self.op.name}: {argument} {what} is {got}, supported: {supported}")
+
+
+def _attr(name: str, parameter: inspect.Parameter) -> Attr:
+    annotation = parameter.annotation
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    (kind,) = (member for member in members if member is not type(None))
+    default = None if parameter.default is inspect.Parameter.empty else parameter.default
+    return Attr(name, kind, type(None) in members, default)
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op, declared once.
+
+    `prototype` is the public signature and docstring: tensors positional (optional ones default to None), attributes
+    keyword-only. `outputs` gives each result's spec, in order; an op with `mutates` updates those arguments in place and
+    has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here.
+    """
+
+    prototype: Callable[..., Any]
+    tensors: Mapping[str, Tensor]
+    outputs: Mapping[str, Callable[[Problem], Spec]]
+    plan: Callable[[Problem, Device], Plan]
+    reference: Callable[..., Any]
+    cases: tuple[Case, ...]
+    check: Callable[[Problem], None] = lambda problem: None
+    mutates: tuple[str, ...] = ()
+    name: str = field(init=False)
+    optional: frozenset[str] = field(init=False)
+    attrs: tuple[Attr, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.prototype, eval_str=True).parameters
+        positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if positional != list(self.tensors):
+            raise RuntimeError(f"{self.prototype.__name__} takes {positional}, declared: {list(self.tensors)}")
+        object.__setattr__(self, "name", self.prototype.__name__)
+        object.__setattr__(self, "optional", frozenset(n for n in positional if parameters[n].default is None))
+        attrs = tuple(_attr(n, p) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY)
+        object.__setattr__(self, "attrs", attrs)
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    def bind(self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any]) -> Problem:
+        """Check a call against the declaration. Sizes may be symbolic; no value is read."""
+        given = {name: spec for name, spec in specs.items() if spec is not None}
+        axes: dict[str, int] = {}
+        problem = Problem(self, given, dict(attrs), axes)
+        for name, tensor in self.tensors.items():
+            if name not in given:
+                if name not in self.optional:
+                    problem.refuse(name, "argument", "missing", "an array")
+                continue
+            self._check_tensor(problem, name, tensor, given[name])
+        for attr in self.attrs:
+            self._check_attr(problem, attr)
+        self.check(problem)
+        return problem
+
+    def _check_tensor(self, problem: Problem, name: str, tensor: Tensor, spec: Spec) -> None:
+        if len(spec.shape) != len(tensor.names):
+            problem.refuse(name, "rank", len(spec.shape), f"{len(tensor.names)} ({', '.join(tensor.names)})")
+        if spec.dtype not in tensor.dtypes:
+            problem.refuse(name, "dtype", spec.dtype, " or ".join(tensor.dtypes))
+        for axis, (label, size) in enumerate(zip(tensor.names, spec.shape, strict=True)):
+            if problem.axes.setdefault(label, size) != size:
+                problem.refuse(name, f"axis {label} (axis {axis})", size, f"{problem.axes[label]}, as before")
+        if spec.shape[-1] > 1 and spec.stride(-1) != 1:
+            problem.refuse(name, f"stride of axis {tensor.names[-1]} (the last)", spec.stride(-1), "1 (dense)")
+        first = next(iter(problem.specs.values()))
+        if None not in (spec.device, first.device) and spec.device != first.device:
+            problem.refuse(name, "device", spec.device, f"{first.device}, as {next(iter(problem.specs))}")
+
+    def _check_attr(self, problem: Problem, attr: Attr) -> None:
+        value = problem.attrs[attr.name]
+        if value is None and attr.optional:
+            return
+        accepted = (int, float) if attr.type is float else (attr.type,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and attr.type is not bool):
+            problem.refuse(attr.name, "type", type(value).__name__, attr.type.__name__)
+
+    def result_specs(self, problem: Problem) -> dict[str, Spec]:
+        return {name: spec(problem) for name, spec in self.outputs.items()}
+
+    def check_implementation(self, implementation: str | None) -> None:
+        if implementation not in IMPLEMENTATIONS:
+            raise UnsupportedError(
+                f"{self.name}: implementation is {implementation!r}, supported: "
+                f"{', '.join(repr(choice) for choice in IMPLEMENTATIONS)}"
+            )
+
+
+@lru_cache(maxsize=1 << 14)
+def plan_call(
+    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device
+) -> tuple[Plan, tuple[Spec, ...]]:
+    """Bind and plan, memoised: the plan and the specs of its results, in order.
+
+    `specs` follow `op.tensors`, `attrs` follow `op.attrs`.
+    """
+    names = dict(zip(op.tensors, specs, strict=True))
+    values = {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)}
+    problem = op.bind(names, values)
+    return op.plan(problem, device), tuple(op.result_specs(problem).values())
+
+
+def registry() -> dict[str, Op]:
+    """Every op by name, found from the folders of `xmla.core.ops`."""
+    package = import_module("xmla.core.ops")
+    modules = (import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__))
+    return {module.OP.name: module.OP for module in modules}

@@ -1,0 +1,29 @@
+"""One folder an op. `xmla.core.op.registry` finds them; the front-ends name them."""
+
+from xmla.core.ops import (
+    dsa_attention,
+    indexer_logits,
+    indexer_logits_paged,
+    map_slots,
+    quantize_indexer_query,
+    read_indexer_cache,
+    read_mla_cache,
+    select_topk,
+    sparse_mla,
+    write_indexer_cache,
+    write_mla_cache,
+)
+
+__all__ = [
+    "dsa_attention",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "map_slots",
+    "quantize_indexer_query",
+    "read_indexer_cache",
+    "read_mla_cache",
+    "select_topk",
+    "sparse_mla",
+    "write_indexer_cache",
+    "write_mla_cache",
+]

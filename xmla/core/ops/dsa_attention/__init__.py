@@ -1,0 +1,78 @@
+from typing import Any
+
+from xmla.core.layout import V32
+from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
+from xmla.core.ops.dsa_attention.cases import CASES
+from xmla.core.ops.dsa_attention.plan import plan
+from xmla.core.ops.dsa_attention.reference import reference
+from xmla.core.spec import Spec
+
+
+def dsa_attention(
+    q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids=None, sink=None, *,
+    k: int, softmax_scale: float, index_scale: float | None = None, batch_invariant: bool = False,
+) -> Any:  # fmt: skip
+    """One layer's DeepSeek sparse attention over its paged caches: indexer, top-k, slots, attention.
+
+        q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale)
+        logits  = indexer_logits_paged(q8, w, indexer_cache, block_table, lengths)
+        indices = select_topk(logits, lengths, k=k)
+        slots   = map_slots(indices, block_table, page_size=R)
+        out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
+
+    bit for bit, as one call. The token's own keys are written first, with `write_mla_cache` and `write_indexer_cache`.
+
+    Args:
+        q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, I ≤ 128.
+        index_weights: [T, I], unscaled weights of the indexer heads.
+        mla_cache: [P, R, 656] bytes, or plain rows [P, R, L+E] of q's dtype.
+        indexer_cache: [P, R, D+4] bytes. Both caches share page ids and page size.
+        block_table: [B, M] int32, page ids; entries past a token's length are never read.
+        lengths: [T] int32, keys visible to each token, itself included; 0 or less is padding.
+        request_ids: [T] int32, rows of block_table; without it every request has T / B adjacent tokens.
+        sink: [H] float32 or None.
+        k: Keys selected for a token; with at most k visible keys all of them are.
+        softmax_scale: Factor of q · k.
+        index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
+        batch_invariant: As in `sparse_mla`.
+
+    Returns:
+        out: [T, H, L], dtype of q.
+        lse: [T, H] float32, natural log, −inf for a padding row.
+        indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
+
+    Raises:
+        ArgumentError, UnsupportedError: As the five ops.
+    """
+
+
+def check(problem: Problem) -> None:
+    """The parts check themselves when the call is planned; here what a fake tensor's shape needs."""
+    if problem.attrs["k"] < 1:
+        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+
+
+OP = Op(
+    prototype=dsa_attention,
+    tensors={
+        "q": Tensor("T H L+E", HALVES),
+        "index_q": Tensor("T I D", FLOATS),
+        "index_weights": Tensor("T I", FLOATS),
+        "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES)),
+        "indexer_cache": Tensor("P R INDEXER_ROW", BYTES),
+        "block_table": Tensor("B M", INDEX),
+        "lengths": Tensor("T", INDEX),
+        "request_ids": Tensor("T", INDEX),
+        "sink": Tensor("H", F32),
+    },
+    outputs={
+        "out": lambda p: Spec((p["T"], p["H"], V32.latent), p.specs["q"].dtype),
+        "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
+        "indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),
+    },
+    check=check,
+    plan=plan,
+    reference=reference,
+    cases=CASES,
+)

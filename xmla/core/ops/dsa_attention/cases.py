@@ -1,0 +1,46 @@
+import numpy as np
+
+from xmla.core.cases import block_tables, indexer_pool, mla_pool, normal, row_lengths, slots_of
+from xmla.core.layout import V32, IndexerLayout
+from xmla.core.op import Case
+
+F32 = np.dtype(np.float32)
+
+
+def _case(
+    contexts: tuple[int, ...], next_n: int, heads: int, k: int, entries: int = 64, index_heads: int = 64,
+    shuffled: bool = False, with_sink: bool = False,
+) -> Case:  # fmt: skip
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        lengths = np.array(contexts)
+        pages = int(sum(-(-lengths // entries))) + 2
+        table = block_tables(rng, lengths, entries, pages, -(-max(contexts) // entries) + 1)
+        used = slots_of(table, lengths, entries)
+        tokens = len(contexts) * next_n
+        inputs = {
+            "q": normal(rng, tokens, heads, 576),
+            "index_q": normal(rng, tokens, index_heads, 128),
+            "index_weights": normal(rng, tokens, index_heads, dtype=F32),
+            "mla_cache": mla_pool(rng, V32, pages, entries, used, 656),
+            "indexer_cache": indexer_pool(rng, IndexerLayout(128), pages, entries, used, 132),
+            "block_table": table,
+            "lengths": row_lengths(rng, lengths, next_n),
+        }
+        if shuffled:
+            order = rng.permutation(tokens)
+            inputs["lengths"] = inputs["lengths"][order]
+            inputs["request_ids"] = (np.arange(tokens) // next_n)[order].astype(np.int32)
+            inputs["lengths"][0] = 0  # a padding row
+        if with_sink:
+            inputs["sink"] = normal(rng, heads, dtype=F32)
+        return inputs
+
+    kind = "ids" if shuffled else f"next{next_n}"
+    return Case(f"b{len(contexts)}-{kind}-h{heads}-k{k}-page{entries}", make, {"k": k, "softmax_scale": 0.1352})
+
+
+CASES = (
+    _case((150, 20), 1, 16, 64),
+    _case((70, 3), 2, 8, 32, entries=53, with_sink=True),
+    _case((40, 133), 2, 24, 48, shuffled=True),
+)

@@ -1,0 +1,34 @@
+from collections.abc import Mapping
+from typing import Any
+
+from xmla.core.device import Device
+from xmla.core.op import Op, Problem
+from xmla.core.ops import indexer_logits_paged, map_slots, quantize_indexer_query, select_topk, sparse_mla
+from xmla.core.plan import Plan, join
+from xmla.core.spec import Spec
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    attrs = problem.attrs
+    arrays: dict[str, Spec] = dict(problem.specs)
+    steps: list[tuple[Plan, Mapping[str, str]]] = []
+
+    def step(op: Op, names: Mapping[str, str], **values: Any) -> None:
+        """Plan `op`, whose arguments and buffers are called `names[...]` in the whole."""
+        specs = {argument: arrays.get(names.get(argument, argument)) for argument in op.tensors}
+        defaults = {attr.name: attr.default for attr in op.attrs}
+        part = op.plan(op.bind(specs, defaults | values), device)
+        arrays.update({names.get(name, name): spec for name, spec in part.buffers.items()})
+        steps.append((part, names))
+
+    step(quantize_indexer_query.OP, {"q": "index_q", "weights": "index_weights"}, scale=attrs["index_scale"])
+    step(indexer_logits_paged.OP, {"weights": "folded_weights", "cache": "indexer_cache"})
+    step(select_topk.OP, {"ends": "lengths", "starts": "no_starts", "counts": "candidate_counts"}, k=attrs["k"])
+    step(map_slots.OP, {}, page_size=problem["R"])
+    step(
+        sparse_mla.OP,
+        {"cache": "mla_cache", "lengths": "no_lengths"},
+        softmax_scale=attrs["softmax_scale"],
+        batch_invariant=attrs["batch_invariant"],
+    )
+    return join(steps, ("out", "lse", "indices"))

@@ -1,0 +1,82 @@
+from typing import Any
+
+from xmla.core.op import BYTES, E4M3, F32, INDEX, Op, Problem, Tensor
+from xmla.core.ops.indexer_logits import check_query
+from xmla.core.ops.indexer_logits_paged.cases import CASES
+from xmla.core.ops.indexer_logits_paged.plan import plan
+from xmla.core.ops.indexer_logits_paged.reference import reference
+from xmla.core.ops.write_indexer_cache import check_indexer_pages
+from xmla.core.spec import Spec
+
+
+def indexer_logits_paged(
+    q8, weights, cache, block_table, lengths, request_ids=None, *, max_len: int | None = None
+) -> Any:
+    """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
+
+        logits[t,n] = scale[n] · Σ_i relu(q8[t,i] · key[n]) · weights[t,i]           for n < lengths[t]
+        key[n], scale[n]: entry n % R of page block_table[request of t, n // R]
+
+    Args:
+        q8: [T, I, D] float8_e4m3fn, D of 32, 64 or 128, I ≤ 128. Tokens are flat rows, a request's tokens adjacent.
+        weights: [T, I] float32, scales of q folded in.
+        cache: [P, R, D+4] uint8, int8 or float8_e4m3fn, scales in the page's footer (`write_indexer_cache`); any page
+            size, page stride a multiple of 4 bytes.
+        block_table: [B, M] int32, page ids. Entries past a token's length are never read. A key on a page outside
+            [0, P) gets −inf.
+        lengths: [T] int32, keys visible to each token, clamped to [0, min(max_len, M · R)].
+        request_ids: [T] int32, each token's row of block_table; a token whose id is outside [0, B) is skipped. Without
+            it T is a multiple of B and every request has T / B adjacent tokens.
+        max_len: Columns of the result, default M · R.
+
+    Returns:
+        logits: [T, max_len] float32. Columns at or past a token's length are not written: bound by length, as
+            `select_topk` does.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
+        UnsupportedError: I > 128.
+
+    Time follows the lengths, not max_len: a fixed number of programs shares the work by the lengths themselves.
+    """
+
+
+def check(problem: Problem) -> None:
+    check_query(problem)
+    if problem["ROW"] != problem["D"] + 4:
+        problem.refuse("cache", "axis ROW (axis 2)", problem["ROW"], f"{problem['D'] + 4} (D + 4)")
+    check_indexer_pages(problem)
+    check_requests(problem, "q8")
+    max_len = problem.attrs["max_len"]
+    if max_len is not None and max_len < 1:
+        problem.refuse("max_len", "value", max_len, "at least 1")
+
+
+def check_requests(problem: Problem, argument: str) -> None:
+    """Without request ids every request has the same number of tokens."""
+    if not problem.has("request_ids") and (not problem["B"] or problem["T"] % problem["B"]):
+        expected = f"a multiple of B = {problem['B']} (or pass request_ids)"
+        problem.refuse(argument, "axis T (axis 0)", problem["T"], expected)
+
+
+def columns(problem: Problem) -> int:
+    max_len = problem.attrs["max_len"]
+    return problem["M"] * problem["R"] if max_len is None else max_len
+
+
+OP = Op(
+    prototype=indexer_logits_paged,
+    tensors={
+        "q8": Tensor("T I D", E4M3),
+        "weights": Tensor("T I", F32),
+        "cache": Tensor("P R ROW", BYTES),
+        "block_table": Tensor("B M", INDEX),
+        "lengths": Tensor("T", INDEX),
+        "request_ids": Tensor("T", INDEX),
+    },
+    outputs={"logits": lambda p: Spec((p["T"], columns(p)), "float32")},
+    check=check,
+    plan=plan,
+    reference=reference,
+    cases=CASES,
+)

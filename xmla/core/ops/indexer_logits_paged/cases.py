@@ -1,0 +1,45 @@
+import numpy as np
+
+from xmla.core.cases import block_tables, indexer_pool, row_lengths, slots_of
+from xmla.core.layout import IndexerLayout
+from xmla.core.op import Case
+from xmla.core.ops.indexer_logits.cases import query
+
+
+def _case(
+    contexts: tuple[int, ...], entries: int, next_n: int = 1, heads: int = 64, dim: int = 128, padding: int = 0,
+    shuffled: bool = False, max_len: int | None = None,
+) -> Case:  # fmt: skip
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        lengths = np.array(contexts)
+        width = -(-max(contexts) // entries) + 1
+        pages = int(sum(-(-lengths // entries))) + 1
+        table = block_tables(rng, lengths, entries, pages, width)
+        used = slots_of(table, lengths, entries)
+        inputs = {
+            **query(rng, len(contexts) * next_n, heads, dim),
+            "cache": indexer_pool(rng, IndexerLayout(dim), pages, entries, used, padding),
+            "block_table": table,
+            "lengths": row_lengths(rng, lengths, next_n),
+        }
+        inputs["lengths"][0] = min(inputs["lengths"][0], 1)
+        if shuffled:  # tokens of all requests interleaved, two padding rows: no request, negative length
+            order = rng.permutation(len(inputs["lengths"]))
+            inputs["lengths"] = inputs["lengths"][order]
+            inputs["request_ids"] = (np.arange(len(order)) // next_n)[order].astype(np.int32)
+            inputs["request_ids"][0] = -1
+            inputs["lengths"][-1] = -7
+        return inputs
+
+    kind = "ids" if shuffled else f"next{next_n}"
+    name = f"b{len(contexts)}-{kind}-page{entries}-i{heads}-d{dim}-max{max(contexts)}"
+    return Case(name, make, {"max_len": max_len})
+
+
+CASES = (
+    _case((150,), 64),
+    _case((5, 0, 131), 2, next_n=3, heads=32, padding=132),
+    _case((70, 300), 61, heads=7, dim=64, padding=4, max_len=320),
+    _case((66, 9), 53, next_n=11, heads=16),
+    _case((129, 1, 33), 64, next_n=2, heads=8, dim=32, shuffled=True, max_len=130),
+)

@@ -1,0 +1,51 @@
+from triton import cdiv, next_power_of_2
+
+from xmla.core.device import Device
+from xmla.core.op import Problem
+from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
+from xmla.core.plan import Launch, Plan
+
+BLOCK_N = 128
+PROGRAMS_A_SM = 4  # enough loads in flight to fill the memory bus
+MAX_GROUP = 8  # tokens of a request that share a tile of keys
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs = problem.specs
+    ids = problem.has("request_ids")
+    next_n = 1 if ids else problem["T"] // problem["B"]
+    group = min(next_n, MAX_GROUP) or 1
+    groups_a_request = cdiv(next_n, group)
+    num_groups = problem["T"] if ids else problem["B"] * groups_a_request
+    logits = problem.op.result_specs(problem)["logits"]
+    max_len = logits.shape[1]
+    tiles = num_groups * cdiv(min(max_len, problem["M"] * problem["R"]), BLOCK_N)
+    num_programs = min(tiles, device.num_sms * PROGRAMS_A_SM)
+    launch = Launch(
+        indexer_logits_paged_kernel,
+        grid=(num_programs,),
+        inputs=("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths")),
+        sizes=(num_groups, problem["B"], problem["P"], max_len, num_programs),
+        outputs=("logits",),
+        constexprs=(
+            ("Q_STRIDE_T", specs["q8"].stride(0)),
+            ("Q_STRIDE_I", specs["q8"].stride(1)),
+            ("WEIGHT_STRIDE", specs["weights"].stride(0)),
+            ("TABLE_STRIDE", specs["block_table"].stride(0)),
+            ("TABLE_WIDTH", problem["M"]),
+            ("PAGE_STRIDE", specs["cache"].stride(0)),
+            ("PAGE_SIZE", problem["R"]),
+            ("HEADS", problem["I"]),
+            ("D", problem["D"]),
+            ("NEXT_N", next_n),
+            ("GROUP", group),
+            ("GROUPS_A_REQUEST", groups_a_request),
+            ("HAS_REQUEST_IDS", ids),
+            ("BLOCK_G", 256),
+            ("BLOCK_N", BLOCK_N),
+            ("BLOCK_I", max(16, next_power_of_2(problem["I"]))),
+        ),
+        num_warps=4,
+        num_stages=2,
+    )
+    return Plan((launch,), {"logits": logits}, ("logits",))

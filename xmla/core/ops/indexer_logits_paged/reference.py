@@ -1,0 +1,33 @@
+import numpy as np
+
+from xmla.core.layout import IndexerLayout
+from xmla.core.ops.indexer_logits.reference import token_scores
+
+
+def reference(
+    q8: np.ndarray,
+    weights: np.ndarray,
+    cache: np.ndarray,
+    block_table: np.ndarray,
+    lengths: np.ndarray,
+    request_ids: np.ndarray | None = None,
+    *,
+    max_len: int | None = None,
+) -> np.ndarray:
+    """Definition of `indexer_logits_paged`, in float64; columns that are not written hold NaN here."""
+    layout = IndexerLayout(q8.shape[2])
+    pages, entries, _ = cache.shape
+    requests, width = block_table.shape
+    columns = width * entries if max_len is None else max_len
+    logits = np.full((len(q8), columns), np.nan)
+    for token, length in enumerate(np.clip(lengths, 0, min(columns, width * entries))):
+        request = token // (len(q8) // requests) if request_ids is None else request_ids[token]
+        if not 0 <= request < requests:
+            continue
+        key = np.arange(length)
+        page = block_table[request, key // entries].astype(np.int64)
+        ok = (page >= 0) & (page < pages)
+        values, scales = layout.gather(cache, page[ok] * entries + key[ok] % entries)
+        logits[token, :length] = -np.inf
+        logits[token, key[ok]] = token_scores(q8[token], weights[token], values, scales)
+    return logits

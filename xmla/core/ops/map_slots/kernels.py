@@ -1,0 +1,38 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def map_slots_kernel(
+    indices_ptr,  # [T, K] i32
+    block_table_ptr,  # [B, M] i32
+    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    num_requests,
+    slots_ptr,  # [T, K] i32
+    counts_ptr,  # [T] i32
+    INDEX_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NEXT_N: tl.constexpr,
+    HAS_REQUEST_IDS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(0) // NEXT_N
+    if HAS_REQUEST_IDS:
+        request = tl.load(request_ids_ptr + token)
+    width = tl.where((request >= 0) & (request < num_requests), TABLE_WIDTH, 0)
+    table_row = block_table_ptr + request.to(tl.int64) * TABLE_STRIDE
+    count = 0
+    for first in tl.range(0, K, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        index = tl.load(indices_ptr + token * INDEX_STRIDE + offs_k, mask=offs_k < K, other=-1)
+        inside = (index >= 0) & (index // PAGE_SIZE < width)
+        page = tl.load(table_row + index // PAGE_SIZE, mask=inside, other=-1)
+        slot = page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE
+        ok = (page >= 0) & (slot <= 0x7FFFFFFF)
+        tl.store(slots_ptr + token * K + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < K)
+        count += tl.sum(ok.to(tl.int32))
+    tl.store(counts_ptr + token, count)

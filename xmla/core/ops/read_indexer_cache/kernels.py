@@ -1,0 +1,33 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang import as_bytes, as_floats, page_base
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def read_indexer_cache_kernel(
+    cache_ptr,  # P pages of R·D values and R f32 scales
+    slots_ptr,  # [T] i32 | i64
+    num_tokens,
+    num_slots,
+    keys_ptr,  # [T, D] e4m3
+    key_scales_ptr,  # [T] f32
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    stored = token < num_tokens
+    slot = tl.load(slots_ptr + token.to(tl.int64) * SLOT_STRIDE, mask=stored, other=-1)
+    ok = (slot >= 0) & (slot < num_slots)
+    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    cache = as_bytes(cache_ptr)
+
+    offs_d = tl.arange(0, D)[None, :]
+    values = tl.load(cache + (base + offset * D)[:, None] + offs_d, mask=ok[:, None], other=0)
+    tl.store(as_bytes(keys_ptr) + token.to(tl.int64)[:, None] * D + offs_d, values, mask=stored[:, None])
+    scales = tl.load(as_floats(cache + base + PAGE_SIZE * D + offset * 4), mask=ok, other=0.0)
+    tl.store(key_scales_ptr + token, scales, mask=stored)

@@ -1,0 +1,27 @@
+from triton import cdiv
+
+from xmla.core.device import Device
+from xmla.core.op import Problem
+from xmla.core.ops.read_indexer_cache.kernels import read_indexer_cache_kernel
+from xmla.core.plan import Launch, Plan
+
+BLOCK_T = 16
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs = problem.specs
+    launch = Launch(
+        read_indexer_cache_kernel,
+        grid=(cdiv(problem["T"], BLOCK_T),),
+        inputs=("cache", "slots"),
+        sizes=(problem["T"], problem["P"] * problem["R"]),
+        outputs=("keys", "key_scales"),
+        constexprs=(
+            ("SLOT_STRIDE", specs["slots"].stride(0)),
+            ("PAGE_STRIDE", specs["cache"].stride(0)),
+            ("PAGE_SIZE", problem["R"]),
+            ("D", problem["ROW"] - 4),
+            ("BLOCK_T", BLOCK_T),
+        ),
+    )
+    return Plan((launch,), problem.op.result_specs(problem), ("keys", "key_scales"))

@@ -1,0 +1,33 @@
+from triton import cdiv
+
+from xmla.core.device import Device
+from xmla.core.layout import V32
+from xmla.core.op import Problem
+from xmla.core.ops.read_mla_cache.kernels import read_mla_cache_kernel
+from xmla.core.plan import Launch, Plan
+
+BLOCK_T = 4
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs = problem.specs
+    launch = Launch(
+        read_mla_cache_kernel,
+        grid=(cdiv(problem["T"], BLOCK_T),),
+        inputs=("cache", "slots"),
+        sizes=(problem["T"], problem["P"] * problem["R"]),
+        outputs=("rows",),
+        constexprs=(
+            ("SLOT_STRIDE", specs["slots"].stride(0)),
+            ("PAGE_STRIDE", specs["cache"].stride(0)),
+            ("PAGE_SIZE", problem["R"]),
+            ("ROW", V32.row),
+            ("LATENT", V32.latent),
+            ("ROPE", V32.rope),
+            ("TILE", V32.tile),
+            ("SCALE_OFFSET", V32.scale_offset),
+            ("ROPE_OFFSET", V32.rope_offset),
+            ("BLOCK_T", BLOCK_T),
+        ),
+    )
+    return Plan((launch,), problem.op.result_specs(problem), ("rows",))

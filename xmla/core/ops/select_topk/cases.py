@@ -1,0 +1,46 @@
+import numpy as np
+
+from xmla.core.op import Case
+
+
+def _case(rows: int, columns: int, k: int, values: str = "normal", with_starts: bool = False) -> Case:
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        logits = rng.standard_normal((rows, columns), np.float32)
+        if values == "ties":
+            logits = np.round(logits).astype(np.float32) * np.float32(0.5)
+            logits[logits == 0] *= rng.choice([-1, 1], int((logits == 0).sum()))  # both zeros
+        elif values == "special":
+            special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, -1e-45], np.float32)
+            logits = np.where(rng.random(logits.shape) < 0.6, rng.choice(special, logits.shape), logits)
+        elif values == "overflow":  # the k largest all in few lanes: the candidates do not fit
+            logits[:, ::1024] += 1000.0
+            logits[:, 1::2] -= 100.0
+        ends = np.full(rows, columns, np.int32)
+        ends[1:] = rng.integers(0, columns + 1, rows - 1)
+        inputs = {"logits": logits.astype(np.float32), "ends": ends}
+        if with_starts:
+            inputs["starts"] = rng.integers(-3, columns // 2, rows).astype(np.int32)
+        starts = inputs.get("starts", np.zeros(rows, np.int32))
+        if rows > 2:
+            ends[1] = k  # just not cut
+            ends[2] = -5
+        if rows > 4:
+            ends[3] = columns + 100  # clamped
+            ends[4] = k + 1
+        column = np.arange(columns)
+        inputs["logits"][(column < starts[:, None]) | (column >= ends[:, None])] = np.nan  # never read
+        return inputs
+
+    return Case(f"t{rows}-n{columns}-k{k}-{values}{'-starts' if with_starts else ''}", make, {"k": k})
+
+
+CASES = (
+    _case(1, 1, 1),
+    _case(6, 300, 32),
+    _case(6, 4099, 513, "ties", with_starts=True),
+    _case(5, 2050, 100, "special"),
+    _case(3, 9001, 700, "overflow"),
+    _case(1, 20001, 512),  # several segments
+    _case(2, 17000, 8200),  # too many for candidates in registers
+    _case(3, 7, 2048, with_starts=True),
+)

@@ -1,0 +1,177 @@
+"""Exact top-k of a row in two launches.
+
+`topk_candidates_kernel` keeps, of each segment of a row, the elements that can be among the k largest. It folds the
+segment onto LANES running maxima; at least k lanes reach the k-th largest maximum, so no element below that value is
+among the segment's k largest. On unordered data little more than k elements pass (1.36 k at LANES = 2 k).
+`topk_select_kernel` finds the exact threshold among the candidates of a row's segments, bit by bit, and writes the
+winners by ascending column. A row whose candidates overflow their space is searched in place instead: slower, as exact.
+
+Values are compared as order keys: unsigned integers in the order of the floats, NaN lowest but for the absent, 0.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def order_key(x):
+    """float32 → uint32 in the same order; −0 equals +0, NaN is 1, below −inf."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
+    key = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    return tl.where(x == x, key, 1)
+
+
+@triton.jit
+def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
+    """A row's first column and its number of columns, both within the row."""
+    start = 0
+    if HAS_STARTS:
+        start = tl.minimum(tl.maximum(tl.load(starts_ptr + row), 0), num_columns)
+    end = tl.minimum(tl.load(ends_ptr + row), num_columns)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def segment_size(length, SEGMENTS: tl.constexpr):
+    """Columns a segment: the row cut evenly, on multiples of 16."""
+    return tl.cdiv(tl.cdiv(length, SEGMENTS), 16) * 16
+
+
+@triton.jit
+def load_keys(row_ptr, column, ok):
+    """Order keys of logits [BLOCK] at `column`; absent ones are 0."""
+    return tl.where(ok, order_key(tl.load(row_ptr + column, mask=ok, other=0.0)), 0)
+
+
+@triton.jit(do_not_specialize=["num_columns", "row_stride"])
+def topk_candidates_kernel(
+    logits_ptr,  # [T, N] f32
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    num_columns,
+    row_stride,  # in units of STRIDE_UNIT
+    candidate_keys_ptr,  # [T, SEGMENTS, LANES] order keys
+    candidate_columns_ptr,  # [T, SEGMENTS, LANES] i32, relative to the row's start
+    counts_ptr,  # [T, SEGMENTS] i32; above LANES: overflow
+    STRIDE_UNIT: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
+    segment = tl.program_id(0) % SEGMENTS
+    start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
+    if length > K:
+        row_ptr = logits_ptr + row * row_stride.to(tl.int64) * STRIDE_UNIT + start
+        size = segment_size(length, SEGMENTS)
+        first = segment * size
+        end = tl.minimum(first + size, length)
+
+        threshold = tl.full([], 0, tl.uint32)
+        if end - first > LANES:
+            lanes = tl.arange(0, LANES)
+            maxima = tl.zeros([LANES], tl.uint32)
+            for base in tl.range(first, end, LANES):
+                column = base + lanes
+                maxima = tl.maximum(maxima, load_keys(row_ptr, column, column < end))
+            # The K-th largest maximum to 20 bits, rounded down: a few more candidates for fewer steps.
+            bit = tl.full([], 0x80000000, tl.uint32)
+            for _ in tl.range(0, 20):
+                enough = tl.sum((maxima >= (threshold | bit)).to(tl.int32)) >= K
+                threshold = tl.where(enough, threshold | bit, threshold)
+                bit = bit >> 1
+
+        out = (row * SEGMENTS + segment) * LANES
+        offs = tl.arange(0, TILE)
+        count = 0
+        for base in tl.range(first, end, TILE):
+            column = base + offs
+            keys = load_keys(row_ptr, column, column < end)
+            keep = (column < end) & (keys >= threshold)
+            place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
+            tl.store(candidate_keys_ptr + out + place, keys.to(tl.int32, bitcast=True), mask=keep & (place < LANES))
+            tl.store(candidate_columns_ptr + out + place, column, mask=keep & (place < LANES))
+            count += tl.sum(keep.to(tl.int32))
+        tl.store(counts_ptr + row * SEGMENTS + segment, count)
+
+
+@triton.jit(do_not_specialize=["num_columns", "row_stride"])
+def topk_select_kernel(
+    logits_ptr,  # [T, N] f32
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    candidate_keys_ptr,  # [T, SEGMENTS, LANES] order keys
+    candidate_columns_ptr,  # [T, SEGMENTS, LANES] i32
+    counts_ptr,  # [T, SEGMENTS] i32
+    num_columns,
+    row_stride,  # in units of STRIDE_UNIT
+    indices_ptr,  # [T, K] i32
+    STRIDE_UNIT: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
+    out = indices_ptr + row * K
+    offs = tl.arange(0, TILE)
+    if length <= K:
+        for base in tl.range(0, K, TILE):
+            column = base + offs
+            tl.store(out + column, tl.where(column < length, column, -1), mask=column < K)
+    else:
+        fits = False
+        if SEGMENTS > 0:
+            segments = tl.arange(0, SEGMENTS)
+            counts = tl.load(counts_ptr + row * SEGMENTS + segments)  # [SEGMENTS]
+            fits = tl.max(counts) <= LANES
+        if fits:
+            if SEGMENTS > 0:
+                lane = tl.arange(0, SEGMENTS * LANES)
+                in_use = lane % LANES < tl.load(counts_ptr + row * SEGMENTS + lane // LANES)
+                base_ptr = row * SEGMENTS * LANES + lane
+                keys = tl.load(candidate_keys_ptr + base_ptr, mask=in_use, other=0).to(tl.uint32, bitcast=True)
+                threshold = tl.full([], 0, tl.uint32)
+                bit = tl.full([], 0x80000000, tl.uint32)
+                for _ in tl.range(0, 32):
+                    enough = tl.sum((keys >= (threshold | bit)).to(tl.int32)) >= K
+                    threshold = tl.where(enough, threshold | bit, threshold)
+                    bit = bit >> 1
+                ties = K - tl.sum((keys > threshold).to(tl.int32))
+                equal = keys == threshold
+                chosen = (keys > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
+                place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+                columns = tl.load(candidate_columns_ptr + base_ptr, mask=chosen, other=0)
+                tl.store(out + place, columns, mask=chosen)
+        else:
+            row_ptr = logits_ptr + row * row_stride.to(tl.int64) * STRIDE_UNIT + start
+            threshold = tl.full([], 0, tl.uint32)
+            above = 0  # elements over the threshold
+            bit = tl.full([], 0x80000000, tl.uint32)
+            for _ in tl.range(0, 32):
+                trial = threshold | bit
+                reached = tl.zeros([TILE], tl.int32)
+                for base in tl.range(0, length, TILE):
+                    column = base + offs
+                    reached += (load_keys(row_ptr, column, column < length) >= trial).to(tl.int32)
+                count = tl.sum(reached)
+                threshold = tl.where(count >= K, trial, threshold)
+                above = tl.where(count >= K, above, count)
+                bit = bit >> 1
+            ties = K - above
+            seen_equal = 0
+            written = 0
+            for base in tl.range(0, length, TILE):
+                column = base + offs
+                keys = load_keys(row_ptr, column, column < length)
+                equal = keys == threshold
+                rank = seen_equal + tl.cumsum(equal.to(tl.int32), 0)
+                chosen = (keys > threshold) | (equal & (rank <= ties))
+                place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+                tl.store(out + place, column, mask=chosen)
+                seen_equal += tl.sum(equal.to(tl.int32))
+                written += tl.sum(chosen.to(tl.int32))

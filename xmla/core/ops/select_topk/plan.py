@@ -1,0 +1,81 @@
+from dataclasses import dataclass
+
+from triton import cdiv, next_power_of_2
+
+from xmla.core.device import Device
+from xmla.core.op import Problem
+from xmla.core.ops.select_topk.kernels import topk_candidates_kernel, topk_select_kernel
+from xmla.core.plan import Launch, Plan
+from xmla.core.spec import Spec
+
+MAX_LANES = 16384  # running maxima or candidates of one program, in registers
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a row is searched: `segments` programs a row with `lanes` candidates each; none for very large k."""
+
+    segments: int
+    lanes: int
+    tile: int
+
+
+def configure(rows: int, columns: int, k: int, device: Device) -> Config:
+    lanes = max(1024, next_power_of_2(2 * k))
+    if lanes > MAX_LANES:
+        return Config(0, lanes, 4096)
+    # Split rows until every SM has two programs, as far as segments stay several times their candidates.
+    segments = 1
+    while (
+        rows * segments < 2 * device.num_sms and columns >= 8 * lanes * segments and 2 * segments * lanes <= MAX_LANES
+    ):
+        segments *= 2
+    return Config(segments, lanes, min(lanes, 4096))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    rows, columns, k = problem["T"], problem["N"], problem.attrs["k"]
+    config = configure(rows, columns, k, device)
+    starts = problem.has("starts")
+    stride = problem.specs["logits"].stride(0)
+    # A stride passed in units tells the compiler that rows stay aligned, which a runtime integer would not.
+    unit = 4 if stride % 4 == 0 and not starts else 1
+    shared = (
+        ("STRIDE_UNIT", unit),
+        ("HAS_STARTS", starts),
+        ("K", k),
+        ("SEGMENTS", config.segments),
+        ("LANES", config.lanes),
+        ("TILE", config.tile),
+    )
+    row_inputs = ("logits", problem.either("starts", "ends"), "ends")
+    sizes = (columns, stride // unit)
+    segments = max(config.segments, 1)
+    space = (rows, segments, config.lanes if config.segments else 0)
+    buffers = {
+        "candidate_keys": Spec(space, "int32"),
+        "candidate_columns": Spec(space, "int32"),
+        "counts": Spec((rows, segments), "int32"),
+        **problem.op.result_specs(problem),
+    }
+    candidates = Launch(
+        topk_candidates_kernel,
+        grid=(rows * config.segments,),
+        inputs=row_inputs,
+        sizes=sizes,
+        outputs=("candidate_keys", "candidate_columns", "counts"),
+        constexprs=shared,
+        num_warps=max(4, min(16, cdiv(config.lanes, 512))),
+        num_stages=3,
+    )
+    select = Launch(
+        topk_select_kernel,
+        grid=(rows,),
+        inputs=(*row_inputs, "candidate_keys", "candidate_columns", "counts"),
+        sizes=sizes,
+        outputs=("indices",),
+        constexprs=shared,
+        num_warps=max(4, min(16, cdiv(segments * config.lanes, 512))),
+        num_stages=3,
+    )
+    return Plan((candidates, select), buffers, ("indices",))

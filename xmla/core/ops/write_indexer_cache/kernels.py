@@ -1,0 +1,33 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang import as_bytes, as_floats, page_base, quantize
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write_indexer_cache_kernel(
+    keys_ptr,  # [T, D]
+    slots_ptr,  # [T] i32 | i64
+    cache_ptr,  # P pages of R·D values and R f32 scales, updated in place
+    num_tokens,
+    num_slots,
+    KEY_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    slot = tl.load(slots_ptr + token.to(tl.int64) * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    ok = (slot >= 0) & (slot < num_slots)
+    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    cache = as_bytes(cache_ptr)
+
+    offs_d = tl.arange(0, D)[None, :]
+    x = tl.load(keys_ptr + token.to(tl.int64)[:, None] * KEY_STRIDE + offs_d, mask=ok[:, None], other=0.0)
+    values, scales = quantize(x.to(tl.float32), 1, MIN_EXPONENT)  # [BLOCK_T, D] e4m3, [BLOCK_T] f32
+    tl.store(cache + (base + offset * D)[:, None] + offs_d, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
+    tl.store(as_floats(cache + base + PAGE_SIZE * D + offset * 4), scales, mask=ok)

@@ -1,0 +1,30 @@
+from triton import cdiv
+
+from xmla.core.device import Device
+from xmla.core.layout import IndexerLayout
+from xmla.core.op import Problem
+from xmla.core.ops.write_indexer_cache.kernels import write_indexer_cache_kernel
+from xmla.core.plan import Launch, Plan
+
+BLOCK_T = 16
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs = problem.specs
+    launch = Launch(
+        write_indexer_cache_kernel,
+        grid=(cdiv(problem["T"], BLOCK_T),),
+        inputs=("keys", "slots", "cache"),
+        sizes=(problem["T"], problem["P"] * problem["R"]),
+        outputs=(),
+        constexprs=(
+            ("KEY_STRIDE", specs["keys"].stride(0)),
+            ("SLOT_STRIDE", specs["slots"].stride(0)),
+            ("PAGE_STRIDE", specs["cache"].stride(0)),
+            ("PAGE_SIZE", problem["R"]),
+            ("D", problem["D"]),
+            ("MIN_EXPONENT", IndexerLayout(problem["D"]).min_exponent),
+            ("BLOCK_T", BLOCK_T),
+        ),
+    )
+    return Plan((launch,), {}, ())

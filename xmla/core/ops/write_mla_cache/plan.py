@@ -1,0 +1,38 @@
+from triton import cdiv
+
+from xmla.core.device import Device
+from xmla.core.layout import mla_layout
+from xmla.core.op import Problem
+from xmla.core.ops.write_mla_cache.kernels import write_mla_cache_kernel
+from xmla.core.plan import Launch, Plan
+
+BLOCK_T = 4
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs = problem.specs
+    layout = mla_layout(specs["cache"])
+    assert layout is not None  # checked by bind
+    launch = Launch(
+        write_mla_cache_kernel,
+        grid=(cdiv(problem["T"], BLOCK_T),),
+        inputs=("latent", "rope", "slots", "cache"),
+        sizes=(problem["T"], problem["P"] * problem["R"]),
+        outputs=(),
+        constexprs=(
+            ("LATENT_STRIDE", specs["latent"].stride(0)),
+            ("ROPE_STRIDE", specs["rope"].stride(0)),
+            ("SLOT_STRIDE", specs["slots"].stride(0)),
+            ("PAGE_STRIDE", specs["cache"].stride(0)),
+            ("PAGE_SIZE", problem["R"]),
+            ("ROW", layout.row),
+            ("LATENT", layout.latent),
+            ("ROPE", layout.rope),
+            ("TILE", layout.tile),
+            ("SCALE_OFFSET", layout.scale_offset),
+            ("ROPE_OFFSET", layout.rope_offset),
+            ("MIN_EXPONENT", layout.min_exponent),
+            ("BLOCK_T", BLOCK_T),
+        ),
+    )
+    return Plan((launch,), {}, ())

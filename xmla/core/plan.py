@@ -1,0 +1,85 @@
+"""A plan: the launches of one call, the buffers they need, the results. Plain data that both front-ends run."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from triton import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
+
+from xmla.core.spec import Spec
+
+# Compiler options beside num_warps and num_stages; spelled out so that both launchers pass the same ones.
+COMPILE_OPTIONS: Mapping[str, Hashable] = {"enable_fp_fusion": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: everything but the device arrays.
+
+    A kernel's parameters are, in this order, input pointers, runtime 32-bit sizes, output pointers, constexprs: the one
+    order that Triton's launcher and jax-triton both take. `inputs` may repeat a name and may name an array that the
+    kernel updates in place.
+    """
+
+    kernel: JITFunction | InterpretedFunction
+    grid: tuple[int, ...]
+    inputs: tuple[str, ...]
+    sizes: tuple[int, ...]
+    outputs: tuple[str, ...]
+    constexprs: tuple[tuple[str, Hashable], ...]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def options(self) -> dict[str, Hashable]:
+        """Keyword arguments common to both launchers, constexprs aside."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def renamed(self, names: Mapping[str, str]) -> "Launch":
+        return replace(
+            self,
+            inputs=tuple(names.get(n, n) for n in self.inputs),
+            outputs=tuple(names.get(n, n) for n in self.outputs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Launches in order, the buffers to allocate (workspace and results) and the names of the results."""
+
+    launches: tuple[Launch, ...]
+    buffers: Mapping[str, Spec] = field(hash=False)
+    results: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        written = [name for launch in self.launches for name in launch.outputs]
+        if sorted(written) != sorted(set(written)) or not set(written) <= set(self.buffers):
+            raise RuntimeError(f"a plan writes each of its buffers once: {written} against {list(self.buffers)}")
+        for launch in self.launches:
+            arguments = len(launch.inputs) + len(launch.sizes) + len(launch.outputs) + len(launch.constexprs)
+            if arguments != len(launch.kernel.arg_names):
+                raise RuntimeError(f"{launch.name} takes {launch.kernel.arg_names}, the plan passes {arguments}")
+
+    @property
+    def active(self) -> tuple[Launch, ...]:
+        """The launches with work to do; CUDA refuses an empty grid."""
+        return tuple(launch for launch in self.launches if prod(launch.grid))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory the call allocates besides its results."""
+        return sum(spec.nbytes for name, spec in self.buffers.items() if name not in self.results)
+
+
+def join(steps: list[tuple[Plan, Mapping[str, str]]], results: tuple[str, ...]) -> Plan:
+    """One plan that runs `steps` in order; each step's names are first replaced through its mapping."""
+    launches: list[Launch] = []
+    buffers: dict[str, Spec] = {}
+    for plan, names in steps:
+        launches += [launch.renamed(names) for launch in plan.launches]
+        buffers |= {names.get(name, name): spec for name, spec in plan.buffers.items()}
+    return Plan(tuple(launches), buffers, results)

@@ -1,0 +1,54 @@
+"""What a plan knows of an array: shape, dtype, strides, device. Never its values."""
+
+from dataclasses import dataclass
+from math import prod
+
+import ml_dtypes
+import numpy as np
+
+# dtype name (the same in NumPy, PyTorch and JAX) → (NumPy dtype, name in a Triton signature)
+DTYPES: dict[str, tuple[np.dtype, str]] = {
+    "float32": (np.dtype(np.float32), "fp32"),
+    "float16": (np.dtype(np.float16), "fp16"),
+    "bfloat16": (np.dtype(ml_dtypes.bfloat16), "bf16"),
+    "float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), "fp8e4nv"),
+    "int32": (np.dtype(np.int32), "i32"),
+    "int64": (np.dtype(np.int64), "i64"),
+    "int8": (np.dtype(np.int8), "i8"),
+    "uint8": (np.dtype(np.uint8), "u8"),
+}
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense array of `shape`."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape, dtype, strides in elements (None: row-major) and device name (None: not known) of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    device: str | None = None
+
+    def stride(self, axis: int) -> int:
+        """Distance in elements between neighbours along `axis`."""
+        return (self.strides or row_major(self.shape))[axis]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype][0].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @classmethod
+    def of_numpy(cls, array: np.ndarray) -> "Spec":
+        strides = tuple(step // array.itemsize for step in array.strides)
+        return cls(array.shape, array.dtype.name, strides, "cpu")

@@ -1,0 +1,34 @@
+"""Arrays between the frameworks without a copy, through DLPack, in both directions.
+
+The two arrays share memory: what one framework writes in place the other sees. Neither call waits for the device, so
+finish the writer's work first (`torch.cuda.synchronize()`, `jax.block_until_ready`) unless DLPack's stream exchange
+already orders it.
+"""
+
+from typing import TYPE_CHECKING
+
+from xmla.core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+
+def to_jax(tensor: "torch.Tensor") -> "jax.Array":
+    """The torch tensor's memory as a jax.Array. JAX arrays are dense, so the tensor must be contiguous.
+
+    Raises:
+        ArgumentError: The tensor is not contiguous.
+    """
+    import jax
+
+    if not tensor.is_contiguous():
+        raise ArgumentError(f"to_jax: tensor strides is {tensor.stride()}, expected contiguous")
+    return jax.dlpack.from_dlpack(tensor.detach())
+
+
+def to_torch(array: "jax.Array") -> "torch.Tensor":
+    """The jax.Array's memory as a torch tensor. Write to it only if JAX does not use the array any more."""
+    import torch
+
+    return torch.from_dlpack(array)

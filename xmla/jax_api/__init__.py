@@ -1,0 +1,40 @@
+"""The ops for JAX, same names, arguments and bits as `xmla.torch_api`.
+
+Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
+  implementation: None or "triton", the compiled kernels (on the CPU Triton's interpreter, behind `jax.pure_callback`),
+    or "reference", the NumPy float64 definition behind `jax.pure_callback`.
+All work under `jax.jit`. Ops that update a cache take it as a `jax.Ref` (`jax.new_ref`) and update it in place, or as
+an array and return the new one, which under `jit` with a donated argument is updated in place too.
+
+Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not there, use
+`xmla.core.device.assume_device`.
+"""
+
+from xmla.core import ops
+from xmla.jax_api._run import public
+
+dsa_attention = public(ops.dsa_attention.OP)
+indexer_logits = public(ops.indexer_logits.OP)
+indexer_logits_paged = public(ops.indexer_logits_paged.OP)
+map_slots = public(ops.map_slots.OP)
+quantize_indexer_query = public(ops.quantize_indexer_query.OP)
+read_indexer_cache = public(ops.read_indexer_cache.OP)
+read_mla_cache = public(ops.read_mla_cache.OP)
+select_topk = public(ops.select_topk.OP)
+sparse_mla = public(ops.sparse_mla.OP)
+write_indexer_cache = public(ops.write_indexer_cache.OP)
+write_mla_cache = public(ops.write_mla_cache.OP)
+
+__all__ = [
+    "dsa_attention",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "map_slots",
+    "quantize_indexer_query",
+    "read_indexer_cache",
+    "read_mla_cache",
+    "select_topk",
+    "sparse_mla",
+    "write_indexer_cache",
+    "write_mla_cache",
+]

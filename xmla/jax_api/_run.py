@@ -1,0 +1,141 @@
+"""Runs plans inside JAX computations; derives the public functions from the declarations."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.state.types import AbstractRef
+
+from xmla.core.device import INTERPRETER, Device, assumed_device
+from xmla.core.errors import ArgumentError
+from xmla.core.op import Op, plan_call
+from xmla.core.plan import Plan
+from xmla.core.spec import DTYPES, Spec
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(jax.typeof(value), AbstractRef)
+
+
+def _spec(array: Any) -> Spec | None:
+    if array is None:
+        return None
+    device = None
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not _is_ref(array):
+        device = ", ".join(sorted(str(d) for d in array.devices()))
+    return Spec(tuple(array.shape), jnp.dtype(array.dtype).name, None, device)
+
+
+def _device(arrays: Mapping[str, Any]) -> Device:
+    """Where to run: the device assumed, that of the first concrete array, or the default one (under a trace)."""
+    if (assumed := assumed_device()) is not None:
+        return assumed
+    concrete = [a for a in arrays.values() if not isinstance(a, jax.core.Tracer) and hasattr(a, "devices")]
+    device = next(iter(concrete[0].devices())) if concrete else jax.config.jax_default_device or jax.devices()[0]
+    if device.platform == "cpu":
+        return INTERPRETER
+    return Device.of(device.device_kind, round(float(device.compute_capability) * 10), device.core_count)
+
+
+def _run_on_gpu(plan: Plan, arrays: dict[str, Any], device: Device) -> tuple[jax.Array, ...]:
+    from xmla.jax_api import _jax_triton
+
+    for launch in plan.active:
+        specs = [plan.buffers[name] for name in launch.outputs]
+        arrays |= zip(
+            launch.outputs,
+            _jax_triton.launch(launch, [arrays[name] for name in launch.inputs], specs, device),
+            strict=True,
+        )
+    # An empty call launches nothing; its results have no elements.
+    return tuple(
+        arrays[n] if n in arrays else jnp.empty(plan.buffers[n].shape, plan.buffers[n].dtype) for n in plan.results
+    )
+
+
+def _run_on_host(
+    compute: Callable[[dict[str, np.ndarray]], tuple[np.ndarray, ...]],
+    arrays: Mapping[str, Any],
+    mutated: tuple[str, ...],
+    results: Mapping[str, Spec],
+) -> tuple[jax.Array, ...]:
+    """`compute` on NumPy copies behind a pure callback: its results, then the new values of the mutated arguments."""
+    values = {name: array[...] if _is_ref(array) else array for name, array in arrays.items()}
+    specs = [*results.values(), *(_spec(values[name]) for name in mutated)]
+
+    def callback(*operands: Any) -> tuple[np.ndarray, ...]:
+        host = {name: np.array(value, order="C") for name, value in zip(values, operands, strict=True)}
+        outputs = compute(host)
+        found = [*outputs, *(host[name] for name in mutated)]
+        return tuple(np.asarray(a).astype(DTYPES[s.dtype][0], copy=False) for a, s in zip(found, specs, strict=True))
+
+    types = tuple(jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in specs)
+    return jax.pure_callback(callback, types, *values.values())
+
+
+def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None) -> tuple[Any, ...]:
+    """Results, then the new values of the mutated arguments (Refs are updated and not repeated)."""
+    specs = {name: _spec(arrays.get(name)) for name in op.tensors}
+    device = _device(arrays)
+    plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device)
+    results = dict(zip(op.outputs, outputs, strict=True))
+    if implementation != "reference" and device is not INTERPRETER:
+        refs = {name: arrays[name] if _is_ref(arrays[name]) else jax.new_ref(arrays[name]) for name in op.mutates}
+        values = _run_on_gpu(plan, arrays | refs, device)
+        return *values, *(refs[name][...] for name in op.mutates if refs[name] is not arrays[name])
+
+    def interpret(host: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        from xmla.core import interpreter
+
+        return interpreter.run(plan, host)
+
+    def define(host: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        found = op.reference(**host, **attrs)
+        return found if isinstance(found, tuple) else () if found is None else (found,)
+
+    compute = define if implementation == "reference" else interpret
+    found = _run_on_host(compute, arrays, op.mutates, results)
+    values, updated = found[: len(results)], found[len(results) :]
+    returned = []
+    for name, value in zip(op.mutates, updated, strict=True):
+        if _is_ref(arrays[name]):
+            arrays[name][...] = value
+        else:
+            returned.append(value)
+    return *values, *returned
+
+
+def public(op: Op) -> Callable[..., Any]:
+    """The user's function for `op`: its prototype's signature and docstring, plus `implementation=`."""
+
+    def function(*tensors: Any, implementation: str | None = None, **attrs: Any) -> Any:
+        op.check_implementation(implementation)
+        bound = signature.bind(*tensors, **attrs)
+        bound.apply_defaults()
+        arrays = {}
+        for name in op.tensors:
+            value = bound.arguments[name]
+            if value is None and name in op.optional:
+                continue
+            if not isinstance(value, jax.Array | np.ndarray) and not _is_jax_type(value):
+                raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array")
+            arrays[name] = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        found = _execute(op, arrays, {attr.name: bound.arguments[attr.name] for attr in op.attrs}, implementation)
+        return found if len(found) > 1 else found[0] if found else None
+
+    signature = inspect.signature(op.prototype)
+    function.__name__ = function.__qualname__ = op.name
+    function.__doc__ = op.prototype.__doc__
+    extra = inspect.Parameter("implementation", inspect.Parameter.KEYWORD_ONLY, default=None)
+    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])
+    return function
+
+
+def _is_jax_type(value: Any) -> bool:
+    try:
+        return _is_ref(value)
+    except TypeError:
+        return False

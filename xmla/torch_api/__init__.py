@@ -1,0 +1,41 @@
+"""The ops for PyTorch: functions, and `torch.ops.xmla.*` with fakes and out-variants.
+
+Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
+  out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
+  implementation: None or "triton", the compiled kernels (interpreted for CPU tensors under TRITON_INTERPRET=1), or
+    "reference", the NumPy float64 definition (copies to the host).
+The docstring of each function is the op's. Calls read no value, wait for nothing and allocate only the plan's buffers,
+on the current stream.
+
+`torch.ops.xmla.<op>` is the same without those two arguments; `torch.ops.xmla.<op>.out` takes the results as trailing
+keyword arguments, which it writes. Ops that update a cache in place (`write_*`) have one form, which declares that.
+"""
+
+from xmla.core import ops
+from xmla.torch_api._run import public
+
+dsa_attention = public(ops.dsa_attention.OP)
+indexer_logits = public(ops.indexer_logits.OP)
+indexer_logits_paged = public(ops.indexer_logits_paged.OP)
+map_slots = public(ops.map_slots.OP)
+quantize_indexer_query = public(ops.quantize_indexer_query.OP)
+read_indexer_cache = public(ops.read_indexer_cache.OP)
+read_mla_cache = public(ops.read_mla_cache.OP)
+select_topk = public(ops.select_topk.OP)
+sparse_mla = public(ops.sparse_mla.OP)
+write_indexer_cache = public(ops.write_indexer_cache.OP)
+write_mla_cache = public(ops.write_mla_cache.OP)
+
+__all__ = [
+    "dsa_attention",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "map_slots",
+    "quantize_indexer_query",
+    "read_indexer_cache",
+    "read_mla_cache",
+    "select_topk",
+    "sparse_mla",
+    "write_indexer_cache",
+    "write_mla_cache",
+]
