@@ -20,6 +20,12 @@ def as_floats(ptr):
 
 
 @triton.jit
+def as_e4m3(ptr):
+    """A pointer to e4m3 from a pointer to bytes."""
+    return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+
+
+@triton.jit
 def power_of_two_exponent(amax, MIN_EXPONENT: tl.constexpr):
     """Smallest integer e ≥ MIN_EXPONENT with 448 · 2**e ≥ amax, from the bits of amax: 448 = 1.75 · 2**8."""
     bits = amax.to(tl.int32, bitcast=True)
@@ -53,12 +59,13 @@ def page_base(page, PAGE_STRIDE: tl.constexpr):
 
 
 @triton.jit
-def head_scores(k, q, weights, key_scales):
-    """One token's indexer logits over a tile of keys: key_scale · Σ_i relu(k · q_i) · weight_i.
+def head_scores(k, q, weights, key_scales, GROUP: tl.constexpr):
+    """Indexer logits of GROUP tokens over a tile of keys: key_scale · Σ_i relu(k · q_i) · weight_i.
 
-    k [BLOCK_N, D] e4m3, q [BLOCK_I, D] e4m3, weights [BLOCK_I] f32, key_scales [BLOCK_N] f32 → [BLOCK_N] f32.
-    A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
+    k [BLOCK_N, D] e4m3, q [GROUP · BLOCK_I, D] e4m3, weights [GROUP · BLOCK_I] f32, key_scales [BLOCK_N] f32
+    → [BLOCK_N, GROUP] f32. A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
     """
-    dots = tl.dot(k, tl.trans(q))  # [BLOCK_N, BLOCK_I] f32
-    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
-    return tl.sum(dots * weights[None, :], axis=1) * key_scales
+    dots = tl.dot(k, tl.trans(q))  # [BLOCK_N, GROUP · BLOCK_I] f32
+    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL) * weights[None, :]
+    by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))
+    return tl.sum(by_token, axis=2) * key_scales[:, None]

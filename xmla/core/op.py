@@ -108,8 +108,8 @@ class Op:
     """An op, declared once.
 
     `prototype` is the public signature and docstring: tensors positional (optional ones default to None), attributes
-    keyword-only. `outputs` gives each result's spec, in order; an op with `mutates` updates those arguments in place and
-    has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here.
+    keyword-only. `outputs` gives each result's spec, in order; an op with `mutates` updates those arguments in place
+    and has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here.
     """
 
     prototype: Callable[..., Any]

@@ -22,6 +22,7 @@ def indexer_logits_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,  # tokens a matrix product
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -39,19 +40,26 @@ def indexer_logits_kernel(
     wanted = in_keys & (offs_n >= tl.min(start)) & (offs_n < tl.max(end))
 
     offs_d = tl.arange(0, D)
-    offs_i = tl.arange(0, BLOCK_I)
-    head_ok = offs_i < HEADS
     key_row = offs_n.to(tl.int64) * KEY_STRIDE
     keys = tl.load(keys_ptr + key_row[:, None] + offs_d[None, :], mask=wanted[:, None], other=0.0)  # [BLOCK_N, D]
     key_scales = tl.load(key_scales_ptr + offs_n, mask=wanted, other=0.0)  # [BLOCK_N]
 
-    for i in tl.range(0, tl.minimum(BLOCK_T, num_tokens - first_token)):
-        token = first_token + i
-        q_row = q8_ptr + token.to(tl.int64) * Q_STRIDE_T
-        q = tl.load(q_row + offs_i[:, None] * Q_STRIDE_I + offs_d[None, :], mask=head_ok[:, None], other=0.0)
-        weights = tl.load(weights_ptr + token.to(tl.int64) * WEIGHT_STRIDE + offs_i, mask=head_ok, other=0.0)
-        scores = head_scores(keys, q, weights, key_scales)  # [BLOCK_N] f32
-        row_start = tl.load(starts_ptr + token)
-        row_end = tl.load(ends_ptr + token)
-        scores = tl.where((offs_n >= row_start) & (offs_n < row_end), scores, float("-inf"))
-        tl.store(logits_ptr + token.to(tl.int64) * num_keys + offs_n, scores, mask=in_keys)
+    offs_g = tl.arange(0, GROUP)
+    member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
+    head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
+    for i in tl.range(0, BLOCK_T, GROUP):
+        row_token = first_token + i + member
+        row_ok = (head < HEADS) & (row_token < num_tokens)
+        q_row = row_token.to(tl.int64) * Q_STRIDE_T + head * Q_STRIDE_I
+        q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
+        weight_row = row_token.to(tl.int64) * WEIGHT_STRIDE + head
+        weights = tl.load(weights_ptr + weight_row, mask=row_ok, other=0.0)
+        scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
+        token = first_token + i + offs_g
+        token_ok = token < num_tokens
+        row_start = tl.load(starts_ptr + token, mask=token_ok, other=0)
+        row_end = tl.load(ends_ptr + token, mask=token_ok, other=0)
+        in_range = (offs_n[:, None] >= row_start[None, :]) & (offs_n[:, None] < row_end[None, :])
+        scores = tl.where(in_range, scores, float("-inf"))
+        out = logits_ptr + token.to(tl.int64)[None, :] * num_keys + offs_n[:, None]
+        tl.store(out, scores, mask=in_keys[:, None] & token_ok[None, :])

@@ -28,6 +28,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("HEADS", problem["I"]),
             ("D", problem["D"]),
             ("BLOCK_T", BLOCK_T),
+            ("GROUP", max(1, 128 // block_i)),
             ("BLOCK_N", block_n),
             ("BLOCK_I", block_i),
         ),

@@ -6,26 +6,27 @@ from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kern
 from xmla.core.plan import Launch, Plan
 
 BLOCK_N = 128
-PROGRAMS_A_SM = 4  # enough loads in flight to fill the memory bus
-MAX_GROUP = 8  # tokens of a request that share a tile of keys
+PROGRAMS_A_SM = 3
+MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     ids = problem.has("request_ids")
-    next_n = 1 if ids else problem["T"] // problem["B"]
-    group = min(next_n, MAX_GROUP) or 1
+    next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
+    block_i = max(16, next_power_of_2(problem["I"]))
+    group = min(next_power_of_2(next_n), max(1, MAX_ROWS // block_i))
     groups_a_request = cdiv(next_n, group)
-    num_groups = problem["T"] if ids else problem["B"] * groups_a_request
-    logits = problem.op.result_specs(problem)["logits"]
-    max_len = logits.shape[1]
+    num_groups = problem["T"] if ids else problem["T"] // next_n * groups_a_request
+    results = problem.op.result_specs(problem)
+    max_len = results["logits"].shape[1]
     tiles = num_groups * cdiv(min(max_len, problem["M"] * problem["R"]), BLOCK_N)
-    num_programs = min(tiles, device.num_sms * PROGRAMS_A_SM)
+    programs = min(tiles, device.num_sms * PROGRAMS_A_SM)
     launch = Launch(
         indexer_logits_paged_kernel,
-        grid=(num_programs,),
+        grid=(programs,),
         inputs=("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths")),
-        sizes=(num_groups, problem["B"], problem["P"], max_len, num_programs),
+        sizes=(num_groups, problem["B"], problem["P"], max_len),
         outputs=("logits",),
         constexprs=(
             ("Q_STRIDE_T", specs["q8"].stride(0)),
@@ -41,11 +42,12 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("GROUP", group),
             ("GROUPS_A_REQUEST", groups_a_request),
             ("HAS_REQUEST_IDS", ids),
+            ("PROGRAMS", programs),
             ("BLOCK_G", 256),
             ("BLOCK_N", BLOCK_N),
-            ("BLOCK_I", max(16, next_power_of_2(problem["I"]))),
+            ("BLOCK_I", block_i),
         ),
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
-    return Plan((launch,), {"logits": logits}, ("logits",))
+    return Plan((launch,), results, ("logits",))

@@ -14,7 +14,7 @@ def quantize_indexer_query(q, weights, *, scale: float | None = None) -> Any:
         s[t,i] = 2 ** max(ceil(log2(max|q[t,i]| / 448)), -22)
         q8[t,i] = e4m3(q[t,i] / s[t,i]);      folded[t,i] = weights[t,i] · s[t,i] · scale
 
-    The indexer's logit is Σ_i relu(q_i · k) · w_i, and s > 0, so relu(s x) = s relu(x): folding is exact up to rounding.
+    The indexer's logit is Σ_i relu(q_i · k) · w_i and s > 0, so relu(s x) = s relu(x): folding only rounds the weight.
 
     Args:
         q: [T, I, D] bfloat16, float16 or float32, D of 32, 64 or 128, I ≤ 128. Roped.

@@ -64,7 +64,7 @@ def topk_candidates_kernel(
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
     if length > K:
-        row_ptr = logits_ptr + row * row_stride.to(tl.int64) * STRIDE_UNIT + start
+        row_ptr = logits_ptr + row * row_stride * STRIDE_UNIT + start
         size = segment_size(length, SEGMENTS)
         first = segment * size
         end = tl.minimum(first + size, length)
@@ -97,6 +97,58 @@ def topk_candidates_kernel(
         tl.store(counts_ptr + row * SEGMENTS + segment, count)
 
 
+@triton.jit
+def choose_candidates(
+    keys_ptr, columns_ptr, counts_ptr, out, K: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr
+):
+    """Write the columns of the K largest candidates of a row, which stand by ascending column."""
+    lane = tl.arange(0, SEGMENTS * LANES)
+    in_use = lane % LANES < tl.load(counts_ptr + lane // LANES)
+    keys = tl.load(keys_ptr + lane, mask=in_use, other=0).to(tl.uint32, bitcast=True)
+    threshold = tl.full([], 0, tl.uint32)  # the K-th largest key, from its highest bit down
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in tl.range(0, 32):
+        enough = tl.sum((keys >= (threshold | bit)).to(tl.int32)) >= K
+        threshold = tl.where(enough, threshold | bit, threshold)
+        bit = bit >> 1
+    ties = K - tl.sum((keys > threshold).to(tl.int32))
+    equal = keys == threshold
+    chosen = (keys > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(out + place, tl.load(columns_ptr + lane, mask=chosen, other=0), mask=chosen)
+
+
+@triton.jit
+def choose_in_row(row_ptr, length, out, K: tl.constexpr, TILE: tl.constexpr):
+    """Write the columns of the K largest of a row's elements; reads the row once a bit of the threshold."""
+    offs = tl.arange(0, TILE)
+    threshold = tl.full([], 0, tl.uint32)
+    above = 0  # elements over the threshold
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in tl.range(0, 32):
+        trial = threshold | bit
+        reached = tl.zeros([TILE], tl.int32)
+        for base in tl.range(0, length, TILE):
+            column = base + offs
+            reached += (load_keys(row_ptr, column, column < length) >= trial).to(tl.int32)
+        count = tl.sum(reached)
+        threshold = tl.where(count >= K, trial, threshold)
+        above = tl.where(count >= K, above, count)
+        bit = bit >> 1
+    ties = K - above
+    seen_equal = 0
+    written = 0
+    for base in tl.range(0, length, TILE):
+        column = base + offs
+        keys = load_keys(row_ptr, column, column < length)
+        equal = keys == threshold
+        rank = seen_equal + tl.cumsum(equal.to(tl.int32), 0)
+        chosen = (keys > threshold) | (equal & (rank <= ties))
+        tl.store(out + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, column, mask=chosen)
+        seen_equal += tl.sum(equal.to(tl.int32))
+        written += tl.sum(chosen.to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["num_columns", "row_stride"])
 def topk_select_kernel(
     logits_ptr,  # [T, N] f32
@@ -118,60 +170,20 @@ def topk_select_kernel(
     row = tl.program_id(0).to(tl.int64)
     start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
     out = indices_ptr + row * K
-    offs = tl.arange(0, TILE)
     if length <= K:
         for base in tl.range(0, K, TILE):
-            column = base + offs
+            column = base + tl.arange(0, TILE)
             tl.store(out + column, tl.where(column < length, column, -1), mask=column < K)
     else:
-        fits = False
-        if SEGMENTS > 0:
-            segments = tl.arange(0, SEGMENTS)
-            counts = tl.load(counts_ptr + row * SEGMENTS + segments)  # [SEGMENTS]
-            fits = tl.max(counts) <= LANES
-        if fits:
-            if SEGMENTS > 0:
-                lane = tl.arange(0, SEGMENTS * LANES)
-                in_use = lane % LANES < tl.load(counts_ptr + row * SEGMENTS + lane // LANES)
-                base_ptr = row * SEGMENTS * LANES + lane
-                keys = tl.load(candidate_keys_ptr + base_ptr, mask=in_use, other=0).to(tl.uint32, bitcast=True)
-                threshold = tl.full([], 0, tl.uint32)
-                bit = tl.full([], 0x80000000, tl.uint32)
-                for _ in tl.range(0, 32):
-                    enough = tl.sum((keys >= (threshold | bit)).to(tl.int32)) >= K
-                    threshold = tl.where(enough, threshold | bit, threshold)
-                    bit = bit >> 1
-                ties = K - tl.sum((keys > threshold).to(tl.int32))
-                equal = keys == threshold
-                chosen = (keys > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
-                place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-                columns = tl.load(candidate_columns_ptr + base_ptr, mask=chosen, other=0)
-                tl.store(out + place, columns, mask=chosen)
+        row_ptr = logits_ptr + row * row_stride * STRIDE_UNIT + start
+        if SEGMENTS == 0:
+            choose_in_row(row_ptr, length, out, K, TILE)
         else:
-            row_ptr = logits_ptr + row * row_stride.to(tl.int64) * STRIDE_UNIT + start
-            threshold = tl.full([], 0, tl.uint32)
-            above = 0  # elements over the threshold
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in tl.range(0, 32):
-                trial = threshold | bit
-                reached = tl.zeros([TILE], tl.int32)
-                for base in tl.range(0, length, TILE):
-                    column = base + offs
-                    reached += (load_keys(row_ptr, column, column < length) >= trial).to(tl.int32)
-                count = tl.sum(reached)
-                threshold = tl.where(count >= K, trial, threshold)
-                above = tl.where(count >= K, above, count)
-                bit = bit >> 1
-            ties = K - above
-            seen_equal = 0
-            written = 0
-            for base in tl.range(0, length, TILE):
-                column = base + offs
-                keys = load_keys(row_ptr, column, column < length)
-                equal = keys == threshold
-                rank = seen_equal + tl.cumsum(equal.to(tl.int32), 0)
-                chosen = (keys > threshold) | (equal & (rank <= ties))
-                place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-                tl.store(out + place, column, mask=chosen)
-                seen_equal += tl.sum(equal.to(tl.int32))
-                written += tl.sum(chosen.to(tl.int32))
+            counts_row = counts_ptr + row * SEGMENTS
+            if tl.max(tl.load(counts_row + tl.arange(0, SEGMENTS))) > LANES:
+                choose_in_row(row_ptr, length, out, K, TILE)
+            else:
+                first = row * SEGMENTS * LANES
+                choose_candidates(
+                    candidate_keys_ptr + first, candidate_columns_ptr + first, counts_row, out, K, SEGMENTS, LANES
+                )

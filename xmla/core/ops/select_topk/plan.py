@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from triton import cdiv, next_power_of_2
+from triton import next_power_of_2
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
@@ -33,6 +33,11 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     return Config(segments, lanes, min(lanes, 4096))
 
 
+def count_warps(elements: int) -> int:
+    """Warps for a program that holds `elements` in registers."""
+    return max(4, min(16, elements // 512))
+
+
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, k = problem["T"], problem["N"], problem.attrs["k"]
     config = configure(rows, columns, k, device)
@@ -50,32 +55,43 @@ def plan(problem: Problem, device: Device) -> Plan:
     )
     row_inputs = ("logits", problem.either("starts", "ends"), "ends")
     sizes = (columns, stride // unit)
-    segments = max(config.segments, 1)
-    space = (rows, segments, config.lanes if config.segments else 0)
-    buffers = {
+    results = problem.op.result_specs(problem)
+    if config.segments == 0:
+        select = Launch(
+            topk_select_kernel,
+            grid=(rows,),
+            inputs=(*row_inputs, "logits", "logits", "ends"),
+            sizes=sizes,
+            outputs=("indices",),
+            constexprs=shared,
+            num_warps=16,
+            num_stages=3,
+        )
+        return Plan((select,), results, ("indices",))
+    space = (rows, config.segments, config.lanes)
+    workspace = {
         "candidate_keys": Spec(space, "int32"),
         "candidate_columns": Spec(space, "int32"),
-        "counts": Spec((rows, segments), "int32"),
-        **problem.op.result_specs(problem),
+        "counts": Spec(space[:2], "int32"),
     }
     candidates = Launch(
         topk_candidates_kernel,
         grid=(rows * config.segments,),
         inputs=row_inputs,
         sizes=sizes,
-        outputs=("candidate_keys", "candidate_columns", "counts"),
+        outputs=tuple(workspace),
         constexprs=shared,
-        num_warps=max(4, min(16, cdiv(config.lanes, 512))),
+        num_warps=count_warps(config.lanes),
         num_stages=3,
     )
     select = Launch(
         topk_select_kernel,
         grid=(rows,),
-        inputs=(*row_inputs, "candidate_keys", "candidate_columns", "counts"),
+        inputs=(*row_inputs, *workspace),
         sizes=sizes,
         outputs=("indices",),
         constexprs=shared,
-        num_warps=max(4, min(16, cdiv(segments * config.lanes, 512))),
+        num_warps=count_warps(config.segments * config.lanes),
         num_stages=3,
     )
-    return Plan((candidates, select), buffers, ("indices",))
+    return Plan((candidates, select), workspace | results, ("indices",))

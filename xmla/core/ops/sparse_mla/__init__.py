@@ -14,7 +14,7 @@ def sparse_mla(
 ) -> Any:  # fmt: skip
     """Multi-head latent attention of each token over its own selected cache entries; decode and prefill.
 
-        S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }                        the valid keys; −1 may stand anywhere
+        S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }                      the valid keys; −1 may stand anywhere
         s[h,k]   = softmax_scale · q[t,h] · entry(slots[t,k])                       over all L+E dims
         out[t,h] = Σ_k exp(s[h,k]) · entry(slots[t,k])[:L] / (Σ_k exp(s[h,k]) + exp(sink[h]))        k over S[t]
         lse[t,h] = ln Σ_k exp(s[h,k])                                               without the sink

@@ -24,8 +24,8 @@ def write_mla_cache(latent, rope, slots, cache) -> Any:
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
 
-    Rounding: to nearest even, saturating at ±448 · scale; NaN stays NaN. Scales are powers of two with a positive floor,
-    byte for byte what FlashMLA's writer stores (README of FlashMLA, FP8 KV cache; tests/quant.py).
+    Rounding: to nearest even, saturating at ±448 · scale; NaN stays NaN. Scales are powers of two with a positive
+    floor, byte for byte what FlashMLA's writer stores (README of FlashMLA, FP8 KV cache; tests/quant.py).
     """
 
 

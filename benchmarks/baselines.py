@@ -1,0 +1,71 @@
+"""What the ops are measured against: ceilings of this very GPU and the peers that are installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.problems import DEVICE, e4m3
+from benchmarks.timing import measure
+
+
+def ceilings() -> dict[str, float]:
+    """Copy in bytes/s (read + written), bf16 and fp8 matrix products in flop/s, measured now."""
+    source = torch.randn(1 << 29, device=DEVICE)
+    target = torch.empty_like(source)
+    size = 8192
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    a8, b8 = e4m3(size, size), e4m3(size, size).t()
+    one = torch.ones((), device=DEVICE)
+    times = measure(
+        {
+            "copy": lambda _: torch.neg(source, out=target),  # a graph runs copy_ on the slower copy engine
+            "bf16": lambda _: a @ b,
+            "fp8": lambda _: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16),
+        },
+        sets=1,
+    )
+    flops = 2 * size**3
+    return {
+        "copy_bytes_per_s": 2 * source.nbytes / (times["copy"].median * 1e-6),
+        "bf16_flop_per_s": flops / (times["bf16"].median * 1e-6),
+        "fp8_flop_per_s": flops / (times["fp8"].median * 1e-6),
+    }
+
+
+def flash_mla() -> Any | None:
+    """The FlashMLA package, if it is installed (PyPI sgl-flash-mla: upstream's last Hopper kernels)."""
+    try:
+        import flash_mla
+    except ImportError:
+        return None
+    return flash_mla
+
+
+def flash_mla_decode(
+    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, requests: int, scale: float
+) -> Callable[[], torch.Tensor]:
+    """FlashMLA's sparse decode on the same arguments; heads are padded to the 64 or 128 that it takes."""
+    package = flash_mla()
+    tokens, heads, width = q.shape
+    padded = torch.zeros(
+        requests, tokens // requests, 64 if heads <= 64 else 128, width, device=q.device, dtype=q.dtype
+    )
+    padded[:, :, :heads] = q.view(requests, -1, heads, width)
+    schedule, _ = package.get_mla_metadata()
+    cache, slots = cache.unsqueeze(2), slots.view(requests, -1, slots.shape[1])
+
+    def call() -> torch.Tensor:
+        out, _ = package.flash_mla_with_kvcache(
+            padded, cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=slots,
+            use_legacy=True,
+        )  # fmt: skip
+        return out[:, :, :heads].reshape(tokens, heads, 512)
+
+    return call
+
+
+def flash_mla_prefill(q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: float) -> Callable[[], Any]:
+    """FlashMLA's sparse prefill over plain rows [N, 576]."""
+    package = flash_mla()
+    return lambda: package.flash_mla_sparse_fwd(q, rows.unsqueeze(1), slots.unsqueeze(1), scale, use_legacy=True)[0]

@@ -1,0 +1,50 @@
+"""Inputs at serving size, made on the GPU: random values, pages and keys drawn at random, no zeros."""
+
+import torch
+
+from xmla import torch_api
+from xmla.core.layout import V32, IndexerLayout
+
+DEVICE = "cuda"
+
+
+def latent_pool(tokens: int, entries: int = 64) -> torch.Tensor:
+    """A V3.2 cache [P, R, 656] in which every entry holds a key."""
+    cache = torch.empty(-(-tokens // entries), entries, V32.row, dtype=torch.uint8, device=DEVICE)
+    for first in range(0, tokens, 1 << 18):
+        count = min(1 << 18, tokens - first)
+        latent = torch.randn(count, V32.latent, device=DEVICE, dtype=torch.bfloat16)
+        rope = torch.randn(count, V32.rope, device=DEVICE, dtype=torch.bfloat16)
+        slots = torch.arange(first, first + count, device=DEVICE, dtype=torch.int32)
+        torch_api.write_mla_cache(latent, rope, slots, cache)
+    return cache
+
+
+def indexer_pool(tokens: int, entries: int = 64, dim: int = 128) -> torch.Tensor:
+    """An indexer cache [P, R, D+4] in which every entry holds a key."""
+    cache = torch.empty(-(-tokens // entries), entries, IndexerLayout(dim).row, dtype=torch.uint8, device=DEVICE)
+    for first in range(0, tokens, 1 << 20):
+        count = min(1 << 20, tokens - first)
+        keys = torch.randn(count, dim, device=DEVICE, dtype=torch.bfloat16)
+        slots = torch.arange(first, first + count, device=DEVICE, dtype=torch.int32)
+        torch_api.write_indexer_cache(keys, slots, cache)
+    return cache
+
+
+def chosen_keys(rows: int, keys: int, k: int) -> torch.Tensor:
+    """`k` distinct keys a row, [rows, k] int32, in random order."""
+    chunks = []
+    for first in range(0, rows, 256):
+        noise = torch.rand(min(256, rows - first), keys, device=DEVICE)
+        chunks.append(noise.argsort(dim=1)[:, :k].to(torch.int32))
+    return torch.cat(chunks)
+
+
+def block_table(requests: int, tokens: int, entries: int = 64) -> torch.Tensor:
+    """[B, M] int32: every request owns its own shuffled pages."""
+    width = -(-tokens // entries)
+    return torch.randperm(requests * width, device=DEVICE, dtype=torch.int32).reshape(requests, width)
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
