@@ -84,7 +84,7 @@ class Problem:
     def require_dense_entries(self, cache: str) -> None:
         """Entries of a page are dense; only the page stride is free."""
         spec = self.specs[cache]
-        if spec.stride(1) != spec.shape[2]:
+        if spec.shape[1] > 1 and spec.stride(1) != spec.shape[2]:
             self.refuse(cache, "stride of axis R (axis 1)", spec.stride(1), f"{spec.shape[2]} (dense entries)")
 
     def refuse(self, argument: str, what: str, got: object, expected: object) -> NoReturn:

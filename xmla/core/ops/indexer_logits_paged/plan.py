@@ -5,8 +5,10 @@ from xmla.core.op import Problem
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan
 
+# 128 keys, 4 warps, 2 stages, 4 programs an SM: 3468 GB/s on an H200 at b=64, 65536 keys, 2026-11-21; 3 stages cost
+# registers and with them a program an SM (2758).
 BLOCK_N = 128
-PROGRAMS_A_SM = 3
+PROGRAMS_A_SM = 4
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 
 
@@ -48,6 +50,6 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("BLOCK_I", block_i),
         ),
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
     return Plan((launch,), results, ("logits",))

@@ -4,13 +4,16 @@
 segment onto LANES running maxima; at least k lanes reach the k-th largest maximum, so no element below that value is
 among the segment's k largest. On unordered data little more than k elements pass (1.36 k at LANES = 2 k).
 `topk_select_kernel` finds the exact threshold among the candidates of a row's segments, bit by bit, and writes the
-winners by ascending column. A row whose candidates overflow their space is searched in place instead: slower, as exact.
+winners by ascending column. A row whose candidates overflow their space, or that needs its NaN to make up k, is
+searched in place instead: slower, as exact.
 
-Values are compared as order keys: unsigned integers in the order of the floats, NaN lowest but for the absent, 0.
+Thresholds are order keys: unsigned integers in the order of the floats, NaN lowest but for the absent, 0.
 """
 
 import triton
 import triton.language as tl
+
+KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 
 
 @triton.jit
@@ -19,6 +22,18 @@ def order_key(x):
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     key = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
     return tl.where(x == x, key, 1)
+
+
+@triton.jit
+def kth_largest(keys, K: tl.constexpr, BITS: tl.constexpr):
+    """The K-th largest of `keys`, from its highest bit down; all but the first BITS bits are left 0."""
+    threshold = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in tl.range(0, BITS):
+        enough = tl.sum((keys >= (threshold | bit)).to(tl.int32)) >= K
+        threshold = tl.where(enough, threshold | bit, threshold)
+        bit = bit >> 1
+    return threshold
 
 
 @triton.jit
@@ -37,12 +52,6 @@ def segment_size(length, SEGMENTS: tl.constexpr):
     return tl.cdiv(tl.cdiv(length, SEGMENTS), 16) * 16
 
 
-@triton.jit
-def load_keys(row_ptr, column, ok):
-    """Order keys of logits [BLOCK] at `column`; absent ones are 0."""
-    return tl.where(ok, order_key(tl.load(row_ptr + column, mask=ok, other=0.0)), 0)
-
-
 @triton.jit(do_not_specialize=["num_columns", "row_stride"])
 def topk_candidates_kernel(
     logits_ptr,  # [T, N] f32
@@ -50,7 +59,7 @@ def topk_candidates_kernel(
     ends_ptr,  # [T] i32
     num_columns,
     row_stride,  # in units of STRIDE_UNIT
-    candidate_keys_ptr,  # [T, SEGMENTS, LANES] order keys
+    candidates_ptr,  # [T, SEGMENTS, LANES] f32
     candidate_columns_ptr,  # [T, SEGMENTS, LANES] i32, relative to the row's start
     counts_ptr,  # [T, SEGMENTS] i32; above LANES: overflow
     STRIDE_UNIT: tl.constexpr,
@@ -69,48 +78,46 @@ def topk_candidates_kernel(
         first = segment * size
         end = tl.minimum(first + size, length)
 
-        threshold = tl.full([], 0, tl.uint32)
+        threshold = tl.full([], float("-inf"), tl.float32)
         if end - first > LANES:
-            lanes = tl.arange(0, LANES)
-            maxima = tl.zeros([LANES], tl.uint32)
+            maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
             for base in tl.range(first, end, LANES):
-                column = base + lanes
-                maxima = tl.maximum(maxima, load_keys(row_ptr, column, column < end))
-            # The K-th largest maximum to 20 bits, rounded down: a few more candidates for fewer steps.
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in tl.range(0, 20):
-                enough = tl.sum((maxima >= (threshold | bit)).to(tl.int32)) >= K
-                threshold = tl.where(enough, threshold | bit, threshold)
-                bit = bit >> 1
+                column = base + tl.arange(0, LANES)
+                maxima = tl.maximum(maxima, tl.load(row_ptr + column, mask=column < end, other=float("-inf")))
+            # To 20 bits, rounded down: a few more candidates for fewer steps.
+            key = tl.maximum(kth_largest(order_key(maxima), K, 20), KEY_OF_MINUS_INF)
+            bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, ~key)
+            threshold = bits.to(tl.float32, bitcast=True)
 
         out = (row * SEGMENTS + segment) * LANES
-        offs = tl.arange(0, TILE)
         count = 0
         for base in tl.range(first, end, TILE):
-            column = base + offs
-            keys = load_keys(row_ptr, column, column < end)
-            keep = (column < end) & (keys >= threshold)
+            column = base + tl.arange(0, TILE)
+            x = tl.load(row_ptr + column, mask=column < end, other=float("nan"))
+            keep = x >= threshold
             place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
-            tl.store(candidate_keys_ptr + out + place, keys.to(tl.int32, bitcast=True), mask=keep & (place < LANES))
-            tl.store(candidate_columns_ptr + out + place, column, mask=keep & (place < LANES))
+            fits = keep & (place < LANES)
+            tl.store(candidates_ptr + out + place, x, mask=fits)
+            tl.store(candidate_columns_ptr + out + place, column, mask=fits)
             count += tl.sum(keep.to(tl.int32))
         tl.store(counts_ptr + row * SEGMENTS + segment, count)
 
 
 @triton.jit
+def load_keys(row_ptr, column, ok):
+    """Order keys of logits [BLOCK] at `column`; absent ones are 0."""
+    return tl.where(ok, order_key(tl.load(row_ptr + column, mask=ok, other=0.0)), 0)
+
+
+@triton.jit
 def choose_candidates(
-    keys_ptr, columns_ptr, counts_ptr, out, K: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr
+    candidates_ptr, columns_ptr, counts_ptr, out, K: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr
 ):
     """Write the columns of the K largest candidates of a row, which stand by ascending column."""
     lane = tl.arange(0, SEGMENTS * LANES)
     in_use = lane % LANES < tl.load(counts_ptr + lane // LANES)
-    keys = tl.load(keys_ptr + lane, mask=in_use, other=0).to(tl.uint32, bitcast=True)
-    threshold = tl.full([], 0, tl.uint32)  # the K-th largest key, from its highest bit down
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in tl.range(0, 32):
-        enough = tl.sum((keys >= (threshold | bit)).to(tl.int32)) >= K
-        threshold = tl.where(enough, threshold | bit, threshold)
-        bit = bit >> 1
+    keys = load_keys(candidates_ptr, lane, in_use)
+    threshold = kth_largest(keys, K, 32)
     ties = K - tl.sum((keys > threshold).to(tl.int32))
     equal = keys == threshold
     chosen = (keys > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
@@ -154,7 +161,7 @@ def topk_select_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
-    candidate_keys_ptr,  # [T, SEGMENTS, LANES] order keys
+    candidates_ptr,  # [T, SEGMENTS, LANES] f32
     candidate_columns_ptr,  # [T, SEGMENTS, LANES] i32
     counts_ptr,  # [T, SEGMENTS] i32
     num_columns,
@@ -180,10 +187,11 @@ def topk_select_kernel(
             choose_in_row(row_ptr, length, out, K, TILE)
         else:
             counts_row = counts_ptr + row * SEGMENTS
-            if tl.max(tl.load(counts_row + tl.arange(0, SEGMENTS))) > LANES:
+            counts = tl.load(counts_row + tl.arange(0, SEGMENTS))
+            if (tl.max(counts) > LANES) | (tl.sum(counts) < K):
                 choose_in_row(row_ptr, length, out, K, TILE)
             else:
                 first = row * SEGMENTS * LANES
                 choose_candidates(
-                    candidate_keys_ptr + first, candidate_columns_ptr + first, counts_row, out, K, SEGMENTS, LANES
+                    candidates_ptr + first, candidate_columns_ptr + first, counts_row, out, K, SEGMENTS, LANES
                 )
