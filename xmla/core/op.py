@@ -148,10 +148,19 @@ class Op:
                     problem.refuse(name, "argument", "missing", "an array")
                 continue
             self._check_tensor(problem, name, tensor, given[name])
-        for attr in self.attrs:
-            self._check_attr(problem, attr)
+        self.check_attributes(attrs)
         self.check(problem)
         return problem
+
+    def check_attributes(self, attrs: Mapping[str, Any]) -> None:
+        """Raise for an attribute of another type than declared."""
+        for attr in self.attrs:
+            value = attrs[attr.name]
+            accepted = (int, float) if attr.type is float else (attr.type,)
+            right = isinstance(value, accepted) and (attr.type is bool or not isinstance(value, bool))
+            if not right and not (value is None and attr.optional):
+                got = type(value).__name__
+                raise ArgumentError(f"{self.name}: {attr.name} type is {got}, expected {attr.type.__name__}")
 
     def _check_tensor(self, problem: Problem, name: str, tensor: Tensor, spec: Spec) -> None:
         if len(spec.shape) != len(tensor.names):
@@ -166,14 +175,6 @@ class Op:
         first = next(iter(problem.specs.values()))
         if None not in (spec.device, first.device) and spec.device != first.device:
             problem.refuse(name, "device", spec.device, f"{first.device}, as {next(iter(problem.specs))}")
-
-    def _check_attr(self, problem: Problem, attr: Attr) -> None:
-        value = problem.attrs[attr.name]
-        if value is None and attr.optional:
-            return
-        accepted = (int, float) if attr.type is float else (attr.type,)
-        if not isinstance(value, accepted) or (isinstance(value, bool) and attr.type is not bool):
-            problem.refuse(attr.name, "type", type(value).__name__, attr.type.__name__)
 
     def result_specs(self, problem: Problem) -> dict[str, Spec]:
         return {name: spec(problem) for name, spec in self.outputs.items()}

@@ -187,6 +187,7 @@ def public(op: Op) -> Callable[..., Any]:
         for name, value in zip(names, values, strict=True):
             if not isinstance(value, torch.Tensor) and not (value is None and name in op.optional):
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
+        op.check_attributes(keywords)  # before the dispatcher, whose messages do not name the op
         if implementation == "reference":
             results = _reference(op, values, tuple(keywords.values()))
             return results if len(results) > 1 else results[0] if results else None

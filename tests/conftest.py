@@ -1,0 +1,32 @@
+"""Chooses the interpreter where there is no GPU, before Triton, JAX or torch are imported."""
+
+import os
+from pathlib import Path
+
+HAS_GPU = Path("/dev/nvidiactl").exists()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+hypothesis.settings.register_profile(
+    "xmla", derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("xmla")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_GPU:
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where torch tensors live: kernels are compiled on the GPU and interpreted on the CPU."""
+    return "cuda" if HAS_GPU else "cpu"

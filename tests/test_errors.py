@@ -1,0 +1,205 @@
+"""Wrong arguments raise before any launch, name argument, axis, got and expected, alike in both front-ends."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import kit
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
+from xmla.core import interpreter
+from xmla.core.op import registry
+from xmla.core.spec import Spec
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A change of an op's first case (or of case `case`) that must be refused with `message`."""
+
+    op: str
+    message: str
+    change: Callable[[Arrays], Mapping[str, np.ndarray]] = lambda arrays: {}
+    attrs: Mapping[str, object] = None
+    error: type[Exception] = ArgumentError
+    case: int = 0
+
+
+def heads(count: int) -> Callable[[Arrays], Arrays]:
+    return lambda a: {"q": np.zeros((len(a["slots"]), count, 576), ml_dtypes.bfloat16)}
+
+
+MISTAKES = [
+    # dtype, rank, axes
+    Mistake("sparse_mla", "sparse_mla: q dtype is float32, expected bfloat16 or float16",
+            lambda a: {"q": a["q"].astype(np.float32)}),
+    Mistake("sparse_mla", "sparse_mla: slots rank is 1, expected 2 (T, K)", lambda a: {"slots": a["slots"][0]}),
+    Mistake("sparse_mla", "sparse_mla: q axis L+E (axis 2) is 512, expected 576", lambda a: {"q": a["q"][..., :512]}),
+    Mistake("sparse_mla", "sparse_mla: slots axis T (axis 0) is 2, expected 1, as before",
+            lambda a: {"slots": np.repeat(a["slots"], 2, axis=0)}),
+    Mistake("sparse_mla", "sparse_mla: cache axis ROW (axis 2) is 640, expected 656 bytes (V3.2) or 576 elements "
+            "(plain rows)", lambda a: {"cache": np.zeros((3, 64, 640), np.uint8)}),
+    Mistake("sparse_mla", "sparse_mla: cache dtype is float16, expected bfloat16, as q",
+            lambda a: {"cache": np.zeros((3, 64, 576), np.float16)}),
+    Mistake("sparse_mla", "sparse_mla: q axis H (axis 1) is 129, supported: at most 128 heads", heads(129),
+            error=UnsupportedError),
+    Mistake("sparse_mla", "sparse_mla: sink axis H (axis 0) is 7, expected 128, as before",
+            lambda a: {"sink": np.zeros(7, np.float32)}),
+    Mistake("sparse_mla", "sparse_mla: lengths dtype is float32, expected int32",
+            lambda a: {"lengths": np.zeros(1, np.float32)}),
+    Mistake("sparse_mla", "sparse_mla: empty_lse value is '0', expected '-inf' or '+inf'", attrs={"empty_lse": "0"}),
+    Mistake("sparse_mla", "sparse_mla: softmax_scale type is str, expected float", attrs={"softmax_scale": "1"}),
+    Mistake("sparse_mla", "sparse_mla: batch_invariant type is int, expected bool", attrs={"batch_invariant": 1}),
+    Mistake("write_mla_cache", "write_mla_cache: cache axis ROW (axis 2) is 655, expected 656 bytes (V3.2)",
+            lambda a: {"cache": np.zeros((3, 64, 655), np.uint8)}),
+    Mistake("write_mla_cache", "write_mla_cache: latent axis L (axis 1) is 511, expected 512",
+            lambda a: {"latent": a["latent"][:, :511].copy()}),
+    Mistake("write_mla_cache", "write_mla_cache: rope axis E (axis 1) is 63, expected 64",
+            lambda a: {"rope": a["rope"][:, :63].copy()}),
+    Mistake("write_mla_cache", "write_mla_cache: slots dtype is float32, expected int32 or int64",
+            lambda a: {"slots": a["slots"].astype(np.float32)}),
+    Mistake("read_mla_cache", "read_mla_cache: dtype value is 'float64', expected 'bfloat16' or 'float32'",
+            attrs={"dtype": "float64"}),
+    Mistake("read_mla_cache", "read_mla_cache: cache axis ROW (axis 2) is 132, expected 656 bytes (V3.2)",
+            lambda a: {"cache": np.zeros((3, 64, 132), np.uint8)}),
+    Mistake("write_indexer_cache", "write_indexer_cache: cache axis ROW (axis 2) is 131, expected 132 (D + 4)",
+            lambda a: {"cache": np.zeros((3, 64, 131), np.uint8)}),
+    Mistake("write_indexer_cache", "write_indexer_cache: keys axis D (the last) is 96, expected 32, 64 or 128",
+            lambda a: {"keys": a["keys"][:, :96].copy()}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 100, expected 36, 68 or 132 (D + 4)",
+            lambda a: {"cache": np.zeros((3, 64, 100), np.uint8)}),
+    Mistake("quantize_indexer_query", "quantize_indexer_query: q axis D (axis 2) is 100, expected 32, 64 or 128",
+            lambda a: {"q": a["q"][..., :100]}),
+    Mistake("quantize_indexer_query", "quantize_indexer_query: q axis I (axis 1) is 130, supported: at most 128 "
+            "indexer heads", lambda a: {"q": np.zeros((1, 130, 128), np.float32), "weights": np.zeros((1, 130), np.float32)},
+            error=UnsupportedError),
+    Mistake("indexer_logits", "indexer_logits: keys axis D (axis 1) is 64, expected 128, as before",
+            lambda a: {"keys": a["keys"][:, :64].copy()}),
+    Mistake("indexer_logits", "indexer_logits: weights dtype is float16, expected float32",
+            lambda a: {"weights": a["weights"].astype(np.float16)}),
+    Mistake("indexer_logits", "indexer_logits: q8 axis D (axis 2) is 16, expected 32, 64 or 128",
+            lambda a: {"q8": a["q8"][..., :16].copy(), "keys": a["keys"][:, :16].copy()}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: cache axis ROW (axis 2) is 128, expected 132 (D + 4)",
+            lambda a: {"cache": a["cache"][..., :128].copy()}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: max_len value is 0, expected at least 1",
+            attrs={"max_len": 0}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: max_len type is float, expected int",
+            attrs={"max_len": 1.5}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: q8 axis T (axis 0) is 1, expected a multiple of B = 2 "
+            "(or pass request_ids)", lambda a: {"block_table": np.repeat(a["block_table"], 2, axis=0)}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: block_table dtype is float32, expected int32",
+            lambda a: {"block_table": a["block_table"].astype(np.float32)}),
+    Mistake("map_slots", "map_slots: page_size value is 0, expected at least 1", attrs={"page_size": 0}),
+    Mistake("map_slots", "map_slots: indices axis T (axis 0) is 1, expected a multiple of B = 2 (or pass request_ids)",
+            lambda a: {"block_table": np.repeat(a["block_table"], 2, axis=0)}),
+    Mistake("select_topk", "select_topk: k value is 0, expected at least 1", attrs={"k": 0}),
+    Mistake("select_topk", "select_topk: k type is bool, expected int", attrs={"k": True}),
+    Mistake("select_topk", "select_topk: ends axis T (axis 0) is 2, expected 1, as before",
+            lambda a: {"ends": np.zeros(2, np.int32)}),
+    Mistake("dsa_attention", "dsa_attention: k value is -3, expected at least 1", attrs={"k": -3}),
+    Mistake("dsa_attention", "dsa_attention: indexer_cache axis R (axis 1) is 32, expected 64, as before",
+            lambda a: {"indexer_cache": np.zeros((a["mla_cache"].shape[0], 32, 132), np.uint8)}),
+    Mistake("dsa_attention", "sparse_mla: cache axis ROW (axis 2) is 640, expected 656 bytes (V3.2) or 576 elements "
+            "(plain rows)", lambda a: {"mla_cache": a["mla_cache"][..., :640].copy()}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(interpreter, "run", refuse)
+    monkeypatch.setattr(torch_api._run, "_run", refuse)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.op}-{m.message.split(': ')[1][:28]}")
+def test_message(mistake: Mistake, device: str, no_launch: None) -> None:
+    op = registry()[mistake.op]
+    case = op.cases[mistake.case]
+    inputs = kit.make(case)
+    inputs |= mistake.change(inputs)
+    attrs = {**case.attrs, **(mistake.attrs or {})}
+    with pytest.raises(mistake.error) as by_torch:
+        getattr(torch_api, op.name)(*kit.torch_inputs(op, inputs, device), **attrs)
+    with pytest.raises(mistake.error) as by_jax:
+        getattr(jax_api, op.name)(*kit.jax_inputs(op, inputs), **attrs)
+    assert str(by_torch.value) == mistake.message
+    assert str(by_jax.value) == mistake.message
+
+
+def test_strides(device: str, no_launch: None) -> None:
+    """Only torch has strides: the last axis and a page's entries are dense, indexer pages on whole floats."""
+    q, slots = torch.zeros(2, 16, 576, device=device).bfloat16(), torch.zeros(2, 8, device=device, dtype=torch.int32)
+    cache = torch.zeros(3, 64, 656, device=device, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match=r"q stride of axis L\+E \(the last\) is 2, expected 1 \(dense\)"):
+        torch_api.sparse_mla(
+            torch.zeros(2, 16, 1152, device=device).bfloat16()[..., ::2], cache, slots, softmax_scale=1.0
+        )
+    with pytest.raises(
+        ArgumentError, match=r"cache stride of axis R \(axis 1\) is 700, expected 656 \(dense entries\)"
+    ):
+        wide = torch.zeros(3, 64, 700, device=device, dtype=torch.uint8)[..., :656]
+        torch_api.sparse_mla(q, wide, slots, softmax_scale=1.0)
+    with pytest.raises(
+        ArgumentError, match=r"cache stride of axis P \(axis 0\) is 8449, expected a multiple of 4 bytes"
+    ):
+        pool = torch.zeros(3 * 8449, device=device, dtype=torch.uint8).as_strided((3, 64, 132), (8449, 132, 1))
+        torch_api.read_indexer_cache(pool, slots[0])
+
+
+def test_devices() -> None:
+    """Arrays on several devices are refused by the declaration itself, so alike in both front-ends."""
+    op = registry()["select_topk"]
+    specs = {
+        "logits": Spec((2, 8), "float32", None, "cuda:0"),
+        "ends": Spec((2,), "int32", None, "cpu"),
+        "starts": None,
+    }
+    with pytest.raises(ArgumentError, match=r"^select_topk: ends device is cpu, expected cuda:0, as logits$"):
+        op.bind(specs, {"k": 1})
+
+
+def test_out(device: str, no_launch: None) -> None:
+    logits, ends = torch.zeros(2, 8, device=device), torch.zeros(2, device=device, dtype=torch.int32)
+
+    def out(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    for wrong, message in (
+        (out(2, 5), r"select_topk: out indices shape is \(2, 5\), expected \(2, 4\)"),
+        (out(2, 4, dtype=torch.int64), "select_topk: out indices dtype is int64, expected int32"),
+        (out(4, 2).T, r"select_topk: out indices strides is \(1, 2\), expected \(4, 1\)"),
+        ((out(2, 4), out(2, 4)), r"select_topk: out has 2 tensors, expected 1: \['indices'\]"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            torch_api.select_topk(logits, ends, k=4, out=wrong)
+    keys, cache = torch.zeros(2, 128, device=device), torch.zeros(2, 64, 132, device=device, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match="out is given, expected none: the op updates cache in place"):
+        torch_api.write_indexer_cache(keys, ends, cache, out=cache)
+
+
+@pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])
+def test_kind_of_argument_and_implementation(api: object, device: str, no_launch: None) -> None:
+    array = torch.zeros(2, 8, device=device) if api is torch_api else jnp.zeros((2, 8))
+    with pytest.raises(ArgumentError, match="select_topk: logits is list, expected"):
+        api.select_topk([[0.0]], array, k=1)
+    with pytest.raises(ArgumentError, match="select_topk: ends is NoneType, expected"):
+        api.select_topk(array, None, k=1)
+    with pytest.raises(UnsupportedError, match=r"implementation is 'gluon', supported: None, 'triton', 'reference'"):
+        api.select_topk(array, array, k=1, implementation="gluon")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page'"):
+        api.select_topk(array, array, k=1, page=3)
+
+
+def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "InterpretedFunction", type("Never", (), {}))
+    with pytest.raises(
+        UnsupportedError, match="set TRITON_INTERPRET=1 before Triton is imported, or pass implementation"
+    ):
+        torch_api.select_topk(torch.zeros(1, 4), torch.ones(1, dtype=torch.int32), k=1)

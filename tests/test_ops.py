@@ -1,0 +1,77 @@
+"""Every op, case and front-end against the NumPy float64 definition."""
+
+import jax
+import kit
+import numpy as np
+import pytest
+import torch
+
+from xmla import jax_api, torch_api
+from xmla.core.op import Case, Op, registry
+
+CASES = kit.all_cases()
+
+
+@pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)
+def test_torch(op: Op, case: Case, device: str) -> None:
+    inputs = kit.make(case)
+    guarded = {name: kit.guarded(array) for name, array in inputs.items()}
+    arguments = [kit.to_torch(guarded[n][0], device) if n in guarded else None for n in op.tensors]
+    got = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs))
+    check(op, case, inputs, got, dict(zip(op.tensors, arguments, strict=True)))
+    for name, (array, buffer) in guarded.items():
+        untouched = np.ones(len(buffer), bool)
+        first = array.ctypes.data - buffer.ctypes.data if buffer.size else 0
+        untouched[first : first + kit._span(array) * array.itemsize] = False
+        assert (buffer[untouched] == kit.CANARY).all(), f"{name}: memory beside the array was written"
+
+
+@pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)
+def test_jax(op: Op, case: Case) -> None:
+    inputs = kit.make(case)
+    function = jax.jit(lambda *arrays: getattr(jax_api, op.name)(*arrays, **case.attrs))
+    got = kit.as_tuple(function(*kit.jax_inputs(op, inputs)))
+    mutated = dict(zip(op.mutates, got[len(op.outputs) :], strict=True))
+    check(op, case, inputs, got[: len(op.outputs)], mutated)
+
+
+def check(op: Op, case: Case, inputs: dict[str, np.ndarray], got: tuple, mutated: dict[str, object]) -> None:
+    """Compare results with the definition's, computed after them so that they cannot be found in freed memory."""
+    reference = op.reference(**inputs, **kit.attributes(op, case))
+    assert len(got) == len(op.outputs)
+    for (name, want), value in zip(kit.results(op, reference), got, strict=True):
+        kit.assert_close(name, value, want, kit.tolerance_of(op, name), kit.written(op, want))
+    for name in op.mutates:
+        kit.assert_bits_equal(name, mutated[name], inputs[name])
+
+
+@pytest.mark.parametrize("name", sorted(registry()))
+def test_reference_implementation(name: str, device: str) -> None:
+    """implementation="reference" is the definition itself, rounded to the op's dtypes, in both front-ends."""
+    op = registry()[name]
+    case = op.cases[-1]
+    arguments = kit.torch_inputs(op, kit.make(case), device)
+    got = kit.as_tuple(getattr(torch_api, name)(*arguments, **case.attrs, implementation="reference"))
+    under_jax = kit.as_tuple(
+        getattr(jax_api, name)(*kit.jax_inputs(op, kit.make(case)), **case.attrs, implementation="reference")
+    )
+    inputs = kit.make(case)
+    reference = op.reference(**inputs, **kit.attributes(op, case))
+    for (label, want), ours, theirs in zip(kit.results(op, reference), got, under_jax, strict=False):
+        dtype = kit.as_numpy(ours).dtype
+        kit.assert_bits_equal(label, ours, np.asarray(want).astype(dtype))
+        kit.assert_bits_equal(label, theirs, np.asarray(want).astype(dtype))
+    for label in op.mutates:
+        kit.assert_bits_equal(label, arguments[list(op.tensors).index(label)], inputs[label])
+        kit.assert_bits_equal(label, under_jax[-1], inputs[label])
+
+
+def test_paged_logits_leave_columns_past_a_length_untouched(device: str) -> None:
+    op = registry()["indexer_logits_paged"]
+    for case in op.cases:
+        inputs = kit.make(case)
+        want = op.reference(**inputs, **kit.attributes(op, case))
+        out = torch.full(want.shape, 123.0, device=device)
+        torch_api.indexer_logits_paged(*kit.torch_inputs(op, inputs, device), **case.attrs, out=out)
+        past = np.isnan(want)
+        assert past.any() and (kit.as_numpy(out)[past] == 123.0).all()

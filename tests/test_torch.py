@@ -1,0 +1,160 @@
+"""The torch front-end as torch users meet it: opcheck, torch.compile, out-variants, CUDA graphs, streams."""
+
+import kit
+import pytest
+import torch
+
+from xmla import torch_api
+from xmla.core.op import Op, registry
+
+OPS = list(registry().values())
+by_name = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def call_arguments(op: Op, device: str, case: int = 1) -> tuple[list[torch.Tensor | None], dict[str, object]]:
+    chosen = op.cases[min(case, len(op.cases) - 1)]
+    arguments = kit.torch_inputs(op, kit.make(chosen), device)
+    return [a.contiguous() if a is not None else None for a in arguments], dict(chosen.attrs)
+
+
+@by_name
+def test_opcheck(op: Op, device: str) -> None:
+    arguments, attrs = call_arguments(op, device)
+    packet = getattr(torch.ops.xmla, op.name)
+    utilities = ["test_autograd_registration", "test_faketensor"]
+    if op.name != "indexer_logits_paged":  # columns that are never written differ from run to run
+        utilities.append("test_aot_dispatch_dynamic")
+    results = kit.as_tuple(packet(*arguments, **attrs))
+    if torch.float8_e4m3fn not in {t.dtype for t in (*arguments, *results) if t is not None}:
+        utilities.append("test_schema")  # it multiplies, which torch cannot do with fp8 on the CPU
+    torch.library.opcheck(packet.default, tuple(arguments), attrs, test_utils=utilities)
+    if op.outputs:
+        out = {f"out_{name}": torch.empty_like(t) for name, t in zip(op.outputs, results, strict=True)}
+        torch.library.opcheck(packet.out, tuple(arguments), attrs | out, test_utils=utilities)
+
+
+@by_name
+def test_schema_declares_exactly_what_is_mutated(op: Op) -> None:
+    packet = getattr(torch.ops.xmla, op.name)
+    mutated = {a.name for a in packet.default._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert mutated == set(op.mutates)
+    if op.outputs:
+        written = {a.name for a in packet.out._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        assert written == {f"out_{name}" for name in op.outputs}
+
+
+@by_name
+def test_out_variant_writes_the_given_tensors(op: Op, device: str) -> None:
+    if not op.outputs:
+        assert op.mutates, "an op returns something or updates something"
+        return
+    arguments, attrs = call_arguments(op, device)
+    function = getattr(torch_api, op.name)
+    fresh = kit.as_tuple(function(*arguments, **attrs))
+    given = tuple(torch.full_like(t, 7) for t in fresh)
+    returned = function(*arguments, **attrs, out=given if len(given) > 1 else given[0])
+    for name, want, tensor, back in zip(op.outputs, fresh, given, kit.as_tuple(returned), strict=True):
+        assert back is tensor
+        where = None
+        if op.name == "indexer_logits_paged":
+            where = kit.as_numpy(tensor) != 7
+            assert where.any()
+        kit.assert_bits_equal(name, tensor, want, where)
+
+
+@by_name
+def test_compiles_whole_and_dynamic(op: Op, device: str) -> None:
+    """fullgraph: no graph break. dynamic: another number of tokens does not compile again."""
+    arguments, attrs = call_arguments(op, device)
+    function = getattr(torch_api, op.name)
+    compiled = torch.compile(lambda *a: function(*a, **attrs), fullgraph=True, dynamic=True, backend="aot_eager")
+    rows = next(iter(op.tensors))
+    token_first = [name for name, tensor in op.tensors.items() if tensor.names[0] == op.tensors[rows].names[0]]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for repeat in (3, 5):  # no axis may happen to equal another: dynamo would take them for one
+        many = [
+            a if a is None or n not in token_first or op.name.startswith("read") else torch.cat([a] * repeat)
+            for n, a in zip(op.tensors, arguments, strict=True)
+        ]
+        if op.mutates:  # valid slots must be distinct
+            many[list(op.tensors).index("slots")] = torch.arange(len(many[0]), device=device, dtype=torch.int32)
+        if (
+            "block_table" in op.tensors
+            and "request_ids" in op.tensors
+            and many[list(op.tensors).index("request_ids")] is None
+        ):
+            place = list(op.tensors).index("block_table")
+            many[place] = torch.cat([arguments[place]] * repeat)
+        clones = [a.clone() if a is not None else None for a in many]
+        want = kit.as_tuple(function(*clones, **attrs)) or tuple(clones)
+        got = kit.as_tuple(compiled(*many)) or tuple(many)
+        for a, b in zip(got, want, strict=True):
+            if a is not None and op.name != "indexer_logits_paged":
+                kit.assert_bits_equal(op.name, a, b)
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert frames == 1, f"{frames} graphs for two batch sizes"
+
+
+@by_name
+def test_results_do_not_alias_arguments(op: Op, device: str) -> None:
+    arguments, attrs = call_arguments(op, device)
+    before = [None if a is None else a.clone() for a in arguments]
+    results = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    storages = {a.untyped_storage().data_ptr() for a in arguments if a is not None}
+    assert not storages & {r.untyped_storage().data_ptr() for r in results}
+    for name, old, new in zip(op.tensors, before, arguments, strict=True):
+        if old is not None and name not in op.mutates:
+            kit.assert_bits_equal(name, new, old)
+
+
+@by_name
+def test_signature_and_documentation_are_the_declaration(op: Op) -> None:
+    function = getattr(torch_api, op.name)
+    assert function.__doc__ == op.prototype.__doc__ and "Args:" in function.__doc__ and "Raises:" in function.__doc__
+    assert function.__name__ == op.name
+
+
+def test_every_op_has_its_line_in_both_front_ends() -> None:
+    from xmla import jax_api
+
+    assert set(torch_api.__all__) == set(jax_api.__all__) == set(registry())
+
+
+@pytest.mark.gpu
+@by_name
+def test_cuda_graph_replays_with_new_values(op: Op) -> None:
+    """Captured once, replayed with other contents of the same shapes: the bits of an eager call."""
+    case = op.cases[min(1, len(op.cases) - 1)]
+    first, second = (kit.torch_inputs(op, kit.make(case, seed), "cuda") for seed in (0, 1))
+    function = getattr(torch_api, op.name)
+    function(*[None if a is None else a.clone() for a in first], **case.attrs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kit.as_tuple(function(*first, **case.attrs))
+    for a, b in zip(first, second, strict=True):
+        if a is not None:
+            a.copy_(b)
+    graph.replay()
+    got = captured or tuple(first[list(op.tensors).index(n)] for n in op.mutates)
+    want = kit.as_tuple(function(*second, **case.attrs)) or tuple(second[list(op.tensors).index(n)] for n in op.mutates)
+    for name, a, b in zip([*op.outputs, *op.mutates], got, want, strict=True):
+        where = None
+        if op.name == "indexer_logits_paged":
+            inputs = kit.make(case, 1)
+            where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
+        kit.assert_bits_equal(name, a, b, where)
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream() -> None:
+    op = registry()["select_topk"]
+    logits, ends = torch.randn(64, 65536, device="cuda"), torch.full((64,), 65536, device="cuda", dtype=torch.int32)
+    want = torch_api.select_topk(logits, ends, k=2048)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        shifted = logits.roll(1, 0)
+        got = torch_api.select_topk(shifted, ends, k=2048)
+    stream.synchronize()
+    kit.assert_bits_equal(op.name, got, want.roll(1, 0))
