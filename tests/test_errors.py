@@ -34,6 +34,10 @@ def heads(count: int) -> Callable[[Arrays], Arrays]:
     return lambda a: {"q": np.zeros((len(a["slots"]), count, 576), ml_dtypes.bfloat16)}
 
 
+def wide_query(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones((1, count, 128), np.float32), np.ones((1, count), np.float32)
+
+
 MISTAKES = [
     # dtype, rank, axes
     Mistake("sparse_mla", "sparse_mla: q dtype is float32, expected bfloat16 or float16",
@@ -76,7 +80,7 @@ MISTAKES = [
     Mistake("quantize_indexer_query", "quantize_indexer_query: q axis D (axis 2) is 100, expected 32, 64 or 128",
             lambda a: {"q": a["q"][..., :100]}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: q axis I (axis 1) is 130, supported: at most 128 "
-            "indexer heads", lambda a: {"q": np.zeros((1, 130, 128), np.float32), "weights": np.zeros((1, 130), np.float32)},
+            "indexer heads", lambda a: dict(zip(("q", "weights"), wide_query(130), strict=True)),
             error=UnsupportedError),
     Mistake("indexer_logits", "indexer_logits: keys axis D (axis 1) is 64, expected 128, as before",
             lambda a: {"keys": a["keys"][:, :64].copy()}),

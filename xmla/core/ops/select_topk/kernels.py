@@ -20,7 +20,7 @@ KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 def order_key(x):
     """float32 → uint32 in the same order; −0 equals +0, NaN is 1, below −inf."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    key = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(x == x, key, 1)
 
 
@@ -42,8 +42,9 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
     start = 0
     if HAS_STARTS:
         start = tl.minimum(tl.maximum(tl.load(starts_ptr + row), 0), num_columns)
-    end = tl.minimum(tl.load(ends_ptr + row), num_columns)
-    return start, tl.maximum(end - start, 0)
+    # Clamped before it is subtracted from: −2**31 − start would wrap round to a large length.
+    end = tl.maximum(tl.minimum(tl.load(ends_ptr + row), num_columns), start)
+    return start, end - start
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def topk_candidates_kernel(
                 maxima = tl.maximum(maxima, tl.load(row_ptr + column, mask=column < end, other=float("-inf")))
             # To 20 bits, rounded down: a few more candidates for fewer steps.
             key = tl.maximum(kth_largest(order_key(maxima), K, 20), KEY_OF_MINUS_INF)
-            bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, ~key)
+            bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
             threshold = bits.to(tl.float32, bitcast=True)
 
         out = (row * SEGMENTS + segment) * LANES

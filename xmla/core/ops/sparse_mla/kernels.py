@@ -34,7 +34,7 @@ def finish(accumulator, denominator, maximum, sink_log2, EMPTY_LSE: tl.constexpr
 
     The sink adds to the denominator only; a head without keys gives 0 whatever its sink.
     """
-    has_keys = denominator > 0.0
+    has_keys = denominator != 0.0  # true of NaN, which a key that is NaN rightly gives
     base = tl.where(has_keys, maximum, 0.0)
     scale = 1.0 / (denominator + tl.exp2(sink_log2 - base))
     out = tl.where(has_keys[:, None], accumulator * scale[:, None], 0.0)
@@ -125,7 +125,7 @@ def sparse_mla_kernel(
         tl.store(out_ptr + out_row[:, None] * LATENT + offs_l[None, :], out.to(q.dtype), mask=head_ok[:, None])
         tl.store(lse_ptr + out_row, lse, mask=head_ok)
     else:
-        has_keys = denominator > 0.0
+        has_keys = denominator != 0.0
         out = tl.where(has_keys[:, None], accumulator / denominator[:, None], 0.0)
         out_row = (token * SPLITS + split) * HEADS + offs_h
         tl.store(out_ptr + out_row[:, None] * LATENT + offs_l[None, :], out, mask=head_ok[:, None])

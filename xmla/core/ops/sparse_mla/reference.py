@@ -17,7 +17,7 @@ def reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Definition of `sparse_mla`, in float64 on the stored entries rounded to q's dtype."""
     layout = mla_layout(Spec.of_numpy(cache))
-    assert layout is not None
+    assert layout is not None  # checked by bind
     pages, entries, _ = cache.shape
     tokens, heads, _ = q.shape
     out = np.zeros((tokens, heads, layout.latent))

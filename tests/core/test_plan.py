@@ -1,0 +1,114 @@
+"""Plans are plain values: made for any device without it, memoised, with their workspace known beforehand."""
+
+import kit
+import numpy as np
+import pytest
+
+from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
+from xmla.core.op import Case, Op, plan_call, registry
+from xmla.core.plan import Plan
+from xmla.core.spec import Spec
+
+
+def plan_of(op: Op, case: Case, device: Device) -> Plan:
+    inputs = kit.make(case)
+    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
+    attrs = kit.attributes(op, case)
+    return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
+
+
+@pytest.mark.parametrize("device", [*KNOWN_DEVICES, INTERPRETER], ids=lambda device: device.name)
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_plan(op: Op, case: Case, device: Device) -> None:
+    plan = plan_of(op, case, device)
+    assert plan is plan_of(op, case, device), "plans are memoised"
+    assert set(plan.results) == set(op.outputs) and set(plan.results) <= set(plan.buffers)
+    known = set(op.tensors) | set(plan.buffers)
+    written: set[str] = set(op.tensors)
+    for launch in plan.launches:
+        assert set(launch.inputs) <= known and set(launch.inputs) <= written, "an input nobody wrote"
+        written |= set(launch.outputs)
+        assert all(0 <= size < 2**31 for size in launch.sizes)
+        assert len(launch.grid) == 1, "the unbounded axis is grid x"
+        hash(launch)
+    assert set(plan.results) <= written
+    workspace = [spec.nbytes for name, spec in plan.buffers.items() if name not in plan.results]
+    assert plan.workspace_bytes == sum(workspace)
+
+
+def test_composed_step_runs_the_launches_of_its_parts() -> None:
+    ops = registry()
+    plan = plan_of(ops["dsa_attention"], ops["dsa_attention"].cases[0], H200)
+    parts = [
+        "quantize_indexer_query",
+        "indexer_logits_paged",
+        "topk_candidates",
+        "topk_select",
+        "map_slots",
+        "sparse_mla",
+    ]
+    assert [launch.name.removesuffix("_kernel") for launch in plan.launches][: len(parts)] == parts
+
+
+def attention(tokens: int, heads: int, k: int, device: Device, **attrs: object) -> Plan:
+    op = registry()["sparse_mla"]
+    specs = {
+        "q": Spec((tokens, heads, 576), "bfloat16"),
+        "cache": Spec((1000, 64, 656), "uint8"),
+        "slots": Spec((tokens, k), "int32"),
+    }
+    values = {attr.name: attr.default for attr in op.attrs} | {"softmax_scale": 1.0} | attrs
+    return plan_call(op, tuple(specs.get(n) for n in op.tensors), tuple(values[a.name] for a in op.attrs), device)[0]
+
+
+def splits(plan: Plan) -> int:
+    return dict(plan.launches[0].constexprs)["SPLITS"]
+
+
+def test_few_tokens_are_split_over_the_keys_and_many_are_not() -> None:
+    assert splits(attention(1, 128, 2048, H200)) >= 8
+    assert splits(attention(4096, 128, 2048, H200)) == 1
+    assert attention(4096, 128, 2048, H200).workspace_bytes == 0
+
+
+def test_batch_invariant_splits_depend_on_k_alone() -> None:
+    counts = {splits(attention(t, 128, 2048, H200, batch_invariant=True)) for t in (1, 7, 64, 4096)}
+    assert len(counts) == 1
+    assert splits(attention(3, 16, 100, RTX_PRO_6000, batch_invariant=True)) == 1
+
+
+def test_workspace_is_known_up_front() -> None:
+    plan = attention(2, 128, 2048, H200)
+    assert plan.workspace_bytes == 2 * splits(plan) * 128 * (512 + 1) * 4
+
+
+def test_reference_agrees_with_loops_over_keys() -> None:
+    """The definitions themselves, against formulations a key at a time."""
+    ops = registry()
+    rng = np.random.default_rng(3)
+    logits = np.round(rng.standard_normal((4, 50)) * 2).astype(np.float32)
+    logits[0, 3], logits[1, 4], logits[2, :9] = np.nan, -np.inf, -0.0
+    ends = np.array([50, 7, 33, 0], np.int32)
+    got = ops["select_topk"].reference(logits, ends, k=8)
+    for row, end in enumerate(ends):
+        ranked = sorted(range(end), key=lambda c: (np.isnan(logits[row, c]), -np.nan_to_num(logits[row, c]) + 0.0, c))
+        assert [c for c in got[row] if c >= 0] == sorted(ranked[:8])
+
+    op = ops["sparse_mla"]
+    inputs = kit.make(op.cases[2])
+    attrs = kit.attributes(op, op.cases[2])
+    out, lse = op.reference(**inputs, **attrs)
+    flat = inputs["cache"].reshape(-1, 656)
+    from xmla.core.layout import V32
+
+    for token in range(len(out)):
+        total, value = np.zeros(out.shape[1]), np.zeros(out.shape[1:])
+        for place, slot in enumerate(inputs["slots"][token]):
+            if place < inputs["lengths"][token] and 0 <= slot < len(flat):
+                key = V32.read(flat[slot]).astype(np.float64)
+                weight = np.exp(inputs["q"][token].astype(np.float64) @ key * attrs["softmax_scale"])
+                total, value = total + weight, value + weight[:, None] * key[:512]
+        if total.any():
+            assert np.allclose(out[token], value / total[:, None]) and np.allclose(lse[token], np.log(total))
+        else:
+            assert not out[token].any() and np.isposinf(lse[token]).all()

@@ -1,0 +1,91 @@
+"""Lowers every op through jax-triton for one architecture and compares its kernels with Triton's own compilation.
+
+A script of its own, for a process without the interpreter; no GPU is needed.
+    JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90
+Prints a JSON line an op: its custom calls, and for each launch the SHA-256 of the cubin that either front-end runs.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+from xmla import jax_api
+from xmla.core.compile import compile_launch
+from xmla.core.device import KNOWN_DEVICES, Device, assume_device
+from xmla.core.op import Op, plan_call, registry
+from xmla.core.spec import Spec
+
+CUSTOM_CALL = "triton_kernel_call_ffi"
+DUMPS = Path(os.environ["JAX_TRITON_DUMP_DIR"])
+
+
+def assemble(ptx: str, arch: int) -> str:
+    """SHA-256 of the cubin that Triton's ptxas makes of `ptx`."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [get_ptxas(arch).path, f"--gpu-name={sm_arch_from_capability(arch)}", str(source), "-o", str(target)]
+        subprocess.run(command, check=True, capture_output=True)
+        return hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+def dumped(before: set[Path]) -> dict[str, list[str]]:
+    """PTX by kernel name of what jax-triton compiled since `before`."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(set(DUMPS.glob("*/*.ptx")) - before):
+        found.setdefault(file.stem, []).append(file.read_text())
+    return found
+
+
+def lower(op: Op, device: Device) -> dict[str, object]:
+    case = op.cases[min(1, len(op.cases) - 1)]
+    inputs = case.make(np.random.default_rng(0))
+    arrays = [inputs[name] for name in op.tensors if name in inputs]
+    names = [name for name in op.tensors if name in inputs]
+    before = set(DUMPS.glob("*/*.ptx"))
+
+    def call(*given: jax.Array) -> object:
+        by_name = dict(zip(names, given, strict=True))
+        return getattr(jax_api, op.name)(*[by_name.get(name) for name in op.tensors], **case.attrs)
+
+    with assume_device(device):
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+        exported = jax.export.export(
+            jax.jit(call), platforms=["cuda"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(CUSTOM_CALL)],
+        )(*shapes)  # fmt: skip
+    by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped(before).items()}
+
+    specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
+    attrs = {attr.name: attr.default for attr in op.attrs} | dict(case.attrs)
+    values = tuple(attrs[attr.name] for attr in op.attrs)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device)
+    by_triton: dict[str, list[str]] = {}
+    for launch in plan.launches:
+        kernel = compile_launch(launch, plan, specs, device.arch)
+        by_triton.setdefault(launch.name, []).append(assemble(kernel.asm["ptx"], device.arch))
+    return {
+        "op": op.name,
+        "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
+        "launches": len(plan.launches),
+        "jax": by_jax,
+        "triton": {name: sorted(hashes) for name, hashes in by_triton.items()},
+    }
+
+
+def main() -> None:
+    device = next(d for d in KNOWN_DEVICES if d.arch == int(sys.argv[1]))
+    for op in registry().values():
+        print(json.dumps(lower(op, device)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

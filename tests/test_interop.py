@@ -1,0 +1,42 @@
+"""Arrays cross between the frameworks without a copy."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from xmla import ArgumentError, interop
+
+DTYPES = ["float32", "bfloat16", "float16", "uint8", "int32", "float8_e4m3fn"]
+
+
+def pointer(array: jax.Array) -> int:
+    return array.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_to_jax_shares_memory(dtype: str, device: str) -> None:
+    tensor = (torch.arange(24, device=device).view(4, 6) % 16).to(getattr(torch, dtype))  # e4m3 holds integers to 16
+    array = interop.to_jax(tensor)
+    assert pointer(array) == tensor.data_ptr()
+    assert array.shape == (4, 6) and array.dtype == jnp.dtype(dtype)
+    assert jnp.array_equal(array.astype(jnp.float32), jnp.arange(24).reshape(4, 6) % 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jax_to_torch_shares_memory(dtype: str) -> None:
+    array = (jnp.arange(24).reshape(4, 6) % 16).astype(dtype)
+    tensor = interop.to_torch(array)
+    assert tensor.data_ptr() == pointer(array)
+    assert tensor.dtype == getattr(torch, dtype)
+    assert torch.equal(tensor.float().cpu(), torch.arange(24.0).view(4, 6) % 16)
+
+
+def test_there_and_back_is_the_same_memory(device: str) -> None:
+    tensor = torch.randn(8, 3, device=device)
+    assert interop.to_torch(interop.to_jax(tensor)).data_ptr() == tensor.data_ptr()
+
+
+def test_a_strided_tensor_is_refused(device: str) -> None:
+    with pytest.raises(ArgumentError, match=r"to_jax: tensor strides is \(1, 6\), expected contiguous"):
+        interop.to_jax(torch.zeros(4, 6, device=device).T)

@@ -1,0 +1,143 @@
+"""The JAX front-end as JAX users meet it: jit, Refs, donation, Pallas beside it, imports."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import pytest
+from conftest import HAS_GPU
+from jax.experimental import pallas as pl
+
+from xmla import jax_api
+from xmla.core.op import Op, registry
+
+OPS = list(registry().values())
+WRITERS = [op for op in OPS if op.mutates]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_new_values_do_not_trace_again(op: Op) -> None:
+    case = op.cases[min(1, len(op.cases) - 1)]
+    traces = []
+
+    @jax.jit
+    def call(*arrays: jax.Array) -> object:
+        traces.append(1)
+        return getattr(jax_api, op.name)(*arrays, **case.attrs)
+
+    first = kit.as_tuple(call(*kit.jax_inputs(op, kit.make(case, 0))))
+    second = kit.as_tuple(call(*kit.jax_inputs(op, kit.make(case, 1))))
+    assert len(traces) == 1
+    assert any(not np.array_equal(kit.as_numpy(a).view(np.uint8), kit.as_numpy(b).view(np.uint8))
+               for a, b in zip(first, second, strict=True)), "other inputs gave the same outputs"  # fmt: skip
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
+def test_ref_and_functional_forms_write_the_same(op: Op, jitted: bool) -> None:
+    inputs = kit.make(op.cases[1])
+    *arrays, cache = kit.jax_inputs(op, inputs)
+    function = getattr(jax_api, op.name)
+    before = np.asarray(cache).copy()
+    updated = (jax.jit(function) if jitted else function)(*arrays, cache)
+    assert np.array_equal(np.asarray(cache), before), "the functional form changed its argument"
+    ref = jax.new_ref(cache)
+    returned = (
+        jax.jit(lambda ref, *rest: function(*rest, ref)) if jitted else lambda ref, *rest: function(*rest, ref)
+    )(ref, *arrays)
+    assert returned is None
+    kit.assert_bits_equal("cache", ref[...], updated)
+    op.reference(**inputs)
+    kit.assert_bits_equal("cache", updated, inputs["cache"])
+
+
+def test_pallas_kernels_around_an_op_in_one_jit() -> None:
+    """A Pallas kernel (RMSNorm and rope of the query) feeds sparse_mla, another consumes its output."""
+    op = registry()["sparse_mla"]
+    inputs = kit.make(op.cases[1])
+    q, cache, slots, lengths, sink = kit.jax_inputs(op, inputs)
+    tokens, heads, width = q.shape
+    weight = jnp.linspace(0.5, 1.5, width)
+    angles = jnp.linspace(0.0, 3.0, 32)
+
+    def prepare(q_ref, weight_ref, angle_ref, rope_ref, out_ref, rope_out_ref) -> None:
+        latent, rope = q_ref[...].astype(jnp.float32), rope_ref[...].astype(jnp.float32)
+        square = jnp.sum(latent * latent, axis=-1) + jnp.sum(rope * rope, axis=(-2, -1))
+        inverse = jax.lax.rsqrt(square / width + 1e-6)
+        out_ref[...] = (latent * inverse[:, None] * weight_ref[...]).astype(out_ref.dtype)
+        cos, sin = jnp.cos(angle_ref[...]), jnp.sin(angle_ref[...])
+        even, odd = rope[:, 0] * inverse[:, None], rope[:, 1] * inverse[:, None]
+        rope_out_ref[...] = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=1).astype(out_ref.dtype)
+
+    def halve(x_ref, out_ref) -> None:
+        out_ref[...] = x_ref[...] * 0.5
+
+    def pallas(kernel, out, block, *arrays, extra=()):
+        def whole(rank: int):
+            return lambda t: (0,) * rank
+
+        def of_token(rank: int):
+            return lambda t: (t, *whole(rank)(t))
+
+        specs = [pl.BlockSpec((None, *shape), of_token(len(shape))) for shape in block]
+        shared = [pl.BlockSpec(a.shape, whole(a.ndim)) for a in extra]
+        outs = specs[-len(out) :]
+        return pl.pallas_call(
+            kernel, grid=(tokens,), out_shape=out, in_specs=[specs[0], *shared, *specs[1 : -len(out)]], out_specs=outs,
+            interpret=not HAS_GPU,
+        )(arrays[0], *extra, *arrays[1:])  # fmt: skip
+
+    @jax.jit
+    def step(q: jax.Array) -> jax.Array:
+        latent, rope = q[..., :512], q[..., 512:].reshape(tokens, heads, 32, 2).swapaxes(2, 3)
+        shapes = [jax.ShapeDtypeStruct(latent.shape, q.dtype), jax.ShapeDtypeStruct(rope.shape, q.dtype)]
+        blocks = [(heads, 512), (heads, 2, 32), (heads, 512), (heads, 2, 32)]
+        latent, rope = pallas(prepare, shapes, blocks, latent, rope, extra=(weight[:512], angles))
+        prepared = jnp.concatenate([latent, rope.reshape(tokens, heads, 64)], axis=-1)
+        out, _ = jax_api.sparse_mla(prepared, cache, slots, lengths, sink, softmax_scale=0.1)
+        (half,) = pallas(halve, [jax.ShapeDtypeStruct(out.shape, out.dtype)], [(heads, 512)] * 2, out)
+        return half, prepared
+
+    got, prepared = step(q)
+
+    wide = np.asarray(q).astype(np.float64)
+    wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    pairs = wide[..., 512:].reshape(tokens, heads, 32, 2)
+    cos, sin = np.cos(np.asarray(angles, np.float64)), np.sin(np.asarray(angles, np.float64))
+    even, odd = pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin
+    want = np.concatenate([wide[..., :512] * np.linspace(0.5, 1.5, width)[:512], even, odd], axis=-1)
+    kit.assert_close("query", prepared, want, kit.Tolerance(1e-6, 2**-8, 1e-5))
+    out, _ = op.reference(
+        np.asarray(prepared), inputs["cache"], inputs["slots"], inputs["lengths"], inputs["sink"], softmax_scale=0.1
+    )
+    kit.assert_close("out", got, out * 0.5, kit.ATTENTION_OUT)
+
+
+def run_python(code: str, **environment: str) -> str:
+    import os
+
+    kept = {name: value for name, value in os.environ.items() if name not in environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_import_needs_neither_torch_nor_a_gpu() -> None:
+    code = (
+        "import sys, jax, xmla.jax_api as api, jax.numpy as jnp\n"
+        "print(api.select_topk(jnp.arange(5.0)[None], jnp.array([5]), k=2).tolist(), 'torch' in sys.modules)"
+    )
+    assert run_python(code, JAX_PLATFORMS="cpu", TRITON_INTERPRET="1") == "[[3, 4]] False"
+
+
+def test_triton_cache_dir_survives() -> None:
+    code = (
+        "import os\nfrom xmla.jax_api import _jax_triton\n_jax_triton._import()\n"
+        "import sys; assert 'jax_triton' in sys.modules\nprint(os.environ.get('TRITON_CACHE_DIR'))"
+    )
+    assert run_python(code, JAX_PLATFORMS="cpu", TRITON_CACHE_DIR="/tmp/kept") == "/tmp/kept"

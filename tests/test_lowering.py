@@ -1,0 +1,28 @@
+"""JAX lowers for CUDA without a GPU, to the very kernels that torch launches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xmla.core.op import registry
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # A cache of its own: PTX names the files of the Triton that made it, and another one may have filled the cache.
+    cache, dumps = tmp_path / "cache", tmp_path / "dumps"
+    dumps.mkdir()
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_TRITON_DUMP_DIR": str(dumps), "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(Path(__file__).with_name("lower_for_cuda.py")), str(arch)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ops = {line["op"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert set(ops) == set(registry())
+    for op in ops.values():
+        assert op["custom_calls"] >= op["launches"] > 0, op
+        assert op["jax"] == op["triton"], f"{op['op']}: the two front-ends compile other kernels"
