@@ -12,7 +12,7 @@ endif
 
 .PHONY: demo test lint types clean
 test: $(READY)
-	$(ENV) $(PYTHON) -m pytest
+	$(ENV) $(PYTHON) -m pytest -n 2
 
 demo: $(READY)
 	$(ENV) $(PYTHON) -m xmla.cli demo

@@ -35,6 +35,9 @@ GB10 = Device.of("NVIDIA GB10", 121, 48)
 # Triton's interpreter: few programs, since each costs milliseconds of Python.
 INTERPRETER = Device("Triton interpreter", 0, 2, 227 << 10)
 
+# Conversions from and to e4m3 are instructions since Ada.
+MIN_ARCH = 89
+
 KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10)
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 import numpy as np
 
-from xmla.core.device import Device
+from xmla.core.device import INTERPRETER, MIN_ARCH, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -198,6 +198,11 @@ def plan_call(
     names = dict(zip(op.tensors, specs, strict=True))
     values = {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)}
     problem = op.bind(names, values)
+    if INTERPRETER.arch < device.arch < MIN_ARCH:
+        capability = f"{device.arch // 10}.{device.arch % 10}"
+        raise UnsupportedError(
+            f"{op.name}: device {device.name} has compute capability {capability}, supported: 8.9 and later"
+        )
     return op.plan(problem, device), tuple(op.result_specs(problem).values())
 
 

@@ -1,4 +1,59 @@
-class Support: ...
+"""What runs where, asked without a GPU."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xmla.core.device import Device
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.op import plan_call, registry
+from xmla.core.spec import Spec
 
 
-def supports(*a, **k): ...
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether a call would be served, and if not the message it would raise. True and False like its `ok`."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def supports(op: str, device: Device, /, **axes: int) -> Support:
+    """Whether `op` runs on `device` at these sizes, from the same declaration and planner that serve the call.
+
+        supports("sparse_mla", RTX_PRO_6000, H=16, K=2048)
+
+    Args:
+        op: A name of `xmla.torch_api` or `xmla.jax_api`.
+        device: One of `xmla.core.device.KNOWN_DEVICES`, or any other `Device`.
+        axes: Sizes by the declaration's axis names; others, and the attributes, are those of the op's first case.
+
+    Raises:
+        ArgumentError: There is no such op, or it has no such axis.
+    """
+    ops = registry()
+    if op not in ops:
+        raise ArgumentError(f"supports: op is {op!r}, expected one of {', '.join(ops)}")
+    declared = ops[op]
+    known = {name for tensor in declared.tensors.values() for name in tensor.names}
+    if unknown := set(axes) - known:
+        raise ArgumentError(f"supports: axis is {min(unknown)!r}, expected one of {', '.join(sorted(known))}")
+    case = declared.cases[0]
+    inputs = case.make(np.random.default_rng(0))
+    specs = []
+    for name, tensor in declared.tensors.items():
+        array = inputs.get(name)
+        if array is None:
+            specs.append(None)
+            continue
+        shape = tuple(axes.get(axis, size) for axis, size in zip(tensor.names, array.shape, strict=True))
+        specs.append(Spec(shape, array.dtype.name))
+    attrs = {attr.name: attr.default for attr in declared.attrs} | dict(case.attrs)
+    try:
+        plan_call(declared, tuple(specs), tuple(attrs[attr.name] for attr in declared.attrs), device)
+    except (ArgumentError, UnsupportedError) as error:
+        return Support(False, str(error))
+    return Support(True)

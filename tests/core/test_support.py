@@ -1,0 +1,31 @@
+"""`supports` answers from the declaration and the planner."""
+
+import pytest
+
+from xmla import ArgumentError, Device, supports
+from xmla.core.device import KNOWN_DEVICES
+from xmla.core.op import registry
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("op", sorted(registry()))
+def test_every_op_runs_on_every_known_device(op: str, device: Device) -> None:
+    assert supports(op, device)
+
+
+def test_reasons_are_those_of_the_call() -> None:
+    device = KNOWN_DEVICES[0]
+    answer = supports("sparse_mla", device, H=129)
+    assert not answer and answer.reason == "sparse_mla: q axis H (axis 1) is 129, supported: at most 128 heads"
+    assert all(supports("sparse_mla", device, H=heads) for heads in range(1, 129))
+    old = Device.of("NVIDIA A100", 80, 108)
+    assert supports("select_topk", old).reason == (
+        "select_topk: device NVIDIA A100 has compute capability 8.0, supported: 8.9 and later"
+    )
+
+
+def test_questions_that_make_no_sense() -> None:
+    with pytest.raises(ArgumentError, match="op is 'sparse', expected one of dsa_attention"):
+        supports("sparse", KNOWN_DEVICES[0])
+    with pytest.raises(ArgumentError, match="axis is 'Z', expected one of"):
+        supports("sparse_mla", KNOWN_DEVICES[0], Z=3)

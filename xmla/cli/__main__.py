@@ -1,0 +1,3 @@
+from xmla.cli import app
+
+app()
