@@ -1,6 +1,7 @@
 """What the ops are measured against: ceilings of this very GPU and the peers that are installed."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,13 +34,12 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def flash_mla() -> Any | None:
-    """The FlashMLA package, if it is installed (PyPI sgl-flash-mla: upstream's last Hopper kernels)."""
+def flash_mla() -> Any:
+    """The FlashMLA package (PyPI sgl-flash-mla: upstream's last Hopper kernels), or None where it is not installed."""
     try:
-        import flash_mla
+        return import_module("flash_mla")
     except ImportError:
         return None
-    return flash_mla
 
 
 def flash_mla_decode(

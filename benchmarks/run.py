@@ -96,17 +96,16 @@ def prefill() -> Iterator[Benchmark]:
         every = torch.arange(keys, device="cuda", dtype=torch.int32)
         rows = torch_api.read_mla_cache(pool, every)
         flops = 2 * tokens * heads * k * (576 + 512)
-        peers, check = {}, lambda: 0.0
-        if peer is not None:
-            call = baselines.flash_mla_prefill(q, rows, slots, SCALE)
-            peers = {"FlashMLA on bf16 rows": lambda i, call=call: call()}
+        call = None if peer is None else baselines.flash_mla_prefill(q, rows, slots, SCALE)
+        peers = {} if call is None else {"FlashMLA on bf16 rows": lambda i, call=call: call()}
         for kind, cache in (("bf16 rows", rows[:, None]), ("fp8 pages", pool)):
 
             def ours(i: int, q: Any = q, cache: Any = cache, slots: Any = slots) -> torch.Tensor:
                 return torch_api.sparse_mla(q, cache, slots, softmax_scale=SCALE)[0]
 
-            if peer is not None:
-                check = lambda ours=ours, call=call: relative_error(ours(0), call())
+            def check(ours: Any = ours, call: Any = call) -> float:
+                return 0.0 if call is None else relative_error(ours(0), call())
+
             case = f"prefill {kind} s_q={tokens} h={heads} k={k} s_kv={keys}"
             yield Benchmark("sparse_mla", case, ours, peers, flops, tokens * k * 656, 1, check, bound="bf16")
 

@@ -213,7 +213,7 @@ def test_clause_6_allocates_the_plan_and_nothing_else(name: str) -> None:
     function(*arguments, **case.attrs)
     torch.cuda.synchronize()
     plan, _ = torch_api._run.plan_call(
-        op, tuple(map(torch_api._run._spec, arguments)), tuple(kit.attributes(op, case).values()),
+        op, torch_api._run._specs(arguments), tuple(kit.attributes(op, case).values()),
         torch_api._run._device(torch.device("cuda", 0)),
     )  # fmt: skip
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -23,15 +23,16 @@ def build(device: str) -> DeepseekV32ForCausalLM:
     that a wrong selection would hardly show. Both layers have a dense MLP: a random router sends a token to another
     expert for a change in the last bit, which would drown what attention does to the logits.
     """
-    config = DeepseekV32Config(
-        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        q_lora_rank=128, kv_lora_rank=V32.latent, qk_rope_head_dim=V32.rope, qk_nope_head_dim=128, v_head_dim=128,
-        index_n_heads=4, index_head_dim=128, index_topk=32, first_k_dense_replace=2, max_position_embeddings=4096,
-        initializer_range=0.04, pad_token_id=None, attn_implementation="eager",
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2, "max_position_embeddings": 4096,
+        "q_lora_rank": 128, "kv_lora_rank": V32.latent, "qk_rope_head_dim": V32.rope, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 32, "initializer_range": 0.04,
+        "pad_token_id": None, "attn_implementation": "eager",
+    }  # fmt: skip
     torch.manual_seed(0)
-    return DeepseekV32ForCausalLM(config).to(device=device, dtype=torch.bfloat16).eval()
+    model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**settings))
+    return model.to(device=device, dtype=torch.bfloat16).eval()
 
 
 @dataclass
@@ -75,7 +76,7 @@ class SparseAttention:
     The up-projection of the latent is absorbed: into the query for the scores, behind the attention for the values.
     """
 
-    module: nn.Module
+    module: Any
     caches: PagedCaches
     writes: bool
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -86,7 +87,7 @@ class SparseAttention:
         position_ids: torch.Tensor, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         module, caches = self.module, self.caches
-        batch, tokens, _ = hidden_states.shape
+        batch, tokens = hidden_states.shape[:2]
         if batch != 1:
             raise ValueError(f"one request at a time, got {batch}")
         positions = position_ids.reshape(-1)
@@ -105,7 +106,7 @@ class SparseAttention:
         up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
         absorbed = torch.einsum("htn,hnl->thl", q_nope[0], up_key)
         index_q, index_weights = self._index(hidden_states, q_resid, position_embeddings, slots)
-        arguments = {
+        arguments: dict[str, Any] = {
             "q": torch.cat([absorbed, q_rope[0].transpose(0, 1)], dim=-1),
             "index_q": index_q,
             "index_weights": index_weights,

@@ -24,8 +24,8 @@ def _by_torch(op: Op, case: Case, device: str) -> list[np.ndarray]:
     arguments = [_tensor(inputs[name], device) if name in inputs else None for name in op.tensors]
     results = getattr(torch_api, op.name)(*arguments, **case.attrs)
     results = results if isinstance(results, tuple) else () if results is None else (results,)
-    mutated = [arguments[list(op.tensors).index(name)] for name in op.mutates]
-    return [_as_numpy(value.cpu()) for value in (*results, *mutated)]
+    by_name: dict[str, Any] = dict(zip(op.tensors, arguments, strict=True))
+    return [_as_numpy(value.cpu()) for value in (*results, *(by_name[name] for name in op.mutates))]
 
 
 def _tensor(array: np.ndarray, device: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ tests/core/test_interpreter.py fails once upstream does all three right, and the
 """
 
 import threading
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +33,7 @@ _NUMPY = {
 _lock = threading.Lock()
 
 
-def _convert_float(data, source, target, rounding_mode):
+def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
     bits = np.dtype(f"uint{target.primitive_bitwidth}")
     typed = np.ascontiguousarray(data).view(_NUMPY[source])
     if source.primitive_bitwidth < 32:
@@ -40,13 +41,13 @@ def _convert_float(data, source, target, rounding_mode):
     return typed.astype(_NUMPY[target]).view(bits).reshape(np.shape(data))
 
 
-def _create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
+def _create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     wide = [np.ascontiguousarray(x.data).view(_NUMPY[x.dtype.scalar]).astype(np.float32) for x in (a, b)]
     return TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
 
-interpreter._convert_float = _convert_float
-interpreter.InterpreterBuilder.create_dot = _create_dot
+interpreter._convert_float = _convert_float  # pyrefly: ignore
+interpreter.InterpreterBuilder.create_dot = _create_dot  # pyrefly: ignore
 
 
 def _pointer(array: np.ndarray) -> tl.tensor:

@@ -140,14 +140,14 @@ class Op:
     def bind(self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any]) -> Problem:
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
         given = {name: spec for name, spec in specs.items() if spec is not None}
-        axes: dict[str, int] = {}
+        axes: dict[str, int] = {}  # filled below
         problem = Problem(self, given, dict(attrs), axes)
         for name, tensor in self.tensors.items():
             if name not in given:
                 if name not in self.optional:
                     problem.refuse(name, "argument", "missing", "an array")
                 continue
-            self._check_tensor(problem, name, tensor, given[name])
+            self._check_tensor(problem, name, tensor, given[name], axes)
         self.check_attributes(attrs)
         self.check(problem)
         return problem
@@ -162,14 +162,14 @@ class Op:
                 got = type(value).__name__
                 raise ArgumentError(f"{self.name}: {attr.name} type is {got}, expected {attr.type.__name__}")
 
-    def _check_tensor(self, problem: Problem, name: str, tensor: Tensor, spec: Spec) -> None:
+    def _check_tensor(self, problem: Problem, name: str, tensor: Tensor, spec: Spec, axes: dict[str, int]) -> None:
         if len(spec.shape) != len(tensor.names):
             problem.refuse(name, "rank", len(spec.shape), f"{len(tensor.names)} ({', '.join(tensor.names)})")
         if spec.dtype not in tensor.dtypes:
             problem.refuse(name, "dtype", spec.dtype, " or ".join(tensor.dtypes))
         for axis, (label, size) in enumerate(zip(tensor.names, spec.shape, strict=True)):
-            if problem.axes.setdefault(label, size) != size:
-                problem.refuse(name, f"axis {label} (axis {axis})", size, f"{problem.axes[label]}, as before")
+            if axes.setdefault(label, size) != size:
+                problem.refuse(name, f"axis {label} (axis {axis})", size, f"{axes[label]}, as before")
         if spec.shape[-1] > 1 and spec.stride(-1) != 1:
             problem.refuse(name, f"stride of axis {tensor.names[-1]} (the last)", spec.stride(-1), "1 (dense)")
         first = next(iter(problem.specs.values()))

@@ -13,6 +13,16 @@ from xmla.core.spec import Spec
 COMPILE_OPTIONS: Mapping[str, Hashable] = {"enable_fp_fusion": True}
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own function is typed for kernels."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch: everything but the device arrays.

@@ -20,9 +20,7 @@ def _is_ref(value: Any) -> bool:
     return isinstance(jax.typeof(value), AbstractRef)
 
 
-def _spec(array: Any) -> Spec | None:
-    if array is None:
-        return None
+def _spec(array: Any) -> Spec:
     device = None
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not _is_ref(array):
         device = ", ".join(sorted(str(d) for d in array.devices()))
@@ -78,7 +76,7 @@ def _run_on_host(
 
 def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None) -> tuple[Any, ...]:
     """Results, then the new values of the mutated arguments (Refs are updated and not repeated)."""
-    specs = {name: _spec(arrays.get(name)) for name in op.tensors}
+    specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     device = _device(arrays)
     plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device)
     results = dict(zip(op.outputs, outputs, strict=True))
@@ -130,7 +128,7 @@ def public(op: Op) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = op.prototype.__doc__
     extra = inspect.Parameter("implementation", inspect.Parameter.KEYWORD_ONLY, default=None)
-    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])
+    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])  # pyrefly: ignore
     return function
 
 

@@ -19,11 +19,17 @@ _NAMES = {getattr(torch, name): name for name in DTYPES}
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 
-def _spec(tensor: torch.Tensor | None) -> Spec | None:
-    if tensor is None:
-        return None
+# An op's tensor arguments in order; optional ones may be None, the first never is.
+Tensors = Sequence[Any]
+
+
+def _spec(tensor: torch.Tensor) -> Spec:
     name = _NAMES.get(tensor.dtype, str(tensor.dtype))
     return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device))
+
+
+def _specs(tensors: Tensors) -> tuple[Spec | None, ...]:
+    return tuple(None if tensor is None else _spec(tensor) for tensor in tensors)
 
 
 @lru_cache
@@ -70,16 +76,14 @@ def _check_out(op: Op, specs: Sequence[Spec], names: Sequence[str], out: Sequenc
         for what, have, want in (
             ("shape", tuple(got.shape), tuple(spec.shape)),
             ("dtype", got.dtype, spec.dtype),
-            ("strides", tuple(got.strides), row_major(spec.shape)),
+            ("strides", tuple(tensor.stride()), row_major(spec.shape)),
         ):
             if have != want:
                 raise ArgumentError(f"{op.name}: out {name} {what} is {have}, expected {want}")
 
 
-def _call(
-    op: Op, tensors: Sequence[torch.Tensor | None], attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = ()
-) -> Any:
-    plan, specs = plan_call(op, tuple(map(_spec, tensors)), attrs, _device(tensors[0].device))
+def _call(op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = ()) -> Any:
+    plan, specs = plan_call(op, _specs(tensors), attrs, _device(tensors[0].device))
     arrays = {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
     if out:
         _check_out(op, specs, plan.results, out)
@@ -87,15 +91,15 @@ def _call(
     return _run(plan, arrays, tensors[0].device)
 
 
-def _fake(op: Op, tensors: Sequence[torch.Tensor | None], attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    specs = dict(zip(op.tensors, map(_spec, tensors), strict=True))
+def _fake(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    specs = dict(zip(op.tensors, _specs(tensors), strict=True))
     problem = op.bind(specs, {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
     return tuple(
         tensors[0].new_empty(s.shape, dtype=getattr(torch, s.dtype)) for s in op.result_specs(problem).values()
     )
 
 
-def _reference(op: Op, tensors: Sequence[torch.Tensor | None], attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """The definition, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
     fakes = _fake(op, tensors, attrs)
     host = {name: _as_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
@@ -132,7 +136,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     tensor_names, attr_names = list(op.tensors), [attr.name for attr in op.attrs]
     defaults = dict.fromkeys(op.optional) | {attr.name: attr.default for attr in op.attrs}
 
-    def unpack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor | None], tuple[Any, ...]]:
+    def unpack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
         values = defaults | dict(zip(tensor_names, args, strict=False)) | kwargs
         return [values[name] for name in tensor_names], tuple(values[name] for name in attr_names)
 
@@ -153,7 +157,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         out = [kwargs.pop(f"out_{name}") for name in results]
         tensors, attrs = unpack(args, kwargs)
         problem = op.bind(
-            dict(zip(op.tensors, map(_spec, tensors), strict=True)), dict(zip(attr_names, attrs, strict=True))
+            dict(zip(op.tensors, _specs(tensors), strict=True)), dict(zip(attr_names, attrs, strict=True))
         )
         _check_out(op, list(op.result_specs(problem).values()), results, out)
 
@@ -206,5 +210,5 @@ def public(op: Op) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = op.prototype.__doc__
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("out", "implementation")]
-    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])
+    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])  # pyrefly: ignore
     return function

@@ -1,9 +1,7 @@
-from triton import cdiv, next_power_of_2
-
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 
 # 128 keys, 4 warps, 2 stages, 4 programs an SM: 3468 GB/s on an H200 at b=64, 65536 keys, 2026-11-21; 3 stages cost
 # registers and with them a program an SM (2758).

@@ -15,8 +15,8 @@ def _case(requests: int, next_n: int, keys: int, page_size: int, with_ids: bool 
         table[0, 3] = 2**31 - 1
         inputs = {"indices": indices, "block_table": table}
         if with_ids:
-            inputs["request_ids"] = rng.choice([*range(requests), -1, requests, 2**31 - 1], requests * next_n)
-            inputs["request_ids"] = inputs["request_ids"].astype(np.int32)
+            ids = rng.choice([*range(requests), -1, requests, 2**31 - 1], requests * next_n)
+            inputs["request_ids"] = ids.astype(np.int32)
         return inputs
 
     name = f"b{requests}-next{next_n}-k{keys}-page{page_size}{'-ids' if with_ids else ''}"

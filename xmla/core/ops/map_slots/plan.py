@@ -1,9 +1,7 @@
-from triton import next_power_of_2
-
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, next_power_of_2
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -1,9 +1,7 @@
-from triton import cdiv
-
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.quantize_indexer_query.kernels import quantize_indexer_query_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, cdiv
 
 BLOCK = 32
 

@@ -1,9 +1,7 @@
-from triton import cdiv
-
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.read_indexer_cache.kernels import read_indexer_cache_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, cdiv
 
 BLOCK_T = 16
 

@@ -1,11 +1,9 @@
 from dataclasses import dataclass
 
-from triton import next_power_of_2
-
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.select_topk.kernels import topk_candidates_kernel, topk_select_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, next_power_of_2
 from xmla.core.spec import Spec
 
 MAX_LANES = 16384  # running maxima or candidates of one program, in registers

@@ -1,13 +1,11 @@
 from dataclasses import dataclass
 from math import inf
 
-from triton import cdiv
-
 from xmla.core.device import Device
 from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, cdiv
 from xmla.core.spec import Spec
 
 INVARIANT_SPLIT_KEYS = 512

@@ -1,10 +1,8 @@
-from triton import cdiv
-
 from xmla.core.device import Device
 from xmla.core.layout import IndexerLayout
 from xmla.core.op import Problem
 from xmla.core.ops.write_indexer_cache.kernels import write_indexer_cache_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, cdiv
 
 BLOCK_T = 16
 

@@ -1,10 +1,8 @@
-from triton import cdiv
-
 from xmla.core.device import Device
 from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.write_mla_cache.kernels import write_mla_cache_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, cdiv
 
 BLOCK_T = 4
 
