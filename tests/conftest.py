@@ -26,6 +26,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def require_assembler(arch: int) -> None:
+    """Skip on a GPU machine whose Triton was packed without the assembler for other architectures than its own."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        get_ptxas(arch)
+    except RuntimeError as error:
+        if not HAS_GPU:
+            raise
+        pytest.skip(f"this Triton has no assembler for sm_{arch}: {error}")
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where torch tensors live: kernels are compiled on the GPU and interpreted on the CPU."""

@@ -125,9 +125,9 @@ def assert_close(
     """Infinities and NaN in the same places, then each element, then the whole; `where` limits the comparison."""
     a, b = as_numpy(got), as_numpy(want)
     assert a.shape == b.shape, f"{name}: shape {a.shape}, expected {b.shape}"
-    a, b = a.astype(np.float64), b.astype(np.float64)
     if where is not None:
         a, b = a[where], b[where]
+    a, b = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(b)
     assert np.array_equal(a[~finite], b[~finite], equal_nan=True), f"{name}: infinities or NaN in other places"
     error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))

@@ -204,6 +204,7 @@ def test_clause_7_batch_invariant_rows(order: list[int], kept: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_clause_6_allocates_the_plan_and_nothing_else(name: str) -> None:
     op = OPS[name]

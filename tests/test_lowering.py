@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import require_assembler
 
 from xmla.core.op import registry
 
 
 @pytest.mark.parametrize("arch", [90, 100, 120])
 def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path) -> None:
+    require_assembler(arch)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # A cache of its own: PTX names the files of the Triton that made it, and another one may have filled the cache.
     cache, dumps = tmp_path / "cache", tmp_path / "dumps"

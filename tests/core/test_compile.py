@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import require_assembler
 
 from xmla.core.device import B200, B300, GB10, H200, RTX_PRO_6000, Device
 from xmla.core.op import registry
@@ -17,6 +18,7 @@ TENSOR_MEMORY_COLUMNS = 512
 
 @pytest.mark.parametrize("device", [H200, B200, B300, RTX_PRO_6000, GB10], ids=lambda device: f"sm_{device.arch}")
 def test_every_configuration_compiles(device: Device) -> None:
+    require_assembler(device.arch)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), str(device.arch)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -55,6 +55,11 @@ def _pointer(array: np.ndarray) -> tl.tensor:
     return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), kind), kind)
 
 
+def _size(value: int) -> tl.tensor:
+    # As a bare integer Triton 3.7 would import torch to tell its type.
+    return tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
+
+
 def _interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
     if not isinstance(launch.kernel, InterpretedFunction):
         raise UnsupportedError(
@@ -63,7 +68,8 @@ def _interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
         )
     pointers = [_pointer(arrays[name]) for name in (*launch.inputs, *launch.outputs)]
     split = len(launch.inputs)
-    launch.kernel[launch.grid](*pointers[:split], *launch.sizes, *pointers[split:], **dict(launch.constexprs))
+    sizes = [_size(value) for value in launch.sizes]
+    launch.kernel[launch.grid](*pointers[:split], *sizes, *pointers[split:], **dict(launch.constexprs))
 
 
 def run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
