@@ -63,42 +63,42 @@ def test_pallas_kernels_around_an_op_in_one_jit() -> None:
     weight = jnp.linspace(0.5, 1.5, width)
     angles = jnp.linspace(0.0, 3.0, 32)
 
-    def prepare(q_ref, weight_ref, angle_ref, rope_ref, out_ref, rope_out_ref) -> None:
-        latent, rope = q_ref[...].astype(jnp.float32), rope_ref[...].astype(jnp.float32)
-        square = jnp.sum(latent * latent, axis=-1) + jnp.sum(rope * rope, axis=(-2, -1))
-        inverse = jax.lax.rsqrt(square / width + 1e-6)
-        out_ref[...] = (latent * inverse[:, None] * weight_ref[...]).astype(out_ref.dtype)
+    # The Triton lowering of Pallas has no slices: the even and odd rope dims are arrays of their own.
+    def prepare(latent_ref, even_ref, odd_ref, weight_ref, angle_ref, latent_out, even_out, odd_out) -> None:
+        latent, even, odd = (ref[...].astype(jnp.float32) for ref in (latent_ref, even_ref, odd_ref))
+        square = jnp.sum(latent * latent, axis=-1) + jnp.sum(even * even, axis=-1) + jnp.sum(odd * odd, axis=-1)
+        inverse = jax.lax.rsqrt(square / width + 1e-6)[:, None]
+        latent_out[...] = (latent * inverse * weight_ref[...]).astype(latent_out.dtype)
         cos, sin = jnp.cos(angle_ref[...]), jnp.sin(angle_ref[...])
-        even, odd = rope[:, 0] * inverse[:, None], rope[:, 1] * inverse[:, None]
-        rope_out_ref[...] = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=1).astype(out_ref.dtype)
+        even_out[...] = ((even * cos - odd * sin) * inverse).astype(even_out.dtype)
+        odd_out[...] = ((odd * cos + even * sin) * inverse).astype(odd_out.dtype)
 
     def halve(x_ref, out_ref) -> None:
         out_ref[...] = x_ref[...] * 0.5
 
-    def pallas(kernel, out, block, *arrays, extra=()):
-        def whole(rank: int):
-            return lambda t: (0,) * rank
+    def a_token(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda t: (t, *[0] * len(shape)))
 
-        def of_token(rank: int):
-            return lambda t: (t, *whole(rank)(t))
+    def shared(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((size,), lambda t: (0,))
 
-        specs = [pl.BlockSpec((None, *shape), of_token(len(shape))) for shape in block]
-        shared = [pl.BlockSpec(a.shape, whole(a.ndim)) for a in extra]
-        outs = specs[-len(out) :]
-        return pl.pallas_call(
-            kernel, grid=(tokens,), out_shape=out, in_specs=[specs[0], *shared, *specs[1 : -len(out)]], out_specs=outs,
-            interpret=not HAS_GPU,
-        )(arrays[0], *extra, *arrays[1:])  # fmt: skip
+    def like(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    rows = [a_token(heads, 512), a_token(heads, 32), a_token(heads, 32)]
 
     @jax.jit
-    def step(q: jax.Array) -> jax.Array:
-        latent, rope = q[..., :512], q[..., 512:].reshape(tokens, heads, 32, 2).swapaxes(2, 3)
-        shapes = [jax.ShapeDtypeStruct(latent.shape, q.dtype), jax.ShapeDtypeStruct(rope.shape, q.dtype)]
-        blocks = [(heads, 512), (heads, 2, 32), (heads, 512), (heads, 2, 32)]
-        latent, rope = pallas(prepare, shapes, blocks, latent, rope, extra=(weight[:512], angles))
-        prepared = jnp.concatenate([latent, rope.reshape(tokens, heads, 64)], axis=-1)
+    def step(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = q[..., :512], q[..., 512::2], q[..., 513::2]
+        latent, even, odd = pl.pallas_call(
+            prepare, grid=(tokens,), out_shape=[like(part) for part in parts],
+            in_specs=[*rows, shared(512), shared(32)], out_specs=rows, interpret=not HAS_GPU,
+        )(*parts, weight[:512], angles)  # fmt: skip
+        prepared = jnp.concatenate([latent, even, odd], axis=-1)
         out, _ = jax_api.sparse_mla(prepared, cache, slots, lengths, sink, softmax_scale=0.1)
-        (half,) = pallas(halve, [jax.ShapeDtypeStruct(out.shape, out.dtype)], [(heads, 512)] * 2, out)
+        half = pl.pallas_call(
+            halve, grid=(tokens,), out_shape=like(out), in_specs=rows[:1], out_specs=rows[0], interpret=not HAS_GPU
+        )(out)
         return half, prepared
 
     got, prepared = step(q)

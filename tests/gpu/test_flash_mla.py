@@ -224,6 +224,8 @@ def test_prefill(s_kv: int, topk: int, tokens: int, heads: int, with_lengths: bo
     run_prefill(tokens, s_kv, topk, heads, with_lengths, packed)
 
 
-@pytest.mark.parametrize(("tokens", "s_kv", "topk"), [(1234, 4321, 4096), (4096, 2048, 2048), (70000, 256, 64)])
-def test_prefill_large(tokens: int, s_kv: int, topk: int) -> None:
-    run_prefill(tokens, s_kv, topk, 128, with_lengths=False, packed=False)
+@pytest.mark.parametrize(
+    ("tokens", "s_kv", "topk", "heads"), [(1234, 4321, 4096, 128), (4096, 2048, 2048, 128), (70000, 256, 64, 16)]
+)
+def test_prefill_large(tokens: int, s_kv: int, topk: int, heads: int) -> None:
+    run_prefill(tokens, s_kv, topk, heads, with_lengths=False, packed=False)

