@@ -9,6 +9,8 @@ import torch
 from benchmarks.problems import DEVICE, e4m3
 from benchmarks.timing import measure
 
+FLASH_MLA_VERSION = "sgl-flash-mla 1.0.0"  # upstream's last Hopper kernels
+
 
 def ceilings() -> dict[str, float]:
     """Copy in bytes/s (read + written), bf16 and fp8 matrix products in flop/s, measured now."""
@@ -35,7 +37,7 @@ def ceilings() -> dict[str, float]:
 
 
 def flash_mla() -> Any:
-    """The FlashMLA package (PyPI sgl-flash-mla: upstream's last Hopper kernels), or None where it is not installed."""
+    """The FlashMLA package, or None where it is not installed."""
     try:
         return import_module("flash_mla")
     except ImportError:

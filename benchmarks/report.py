@@ -20,10 +20,11 @@ def rows(lines: list[dict]) -> list[str]:
 def main(file: Annotated[Path, typer.Argument(help="JSON lines written by benchmarks.run.")]) -> None:
     """Print the table in Markdown; the ratios are speeds, above 1 is faster than the peer."""
     head, *lines = (json.loads(line) for line in file.read_text().splitlines())
-    limits = head["ceilings"]
+    limits, versions = head["ceilings"], head["versions"]
     typer.echo(
-        f"{head['device']}, {head['date']}, commit {head['commit'][:12]}, torch {head['versions']['torch']}, Triton "
-        f"{head['versions']['triton']}. Ceilings in the same run: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
+        f"torch {versions['torch']}, Triton {versions['triton']}, FlashMLA: {head['flash_mla']}. "
+        f"Ceilings in the same run: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s.\n"
     )
     typer.echo("\n".join(rows(lines)))

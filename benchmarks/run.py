@@ -6,26 +6,22 @@ first names command, commit, versions, device and ceilings, each further one is 
 """
 
 import json
-import platform
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import baselines, problems
+from benchmarks.provenance import provenance
 from benchmarks.timing import Timing, measure
-from xmla import __version__, torch_api
+from xmla import torch_api
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
 L2_BYTES = 60 << 20
@@ -220,21 +216,6 @@ BENCHMARKS = {
 }
 
 
-def header(limits: Mapping[str, float], commit: str) -> dict[str, Any]:
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "xmla": __version__, "python": platform.python_version(), "torch": torch.__version__,
-            "triton": triton.__version__, "numpy": np.__version__,
-            "flash_mla": "sgl-flash-mla 1.0.0" if baselines.flash_mla() else None,
-        },
-        "ceilings": limits,
-    }  # fmt: skip
-
-
 def record(
     benchmark: Benchmark, times: Mapping[str, Timing], error: float, limits: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -258,20 +239,16 @@ def record(
     }
 
 
-def current_commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main(
     op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
     out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
-    commit: Annotated[str, typer.Option(help="Where the tree is not a git checkout.")] = "",
+    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
 ) -> None:
     """Time ops at serving size beside peers and ceilings; exit 1 if a result was wrong."""
     torch.manual_seed(0)
     limits = baselines.ceilings()
-    lines = [header(limits, commit or current_commit())]
+    command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
+    lines = [provenance(command, commit) | {"flash_mla": baselines.FLASH_MLA_VERSION, "ceilings": limits}]
     console = Console(width=160)
     table = Table("op", "case", "µs", "TFLOP/s", "GB/s", "share of ceiling", "× peer", "error")
     wrong = False

@@ -1,0 +1,15 @@
+"""Where a figure comes from: command, commit, date, versions, devices."""
+
+import subprocess
+import time
+from typing import Any
+
+from xmla.cli.info import collect
+
+
+def provenance(command: str, commit: str | None = None) -> dict[str, Any]:
+    """The first fields of every committed result; `commit` where the tree is not a git checkout."""
+    if commit is None:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or "unknown"
+    return {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": collect()}

@@ -1,0 +1,35 @@
+"""`python -m benchmarks.record --out FILE make test`: run a command, append what it showed as a JSON line."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.provenance import provenance
+
+
+def main(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
+    out: Annotated[Path, typer.Option(help="Append to this file.")],
+    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+    lines: Annotated[int, typer.Option(help="How many of the last lines to keep.")] = 40,
+) -> None:
+    """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""
+    start = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    seconds = round(time.monotonic() - start, 1)
+    sys.stdout.write(done.stdout)
+    shown = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
+    figures = {"exit_code": done.returncode, "seconds": seconds, "last_lines": shown[-lines:]}
+    with out.open("a") as file:
+        file.write(json.dumps(provenance(shlex.join(command), commit) | figures, ensure_ascii=False) + "\n")
+    raise typer.Exit(code=done.returncode)
+
+
+if __name__ == "__main__":
+    typer.run(main)
