@@ -1,4 +1,4 @@
-"""`python -m benchmarks.record --out FILE make test`: run a command, append what it showed as a JSON line."""
+"""`python -m benchmarks.record --out FILE COMMAND …`: run a command, append what it showed as a JSON line."""
 
 import json
 import shlex
@@ -12,7 +12,11 @@ import typer
 
 from benchmarks.provenance import provenance
 
+app = typer.Typer(add_completion=False)
 
+
+# The command's own options follow its name.
+@app.command(context_settings={"allow_interspersed_args": False})
 def main(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
     out: Annotated[Path, typer.Option(help="Append to this file.")],
@@ -32,4 +36,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

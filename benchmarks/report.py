@@ -1,13 +1,15 @@
-"""`python -m benchmarks.report FILE`: the README's table of numbers from a committed result."""
+"""`python -m benchmarks.report FILE [--readme README.md]`: the README's numbers from a committed result."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+BEGIN, END = "<!-- numbers -->\n", "<!-- /numbers -->"
 
-def rows(lines: list[dict]) -> list[str]:
+
+def rows(lines: list[dict[str, Any]]) -> list[str]:
     table = ["| op | case | µs | rate | share of ceiling | against |", "|---|---|---|---|---|---|"]
     for line in lines:
         rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
@@ -17,17 +19,34 @@ def rows(lines: list[dict]) -> list[str]:
     return table
 
 
-def main(file: Annotated[Path, typer.Argument(help="JSON lines written by benchmarks.run.")]) -> None:
-    """Print the table in Markdown; the ratios are speeds, above 1 is faster than the peer."""
+def report(file: Path) -> str:
+    """Markdown: where the figures come from, then a line a case."""
     head, *lines = (json.loads(line) for line in file.read_text().splitlines())
     limits, versions = head["ceilings"], head["versions"]
-    typer.echo(
+    origin = (
         f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
         f"torch {versions['torch']}, Triton {versions['triton']}, FlashMLA: {head['flash_mla']}. "
         f"Ceilings in the same run: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
-        f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s.\n"
+        f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
     )
-    typer.echo("\n".join(rows(lines)))
+    return "\n".join([origin, "", *rows(lines)]) + "\n"
+
+
+def insert(text: str, numbers: str) -> str:
+    """`text` with what stands between its two markers replaced by `numbers`."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + numbers + END + rest.split(END)[1]
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="JSON lines written by benchmarks.run.")],
+    readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.")] = None,
+) -> None:
+    """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""
+    if readme is None:
+        typer.echo(report(file))
+    else:
+        readme.write_text(insert(readme.read_text(), report(file)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,21 @@
+"""The README's numbers are those of the committed result; its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+from benchmarks.report import insert, report
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_numbers_are_the_committed_ones() -> None:
+    numbers = report(ROOT / "benchmarks/results/h200/bench.jsonl")
+    assert "FlashMLA" in numbers
+    assert insert(README, numbers) == README
+
+
+def test_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
