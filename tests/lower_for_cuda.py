@@ -18,7 +18,7 @@ import numpy as np
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from xmla import jax_api
-from xmla.core.compile import compile_launch
+from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device, assume_device
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.spec import Spec
@@ -70,7 +70,7 @@ def lower(op: Op, device: Device) -> dict[str, object]:
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device)
     by_triton: dict[str, list[str]] = {}
     for launch in plan.launches:
-        kernel = compile_launch(launch, plan, specs, device.arch)
+        kernel = compiled(specialize(launch, plan, specs), device.arch)
         by_triton.setdefault(launch.name, []).append(assemble(kernel.asm["ptx"], device.arch))
     return {
         "op": op.name,

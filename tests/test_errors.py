@@ -119,7 +119,8 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a kernel was launched")
 
     monkeypatch.setattr(interpreter, "run", refuse)
-    monkeypatch.setattr(torch_api._run, "_run", refuse)
+    for name in ("_launch", "_interpret"):
+        monkeypatch.setattr(torch_api._run, name, refuse)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.op}-{m.message.split(': ')[1][:28]}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xmla.core.compile import compile_launch
+from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.plan import Launch, Plan
@@ -55,7 +55,7 @@ def plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
 
 
 def report(case: str, launch: Launch, plan: Plan, specs: Specs, device: Device) -> dict[str, object]:
-    kernel = compile_launch(launch, plan, specs, device.arch)
+    kernel = compiled(specialize(launch, plan, specs), device.arch)
     ptx = kernel.asm["ptx"]
     return {
         "case": case,
@@ -75,8 +75,7 @@ def main() -> None:
     seen = set()
     for case, specs, plan in plans(device):
         for launch in plan.launches:
-            dtypes = tuple(specs[n].dtype if n in specs else plan.buffers[n].dtype for n in launch.inputs)
-            key = (launch.kernel, dtypes, launch.constexprs, launch.num_warps, launch.num_stages)
+            key = specialize(launch, plan, specs)
             if key not in seen:
                 seen.add(key)
                 print(json.dumps(report(case, launch, plan, specs, device)), flush=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from xmla import jax_api, torch_api
 from xmla.core.op import Case, Op, registry
-from xmla.torch_api._run import _as_numpy
+from xmla.torch_api._arrays import to_numpy
 
 # Largest error over largest value: two roundings to 8 bits, or float32 with the tensor cores' own fp8 sums.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-3}
@@ -25,7 +25,7 @@ def _by_torch(op: Op, case: Case, device: str) -> list[np.ndarray]:
     results = getattr(torch_api, op.name)(*arguments, **case.attrs)
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     by_name: dict[str, Any] = dict(zip(op.tensors, arguments, strict=True))
-    return [_as_numpy(value.cpu()) for value in (*results, *(by_name[name] for name in op.mutates))]
+    return [to_numpy(value.cpu()) for value in (*results, *(by_name[name] for name in op.mutates))]
 
 
 def _tensor(array: np.ndarray, device: str) -> torch.Tensor:

@@ -1,33 +1,110 @@
-"""Compiles a plan's kernels for any architecture, with or without a GPU, as both front-ends' launchers would."""
+"""Compiled kernels: what makes one differ from another, and the only place that asks Triton for them.
 
-from collections.abc import Mapping
+Both front-ends take their kernels from here, so they share Triton's cache on disk and run the same machine code.
+"""
+
+import logging
+import time
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
 
 import triton
+from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
 
+from xmla.core.config import settings
+from xmla.core.errors import UnsupportedError
 from xmla.core.plan import COMPILE_OPTIONS, Launch, Plan
 from xmla.core.spec import DTYPES, Spec
 
+log = logging.getLogger("xmla")
 
-def compile_launch(launch: Launch, plan: Plan, specs: Mapping[str, Spec], arch: int) -> CompiledKernel:
-    """The kernel of one launch for compute capability `arch`; `specs` are those of the call's arguments.
+_compiling: ContextVar[bool] = ContextVar("xmla_compiling", default=False)
 
-    Pointers are taken as 16-byte aligned, which frameworks' allocators guarantee; runtime sizes as arbitrary.
+
+@dataclass(frozen=True, slots=True)
+class Specialization:
+    """All that the compiler sees of a launch: equal specialisations run the same machine code.
+
+    Attributes:
+        types: Triton's type of each runtime parameter, by name.
+        unaligned: Pointers that do not start on 16 bytes; every other one does. Runtime sizes are arbitrary.
     """
+
+    kernel: JITFunction | InterpretedFunction
+    types: tuple[tuple[str, str], ...]
+    constexprs: tuple[tuple[str, Hashable], ...]
+    num_warps: int
+    num_stages: int
+    unaligned: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
+        values = [f"{name}={value}" for name, value in self.constexprs]
+        warps = [f"num_warps={self.num_warps}", f"num_stages={self.num_stages}"]
+        return f"{self.kernel.__name__}({', '.join([*types, *values, *warps])})"
+
+
+def specialize(
+    launch: Launch, plan: Plan, specs: Mapping[str, Spec], unaligned: frozenset[str] = frozenset()
+) -> Specialization:
+    """The specialisation of one launch of `plan`; `specs` and `unaligned` speak of the call's arguments by name."""
     arrays = {**specs, **plan.buffers}
     constexprs = dict(launch.constexprs)
-    kinds = [f"*{DTYPES[arrays[name].dtype][1]}" for name in launch.inputs]
-    kinds += ["i32"] * len(launch.sizes)
-    kinds += [f"*{DTYPES[arrays[name].dtype][1]}" for name in launch.outputs]
     runtime = [name for name in launch.kernel.arg_names if name not in constexprs]
-    signature = dict(zip(runtime, kinds, strict=True)) | dict.fromkeys(constexprs, "constexpr")
-    positions = {name: (launch.kernel.arg_names.index(name),) for name in signature}
+    bound = [*launch.inputs, *[None] * len(launch.sizes), *launch.outputs]
+    types = [
+        (parameter, "i32" if name is None else f"*{DTYPES[arrays[name].dtype][1]}")
+        for parameter, name in zip(runtime, bound, strict=True)
+    ]
+    missed = frozenset(parameter for parameter, name in zip(runtime, bound, strict=True) if name in unaligned)
+    return Specialization(launch.kernel, tuple(types), launch.constexprs, launch.num_warps, launch.num_stages, missed)
+
+
+@contextmanager
+def compiling_allowed() -> Iterator[None]:
+    """Inside, kernels may be made ready although XMLA_FORBID_JIT is set: what `warmup` does."""
+    token = _compiling.set(True)
+    try:
+        yield
+    finally:
+        _compiling.reset(token)
+
+
+@cache
+def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> CompiledKernel:
+    """The kernel for compute capability `arch` (times ten): from this process, Triton's cache on disk, or the compiler.
+
+    `ordinal` tells devices of one process apart: the object is loaded onto the one that first runs it.
+
+    Raises:
+        UnsupportedError: It was not ready in this process, and XMLA_FORBID_JIT forbids to make it so.
+    """
+    if settings.forbid_jit and not _compiling.get():
+        raise UnsupportedError(f"XMLA_FORBID_JIT is set and no warm-up made ready, for sm_{arch}: {specialization}")
+    start = time.perf_counter()
+    kernel = _compile(specialization, arch)
+    log.info("%.2f s for sm_%d %s", time.perf_counter() - start, arch, specialization)
+    return kernel
+
+
+def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
+    kernel, constexprs = specialization.kernel, dict(specialization.constexprs)
+    signature = dict(specialization.types) | dict.fromkeys(constexprs, "constexpr")
+    positions = {name: (kernel.arg_names.index(name),) for name in signature}
+    aligned = [n for n, kind in specialization.types if kind.startswith("*") and n not in specialization.unaligned]
     source = ASTSource(
-        fn=launch.kernel,
+        fn=kernel,
         signature=signature,
         constexprs={positions[name]: value for name, value in constexprs.items()},
-        attrs={positions[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")},
+        attrs={positions[name]: [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {**launch.options(), **COMPILE_OPTIONS}
+    options = {
+        "num_warps": specialization.num_warps, "num_stages": specialization.num_stages, **COMPILE_OPTIONS,
+    }  # fmt: skip
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

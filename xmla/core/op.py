@@ -8,8 +8,9 @@ Glossary of axes, the same everywhere:
 """
 
 import inspect
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +19,8 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 import numpy as np
 
+from xmla.core.checks import Limit
+from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, MIN_ARCH, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.plan import Plan
@@ -109,7 +112,8 @@ class Op:
 
     `prototype` is the public signature and docstring: tensors positional (optional ones default to None), attributes
     keyword-only. `outputs` gives each result's spec, in order; an op with `mutates` updates those arguments in place
-    and has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here.
+    and has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here. `limits`
+    tells XMLA_CHECK the range of each index, page and length.
     """
 
     prototype: Callable[..., Any]
@@ -119,6 +123,7 @@ class Op:
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
     check: Callable[[Problem], None] = lambda problem: None
+    limits: Callable[[Problem, Mapping[str, np.ndarray]], Iterable[Limit]] = lambda problem, arrays: ()
     mutates: tuple[str, ...] = ()
     name: str = field(init=False)
     optional: frozenset[str] = field(init=False)
@@ -203,7 +208,10 @@ def plan_call(
         raise UnsupportedError(
             f"{op.name}: device {device.name} has compute capability {capability}, supported: 8.9 and later"
         )
-    return op.plan(problem, device), tuple(op.result_specs(problem).values())
+    plan = op.plan(problem, device)
+    if settings.print_plans:
+        print(f"{op.name} on {device.name}: {plan}", file=sys.stderr)
+    return plan, tuple(op.result_specs(problem).values())
 
 
 def registry() -> dict[str, Op]:

@@ -13,6 +13,10 @@ from xmla.core.spec import Spec
 COMPILE_OPTIONS: Mapping[str, Hashable] = {"enable_fp_fusion": True}
 
 
+# Buffers of a workspace start on multiples of this many bytes, as those of frameworks' allocators do.
+ALIGNMENT = 256
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up. Triton's own function is typed for kernels."""
     return -(-a // b)
@@ -80,9 +84,29 @@ class Plan:
         return tuple(launch for launch in self.launches if prod(launch.grid))
 
     @property
+    def workspace(self) -> dict[str, int]:
+        """Where each buffer that is not a result lies in the call's workspace: its first byte, by name."""
+        offsets, end = {}, 0
+        for name, spec in self.buffers.items():
+            if name not in self.results:
+                offsets[name] = end
+                end += cdiv(spec.nbytes, ALIGNMENT) * ALIGNMENT
+        return offsets
+
+    @property
     def workspace_bytes(self) -> int:
-        """Device memory the call allocates besides its results."""
-        return sum(spec.nbytes for name, spec in self.buffers.items() if name not in self.results)
+        """Device memory that the call needs besides its arguments and results."""
+        kept = [spec.nbytes for name, spec in self.buffers.items() if name not in self.results]
+        return sum(cdiv(nbytes, ALIGNMENT) * ALIGNMENT for nbytes in kept)
+
+    def __str__(self) -> str:
+        lines = [f"{self.workspace_bytes} bytes of workspace"]
+        lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
+        for launch in self.launches:
+            values = ", ".join(f"{name}={value}" for name, value in launch.constexprs)
+            lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.num_warps} warps, {launch.num_stages} stages")
+            lines.append(f"    sizes {list(launch.sizes)}; {values}")
+        return "\n".join(lines)
 
 
 def join(steps: list[tuple[Plan, Mapping[str, str]]], results: tuple[str, ...]) -> Plan:

@@ -1,37 +1,83 @@
 """The only file that imports jax-triton and knows its versions (0.4.x, with JAX 0.11.x).
 
-`import jax_triton` deletes TRITON_CACHE_DIR from the environment (0.3.1 sets it to ""); it is restored here.
+`import jax_triton` deletes TRITON_CACHE_DIR from the environment (0.3.1 sets it to ""); it is restored here. Two of
+its habits would make other kernels than torch's, or make them again in every process:
+  - it bakes in an integer argument that equals 1 (`_Size` equals no plain integer);
+  - it compiles by itself, past Triton's cache on disk (`_compile` replaces that by `xmla.core.compile`).
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
 
+from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.plan import COMPILE_OPTIONS, Launch
+from xmla.core.plan import COMPILE_OPTIONS, Launch, Plan
 from xmla.core.spec import Spec
 
 
+class _Size(int):
+    """A runtime size: an integer that equals its like, but never a plain one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Size) and int(self) == int(other)
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+
+@lru_cache(maxsize=1)
 def _import() -> Any:
     cache_dir = os.environ.get("TRITON_CACHE_DIR")
     try:
         import jax_triton
+        from jax_triton import triton_lib
     except ImportError as error:
         raise UnsupportedError("GPU kernels under JAX need jax-triton 0.4.x: pip install 'xmla[jax]'") from error
     finally:
         if cache_dir is not None:
             os.environ["TRITON_CACHE_DIR"] = cache_dir
+    if not hasattr(triton_lib.TritonFunction, "_compile_kernel"):
+        raise UnsupportedError(f"xmla knows jax-triton 0.4.x, this is {jax_triton.__version__}")
+    triton_lib.TritonFunction._compile_kernel = _compile
     return jax_triton
 
 
-def launch(launch: Launch, inputs: Sequence[Any], outputs: Sequence[Spec], device: Device) -> list[jax.Array]:
-    """One kernel launch inside a JAX computation; Refs among `inputs` are updated in place."""
-    return _import().triton_call(
+def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What jax-triton's method of this name returns, from a kernel compiled or found by `xmla.core.compile`."""
+    from jax_triton import triton_lib
+
+    fn = function.fn
+    types = tuple((name, kind) for name, kind in spec.signature.items() if kind != "constexpr")
+    constexprs = tuple((name, spec.constants[name]) for name in fn.arg_names if name in spec.constants)
+    made = compiled(Specialization(fn, types, constexprs, options["num_warps"], options["num_stages"]), target.arch)
+    facts = made.metadata
+    scratch = (facts.global_scratch_size, facts.global_scratch_align) if facts.global_scratch_size else ()
+    kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
+        facts.name, options["num_warps"], options["num_ctas"], facts.shared, made.asm["ptx"], made.asm["ttir"],
+        target.arch, *scratch,
+    )  # fmt: skip
+    result = triton_lib.CompilationResult(
+        binary=made.asm["ptx"], name=facts.name, shared_mem_bytes=facts.shared, ttgir=made.asm["ttgir"],
+        llir=made.asm["llir"], global_scratch_size=None, global_scratch_align=None, tensordesc_meta=None,
+    )  # fmt: skip
+    return kernel, made.asm["ttir"], backend.parse_options(dict(options)), result
+
+
+def launch(
+    launch: Launch, plan: Plan, specs: Mapping[str, Spec], inputs: Sequence[Any], device: Device
+) -> list[jax.Array]:
+    """One launch of `plan` inside a JAX computation; Refs among `inputs` are updated in place."""
+    jax_triton = _import()
+    compiled(specialize(launch, plan, specs), device.arch)  # here, where an error still names the user's line
+    outputs = [plan.buffers[name] for name in launch.outputs]
+    return jax_triton.triton_call(
         *inputs,
-        *launch.sizes,
+        *map(_Size, launch.sizes),
         kernel=launch.kernel,
         out_type=[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in outputs],
         grid=launch.grid,

@@ -1,6 +1,5 @@
 """Runs plans inside JAX computations; derives the public functions from the declarations."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.state.types import AbstractRef
 
+from xmla.core.checks import check_values
+from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, Device, assumed_device
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
+from xmla.core.signature import define
 from xmla.core.spec import DTYPES, Spec
 
 
@@ -32,22 +34,24 @@ def _device(arrays: Mapping[str, Any]) -> Device:
     if (assumed := assumed_device()) is not None:
         return assumed
     concrete = [a for a in arrays.values() if not isinstance(a, jax.core.Tracer) and hasattr(a, "devices")]
-    device = next(iter(concrete[0].devices())) if concrete else jax.config.jax_default_device or jax.devices()[0]
+    return describe(
+        next(iter(concrete[0].devices())) if concrete else jax.config.jax_default_device or jax.devices()[0]
+    )
+
+
+def describe(device: Any) -> Device:
+    """A JAX device as the planner sees it."""
     if device.platform == "cpu":
         return INTERPRETER
     return Device.of(device.device_kind, round(float(device.compute_capability) * 10), device.core_count)
 
 
-def _run_on_gpu(plan: Plan, arrays: dict[str, Any], device: Device) -> tuple[jax.Array, ...]:
+def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], device: Device) -> tuple[jax.Array, ...]:
     from xmla.jax_api import _jax_triton
 
     for launch in plan.active:
-        specs = [plan.buffers[name] for name in launch.outputs]
-        arrays |= zip(
-            launch.outputs,
-            _jax_triton.launch(launch, [arrays[name] for name in launch.inputs], specs, device),
-            strict=True,
-        )
+        inputs = [arrays[name] for name in launch.inputs]
+        arrays |= zip(launch.outputs, _jax_triton.launch(launch, plan, specs, inputs, device), strict=True)
     # An empty call launches nothing; its results have no elements.
     return tuple(
         arrays[n] if n in arrays else jnp.empty(plan.buffers[n].shape, plan.buffers[n].dtype) for n in plan.results
@@ -74,15 +78,23 @@ def _run_on_host(
     return jax.pure_callback(callback, types, *values.values())
 
 
+def _to_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in arrays.items()}
+
+
 def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None) -> tuple[Any, ...]:
     """Results, then the new values of the mutated arguments (Refs are updated and not repeated)."""
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     device = _device(arrays)
     plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device)
+    if settings.check:
+        values = {name: array[...] if _is_ref(array) else array for name, array in arrays.items()}
+        jax.debug.callback(lambda host: check_values(op, _to_host(host), tuple(attrs.values())), values)
     results = dict(zip(op.outputs, outputs, strict=True))
     if implementation != "reference" and device is not INTERPRETER:
         refs = {name: arrays[name] if _is_ref(arrays[name]) else jax.new_ref(arrays[name]) for name in op.mutates}
-        values = _run_on_gpu(plan, arrays | refs, device)
+        given = {name: spec for name, spec in specs.items() if spec is not None}
+        values = _run_on_gpu(plan, arrays | refs, given, device)
         return *values, *(refs[name][...] for name in op.mutates if refs[name] is not arrays[name])
 
     def interpret(host: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -108,28 +120,21 @@ def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implement
 
 def public(op: Op) -> Callable[..., Any]:
     """The user's function for `op`: its prototype's signature and docstring, plus `implementation=`."""
+    names = [attr.name for attr in op.attrs]
 
-    def function(*tensors: Any, implementation: str | None = None, **attrs: Any) -> Any:
+    def function(tensors: list[Any], attrs: tuple[Any, ...], implementation: str | None) -> Any:
         op.check_implementation(implementation)
-        bound = signature.bind(*tensors, **attrs)
-        bound.apply_defaults()
         arrays = {}
-        for name in op.tensors:
-            value = bound.arguments[name]
+        for name, value in zip(op.tensors, tensors, strict=True):
             if value is None and name in op.optional:
                 continue
             if not isinstance(value, jax.Array | np.ndarray) and not _is_jax_type(value):
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array")
             arrays[name] = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        found = _execute(op, arrays, {attr.name: bound.arguments[attr.name] for attr in op.attrs}, implementation)
+        found = _execute(op, arrays, dict(zip(names, attrs, strict=True)), implementation)
         return found if len(found) > 1 else found[0] if found else None
 
-    signature = inspect.signature(op.prototype)
-    function.__name__ = function.__qualname__ = op.name
-    function.__doc__ = op.prototype.__doc__
-    extra = inspect.Parameter("implementation", inspect.Parameter.KEYWORD_ONLY, default=None)
-    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])  # pyrefly: ignore
-    return function
+    return define(op, function, ("implementation",))
 
 
 def _is_jax_type(value: Any) -> bool:

@@ -12,17 +12,20 @@ keyword arguments, which it writes. Ops that update a cache in place (`write_*`)
 """
 
 from xmla.core import ops
-from xmla.torch_api._run import public
+from xmla.torch_api._ops import public
 
 dsa_attention = public(ops.dsa_attention.OP)
 indexer_logits = public(ops.indexer_logits.OP)
 indexer_logits_paged = public(ops.indexer_logits_paged.OP)
+indexer_topk = public(ops.indexer_topk.OP)
+indexer_topk_paged = public(ops.indexer_topk_paged.OP)
 map_slots = public(ops.map_slots.OP)
 quantize_indexer_query = public(ops.quantize_indexer_query.OP)
 read_indexer_cache = public(ops.read_indexer_cache.OP)
 read_mla_cache = public(ops.read_mla_cache.OP)
 select_topk = public(ops.select_topk.OP)
 sparse_mla = public(ops.sparse_mla.OP)
+split_batch = public(ops.split_batch.OP)
 write_indexer_cache = public(ops.write_indexer_cache.OP)
 write_mla_cache = public(ops.write_mla_cache.OP)
 
@@ -30,12 +33,15 @@ __all__ = [
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_topk",
+    "indexer_topk_paged",
     "map_slots",
     "quantize_indexer_query",
     "read_indexer_cache",
     "read_mla_cache",
     "select_topk",
     "sparse_mla",
+    "split_batch",
     "write_indexer_cache",
     "write_mla_cache",
 ]

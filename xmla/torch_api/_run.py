@@ -1,214 +1,193 @@
-"""Runs plans on torch tensors; derives `torch.library` ops, fakes and public functions from the declarations."""
+"""Runs plans on torch tensors. What a call needs is worked out once and kept for calls of the same shapes."""
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from triton import knobs
+from triton.runtime import driver
 
-from xmla.core.device import INTERPRETER, Device
+from xmla.core.checks import check_values
+from xmla.core.compile import CompiledKernel, compiled, specialize
+from xmla.core.config import settings
+from xmla.core.device import Device
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op, plan_call
-from xmla.core.plan import COMPILE_OPTIONS, Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.spec import DTYPES, Spec, row_major
-
-_library = torch.library.Library("xmla", "DEF")
-_NAMES = {getattr(torch, name): name for name in DTYPES}
-_SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
-
+from xmla.torch_api._arrays import device_of, spec_of, to_numpy
 
 # An op's tensor arguments in order; optional ones may be None, the first never is.
 Tensors = Sequence[Any]
 
 
-def _spec(tensor: torch.Tensor) -> Spec:
-    name = _NAMES.get(tensor.dtype, str(tensor.dtype))
-    return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device))
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launch bound to its kernel; pointers are named by their place among arguments, results and workspace."""
+
+    kernel: CompiledKernel
+    grid: tuple[int, ...]
+    inputs: tuple[int, ...]
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constexprs: tuple[Any, ...]
 
 
-def _specs(tensors: Tensors) -> tuple[Spec | None, ...]:
-    return tuple(None if tensor is None else _spec(tensor) for tensor in tensors)
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A planned call: `steps` on a GPU, none on the CPU, where the interpreter runs `plan`."""
+
+    plan: Plan
+    results: tuple[Spec, ...]
+    dtypes: tuple[torch.dtype, ...]
+    workspace_bytes: int
+    offsets: tuple[int, ...]
+    steps: tuple[Step, ...]
 
 
-@lru_cache
-def _device(device: torch.device) -> Device:
-    if device.type == "cpu":
-        return INTERPRETER
-    facts = torch.cuda.get_device_properties(device)
-    return Device.of(facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count)
+def check_tensors(op: Op, tensors: Tensors) -> None:
+    for name, value in zip(op.tensors, tensors, strict=True):
+        if not isinstance(value, torch.Tensor) and not (value is None and name in op.optional):
+            raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
 
 
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A view of a CPU tensor under its NumPy dtype; 8- and 16-bit floats pass through integers of their size."""
-    dtype = DTYPES[_NAMES[tensor.dtype]][0]
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
-        tensor = tensor.detach().view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
-    return tensor.detach().numpy().view(dtype)
+def plan_tensors(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], device: Device | None = None
+) -> tuple[Plan, tuple[Spec, ...]]:
+    """The plan of a call on `device`, by default the tensors', and its results' specs, after every check."""
+    check_tensors(op, tensors)
+    specs = tuple(None if tensor is None else spec_of(tensor) for tensor in tensors)
+    return plan_call(op, specs, attrs, device or device_of(tensors[0].device))
 
 
-def _run(plan: Plan, arrays: dict[str, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    for name, spec in plan.buffers.items():
-        if name not in arrays:
-            arrays[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-    if device.type == "cpu":
-        from xmla.core import interpreter
-
-        interpreter.run(plan, {name: _as_numpy(array) for name, array in arrays.items()})
-    else:
-        with torch.cuda.device(device):
-            for launch in plan.active:
-                launch.kernel[launch.grid](
-                    *[arrays[name] for name in launch.inputs],
-                    *launch.sizes,
-                    *[arrays[name] for name in launch.outputs],
-                    **dict(launch.constexprs),
-                    **launch.options(),
-                    **COMPILE_OPTIONS,
-                )
-    return tuple(arrays[name] for name in plan.results)
+_prepared: dict[Any, Prepared] = {}
+MAX_PREPARED = 1 << 14  # calls of other shapes kept; each takes some KB
 
 
-def _check_out(op: Op, specs: Sequence[Spec], names: Sequence[str], out: Sequence[torch.Tensor]) -> None:
-    for name, spec, tensor in zip(names, specs, out, strict=True):
-        got = _spec(tensor)
+def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], pointers: Sequence[int]) -> Prepared:
+    """Check, plan and compile a call, the first of its shapes."""
+    op.check_attributes({attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})  # True is not 1
+    plan, results = plan_tensors(op, tensors, attrs)
+    given = {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
+    places = {name: i for i, name in enumerate([*op.tensors, *plan.results, *plan.workspace])}
+    device = tensors[0].device
+    steps = []
+    if device.type != "cpu":
+        specs = {name: spec_of(tensor) for name, tensor in given.items()}
+        unaligned = frozenset(name for name, address in zip(op.tensors, pointers, strict=True) if address % 16)
+
+        def bind(launch: Launch) -> Step:
+            specialization = specialize(launch, plan, specs, unaligned)
+            return Step(
+                compiled(specialization, device_of(device).arch, device.index),
+                (*launch.grid, 1, 1)[:3],
+                tuple(places[name] for name in launch.inputs),
+                launch.sizes,
+                tuple(places[name] for name in launch.outputs),
+                tuple(value for _, value in launch.constexprs),
+            )
+
+        steps = [bind(launch) for launch in plan.active]
+    dtypes = tuple(getattr(torch, spec.dtype) for spec in results)
+    offsets = tuple(plan.workspace.values())
+    return Prepared(plan, results, dtypes, plan.workspace_bytes, offsets, tuple(steps))
+
+
+def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
+    for name, spec, tensor in zip(op.outputs, specs, out, strict=True):
+        got = spec_of(tensor)
         for what, have, want in (
             ("shape", tuple(got.shape), tuple(spec.shape)),
             ("dtype", got.dtype, spec.dtype),
             ("strides", tuple(tensor.stride()), row_major(spec.shape)),
+            ("device", str(tensor.device), str(device)),
         ):
             if have != want:
                 raise ArgumentError(f"{op.name}: out {name} {what} is {have}, expected {want}")
 
 
-def _call(op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = ()) -> Any:
-    plan, specs = plan_call(op, _specs(tensors), attrs, _device(tensors[0].device))
-    arrays = {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
+def check_workspace(op: Op, workspace: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+        got = f"{str(workspace.dtype).removeprefix('torch.')} of shape {tuple(workspace.shape)}"
+        raise ArgumentError(f"{op.name}: workspace is {got}, expected uint8 of one dense axis")
+    if workspace.device != device:
+        raise ArgumentError(f"{op.name}: workspace device is {workspace.device}, expected {device}")
+    if workspace.numel() < nbytes:
+        raise ArgumentError(f"{op.name}: workspace axis 0 is {workspace.numel()}, expected at least {nbytes} bytes")
+    if workspace.data_ptr() % 16:
+        raise ArgumentError(f"{op.name}: workspace starts at {workspace.data_ptr():#x}, expected a multiple of 16")
+
+
+def call(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
+    workspace: torch.Tensor | None = None,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """Run `op` on real tensors, on the current stream; its results, allocated unless given as `out`."""
+    try:
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        metadata = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    except AttributeError:
+        check_tensors(op, tensors)
+        raise
+    key = (op.name, *metadata, *[address % 16 == 0 for address in pointers], *attrs, *map(type, attrs))
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= MAX_PREPARED:
+            _prepared.clear()
+        prepared = _prepared[key] = prepare(op, tensors, attrs, pointers)
+    device = tensors[0].device
+    if settings.check:
+        host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
+        check_values(op, host, attrs)
+
     if out:
-        _check_out(op, specs, plan.results, out)
-        arrays |= zip(plan.results, out, strict=True)
-    return _run(plan, arrays, tensors[0].device)
+        check_out(op, prepared.results, out, device)
+    else:
+        sizes = zip(prepared.results, prepared.dtypes, strict=True)
+        out = [torch.empty(spec.shape, dtype=dtype, device=device) for spec, dtype in sizes]
+    if workspace is not None:
+        check_workspace(op, workspace, prepared.workspace_bytes, device)
+    elif prepared.workspace_bytes:
+        workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=device)
+
+    if device.type == "cpu":
+        _interpret(op, prepared.plan, tensors, out, workspace)
+    elif device.index == torch.cuda.current_device():
+        _launch(prepared, pointers, out, workspace, device.index)
+    else:
+        with torch.cuda.device(device):
+            _launch(prepared, pointers, out, workspace, device.index)
+    return out
 
 
-def _fake(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    specs = dict(zip(op.tensors, _specs(tensors), strict=True))
-    problem = op.bind(specs, {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
-    return tuple(
-        tensors[0].new_empty(s.shape, dtype=getattr(torch, s.dtype)) for s in op.result_specs(problem).values()
-    )
+def _launch(
+    prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None, ordinal: int
+) -> None:
+    base = 0 if workspace is None else workspace.data_ptr()
+    addresses = [*pointers, *[t.data_ptr() for t in out], *[base + offset for offset in prepared.offsets]]
+    stream = driver.active.get_current_stream(ordinal)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    for step in prepared.steps:
+        kernel = step.kernel
+        arguments = (
+            *[addresses[i] for i in step.inputs], *step.sizes, *[addresses[i] for i in step.outputs], *step.constexprs,
+        )  # fmt: skip
+        run = kernel.run  # loads the kernel onto the device the first time
+        metadata = None if enter is None else kernel.launch_metadata(step.grid, stream, *arguments)
+        run(*step.grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
 
 
-def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """The definition, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
-    fakes = _fake(op, tensors, attrs)
-    host = {name: _as_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
-    values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
-    for name, tensor in zip(op.tensors, tensors, strict=True):
-        if name in op.mutates and tensor.device.type != "cpu":
-            tensor.copy_(_from_numpy(host[name], tensor))
-    values = values if isinstance(values, tuple) else (values,)
-    return tuple(_from_numpy(value, fake) for value, fake in zip(values, fakes, strict=True)) if fakes else ()
+def _interpret(
+    op: Op, plan: Plan, tensors: Tensors, out: Sequence[torch.Tensor], workspace: torch.Tensor | None
+) -> None:
+    from xmla.core import interpreter
 
-
-def _from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    dtype = DTYPES[_NAMES[like.dtype]][0]
-    raw = torch.from_numpy(np.array(array.astype(dtype, copy=False), order="C").view(f"u{dtype.itemsize}"))
-    return raw.view(like.dtype).to(like.device)
-
-
-def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Define `xmla::<op>` and, for an op with results, `xmla::<op>.out`; return both overloads."""
-    results = list(op.outputs)
-    arguments = []
-    for index, name in enumerate(op.tensors):
-        mutated = f"({chr(ord('a') + index)}!)" if name in op.mutates else ""
-        arguments.append(f"Tensor{mutated}? {name}=None" if name in op.optional else f"Tensor{mutated} {name}")
-    keywords = []
-    for attr in op.attrs:
-        kind = _SCHEMA_TYPES[attr.type] + ("?" if attr.optional else "")
-        shown = f'"{attr.default}"' if isinstance(attr.default, str) else attr.default
-        keywords.append(f"{kind} {attr.name}" + ("" if attr.default is None and not attr.optional else f"={shown}"))
-    inputs = ", ".join([*arguments, "*", *keywords] if keywords else arguments)
-    returns = "()" if not results else f"({', '.join(['Tensor'] * len(results))})"
-    _library.define(f"{op.name}({inputs}) -> {returns}")
-
-    tensor_names, attr_names = list(op.tensors), [attr.name for attr in op.attrs]
-    defaults = dict.fromkeys(op.optional) | {attr.name: attr.default for attr in op.attrs}
-
-    def unpack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-        values = defaults | dict(zip(tensor_names, args, strict=False)) | kwargs
-        return [values[name] for name in tensor_names], tuple(values[name] for name in attr_names)
-
-    def single(values: tuple[torch.Tensor, ...]) -> Any:
-        return values if len(results) > 1 else values[0] if results else None
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return single(_call(op, *unpack(args, kwargs)))
-
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        return single(_fake(op, *unpack(args, kwargs)))
-
-    def kernel_out(*args: Any, **kwargs: Any) -> None:
-        out = [kwargs.pop(f"out_{name}") for name in results]
-        _call(op, *unpack(args, kwargs), out)
-
-    def fake_out(*args: Any, **kwargs: Any) -> None:
-        out = [kwargs.pop(f"out_{name}") for name in results]
-        tensors, attrs = unpack(args, kwargs)
-        problem = op.bind(
-            dict(zip(op.tensors, _specs(tensors), strict=True)), dict(zip(attr_names, attrs, strict=True))
-        )
-        _check_out(op, list(op.result_specs(problem).values()), results, out)
-
-    variants = [(op.name, kernel, fake)]
-    if results:
-        out = [f"Tensor({chr(ord('a') + index)}!) out_{name}" for index, name in enumerate(results)]
-        star = [] if keywords else ["*"]
-        _library.define(f"{op.name}.out({', '.join([inputs, *star, *out])}) -> ()")
-        variants.append((f"{op.name}.out", kernel_out, fake_out))
-    for name, implementation, abstract in variants:
-        _library.impl(name, implementation, "CPU")
-        _library.impl(name, implementation, "CUDA")
-        torch.library.register_fake(f"xmla::{name}", abstract, lib=_library)
-    packet = getattr(torch.ops.xmla, op.name)
-    return packet.default, packet.out if results else None
-
-
-def public(op: Op) -> Callable[..., Any]:
-    """The user's function for `op`: its prototype's signature and docstring, plus `out=` and `implementation=`."""
-    functional, out_variant = _register(op)
-    names = list(op.tensors)
-
-    def function(
-        *tensors: torch.Tensor | None, out: Any = None, implementation: str | None = None, **attrs: Any
-    ) -> Any:
-        op.check_implementation(implementation)
-        bound = signature.bind(*tensors, **attrs)
-        bound.apply_defaults()
-        values = [bound.arguments[name] for name in names]
-        keywords = {attr.name: bound.arguments[attr.name] for attr in op.attrs}
-        for name, value in zip(names, values, strict=True):
-            if not isinstance(value, torch.Tensor) and not (value is None and name in op.optional):
-                raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
-        op.check_attributes(keywords)  # before the dispatcher, whose messages do not name the op
-        if implementation == "reference":
-            results = _reference(op, values, tuple(keywords.values()))
-            return results if len(results) > 1 else results[0] if results else None
-        if out is None:
-            return functional(*values, **keywords)
-        if out_variant is None:
-            raise ArgumentError(f"{op.name}: out is given, expected none: the op updates {op.mutates[0]} in place")
-        results = out if isinstance(out, tuple | list) else (out,)
-        if len(results) != len(out_names):
-            raise ArgumentError(f"{op.name}: out has {len(results)} tensors, expected {len(out_names)}: {out_names}")
-        out_variant(*values, **keywords, **{f"out_{n}": tensor for n, tensor in zip(out_names, results, strict=True)})
-        return out
-
-    out_names = list(op.outputs)
-    signature = inspect.signature(op.prototype)
-    function.__name__ = function.__qualname__ = op.name
-    function.__doc__ = op.prototype.__doc__
-    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("out", "implementation")]
-    function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])  # pyrefly: ignore
-    return function
+    arrays = {name: to_numpy(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
+    arrays |= {name: to_numpy(tensor) for name, tensor in zip(op.outputs, out, strict=True)}
+    if workspace is not None:
+        space = workspace.numpy()
+        for name, offset in plan.workspace.items():
+            spec = plan.buffers[name]
+            arrays[name] = space[offset : offset + spec.nbytes].view(DTYPES[spec.dtype][0]).reshape(spec.shape)
+    interpreter.run(plan, arrays)

@@ -1,5 +1,7 @@
+from functools import partial
 from typing import Any
 
+from xmla.core.checks import paged_limits
 from xmla.core.layout import V32
 from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.dsa_attention.cases import CASES
@@ -10,13 +12,13 @@ from xmla.core.spec import Spec
 
 def dsa_attention(
     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids=None, sink=None, *,
-    k: int, softmax_scale: float, index_scale: float | None = None, batch_invariant: bool = False,
+    k: int, softmax_scale: float, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
+    batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """One layer's DeepSeek sparse attention over its paged caches: indexer, top-k, slots, attention.
 
         q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale)
-        logits  = indexer_logits_paged(q8, w, indexer_cache, block_table, lengths)
-        indices = select_topk(logits, lengths, k=k)
+        indices = indexer_topk_paged(q8, w, indexer_cache, block_table, lengths, k=k)
         slots   = map_slots(indices, block_table, page_size=R)
         out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
 
@@ -35,6 +37,7 @@ def dsa_attention(
         k: Keys selected for a token; with at most k visible keys all of them are.
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
+        workspace_bytes: The most memory for the selection, as `indexer_topk_paged`; attention's splits come on top.
         batch_invariant: As in `sparse_mla`.
 
     Returns:
@@ -43,7 +46,7 @@ def dsa_attention(
         indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
 
     Raises:
-        ArgumentError, UnsupportedError: As the five ops.
+        ArgumentError, UnsupportedError: As the four ops.
     """
 
 
@@ -72,6 +75,7 @@ OP = Op(
         "indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),
     },
     check=check,
+    limits=partial(paged_limits, cache="indexer_cache"),
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -3,7 +3,7 @@ from typing import Any
 
 from xmla.core.device import Device
 from xmla.core.op import Op, Problem
-from xmla.core.ops import indexer_logits_paged, map_slots, quantize_indexer_query, select_topk, sparse_mla
+from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.plan import Plan, join
 from xmla.core.spec import Spec
 
@@ -22,8 +22,12 @@ def plan(problem: Problem, device: Device) -> Plan:
         steps.append((part, names))
 
     step(quantize_indexer_query.OP, {"q": "index_q", "weights": "index_weights"}, scale=attrs["index_scale"])
-    step(indexer_logits_paged.OP, {"weights": "folded_weights", "cache": "indexer_cache"})
-    step(select_topk.OP, {"ends": "lengths", "starts": "no_starts", "counts": "candidate_counts"}, k=attrs["k"])
+    step(
+        indexer_topk_paged.OP,
+        {"weights": "folded_weights", "cache": "indexer_cache"},
+        k=attrs["k"],
+        workspace_bytes=attrs["workspace_bytes"],
+    )
     step(map_slots.OP, {}, page_size=problem["R"])
     step(
         sparse_mla.OP,

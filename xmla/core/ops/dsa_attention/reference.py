@@ -1,9 +1,8 @@
 import numpy as np
 
-from xmla.core.ops.indexer_logits_paged.reference import reference as indexer_logits_paged
+from xmla.core.ops.indexer_topk_paged.reference import reference as indexer_topk_paged
 from xmla.core.ops.map_slots.reference import reference as map_slots
 from xmla.core.ops.quantize_indexer_query.reference import reference as quantize_indexer_query
-from xmla.core.ops.select_topk.reference import reference as select_topk
 from xmla.core.ops.sparse_mla.reference import reference as sparse_mla
 
 
@@ -21,12 +20,12 @@ def reference(
     k: int,
     softmax_scale: float,
     index_scale: float | None = None,
+    workspace_bytes: int = 1 << 29,
     batch_invariant: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Definition of `dsa_attention`: its five ops one after another."""
+    """Definition of `dsa_attention`: its four ops one after another."""
     q8, weights = quantize_indexer_query(index_q, index_weights, scale=index_scale)
-    logits = indexer_logits_paged(q8, weights, indexer_cache, block_table, lengths, request_ids)
-    indices = select_topk(logits.astype(np.float32), lengths, k=k)
+    indices = indexer_topk_paged(q8, weights, indexer_cache, block_table, lengths, request_ids, k=k)
     slots, _ = map_slots(indices, block_table, request_ids, page_size=mla_cache.shape[1])
     out, lse = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
     return out, lse, indices

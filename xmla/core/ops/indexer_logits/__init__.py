@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import Limit
 from xmla.core.op import E4M3, F32, INDEX, Op, Problem, Tensor
 from xmla.core.ops.indexer_logits.cases import CASES
 from xmla.core.ops.indexer_logits.plan import plan
@@ -54,6 +55,7 @@ OP = Op(
     },
     outputs={"logits": lambda p: Spec((p["T"], p["N"]), "float32")},
     check=check_query,
+    limits=lambda p, arrays: (Limit("starts", 0, p["N"]), Limit("ends", 0, p["N"])),
     plan=plan,
     reference=reference,
     cases=CASES,

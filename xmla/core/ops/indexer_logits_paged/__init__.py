@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import paged_limits
 from xmla.core.op import BYTES, E4M3, F32, INDEX, Op, Problem, Tensor
 from xmla.core.ops.indexer_logits import check_query
 from xmla.core.ops.indexer_logits_paged.cases import CASES
@@ -23,10 +24,10 @@ def indexer_logits_paged(
         cache: [P, R, D+4] uint8, int8 or float8_e4m3fn, scales in the page's footer (`write_indexer_cache`); any page
             size, page stride a multiple of 4 bytes.
         block_table: [B, M] int32, page ids. Entries past a token's length are never read. A key on a page outside
-            [0, P) gets −inf.
+            [0, P) gets −inf, as does every key of a token whose request does not exist.
         lengths: [T] int32, keys visible to each token, clamped to [0, min(max_len, M · R)].
-        request_ids: [T] int32, each token's row of block_table; a token whose id is outside [0, B) is skipped. Without
-            it T is a multiple of B and every request has T / B adjacent tokens.
+        request_ids: [T] int32, each token's row of block_table, any integer. Without it T is a multiple of B and every
+            request has T / B adjacent tokens.
         max_len: Columns of the result, default M · R.
 
     Returns:
@@ -42,14 +43,19 @@ def indexer_logits_paged(
 
 
 def check(problem: Problem) -> None:
-    check_query(problem)
-    if problem["ROW"] != problem["D"] + 4:
-        problem.refuse("cache", "axis ROW (axis 2)", problem["ROW"], f"{problem['D'] + 4} (D + 4)")
-    check_indexer_pages(problem)
+    check_paged_cache(problem)
     check_requests(problem, "q8")
     max_len = problem.attrs["max_len"]
     if max_len is not None and max_len < 1:
         problem.refuse("max_len", "value", max_len, "at least 1")
+
+
+def check_paged_cache(problem: Problem) -> None:
+    """Rules of the quantised query and the pages that it reads."""
+    check_query(problem)
+    if problem["ROW"] != problem["D"] + 4:
+        problem.refuse("cache", "axis ROW (axis 2)", problem["ROW"], f"{problem['D'] + 4} (D + 4)")
+    check_indexer_pages(problem)
 
 
 def check_requests(problem: Problem, argument: str) -> None:
@@ -76,6 +82,7 @@ OP = Op(
     },
     outputs={"logits": lambda p: Spec((p["T"], columns(p)), "float32")},
     check=check,
+    limits=paged_limits,
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -6,19 +6,30 @@ from xmla.core.lang import as_bytes, as_e4m3, as_floats, head_scores, page_base
 
 @triton.jit
 def count_tiles(
-    lengths_ptr, group, num_groups, capacity, NEXT_N: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS_A_REQUEST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    lengths_ptr, group, num_groups, capacity, next_n, groups_a_request, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys that each group [BLOCK_G] has to read: those of its longest token."""
-    first_token = group // GROUPS_A_REQUEST * NEXT_N + group % GROUPS_A_REQUEST * GROUP
+    first_token = group // groups_a_request * next_n + group % groups_a_request * GROUP
     longest = tl.zeros([BLOCK_G], tl.int32)
     for member in tl.static_range(GROUP):
-        in_request = (group < num_groups) & (group % GROUPS_A_REQUEST * GROUP + member < NEXT_N)
+        in_request = (group < num_groups) & (group % groups_a_request * GROUP + member < next_n)
         longest = tl.maximum(longest, tl.load(lengths_ptr + first_token + member, mask=in_request, other=0))
     return tl.cdiv(tl.minimum(longest, capacity), BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_requests", "num_pages", "max_len"])
+@triton.jit(
+    do_not_specialize=[
+        "num_groups",
+        "num_requests",
+        "num_pages",
+        "max_len",
+        "table_stride",
+        "table_width",
+        "next_n",
+        "groups_a_request",
+    ]
+)
 def indexer_logits_paged_kernel(
     q8_ptr,  # [T, I, D] e4m3
     weights_ptr,  # [T, I] f32
@@ -30,21 +41,20 @@ def indexer_logits_paged_kernel(
     num_requests,
     num_pages,
     max_len,
+    table_stride,
+    table_width,
+    next_n,  # tokens a request; 1 with request ids
+    groups_a_request,
     logits_ptr,  # [T, max_len] f32
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_I: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    NEXT_N: tl.constexpr,  # tokens a request; 1 with request ids
     GROUP: tl.constexpr,  # tokens that share a tile of keys, a power of two
-    GROUPS_A_REQUEST: tl.constexpr,
     HAS_REQUEST_IDS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BLOCK_G: tl.constexpr,  # groups looked at together when work is shared out
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -55,23 +65,23 @@ def indexer_logits_paged_kernel(
     row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
     cache = as_e4m3(cache_ptr)
-    capacity = tl.minimum(max_len, TABLE_WIDTH * PAGE_SIZE)
+    capacity = tl.minimum(max_len, table_width * PAGE_SIZE)
 
     # Work is the list of all groups' tiles of keys, cut evenly into one run a program. The list follows from the
     # lengths, so each program finds its run alone.
     total = tl.zeros([], tl.int64)
     for base in tl.range(0, num_groups, BLOCK_G):
         tiles = count_tiles(
-            lengths_ptr, base + offs_g, num_groups, capacity, NEXT_N, GROUP, GROUPS_A_REQUEST, BLOCK_G, BLOCK_N
+            lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, GROUP, BLOCK_G, BLOCK_N
         )
         total += tl.sum(tiles)
-    run_first = total * tl.program_id(0) // PROGRAMS
-    run_last = total * (tl.program_id(0) + 1) // PROGRAMS
+    run_first = total * tl.program_id(0) // tl.num_programs(0)
+    run_last = total * (tl.program_id(0) + 1) // tl.num_programs(0)
 
     passed = tl.zeros([], tl.int64)
     for base in tl.range(0, num_groups, BLOCK_G):
         tiles = count_tiles(
-            lengths_ptr, base + offs_g, num_groups, capacity, NEXT_N, GROUP, GROUPS_A_REQUEST, BLOCK_G, BLOCK_N
+            lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, GROUP, BLOCK_G, BLOCK_N
         )
         ends = passed + tl.cumsum(tiles, 0)  # [BLOCK_G], places in the list
         begins = ends - tiles
@@ -86,28 +96,28 @@ def indexer_logits_paged_kernel(
             last_tile = (tl.minimum(run_last, end) - begin).to(tl.int32)
 
             group = base + place
-            part = group % GROUPS_A_REQUEST * GROUP  # of the request's tokens, the first in this group
-            request = group // GROUPS_A_REQUEST
-            first_token = request * NEXT_N + part
+            part = group % groups_a_request * GROUP  # of the request's tokens, the first in this group
+            request = group // groups_a_request
+            first_token = request * next_n + part
             if HAS_REQUEST_IDS:
                 request = tl.load(request_ids_ptr + group)
-            visible = tl.where((request >= 0) & (request < num_requests), capacity, 0)  # none of an unknown request
-            table_row = block_table_ptr + request.to(tl.int64) * TABLE_STRIDE
+            known = (request >= 0) & (request < num_requests)
+            table_row = block_table_ptr + request.to(tl.int64) * table_stride
 
-            row_ok = (row_head < HEADS) & (part + row_member < NEXT_N)
+            row_ok = (row_head < HEADS) & (part + row_member < next_n)
             row_token = (first_token + row_member).to(tl.int64)
             q_row = row_token * Q_STRIDE_T + row_head * Q_STRIDE_I
             q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
             weights = tl.load(weights_ptr + row_token * WEIGHT_STRIDE + row_head, mask=row_ok, other=0.0)
             token = first_token + member
-            length = tl.load(lengths_ptr + token, mask=part + member < NEXT_N, other=0)
-            length = tl.minimum(length, visible)  # [GROUP]
-            reach = tl.max(length)
+            length = tl.load(lengths_ptr + token, mask=part + member < next_n, other=0)
+            length = tl.minimum(length, capacity)  # [GROUP]
+            mapped = tl.where(known, tl.max(length), 0)  # keys that the block table maps
             out_row = token.to(tl.int64)[None, :] * max_len
 
             for tile in tl.range(0, last_tile - first_tile):
                 key = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-                page = tl.load(table_row + key // PAGE_SIZE, mask=key < reach, other=-1)
+                page = tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
                 ok = (page >= 0) & (page < num_pages)
                 first_byte = page_base(page, PAGE_STRIDE)
                 offset = key % PAGE_SIZE

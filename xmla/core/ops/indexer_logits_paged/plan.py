@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
@@ -10,42 +12,62 @@ PROGRAMS_A_SM = 4
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 
 
-def plan(problem: Problem, device: Device) -> Plan:
-    specs = problem.specs
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How flat tokens share tiles of keys: `group` adjacent tokens of a request, `block_i` rows of heads each."""
+
+    next_n: int
+    block_i: int
+    group: int
+    groups_a_request: int
+    groups: int
+
+
+def group_tokens(problem: Problem) -> Grouping:
+    """As many tokens of a request together as one matrix product takes; tokens with request ids stand alone."""
     ids = problem.has("request_ids")
     next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
     block_i = max(16, next_power_of_2(problem["I"]))
     group = min(next_power_of_2(next_n), max(1, MAX_ROWS // block_i))
     groups_a_request = cdiv(next_n, group)
-    num_groups = problem["T"] if ids else problem["T"] // next_n * groups_a_request
+    return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs = problem.specs
+    grouping = group_tokens(problem)
     results = problem.op.result_specs(problem)
     max_len = results["logits"].shape[1]
-    tiles = num_groups * cdiv(min(max_len, problem["M"] * problem["R"]), BLOCK_N)
+    tiles = grouping.groups * cdiv(min(max_len, problem["M"] * problem["R"]), BLOCK_N)
     programs = min(tiles, device.num_sms * PROGRAMS_A_SM)
     launch = Launch(
         indexer_logits_paged_kernel,
         grid=(programs,),
         inputs=("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths")),
-        sizes=(num_groups, problem["B"], problem["P"], max_len),
+        sizes=(
+            grouping.groups,
+            problem["B"],
+            problem["P"],
+            max_len,
+            specs["block_table"].stride(0),
+            problem["M"],
+            grouping.next_n,
+            grouping.groups_a_request,
+        ),
         outputs=("logits",),
         constexprs=(
             ("Q_STRIDE_T", specs["q8"].stride(0)),
             ("Q_STRIDE_I", specs["q8"].stride(1)),
             ("WEIGHT_STRIDE", specs["weights"].stride(0)),
-            ("TABLE_STRIDE", specs["block_table"].stride(0)),
-            ("TABLE_WIDTH", problem["M"]),
             ("PAGE_STRIDE", specs["cache"].stride(0)),
             ("PAGE_SIZE", problem["R"]),
             ("HEADS", problem["I"]),
             ("D", problem["D"]),
-            ("NEXT_N", next_n),
-            ("GROUP", group),
-            ("GROUPS_A_REQUEST", groups_a_request),
-            ("HAS_REQUEST_IDS", ids),
-            ("PROGRAMS", programs),
+            ("GROUP", grouping.group),
+            ("HAS_REQUEST_IDS", problem.has("request_ids")),
             ("BLOCK_G", 256),
             ("BLOCK_N", BLOCK_N),
-            ("BLOCK_I", block_i),
+            ("BLOCK_I", grouping.block_i),
         ),
         num_warps=4,
         num_stages=2,

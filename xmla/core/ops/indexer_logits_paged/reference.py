@@ -21,6 +21,7 @@ def reference(
     columns = width * entries if max_len is None else max_len
     logits = np.full((len(q8), columns), np.nan)
     for token, length in enumerate(np.clip(lengths, 0, min(columns, width * entries))):
+        logits[token, :length] = -np.inf
         request = token // (len(q8) // requests) if request_ids is None else request_ids[token]
         if not 0 <= request < requests:
             continue
@@ -28,6 +29,5 @@ def reference(
         page = block_table[request, key // entries].astype(np.int64)
         ok = (page >= 0) & (page < pages)
         values, scales = layout.gather(cache, page[ok] * entries + key[ok] % entries)
-        logits[token, :length] = -np.inf
         logits[token, key[ok]] = token_scores(q8[token], weights[token], values, scales)
     return logits

@@ -1,5 +1,9 @@
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from xmla.core.checks import Limit
 from xmla.core.op import INDEX, Op, Problem, Tensor
 from xmla.core.ops.indexer_logits_paged import check_requests
 from xmla.core.ops.map_slots.cases import CASES
@@ -37,6 +41,13 @@ def check(problem: Problem) -> None:
         problem.refuse("page_size", "value", problem.attrs["page_size"], "at least 1")
 
 
+def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit]:
+    table, size = arrays["block_table"], problem.attrs["page_size"]
+    yield Limit("indices", -1, table.shape[1] * size - 1)
+    if "request_ids" in arrays:
+        yield Limit("request_ids", -1, len(table) - 1)
+
+
 OP = Op(
     prototype=map_slots,
     tensors={
@@ -46,6 +57,7 @@ OP = Op(
     },
     outputs={"slots": lambda p: Spec((p["T"], p["K"]), "int32"), "counts": lambda p: Spec((p["T"],), "int32")},
     check=check,
+    limits=limits,
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -2,29 +2,29 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
 def map_slots_kernel(
     indices_ptr,  # [T, K] i32
     block_table_ptr,  # [B, M] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
     num_requests,
+    table_stride,
+    table_width,
+    next_n,  # tokens a request, without request ids
     slots_ptr,  # [T, K] i32
     counts_ptr,  # [T] i32
     INDEX_STRIDE: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
     K: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NEXT_N: tl.constexpr,
     HAS_REQUEST_IDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    request = tl.program_id(0) // NEXT_N
+    request = tl.program_id(0) // next_n
     if HAS_REQUEST_IDS:
         request = tl.load(request_ids_ptr + token)
-    width = tl.where((request >= 0) & (request < num_requests), TABLE_WIDTH, 0)
-    table_row = block_table_ptr + request.to(tl.int64) * TABLE_STRIDE
+    width = tl.where((request >= 0) & (request < num_requests), table_width, 0)
+    table_row = block_table_ptr + request.to(tl.int64) * table_stride
     count = 0
     for first in tl.range(0, K, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)

@@ -7,19 +7,17 @@ from xmla.core.plan import Launch, Plan, next_power_of_2
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     ids = problem.has("request_ids")
+    next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
     launch = Launch(
         map_slots_kernel,
         grid=(problem["T"],),
         inputs=("indices", "block_table", problem.either("request_ids", "indices")),
-        sizes=(problem["B"],),
+        sizes=(problem["B"], specs["block_table"].stride(0), problem["M"], next_n),
         outputs=("slots", "counts"),
         constexprs=(
             ("INDEX_STRIDE", specs["indices"].stride(0)),
-            ("TABLE_STRIDE", specs["block_table"].stride(0)),
-            ("TABLE_WIDTH", problem["M"]),
             ("K", problem["K"]),
             ("PAGE_SIZE", problem.attrs["page_size"]),
-            ("NEXT_N", 1 if ids else max(problem["T"] // problem["B"], 1)),
             ("HAS_REQUEST_IDS", ids),
             ("BLOCK_K", min(2048, max(16, next_power_of_2(problem["K"])))),
         ),

@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import Limit
 from xmla.core.op import BYTES, Op, Problem, Tensor
 from xmla.core.ops.read_indexer_cache.cases import CASES
 from xmla.core.ops.read_indexer_cache.plan import plan
@@ -40,6 +41,7 @@ OP = Op(
         "key_scales": lambda p: Spec((p["T"],), "float32"),
     },
     check=check,
+    limits=lambda p, arrays: (Limit("slots", -1, p["P"] * p["R"] - 1),),
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import Limit
 from xmla.core.layout import V32, mla_layout
 from xmla.core.op import BYTES, Op, Problem, Tensor
 from xmla.core.ops.read_mla_cache.cases import CASES
@@ -42,6 +43,7 @@ OP = Op(
     tensors={"cache": Tensor("P R ROW", BYTES), "slots": Tensor("T", ("int32", "int64"))},
     outputs={"rows": lambda p: Spec((p["T"], V32.latent + V32.rope), p.attrs["dtype"])},
     check=check,
+    limits=lambda p, arrays: (Limit("slots", -1, p["P"] * p["R"] - 1),),
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import Limit
 from xmla.core.op import F32, INDEX, Op, Problem, Tensor
 from xmla.core.ops.select_topk.cases import CASES
 from xmla.core.ops.select_topk.plan import plan
@@ -40,6 +41,7 @@ OP = Op(
     tensors={"logits": Tensor("T N", F32), "ends": Tensor("T", INDEX), "starts": Tensor("T", INDEX)},
     outputs={"indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32")},
     check=check,
+    limits=lambda p, arrays: [Limit(name, 0, p["N"]) for name in ("starts", "ends") if p.has(name)],
     plan=plan,
     reference=reference,
     cases=CASES,

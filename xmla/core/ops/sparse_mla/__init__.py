@@ -1,5 +1,9 @@
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from xmla.core.checks import Limit
 from xmla.core.layout import V32, mla_layout
 from xmla.core.op import BYTES, F32, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.sparse_mla.cases import CASES
@@ -60,6 +64,14 @@ def check(problem: Problem) -> None:
         problem.refuse("empty_lse", "value", repr(problem.attrs["empty_lse"]), "'-inf' or '+inf'")
 
 
+def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit]:
+    seen = None
+    if "lengths" in arrays:
+        yield Limit("lengths", 0, problem["K"])
+        seen = np.arange(problem["K"]) < arrays["lengths"][:, None]
+    yield Limit("slots", -1, problem["P"] * problem["R"] - 1, seen)
+
+
 OP = Op(
     prototype=sparse_mla,
     tensors={
@@ -74,6 +86,7 @@ OP = Op(
         "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
     },
     check=check,
+    limits=limits,
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -42,7 +42,7 @@ def finish(accumulator, denominator, maximum, sink_log2, EMPTY_LSE: tl.constexpr
     return out, lse
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "num_splits", "split_keys"])
 def sparse_mla_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -50,8 +50,11 @@ def sparse_mla_kernel(
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
     sink_ptr,  # [H] f32 if HAS_SINK
     num_slots,
-    out_ptr,  # [T, H, L]; of a split [T, SPLITS, H, L] f32, normalised
-    lse_ptr,  # [T, H] f32; of a split [T, SPLITS, H] f32, in log2
+    num_keys,  # K
+    num_splits,
+    split_keys,
+    out_ptr,  # [T, H, L]; if SPLIT [T, num_splits, H, L] f32, normalised
+    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -65,13 +68,11 @@ def sparse_mla_kernel(
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
-    K: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SCALE: tl.constexpr,
     EMPTY_LSE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -79,8 +80,8 @@ def sparse_mla_kernel(
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
     head_block = pid % HEAD_BLOCKS
-    split = pid // HEAD_BLOCKS % SPLITS
-    token = (pid // (HEAD_BLOCKS * SPLITS)).to(tl.int64)
+    split = pid // HEAD_BLOCKS % num_splits
+    token = (pid // HEAD_BLOCKS // num_splits).to(tl.int64)
 
     offs_h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
@@ -89,11 +90,11 @@ def sparse_mla_kernel(
     q = tl.load(q_row + offs_l[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, L]
     q_rope = tl.load(q_row + LATENT + tl.arange(0, ROPE)[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, E]
 
-    end = K
+    end = num_keys
     if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), K)
-    first = split * SPLIT_KEYS
-    end = tl.minimum(end, first + SPLIT_KEYS)
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    first = split * split_keys
+    end = tl.minimum(end, first + split_keys)
 
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
@@ -116,7 +117,7 @@ def sparse_mla_kernel(
         accumulator = tl.dot(probabilities.to(latent.dtype), latent, accumulator * rescale[:, None])
         maximum = new_maximum
 
-    if SPLITS == 1:
+    if not SPLIT:
         sink_log2 = tl.full([BLOCK_H], float("-inf"), tl.float32)
         if HAS_SINK:
             sink_log2 = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
@@ -127,22 +128,22 @@ def sparse_mla_kernel(
     else:
         has_keys = denominator != 0.0
         out = tl.where(has_keys[:, None], accumulator / denominator[:, None], 0.0)
-        out_row = (token * SPLITS + split) * HEADS + offs_h
+        out_row = (token * num_splits + split) * HEADS + offs_h
         tl.store(out_ptr + out_row[:, None] * LATENT + offs_l[None, :], out, mask=head_ok[:, None])
         lse_log2 = tl.where(has_keys, maximum + tl.log2(denominator), float("-inf"))
         tl.store(lse_ptr + out_row, lse_log2, mask=head_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_splits_kernel(
-    split_out_ptr,  # [T, SPLITS, H, L] f32, normalised
-    split_lse_ptr,  # [T, SPLITS, H] f32, log2
+    split_out_ptr,  # [T, num_splits, H, L] f32, normalised
+    split_lse_ptr,  # [T, num_splits, H] f32, log2
     sink_ptr,  # [H] f32 if HAS_SINK
+    num_splits,
     out_ptr,  # [T, H, L]
     lse_ptr,  # [T, H] f32
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
-    SPLITS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     EMPTY_LSE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -154,15 +155,15 @@ def combine_splits_kernel(
     offs_l = tl.arange(0, LATENT)
 
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    for split in tl.range(0, SPLITS):
-        row = (token * SPLITS + split) * HEADS + offs_h
+    for split in tl.range(0, num_splits):
+        row = (token * num_splits + split) * HEADS + offs_h
         maximum = tl.maximum(maximum, tl.load(split_lse_ptr + row, mask=head_ok, other=float("-inf")))
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
 
     denominator = tl.zeros([BLOCK_H], tl.float32)
     accumulator = tl.zeros([BLOCK_H, LATENT], tl.float32)
-    for split in tl.range(0, SPLITS):
-        row = (token * SPLITS + split) * HEADS + offs_h
+    for split in tl.range(0, num_splits):
+        row = (token * num_splits + split) * HEADS + offs_h
         weight = tl.exp2(tl.load(split_lse_ptr + row, mask=head_ok, other=float("-inf")) - base)
         part = tl.load(split_out_ptr + row[:, None] * LATENT + offs_l[None, :], mask=head_ok[:, None], other=0.0)
         denominator += weight

@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import Limit
 from xmla.core.op import BYTES, FLOATS, Op, Problem, Tensor
 from xmla.core.ops.write_indexer_cache.cases import CASES
 from xmla.core.ops.write_indexer_cache.plan import plan
@@ -52,6 +53,7 @@ OP = Op(
     outputs={},
     mutates=("cache",),
     check=check_indexer_cache,
+    limits=lambda p, arrays: (Limit("slots", -1, p["P"] * p["R"] - 1),),
     plan=plan,
     reference=reference,
     cases=CASES,

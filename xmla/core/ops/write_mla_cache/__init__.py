@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.checks import Limit
 from xmla.core.layout import mla_layout
 from xmla.core.op import BYTES, FLOATS, Op, Problem, Tensor
 from xmla.core.ops.write_mla_cache.cases import CASES
@@ -50,6 +51,7 @@ OP = Op(
     outputs={},
     mutates=("cache",),
     check=check,
+    limits=lambda p, arrays: (Limit("slots", -1, p["P"] * p["R"] - 1),),
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -1,0 +1,157 @@
+"""The calls that serving one model makes, as specs: what `warmup` compiles and `xmla plan` prints."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xmla.core.compile import Specialization, specialize
+from xmla.core.device import Device
+from xmla.core.layout import V32, IndexerLayout
+from xmla.core.op import plan_call, registry
+from xmla.core.plan import Plan, cdiv
+from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op at given sizes: its arguments' specs by name, its attributes, and what it is for."""
+
+    op: str
+    specs: Mapping[str, Spec]
+    attrs: Mapping[str, Any]
+    purpose: str
+
+    def plan(self, device: Device) -> Plan:
+        op = registry()[self.op]
+        attrs = {attr.name: attr.default for attr in op.attrs} | dict(self.attrs)
+        specs = tuple(self.specs.get(name) for name in op.tensors)
+        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A DeepSeek-V3.2 model as an engine serves it; arrays are dense, as engines allocate them.
+
+    Attributes:
+        heads: Query heads of this rank, H.
+        index_heads: Indexer heads, I, of D = `index_dim` dims.
+        k: Selected keys a token.
+        page_size: Entries a page of both caches, R.
+        softmax_scale, index_scale: As `dsa_attention`; both are compiled in.
+        next_n: Tokens a decoding request has at once (1 + speculative), every value that occurs.
+        mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
+        batches: Requests of a decode batch, every value that occurs (an engine's CUDA-graph sizes).
+        max_lens: Longest contexts: the block table's width in keys, every value that occurs.
+        prefill_tokens: Tokens of a prefill step, and with them the keys: every value that occurs.
+        sink: Whether attention has a sink.
+    """
+
+    heads: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    k: int = 2048
+    page_size: int = 64
+    softmax_scale: float = 192**-0.5
+    index_scale: float | None = None
+    dtype: str = "bfloat16"
+    next_n: tuple[int, ...] = (1,)
+    mixed: bool = False
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    max_lens: tuple[int, ...] = (4096, 32768, 131072)
+    prefill_tokens: tuple[int, ...] = (2048, 8192)
+    sink: bool = False
+
+    def caches(self) -> dict[str, Spec]:
+        """Both pools; the number of pages changes no kernel."""
+        layout = IndexerLayout(self.index_dim)
+        return {
+            "mla_cache": Spec((1024, self.page_size, V32.row), "uint8"),
+            "indexer_cache": Spec((1024, self.page_size, layout.row), "uint8"),
+        }
+
+    def writes(self, tokens: int) -> Iterator[Call]:
+        caches, slots = self.caches(), Spec((tokens,), "int32")
+        latent, rope = Spec((tokens, V32.latent), self.dtype), Spec((tokens, V32.rope), self.dtype)
+        keys = Spec((tokens, self.index_dim), self.dtype)
+        purpose = f"store {tokens} tokens"
+        cached = {"latent": latent, "rope": rope, "slots": slots, "cache": caches["mla_cache"]}
+        yield Call("write_mla_cache", cached, {}, purpose)
+        yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {}, purpose)
+
+    def queries(self, tokens: int) -> dict[str, Spec]:
+        return {
+            "q": Spec((tokens, self.heads, V32.latent + V32.rope), self.dtype),
+            "index_q": Spec((tokens, self.index_heads, self.index_dim), self.dtype),
+            "index_weights": Spec((tokens, self.index_heads), "float32"),
+        }
+
+    def table(self, requests: int, max_len: int) -> Spec:
+        return Spec((requests, cdiv(max_len, self.page_size)), "int32")
+
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A decode step of `requests`, with `next_n` tokens each, or `mixed` up to so many."""
+        tokens = requests * next_n
+        purpose = f"decode {requests} × {next_n}{' mixed' if mixed else ''}, max_len {max_len}"
+        yield from self.writes(tokens)
+        if mixed:
+            starts = Spec((requests + 1,), "int32")
+            batch = {"query_starts": starts, "lengths": Spec((requests,), "int32")}
+            yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n}, purpose)
+        specs = {
+            **self.queries(tokens), **self.caches(), "block_table": self.table(requests, max_len),
+            "lengths": Spec((tokens,), "int32"),
+        }  # fmt: skip
+        if mixed:
+            specs["request_ids"] = Spec((tokens,), "int32")
+        if self.sink:
+            specs["sink"] = Spec((self.heads,), "float32")
+        attrs = {"k": self.k, "softmax_scale": self.softmax_scale, "index_scale": self.index_scale}
+        yield Call("dsa_attention", specs, attrs, purpose)
+
+    def prefill(self, tokens: int, keys: int) -> Iterator[Call]:
+        """A prefill step of `tokens` over `keys` gathered from the indexer's pages."""
+        purpose = f"prefill {tokens} tokens, {keys} keys"
+        queries, caches, rows = self.queries(tokens), self.caches(), Spec((tokens,), "int32")
+        yield from self.writes(tokens)
+        yield Call(
+            "read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")}, {}, purpose
+        )
+        yield Call(
+            "quantize_indexer_query", {"q": queries["index_q"], "weights": queries["index_weights"]},
+            {"scale": self.index_scale}, purpose,
+        )  # fmt: skip
+        logits = {
+            "q8": Spec(queries["index_q"].shape, "float8_e4m3fn"),
+            "weights": Spec(queries["index_weights"].shape, "float32"),
+            "keys": Spec((keys, self.index_dim), "float8_e4m3fn"),
+            "key_scales": Spec((keys,), "float32"),
+            "starts": rows,
+            "ends": rows,
+        }
+        yield Call("indexer_topk", logits, {"k": self.k}, purpose)
+        slots = Spec((tokens, self.k), "int32")
+        mapped = {"indices": slots, "block_table": self.table(1, keys), "request_ids": rows}
+        yield Call("map_slots", mapped, {"page_size": self.page_size}, purpose)
+        attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots}
+        if self.sink:
+            attended["sink"] = Spec((self.heads,), "float32")
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale}, purpose)
+
+    def calls(self) -> Iterator[Call]:
+        """Every call of every step that the lists describe."""
+        for max_len in self.max_lens:
+            for requests in self.batches:
+                for next_n in self.next_n:
+                    yield from self.decode(requests, next_n, max_len)
+                if self.mixed:
+                    yield from self.decode(requests, max(self.next_n), max_len, mixed=True)
+            for tokens in self.prefill_tokens:
+                yield from self.prefill(tokens, max(max_len, tokens))
+
+    def specializations(self, device: Device) -> list[Specialization]:
+        """The closed list of kernels that these calls launch on `device`, each once, in order of first use."""
+        found: dict[Specialization, None] = {}
+        for call in self.calls():
+            plan = call.plan(device)
+            found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
+        return list(found)

@@ -1,0 +1,48 @@
+import ml_dtypes
+import numpy as np
+
+from xmla.core.op import Case
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def whole_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Values whose products and sums every dtype holds exactly: logits tie often, and no rounding decides."""
+    return rng.integers(-2, 3, shape).astype(np.float32)
+
+
+def exact_query(rng: np.random.Generator, tokens: int, heads: int, dim: int) -> dict[str, np.ndarray]:
+    return {"q8": whole_numbers(rng, tokens, heads, dim).astype(E4M3), "weights": whole_numbers(rng, tokens, heads)}
+
+
+def exact_scales(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.ldexp(np.float32(1), rng.integers(-3, 1, count)).astype(np.float32)
+
+
+def _case(name: str, tokens: int, heads: int, keys: int, k: int, dim: int = 32, **attrs: int) -> Case:
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        starts = rng.integers(0, keys // 4, tokens).astype(np.int32)
+        ends = (starts + rng.integers(0, keys, tokens)).astype(np.int32)
+        starts[0], ends[0] = 0, keys
+        if tokens > 2:
+            starts[1], ends[1] = 7, 7  # empty
+            starts[-1], ends[-1] = -5, keys + 1000  # clamped
+        scales = exact_scales(rng, keys)
+        scales[rng.integers(0, keys, 3)] = np.nan
+        return {
+            **exact_query(rng, tokens, heads, dim),
+            "keys": whole_numbers(rng, keys, dim).astype(E4M3),
+            "key_scales": scales,
+            "starts": starts,
+            "ends": ends,
+        }
+
+    return Case(name, make, {"k": k, **attrs})
+
+
+CASES = (
+    _case("fits", 5, 4, 300, 20),
+    _case("bounded-one-program", 5, 4, 600, 20, workspace_bytes=1 << 14),
+    _case("bounded-two-programs", 3, 64, 700, 100, dim=128, workspace_bytes=1 << 14),
+    _case("bounded-rows-shorter-than-k", 2, 16, 90, 128, workspace_bytes=1 << 13),
+)

@@ -1,0 +1,88 @@
+from collections.abc import Mapping
+
+from xmla.core.device import Device
+from xmla.core.op import Op, Problem
+from xmla.core.ops import indexer_logits, select_topk
+from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
+from xmla.core.plan import Launch, Plan, cdiv, join, next_power_of_2
+from xmla.core.spec import Spec
+
+BLOCK_N = 128
+MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
+MAX_K = 8192  # candidates of one program, at most twice as many, are sorted out in registers
+PROGRAMS_A_SM = 2
+
+
+def capacity(k: int) -> int:
+    """Candidates kept a token: at least k and a tile, and about as many again between two clearances."""
+    return next_power_of_2(max(2 * k, k + BLOCK_N))
+
+
+def check_workspace(problem: Problem) -> None:
+    if problem.attrs["k"] < 1:
+        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    if problem.attrs["workspace_bytes"] < 0:
+        problem.refuse("workspace_bytes", "value", problem.attrs["workspace_bytes"], "at least 0")
+
+
+def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str]) -> Plan | None:
+    """The plan that stores all logits and selects from them, if it keeps to the workspace; `names` for select_topk."""
+    whole = logits.bind(
+        {name: problem.specs.get(name) for name in logits.tensors},
+        {attr.name: attr.default for attr in logits.attrs},
+    )
+    first = logits.plan(whole, device)
+    specs = {**problem.specs, **first.buffers}
+    select = select_topk.OP
+    chosen = select.bind({name: specs.get(names.get(name, name)) for name in select.tensors}, {"k": problem.attrs["k"]})
+    plan = join([(first, {}), (select.plan(chosen, device), names)], ("indices",))
+    return plan if plan.workspace_bytes <= problem.attrs["workspace_bytes"] else None
+
+
+def require_capacity(problem: Problem, needed: int) -> None:
+    """Refuse a k or a workspace that even one program cannot work with; `needed` bytes."""
+    k, given = problem.attrs["k"], problem.attrs["workspace_bytes"]
+    if k > MAX_K:
+        problem.unsupported("k", "value", k, f"at most {MAX_K} where the logits do not fit workspace_bytes")
+    if needed > given:
+        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    if (whole := stored(problem, device, indexer_logits.OP, {})) is not None:
+        return whole
+    specs, k = problem.specs, problem.attrs["k"]
+    block_i = max(16, next_power_of_2(problem["I"]))
+    group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))
+    groups = cdiv(problem["T"], group)
+    space = group * capacity(k) * 8
+    require_capacity(problem, space)
+    programs = max(1, min(groups, device.num_sms * PROGRAMS_A_SM, problem.attrs["workspace_bytes"] // space))
+    workspace = {
+        "candidates": Spec((programs, group, capacity(k)), "float32"),
+        "columns": Spec((programs, group, capacity(k)), "int32"),
+    }
+    launch = Launch(
+        indexer_topk_kernel,
+        grid=(programs if groups else 0,),
+        inputs=("q8", "weights", "keys", "key_scales", "starts", "ends"),
+        sizes=(problem["T"], problem["N"], groups),
+        outputs=("indices", *workspace),
+        constexprs=(
+            ("Q_STRIDE_T", specs["q8"].stride(0)),
+            ("Q_STRIDE_I", specs["q8"].stride(1)),
+            ("WEIGHT_STRIDE", specs["weights"].stride(0)),
+            ("KEY_STRIDE", specs["keys"].stride(0)),
+            ("HEADS", problem["I"]),
+            ("D", problem["D"]),
+            ("K", k),
+            ("GROUP", group),
+            ("CAPACITY", capacity(k)),
+            ("BLOCK_N", BLOCK_N),
+            ("BLOCK_I", block_i),
+            ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))),
+        ),
+        num_warps=8,
+        num_stages=3,
+    )
+    return Plan((launch,), problem.op.result_specs(problem) | workspace, ("indices",))

@@ -1,0 +1,32 @@
+"""Functions with an op's own signature, made once: binding arguments by hand costs more than a launch."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from xmla.core.op import Op
+
+
+def define(op: Op, target: Callable[..., Any], options: tuple[str, ...]) -> Any:
+    """A function with the prototype's parameters and docstring plus keywords `options`, None by default.
+
+    It calls `target(tensors, attrs, *options)` with a list and a tuple, in the order of the declaration.
+    """
+    parameters = inspect.signature(op.prototype).parameters.values()
+    positional = [p.name + ("=None" if p.name in op.optional else "") for p in parameters if p.name in op.tensors]
+    attributes = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    keywords = [p.name + ("" if p.default is p.empty else f"={p.default!r}") for p in attributes]
+    keywords += [f"{name}=None" for name in options]
+    star = ["*"] if keywords else []
+    tensors = f"[{', '.join(op.tensors)}]"
+    attrs = f"({''.join(attr.name + ', ' for attr in op.attrs)})"
+    source = (
+        f"def {op.name}({', '.join([*positional, *star, *keywords])}):\n"
+        f"    return _target({', '.join([tensors, attrs, *options])})\n"
+    )
+    scope: dict[str, Any] = {"_target": target}
+    exec(compile(source, f"<signature of {op.name}>", "exec"), scope)
+    function = scope[op.name]
+    function.__doc__ = op.prototype.__doc__
+    function.__module__ = target.__module__
+    return function

@@ -1,0 +1,39 @@
+"""Between torch tensors and what the core knows of arrays."""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from xmla.core.device import INTERPRETER, Device
+from xmla.core.spec import DTYPES, Spec
+
+NAMES = {getattr(torch, name): name for name in DTYPES}
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    name = NAMES.get(tensor.dtype, str(tensor.dtype))
+    return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device))
+
+
+@lru_cache
+def device_of(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return INTERPRETER
+    facts = torch.cuda.get_device_properties(device)
+    return Device.of(facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A view of a CPU tensor under its NumPy dtype; 8- and 16-bit floats pass through integers of their size."""
+    dtype = DTYPES[NAMES[tensor.dtype]][0]
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
+        tensor = tensor.detach().view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
+    return tensor.detach().numpy().view(dtype)
+
+
+def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """A copy of `array` rounded to the dtype of `like`, on its device."""
+    dtype = DTYPES[NAMES[like.dtype]][0]
+    raw = torch.from_numpy(np.array(array.astype(dtype, copy=False), order="C").view(f"u{dtype.itemsize}"))
+    return raw.view(like.dtype).to(like.device)

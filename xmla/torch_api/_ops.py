@@ -1,0 +1,153 @@
+"""Derives `torch.library` ops, fakes and public functions from the declarations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xmla.core.device import assumed_device
+from xmla.core.errors import ArgumentError
+from xmla.core.op import Op
+from xmla.core.plan import Plan
+from xmla.core.signature import define
+from xmla.core.spec import Spec
+from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
+from xmla.torch_api._run import Tensors, call, check_out, check_tensors, plan_tensors
+
+_library = torch.library.Library("xmla", "DEF")
+_SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+def _result_specs(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[Spec, ...]:
+    specs = {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
+    problem = op.bind(specs, {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
+    return tuple(op.result_specs(problem).values())
+
+
+def _fake(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    specs = _result_specs(op, tensors, attrs)
+    return tuple(tensors[0].new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
+
+
+def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The definition, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
+    fakes = _fake(op, tensors, attrs)
+    host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
+    values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
+    for name, tensor in zip(op.tensors, tensors, strict=True):
+        if name in op.mutates and tensor.device.type != "cpu":
+            tensor.copy_(from_numpy(host[name], tensor))
+    values = values if isinstance(values, tuple) else (values,)
+    return tuple(from_numpy(value, fake) for value, fake in zip(values, fakes, strict=True)) if fakes else ()
+
+
+def _single(values: Any) -> Any:
+    return tuple(values) if len(values) > 1 else values[0] if values else None
+
+
+def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """Define `xmla::<op>` and, for an op with results, `xmla::<op>.out`; return both overloads."""
+    results = list(op.outputs)
+    arguments = []
+    for index, name in enumerate(op.tensors):
+        mutated = f"({chr(ord('a') + index)}!)" if name in op.mutates else ""
+        arguments.append(f"Tensor{mutated}? {name}=None" if name in op.optional else f"Tensor{mutated} {name}")
+    keywords = []
+    for attr in op.attrs:
+        kind = _SCHEMA_TYPES[attr.type] + ("?" if attr.optional else "")
+        shown = f'"{attr.default}"' if isinstance(attr.default, str) else attr.default
+        keywords.append(f"{kind} {attr.name}" + ("" if attr.default is None and not attr.optional else f"={shown}"))
+    inputs = ", ".join([*arguments, "*", *keywords] if keywords else arguments)
+    returns = "()" if not results else f"({', '.join(['Tensor'] * len(results))})"
+    _library.define(f"{op.name}({inputs}) -> {returns}")
+
+    tensor_names, attr_names = list(op.tensors), [attr.name for attr in op.attrs]
+    defaults = dict.fromkeys(op.optional) | {attr.name: attr.default for attr in op.attrs}
+
+    def unpack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        values = defaults | dict(zip(tensor_names, args, strict=False)) | kwargs
+        return [values[name] for name in tensor_names], tuple(values[name] for name in attr_names)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _single(call(op, *unpack(args, kwargs)))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return _single(_fake(op, *unpack(args, kwargs)))
+
+    def kernel_out(*args: Any, **kwargs: Any) -> None:
+        out, workspace = [kwargs.pop(f"out_{name}") for name in results], kwargs.pop("workspace", None)
+        call(op, *unpack(args, kwargs), out, workspace)
+
+    def fake_out(*args: Any, **kwargs: Any) -> None:
+        out, _ = [kwargs.pop(f"out_{name}") for name in results], kwargs.pop("workspace", None)
+        tensors, attrs = unpack(args, kwargs)
+        check_out(op, _result_specs(op, tensors, attrs), out, tensors[0].device)
+
+    variants = [(op.name, kernel, fake)]
+    if results:
+        out = [f"Tensor({chr(ord('a') + index)}!) out_{name}" for index, name in enumerate(results)]
+        star = [] if keywords else ["*"]
+        space = f"Tensor({chr(ord('a') + len(results))}!)? workspace=None"
+        _library.define(f"{op.name}.out({', '.join([inputs, *star, *out, space])}) -> ()")
+        variants.append((f"{op.name}.out", kernel_out, fake_out))
+    for name, implementation, abstract in variants:
+        _library.impl(name, implementation, "CPU")
+        _library.impl(name, implementation, "CUDA")
+        torch.library.register_fake(f"xmla::{name}", abstract, lib=_library)
+    packet = getattr(torch.ops.xmla, op.name)
+    return packet.default, packet.out if results else None
+
+
+def _is_plain(tensors: Tensors) -> bool:
+    """Whether the dispatcher would do nothing but call the kernel: no tracing, no modes, no wrappers, no autograd."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    return all(t is None or (type(t) is torch.Tensor and not (grad and t.requires_grad)) for t in tensors)
+
+
+def public(op: Op) -> Callable[..., Any]:
+    """The user's function for `op`: its prototype's signature and docstring; `out`, `workspace`, `implementation`.
+
+    Its attribute `plan` takes the same arguments, under `assume_device` also fake or meta tensors, and returns the
+    call's `Plan`, whose `workspace_bytes` is what the call needs besides its results.
+    """
+    functional, out_variant = _register(op)
+    names = [attr.name for attr in op.attrs]
+    out_names = list(op.outputs)
+
+    def function(
+        tensors: Tensors, attrs: tuple[Any, ...], out: Any, workspace: torch.Tensor | None, implementation: str | None
+    ) -> Any:
+        if implementation is not None:
+            op.check_implementation(implementation)
+            if implementation == "reference":
+                check_tensors(op, tensors)
+                return _single(_reference(op, tensors, attrs))
+        results = () if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
+        if out is not None and len(results) != len(out_names):
+            if out_variant is None:
+                raise ArgumentError(f"{op.name}: out is given, expected none: the op updates {op.mutates[0]} in place")
+            raise ArgumentError(f"{op.name}: out has {len(results)} tensors, expected {len(out_names)}: {out_names}")
+        if workspace is not None and not results:
+            raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
+        if _is_plain(tensors):
+            found = call(op, tensors, attrs, results, workspace)
+            return _single(found) if out is None else out
+        check_tensors(op, tensors)
+        keywords = dict(zip(names, attrs, strict=True))
+        op.check_attributes(keywords)  # before the dispatcher, whose messages do not name the op
+        if out is None or out_variant is None:
+            return functional(*tensors, **keywords)
+        given = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}
+        out_variant(*tensors, **keywords, **given, workspace=workspace)
+        return out
+
+    def plan(tensors: Tensors, attrs: tuple[Any, ...]) -> Plan:
+        return plan_tensors(op, tensors, attrs, assumed_device())[0]
+
+    made = define(op, function, ("out", "workspace", "implementation"))
+    made.plan = define(op, plan, ())
+    return made

@@ -1,0 +1,108 @@
+"""Kernels made ready before the first request."""
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import Progress
+from triton.runtime.interpreter import InterpretedFunction
+
+from xmla.core.compile import Specialization, compiled, compiling_allowed
+from xmla.core.device import Device
+from xmla.core.errors import UnsupportedError
+from xmla.core.model import ModelConfig
+
+log = logging.getLogger("xmla")
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """What `warmup` made ready, and the seconds it took."""
+
+    specializations: tuple[Specialization, ...]
+    seconds: float
+
+
+def present_device() -> tuple[Device, int]:
+    """The current GPU and its ordinal, asked of whichever framework is installed.
+
+    Raises:
+        UnsupportedError: There is no GPU.
+    """
+    try:
+        import torch
+    except ImportError:
+        pass
+    else:
+        if torch.cuda.is_available():
+            from xmla.torch_api._arrays import device_of
+
+            ordinal = torch.cuda.current_device()
+            return device_of(torch.device("cuda", ordinal)), ordinal
+    try:
+        import jax
+    except ImportError:
+        pass
+    else:
+        from xmla.jax_api._run import describe
+
+        gpus = [device for device in jax.devices() if device.platform == "gpu"]
+        if gpus:
+            return describe(gpus[0]), gpus[0].local_hardware_id or 0
+    raise UnsupportedError("warmup: no GPU is present; name a device to fill the cache on disk for it")
+
+
+def warmup(
+    config: ModelConfig, device: Device | None = None, *, workers: int | None = None, progress: bool = True
+) -> Warmup:
+    """Compile every kernel that serving `config` launches, in parallel, for PyTorch and JAX alike.
+
+    The list is closed: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 asserts. What was
+    compiled stays in Triton's cache on disk (TRITON_CACHE_DIR), so that the next process only loads it; several
+    processes may fill one cache. XLA's own compilation of a jitted function is not part of it.
+
+    Args:
+        config: The model and the sizes that occur.
+        device: Fill the cache on disk for this device, which need not be present. Default: the current GPU, onto which
+            the kernels are loaded too.
+        workers: Threads, by default one a CPU core.
+        progress: Show a progress bar and the list.
+
+    Raises:
+        UnsupportedError: There is no GPU and no device is named; kernels are interpreted in this process.
+    """
+    ordinal = None
+    if device is None:
+        device, ordinal = present_device()
+    start = time.perf_counter()
+    wanted = config.specializations(device)
+    if any(isinstance(specialization.kernel, InterpretedFunction) for specialization in wanted):
+        raise UnsupportedError("warmup: kernels are interpreted in this process; unset TRITON_INTERPRET")
+
+    def prepare(specialization: Specialization) -> Specialization:
+        with compiling_allowed():
+            compiled(specialization, device.arch, ordinal or 0)
+        return specialization
+
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool, Progress(transient=True, disable=not progress) as bar:
+        task = bar.add_task(f"compiling for {device.name}", total=len(wanted))
+        try:
+            for future in as_completed([pool.submit(prepare, specialization) for specialization in wanted]):
+                future.result()
+                bar.advance(task)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if ordinal is not None:
+        for specialization in wanted:
+            compiled(specialization, device.arch, ordinal).run  # noqa: B018, loads the kernel onto the device
+    report = Warmup(tuple(wanted), time.perf_counter() - start)
+    if progress:
+        console = Console(stderr=True, soft_wrap=True)
+        for specialization in wanted:
+            console.print(str(specialization), highlight=False, markup=False)
+        console.print(f"{len(wanted)} kernels ready for {device.name} in {report.seconds:.1f} s")
+    return report
