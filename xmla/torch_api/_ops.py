@@ -105,7 +105,10 @@ def _is_plain(tensors: Tensors) -> bool:
     if torch._C._functorch.maybe_current_level() is not None:
         return False
     grad = torch.is_grad_enabled()
-    return all(t is None or (type(t) is torch.Tensor and not (grad and t.requires_grad)) for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) is not torch.Tensor or (grad and tensor.requires_grad)):
+            return False
+    return True
 
 
 def public(op: Op) -> Callable[..., Any]:
@@ -126,6 +129,8 @@ def public(op: Op) -> Callable[..., Any]:
             if implementation == "reference":
                 check_tensors(op, tensors)
                 return _single(_reference(op, tensors, attrs))
+        if out is None and workspace is None and _is_plain(tensors):
+            return _single(call(op, tensors, attrs))
         results = () if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
         if out is not None and len(results) != len(out_names):
             if out_variant is None:
@@ -134,8 +139,8 @@ def public(op: Op) -> Callable[..., Any]:
         if workspace is not None and not results:
             raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
         if _is_plain(tensors):
-            found = call(op, tensors, attrs, results, workspace)
-            return _single(found) if out is None else out
+            call(op, tensors, attrs, results, workspace)
+            return out
         check_tensors(op, tensors)
         keywords = dict(zip(names, attrs, strict=True))
         op.check_attributes(keywords)  # before the dispatcher, whose messages do not name the op

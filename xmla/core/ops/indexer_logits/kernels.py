@@ -4,44 +4,6 @@ import triton.language as tl
 from xmla.core.lang import head_scores
 
 
-@triton.jit
-def score_tile(
-    q8_ptr, weights_ptr, starts_ptr, ends_ptr, logits_ptr, keys, key_scales, first_token, first_key, num_tokens,
-    num_keys, Q_STRIDE_T: tl.constexpr, Q_STRIDE_I: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Write the logits of BLOCK_T tokens over a tile of keys; MASKED unless every row wants every key of it."""
-    offs_n = first_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    offs_d = tl.arange(0, D)
-    offs_g = tl.arange(0, GROUP)
-    member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
-    head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
-    for i in tl.range(0, BLOCK_T, GROUP):
-        row_token = first_token + i + member
-        q_ptrs = q8_ptr + (row_token.to(tl.int64) * Q_STRIDE_T + head * Q_STRIDE_I)[:, None] + offs_d[None, :]
-        weight_ptrs = weights_ptr + row_token.to(tl.int64) * WEIGHT_STRIDE + head
-        if MASKED or HEADS < BLOCK_I:
-            row_ok = (head < HEADS) & (row_token < num_tokens)
-            q = tl.load(q_ptrs, mask=row_ok[:, None], other=0.0)
-            weights = tl.load(weight_ptrs, mask=row_ok, other=0.0)
-        else:
-            q = tl.load(q_ptrs)
-            weights = tl.load(weight_ptrs)
-        scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
-        token = first_token + i + offs_g
-        out = logits_ptr + token.to(tl.int64)[None, :] * num_keys + offs_n[:, None]
-        if MASKED:
-            token_ok = token < num_tokens
-            start = tl.load(starts_ptr + token, mask=token_ok, other=0)
-            end = tl.load(ends_ptr + token, mask=token_ok, other=0)
-            in_range = (offs_n[:, None] >= start[None, :]) & (offs_n[:, None] < end[None, :])
-            scores = tl.where(in_range, scores, float("-inf"))
-            tl.store(out, scores, mask=(offs_n < num_keys)[:, None] & token_ok[None, :])
-        else:
-            tl.store(out, scores)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def indexer_logits_kernel(
     q8_ptr,  # [T, I, D] e4m3
@@ -84,15 +46,30 @@ def indexer_logits_kernel(
         key_row = offs_n.to(tl.int64)[:, None] * KEY_STRIDE
         keys = tl.load(keys_ptr + key_row + tl.arange(0, D)[None, :], mask=wanted[:, None], other=0.0)  # [BLOCK_N, D]
         key_scales = tl.load(key_scales_ptr + offs_n, mask=wanted, other=0.0)  # [BLOCK_N]
-        if (tl.max(start) <= first_key) & (tl.min(end) >= first_key + BLOCK_N) & (first_key + BLOCK_N <= num_keys):
-            score_tile(
-                q8_ptr, weights_ptr, starts_ptr, ends_ptr, logits_ptr, keys, key_scales, first_token, first_key,
-                num_tokens, num_keys, Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, D, BLOCK_T, GROUP, BLOCK_N, BLOCK_I,
-                MASKED=False,
-            )  # fmt: skip
-        else:
-            score_tile(
-                q8_ptr, weights_ptr, starts_ptr, ends_ptr, logits_ptr, keys, key_scales, first_token, first_key,
-                num_tokens, num_keys, Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, D, BLOCK_T, GROUP, BLOCK_N, BLOCK_I,
-                MASKED=True,
-            )  # fmt: skip
+        offs_d = tl.arange(0, D)
+        offs_g = tl.arange(0, GROUP)
+        member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
+        head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
+        every_row_wants_all = (tl.max(start) <= first_key) & (tl.min(end) >= first_key + BLOCK_N)
+        for i in tl.range(0, BLOCK_T, GROUP):
+            # Rows past the last token repeat it: cheaper than a mask, and not stored.
+            row_token = tl.minimum(first_token + i + member, num_tokens - 1).to(tl.int64)
+            q_ptrs = q8_ptr + (row_token * Q_STRIDE_T + head * Q_STRIDE_I)[:, None] + offs_d[None, :]
+            weight_ptrs = weights_ptr + row_token * WEIGHT_STRIDE + head
+            if HEADS < BLOCK_I:
+                q = tl.load(q_ptrs, mask=(head < HEADS)[:, None], other=0.0)
+                weights = tl.load(weight_ptrs, mask=head < HEADS, other=0.0)
+            else:
+                q = tl.load(q_ptrs)
+                weights = tl.load(weight_ptrs)
+            scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
+            token = first_token + i + offs_g
+            token_ok = token < num_tokens
+            # The product stands outside of this branch: ptxas 12.8 mixes up the operands of wgmma in two branches.
+            if not every_row_wants_all:
+                row_start = tl.load(starts_ptr + token, mask=token_ok, other=0)
+                row_end = tl.load(ends_ptr + token, mask=token_ok, other=0)
+                in_range = (offs_n[:, None] >= row_start[None, :]) & (offs_n[:, None] < row_end[None, :])
+                scores = tl.where(in_range, scores, float("-inf"))
+            out = logits_ptr + token.to(tl.int64)[None, :] * num_keys + offs_n[:, None]
+            tl.store(out, scores, mask=in_keys[:, None] & token_ok[None, :])
