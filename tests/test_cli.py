@@ -1,6 +1,10 @@
-"""`xmla info` and `xmla verify`."""
+"""The `xmla` command."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +12,13 @@ from conftest import HAS_GPU
 from typer.testing import CliRunner
 
 from xmla import __version__, torch_api
-from xmla.cli import app
+from xmla.bench import picture, run
+from xmla.cli import app, main
+from xmla.cli.plan import configure, find_device, steps
 from xmla.cli.verify import largest_error
+from xmla.core.device import KNOWN_DEVICES
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_info() -> None:
@@ -43,3 +52,59 @@ def test_largest_error() -> None:
     assert largest_error(want, want) == 0.0
     assert largest_error(want + np.array([0.0, 0.2, 0.0, 0.0]), want) == pytest.approx(0.1)
     assert largest_error(np.array([1.0, np.inf, np.inf, np.nan]), want) == np.inf
+
+
+def test_supports_answers_for_every_device() -> None:
+    yes = CliRunner().invoke(app, ["supports", "sparse_mla", "H=16", "K=2048"])
+    assert yes.exit_code == 0 and yes.output.count("yes") == len(KNOWN_DEVICES)
+    no = CliRunner().invoke(app, ["supports", "sparse_mla", "H=129", "--device", "GB10"])
+    assert no.exit_code == 1 and "at most 128 heads" in no.output and "H200" not in no.output
+
+
+def test_plan_prints_launches_and_workspace() -> None:
+    arguments = ["plan", "--batch", "8", "--max-len", "32768", "--next-n", "2", "--mixed", "--prefill", "1024"]
+    result = CliRunner().invoke(app, [*arguments, "--device", "GB10"], env={"COLUMNS": "150"})
+    assert result.exit_code == 0, result.output
+    for shown in ("split_counts_kernel", "indexer_logits_paged_kernel", "8 requests × 2, mixed", "prefill 1024 tokens",
+                  "656 bytes a key and layer", "NVIDIA GB10"):  # fmt: skip
+        assert shown in result.output
+    config = configure([8], [32768], [2], [], 128, 64, 2048, 64, True)
+    (calls,) = steps(config).values()
+    attention = next(call for call in calls if call.op == "dsa_attention")
+    assert f"{attention.plan(find_device('GB10')).workspace_bytes:,} B" in result.output
+
+
+def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, message in (
+        (["plan", "--device", "A100"], "device is 'A100', expected a part of one name of: NVIDIA H100"),
+        (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected a part of one name of: NVIDIA H100"),
+        (["supports", "sparse_mla", "H:3"], "size is 'H:3', expected AXIS=NUMBER"),
+        (["supports", "sparse_mla", "Z=3"], "supports: axis is 'Z', expected one of"),
+        (["bench", "--op", "nothing"], "bench: no "),
+    ):
+        monkeypatch.setattr("sys.argv", ["xmla", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(f"xmla: {message}")
+
+
+def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    sizes = ["--batch", "1", "--max-len", "64", "--heads", "8", "--k", "64"]
+    command = [sys.executable, "-m", "xmla.cli", "warmup", *sizes, "--device", "H200"]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "150"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "kernels ready for NVIDIA H200 in" in done.stderr and "sparse_mla_kernel(q_ptr: *bf16" in done.stderr
+    assert len(list(tmp_path.glob("*/*.cubin"))) >= 8
+
+
+def test_picture_and_comparison_of_results(tmp_path: Path) -> None:
+    head, *lines = run.read_lines(ROOT / "benchmarks/results/h200/bench.jsonl")
+    picture.draw(head, lines, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    faster = [line | {"us": {"xmla": [2 * line["us"]["xmla"][0], 0, 0]}} for line in lines if "us" in line]
+    earlier = {(line["op"], line["case"]): line for line in faster}
+    table = run.table_of([line for line in lines if "us" in line], earlier)
+    assert set(table.columns[7].cells) == {"2.00"}

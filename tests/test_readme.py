@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks.report import insert, report
+from xmla.bench.report import insert, report
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

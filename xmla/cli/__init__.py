@@ -12,8 +12,8 @@ app = typer.Typer(help="DeepSeek sparse attention for PyTorch and JAX.", no_args
 
 
 @app.callback()
-def prepare() -> None:
-    _environment.prepare()
+def prepare(context: typer.Context) -> None:
+    _environment.prepare(interpret=context.invoked_subcommand != "warmup")
 
 
 @app.command()
@@ -51,3 +51,78 @@ def verify(op: Annotated[list[str] | None, typer.Option(help="Only these ops.")]
     from xmla.cli.verify import run
 
     raise typer.Exit(code=0 if run(op) else 1)
+
+
+@app.command()
+def supports(
+    op: Annotated[str, typer.Argument(help="An op's name.")],
+    sizes: Annotated[list[str] | None, typer.Argument(help="Axes and sizes, such as H=16 K=2048.")] = None,
+    device: Annotated[list[str] | None, typer.Option(help="Only devices whose names contain this.")] = None,
+) -> None:
+    """Whether an op runs at these sizes, on every known device; needs no GPU. Exit 1 if it does not on one."""
+    from xmla.cli.plan import show_support
+
+    raise typer.Exit(code=0 if show_support(op, sizes or [], device or [""]) else 1)
+
+
+Batches = Annotated[list[int] | None, typer.Option("--batch", help="Requests of a decode step.")]
+Contexts = Annotated[list[int] | None, typer.Option("--max-len", help="Longest context, in keys.")]
+NextN = Annotated[list[int] | None, typer.Option("--next-n", help="Tokens a request decodes at once.")]
+Prefills = Annotated[list[int] | None, typer.Option("--prefill", help="Tokens of a prefill step.")]
+Heads = Annotated[int, typer.Option(help="Query heads of this rank.")]
+IndexHeads = Annotated[int, typer.Option(help="Indexer heads.")]
+TopK = Annotated[int, typer.Option("--k", help="Selected keys a token.")]
+PageSize = Annotated[int, typer.Option(help="Entries a page.")]
+Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
+Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
+
+
+@app.command()
+def plan(
+    batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
+    heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
+    device: Target = None,
+) -> None:  # fmt: skip
+    """What a model's steps launch, and the bytes of workspace and caches they need; needs no GPU."""
+    from xmla.cli.plan import configure, show_plan
+
+    show_plan(configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed), device)
+
+
+@app.command()
+def warmup(
+    batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
+    heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
+    device: Target = None,
+) -> None:  # fmt: skip
+    """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
+    from xmla.cli.plan import configure, find_device
+    from xmla.warmup import warmup
+
+    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed)
+    warmup(config, None if device is None else find_device(device))
+
+
+@app.command()
+def bench(
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops; `host` is the host time of calls.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Show speed against this earlier file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw times and roofline into this file.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+) -> None:
+    """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong."""
+    from xmla.bench.run import run
+
+    raise typer.Exit(code=0 if run(op, out, compare, picture, commit) else 1)
+
+
+def main() -> None:
+    """The command; what the user got wrong is one line, not a traceback."""
+    from xmla.core.errors import ArgumentError, UnsupportedError
+
+    try:
+        app()
+    except (ArgumentError, UnsupportedError) as error:
+        typer.echo(f"xmla: {error}", err=True)
+        raise SystemExit(2) from None

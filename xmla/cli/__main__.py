@@ -1,3 +1,3 @@
-from xmla.cli import app
+from xmla.cli import main
 
-app()
+main()

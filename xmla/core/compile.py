@@ -41,13 +41,21 @@ class Specialization:
     constexprs: tuple[tuple[str, Hashable], ...]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
     unaligned: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
         values = [f"{name}={value}" for name, value in self.constexprs]
-        warps = [f"num_warps={self.num_warps}", f"num_stages={self.num_stages}"]
-        return f"{self.kernel.__name__}({', '.join([*types, *values, *warps])})"
+        options = [f"num_warps={self.num_warps}", f"num_stages={self.num_stages}"]
+        if self.max_registers is not None:
+            options.append(f"max_registers={self.max_registers}")
+        return f"{self.kernel.__name__}({', '.join([*types, *values, *options])})"
+
+    def options(self) -> dict[str, Hashable]:
+        """The compiler's options, under its own names."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **COMPILE_OPTIONS}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
 def specialize(
@@ -63,7 +71,15 @@ def specialize(
         for parameter, name in zip(runtime, bound, strict=True)
     ]
     missed = frozenset(parameter for parameter, name in zip(runtime, bound, strict=True) if name in unaligned)
-    return Specialization(launch.kernel, tuple(types), launch.constexprs, launch.num_warps, launch.num_stages, missed)
+    return Specialization(
+        launch.kernel,
+        tuple(types),
+        launch.constexprs,
+        launch.num_warps,
+        launch.num_stages,
+        launch.max_registers,
+        missed,
+    )
 
 
 @contextmanager
@@ -76,7 +92,6 @@ def compiling_allowed() -> Iterator[None]:
         _compiling.reset(token)
 
 
-@cache
 def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> CompiledKernel:
     """The kernel for compute capability `arch` (times ten): from this process, Triton's cache on disk, or the compiler.
 
@@ -85,12 +100,22 @@ def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> Com
     Raises:
         UnsupportedError: It was not ready in this process, and XMLA_FORBID_JIT forbids to make it so.
     """
+    return _compiled(specialization, arch, ordinal)  # defaults filled in: the cache tells spellings apart
+
+
+@cache
+def _compiled(specialization: Specialization, arch: int, ordinal: int) -> CompiledKernel:
     if settings.forbid_jit and not _compiling.get():
         raise UnsupportedError(f"XMLA_FORBID_JIT is set and no warm-up made ready, for sm_{arch}: {specialization}")
     start = time.perf_counter()
     kernel = _compile(specialization, arch)
     log.info("%.2f s for sm_%d %s", time.perf_counter() - start, arch, specialization)
     return kernel
+
+
+def count_compiled() -> int:
+    """Kernels made ready in this process so far."""
+    return _compiled.cache_info().misses
 
 
 def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
@@ -104,7 +129,4 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
         constexprs={positions[name]: value for name, value in constexprs.items()},
         attrs={positions[name]: [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {
-        "num_warps": specialization.num_warps, "num_stages": specialization.num_stages, **COMPILE_OPTIONS,
-    }  # fmt: skip
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=specialization.options())

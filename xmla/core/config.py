@@ -1,5 +1,6 @@
 """The environment variables, read once when xmla is imported."""
 
+import logging
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -42,6 +43,11 @@ class Settings:
 
 
 settings = Settings()
+if settings.log:
+    _handler = logging.StreamHandler()
+    _handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger("xmla").addHandler(_handler)
+    logging.getLogger("xmla").setLevel(settings.log.upper())
 
 
 def variables() -> list[tuple[str, str, object]]:

@@ -44,14 +44,11 @@ class Launch:
     constexprs: tuple[tuple[str, Hashable], ...]
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None  # a thread; below what the compiler would take, to fit more programs on an SM
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
-
-    def options(self) -> dict[str, Hashable]:
-        """Keyword arguments common to both launchers, constexprs aside."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def renamed(self, names: Mapping[str, str]) -> "Launch":
         return replace(

@@ -4,7 +4,8 @@ Every name here is a function of the op's tensors (positional) and attributes (k
   implementation: None or "triton", the compiled kernels (on the CPU Triton's interpreter, behind `jax.pure_callback`),
     or "reference", the NumPy float64 definition behind `jax.pure_callback`.
 All work under `jax.jit`. Ops that update a cache take it as a `jax.Ref` (`jax.new_ref`) and update it in place, or as
-an array and return the new one, which under `jit` with a donated argument is updated in place too.
+an array and return the new one, which under `jit` with a donated argument is updated in place too. Ops that read a
+cache take a Ref as well, and then read it where it lies: `ref[...]` may copy the pool.
 
 Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not there, use
 `xmla.core.device.assume_device`.

@@ -16,7 +16,7 @@ import jax
 from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.plan import COMPILE_OPTIONS, Launch, Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
 
 
@@ -43,7 +43,7 @@ def _import() -> Any:
             os.environ["TRITON_CACHE_DIR"] = cache_dir
     if not hasattr(triton_lib.TritonFunction, "_compile_kernel"):
         raise UnsupportedError(f"xmla knows jax-triton 0.4.x, this is {jax_triton.__version__}")
-    triton_lib.TritonFunction._compile_kernel = _compile
+    triton_lib.TritonFunction._compile_kernel = _compile  # pyrefly: ignore
     return jax_triton
 
 
@@ -54,7 +54,10 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
     fn = function.fn
     types = tuple((name, kind) for name, kind in spec.signature.items() if kind != "constexpr")
     constexprs = tuple((name, spec.constants[name]) for name in fn.arg_names if name in spec.constants)
-    made = compiled(Specialization(fn, types, constexprs, options["num_warps"], options["num_stages"]), target.arch)
+    specialization = Specialization(
+        fn, types, constexprs, options["num_warps"], options["num_stages"], options.get("maxnreg")
+    )
+    made = compiled(specialization, target.arch)
     facts = made.metadata
     scratch = (facts.global_scratch_size, facts.global_scratch_align) if facts.global_scratch_size else ()
     kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
@@ -63,7 +66,7 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
     )  # fmt: skip
     result = triton_lib.CompilationResult(
         binary=made.asm["ptx"], name=facts.name, shared_mem_bytes=facts.shared, ttgir=made.asm["ttgir"],
-        llir=made.asm["llir"], global_scratch_size=None, global_scratch_align=None, tensordesc_meta=None,
+        llir=made.asm["llir"], global_scratch_size=None, global_scratch_align=None, tensordesc_meta=(),
     )  # fmt: skip
     return kernel, made.asm["ttir"], backend.parse_options(dict(options)), result
 
@@ -73,7 +76,9 @@ def launch(
 ) -> list[jax.Array]:
     """One launch of `plan` inside a JAX computation; Refs among `inputs` are updated in place."""
     jax_triton = _import()
-    compiled(specialize(launch, plan, specs), device.arch)  # here, where an error still names the user's line
+    specialization = specialize(launch, plan, specs)
+    compiled(specialization, device.arch)  # here, where an error still names the user's line
+    options = specialization.options()
     outputs = [plan.buffers[name] for name in launch.outputs]
     return jax_triton.triton_call(
         *inputs,
@@ -83,7 +88,8 @@ def launch(
         grid=launch.grid,
         name=launch.name,
         compute_capability=device.arch,
-        backend_options=dict(COMPILE_OPTIONS),
-        **launch.options(),
+        num_warps=options.pop("num_warps"),
+        num_stages=options.pop("num_stages"),
+        backend_options=options,
         **dict(launch.constexprs),
     )

@@ -1,6 +1,6 @@
 """Runs plans on torch tensors. What a call needs is worked out once and kept for calls of the same shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,7 +201,7 @@ def _launch(
 ) -> None:
     base = 0 if workspace is None else workspace.data_ptr()
     addresses = [*pointers, *[t.data_ptr() for t in out], *[base + offset for offset in prepared.offsets]]
-    stream = driver.active.get_current_stream(ordinal)
+    stream = driver.active.get_current_stream(ordinal)  # pyrefly: ignore
     # Profilers' hooks; calling empty chains would cost as much as a launch.
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     hooks = (enter, leave) if enter.calls or leave.calls else (None, None)
@@ -210,7 +210,7 @@ def _launch(
         arguments = (
             *[addresses[i] for i in step.inputs], *step.sizes, *[addresses[i] for i in step.outputs], *step.constexprs,
         )  # fmt: skip
-        run = kernel.run  # loads the kernel onto the device the first time
+        run: Callable[..., None] = kernel.run  # pyrefly: ignore; loads the kernel onto the device the first time
         metadata = kernel.launch_metadata(step.grid, stream, *arguments) if hooks[0] is not None else None
         run(*step.grid, stream, kernel.function, kernel.packed_metadata, metadata, *hooks, *arguments)
 

@@ -5,6 +5,7 @@ from xmla.core.op import Problem
 from xmla.core.ops.select_topk.kernels import topk_candidates_kernel, topk_select_kernel
 from xmla.core.plan import Launch, Plan, next_power_of_2
 from xmla.core.spec import Spec
+from xmla.core.tuned import tuned
 
 MAX_LANES = 16384  # running maxima or candidates of one program, in registers
 
@@ -39,7 +40,8 @@ def count_warps(elements: int) -> int:
 
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, k = problem["T"], problem["N"], problem.attrs["k"]
-    config = configure(rows, columns, k, device)
+    key = f"rows{next_power_of_2(max(rows, 1))}-columns{next_power_of_2(max(columns, 1))}-k{k}"
+    config = tuned("select_topk", device, key, configure(rows, columns, k, device))
     starts = problem.has("starts")
     stride = problem.specs["logits"].stride(0)
     # A stride passed in units tells the compiler that rows stay aligned, which a runtime integer would not.

@@ -7,6 +7,7 @@ from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
 from xmla.core.plan import Launch, Plan, cdiv
 from xmla.core.spec import Spec
+from xmla.core.tuned import tuned
 
 INVARIANT_SPLIT_KEYS = 512
 COMBINE_HEADS = 4
@@ -50,7 +51,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     layout = mla_layout(specs["cache"])
     assert layout is not None  # checked by bind
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
-    config = configure(heads, layout.packed, device)
+    kind = "packed" if layout.packed else "plain"
+    config = tuned("sparse_mla", device, f"h{heads}-{kind}", configure(heads, layout.packed, device))
     head_blocks = cdiv(heads, config.block_h)
     if attrs["batch_invariant"]:
         splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)

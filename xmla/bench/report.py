@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report FILE [--readme README.md]`: the README's numbers from a committed result."""
+"""`python -m xmla.bench.report FILE [--readme README.md]`: the README's numbers from a committed result."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,27 @@ BEGIN, END = "<!-- numbers -->\n", "<!-- /numbers -->"
 
 def rows(lines: list[dict[str, Any]]) -> list[str]:
     table = ["| op | case | µs | rate | share of ceiling | against |", "|---|---|---|---|---|---|"]
-    for line in lines:
+    for line in (line for line in lines if "us" in line):
         rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
         against = ", ".join(f"{ratio:.2f} × {peer}" for peer, ratio in line["ratio_to_peer"].items())
         share = f"{line['share_of_ceiling']:.2f} {line['ceiling']}"
         table.append(f"| `{line['op']}` | {line['case']} | {line['us']['xmla'][0]} | {rate} | {share} | {against} |")
+    return table
+
+
+def host_rows(lines: list[dict[str, Any]]) -> list[str]:
+    found = [line for line in lines if "torch_add_us" in line]
+    if not found:
+        return []
+    table = ["", "| host time of an eager torch call | launches | allocations | µs | with `out` and `workspace` |"]
+    table.append("|---|---|---|---|---|")
+    for line in found:
+        given = line.get("host_us_out_workspace", "")
+        table.append(f"| `{line['op']}` | {line['launches']} | {line['allocations']} | {line['host_us']} | {given} |")
+    table.append(f"| `torch.add` | 1 | 1 | {found[0]['torch_add_us']} | |")
+    for line in (line for line in lines if "jitted_addition_us" in line):
+        addition = f"a jitted addition takes {line['jitted_addition_us']} µs"
+        table += ["", f"Dispatch of a jitted JAX `{line['op']}`: {line['host_us']} µs; {addition}."]
     return table
 
 
@@ -29,7 +45,7 @@ def report(file: Path) -> str:
         f"Ceilings in the same run: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
     )
-    return "\n".join([origin, "", *rows(lines)]) + "\n"
+    return "\n".join([origin, "", *rows(lines), *host_rows(lines)]) + "\n"
 
 
 def insert(text: str, numbers: str) -> str:
@@ -39,7 +55,7 @@ def insert(text: str, numbers: str) -> str:
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="JSON lines written by benchmarks.run.")],
+    file: Annotated[Path, typer.Argument(help="JSON lines written by `xmla bench`.")],
     readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.")] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""

@@ -12,4 +12,6 @@ def provenance(command: str, commit: str | None = None) -> dict[str, Any]:
     if commit is None:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = done.stdout.strip() or "unknown"
-    return {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": collect()}
+    facts = collect()
+    versions = {name: value for name, value in facts.items() if name not in ("supported", "settings")}
+    return {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": versions}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.record --out FILE COMMAND …`: run a command, append what it showed as a JSON line."""
+"""`python -m xmla.bench.record --out FILE COMMAND …`: run a command, append what it showed as a JSON line."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.provenance import provenance
+from xmla.bench.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 

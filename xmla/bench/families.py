@@ -1,27 +1,13 @@
-"""`python -m benchmarks.run [--op NAME …] [--out FILE]`: time ops at serving size beside peers and ceilings.
+"""What is timed: ops at serving size, each beside peers, ceilings or itself at another size."""
 
-Every figure is a median of CUDA-graph replays over inputs rotated past the L2 cache. Before a case is timed its result
-is compared with the peer's, or with the portable definition, and a wrong one is not timed. Results are JSON lines: the
-first names command, commit, versions, device and ceilings, each further one is a case.
-"""
-
-import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import baselines, problems
-from benchmarks.provenance import provenance
-from benchmarks.timing import Timing, measure
 from xmla import torch_api
+from xmla.bench import baselines, problems
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
 L2_BYTES = 60 << 20
@@ -207,75 +193,61 @@ def whole_step() -> Iterator[Benchmark]:
         yield Benchmark("dsa_attention", f"b={requests} h=128 context=32768 k=2048", ours, bytes=read)
 
 
-BENCHMARKS = {
+def capacity() -> Iterator[Benchmark]:
+    """A decode step at 28K keys with block tables made for 1M and for 32K: time follows the keys."""
+    context, narrow, wide = 28672, 32768, 1 << 20
+    mla, indexer = problems.latent_pool(64 * narrow), problems.indexer_pool(64 * narrow)
+    for requests in (1, 64):
+        queries = (
+            torch.randn(requests, 128, 576, device="cuda", dtype=torch.bfloat16) * 0.3,
+            torch.randn(requests, 64, 128, device="cuda", dtype=torch.bfloat16),
+            torch.randn(requests, 64, device="cuda"),
+        )
+        short = problems.block_table(64, narrow)[:requests].contiguous()
+        long = torch.full((requests, wide // 64), -1, device="cuda", dtype=torch.int32)
+        long[:, : short.shape[1]] = short
+        lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
+
+        def step(table: torch.Tensor, queries: Any = queries, lengths: Any = lengths) -> torch.Tensor:
+            return torch_api.dsa_attention(*queries, mla, indexer, table, lengths, k=2048, softmax_scale=SCALE)[0]
+
+        yield Benchmark(
+            "dsa_attention", f"b={requests} h=128 context={context} max_len={wide}",
+            lambda i, step=step, long=long: step(long),
+            {f"itself at max_len={narrow}": lambda i, step=step, short=short: step(short)},
+            bytes=requests * (context * 132 + 2048 * 656),
+            check=lambda step=step, long=long, short=short: relative_error(step(long), step(short)),
+        )  # fmt: skip
+
+
+def bounded_selection() -> Iterator[Benchmark]:
+    """Prefill selection within 64 MiB, beside the two ops that store all logits (32 GiB of them at 8192 × 1M)."""
+    for tokens, keys in ((2048, 65536), (8192, 1 << 20)):
+        rows = (problems.e4m3(tokens, 64, 128), torch.randn(tokens, 64, device="cuda"))
+        columns = (problems.e4m3(keys, 128), torch.rand(keys, device="cuda") + 0.1)
+        starts = torch.zeros(tokens, device="cuda", dtype=torch.int32)
+        ends = torch.arange(keys - tokens + 1, keys + 1, device="cuda", dtype=torch.int32)
+
+        def ours(i: int, args: Any = (*rows, *columns, starts, ends)) -> torch.Tensor:
+            return torch_api.indexer_topk(*args, k=2048, workspace_bytes=64 << 20)
+
+        def stored(i: int, args: Any = (*rows, *columns, starts, ends)) -> torch.Tensor:
+            return torch_api.select_topk(torch_api.indexer_logits(*args), args[5], args[4], k=2048)
+
+        def check(ours: Any = ours, stored: Any = stored) -> float:
+            return float((ours(0) != stored(0)).float().mean())
+
+        yield Benchmark(
+            "indexer_topk", f"i=64 s_q={tokens} s_kv={keys} k=2048 in 64 MiB", ours, {"stored logits": stored},
+            2 * int(ends.sum()) * 64 * 128, check=check, tolerance=1e-3, bound="fp8",
+        )  # fmt: skip
+
+
+BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "sparse_mla": (decode, prefill),
     "indexer_logits": (ragged_logits,),
     "indexer_logits_paged": (paged_logits,),
     "select_topk": (topk,),
-    "dsa_attention": (whole_step,),
+    "indexer_topk": (bounded_selection,),
+    "dsa_attention": (whole_step, capacity),
 }
-
-
-def record(
-    benchmark: Benchmark, times: Mapping[str, Timing], error: float, limits: Mapping[str, float]
-) -> dict[str, Any]:
-    """A case's line: times, rates, its ratio to each peer and the share of its ceiling (> 1: faster than the peer)."""
-    ours = times["xmla"]
-    seconds = ours.median * 1e-6
-    if benchmark.bound == "copy":
-        share = benchmark.bytes / seconds / limits["copy_bytes_per_s"]
-    else:
-        share = benchmark.flops / seconds / limits[f"{benchmark.bound}_flop_per_s"]
-    return {
-        "op": benchmark.op,
-        "case": benchmark.case,
-        "us": {name: [round(t.median, 2), round(t.minimum, 2), round(t.maximum, 2)] for name, t in times.items()},
-        "tflop_per_s": round(benchmark.flops / seconds / 1e12, 1),
-        "gb_per_s": round(benchmark.bytes / seconds / 1e9, 1),
-        "ceiling": benchmark.bound,
-        "share_of_ceiling": round(share, 3),
-        "ratio_to_peer": {name: round(t.median / ours.median, 3) for name, t in times.items() if name != "xmla"},
-        "relative_error": error,
-    }
-
-
-def main(
-    op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
-) -> None:
-    """Time ops at serving size beside peers and ceilings; exit 1 if a result was wrong."""
-    torch.manual_seed(0)
-    limits = baselines.ceilings()
-    command = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
-    lines = [provenance(command, commit) | {"flash_mla": baselines.FLASH_MLA_VERSION, "ceilings": limits}]
-    console = Console(width=160)
-    table = Table("op", "case", "µs", "TFLOP/s", "GB/s", "share of ceiling", "× peer", "error")
-    wrong = False
-    for name in op or BENCHMARKS:
-        for family in BENCHMARKS[name]:
-            for benchmark in family():
-                error = benchmark.check()
-                if not error <= benchmark.tolerance:
-                    wrong = True
-                    console.print(f"[red]{benchmark.op} {benchmark.case}: relative error {error}, not timed")
-                    continue
-                times = measure({"xmla": benchmark.ours, **benchmark.peers}, benchmark.sets)
-                line = record(benchmark, times, error, limits)
-                lines.append(line)
-                table.add_row(
-                    benchmark.op, benchmark.case, str(line["us"]["xmla"][0]), str(line["tflop_per_s"]),
-                    str(line["gb_per_s"]), f"{line['share_of_ceiling']} {line['ceiling']}",
-                    ", ".join(f"{ratio} {peer}" for peer, ratio in line["ratio_to_peer"].items()), f"{error:.1e}",
-                )  # fmt: skip
-            torch.cuda.empty_cache()
-    if out is not None:
-        with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-    console.print({name: f"{value:.3e}" for name, value in limits.items()})
-    console.print(table)
-    raise typer.Exit(code=int(wrong))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.problems import DEVICE, e4m3
-from benchmarks.timing import measure
+from xmla.bench.problems import DEVICE, e4m3
+from xmla.bench.timing import measure
 
 FLASH_MLA_VERSION = "sgl-flash-mla 1.0.0"  # upstream's last Hopper kernels
 

@@ -1,1 +1,0 @@
-"""Speed as ratios in one run: `python -m benchmarks.run`."""

@@ -1,0 +1,241 @@
+"""The XMLA_* variables: each does what its line in the README says, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import kit
+import numpy as np
+import pytest
+import torch
+
+from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
+from xmla.core import tuned
+from xmla.core.compile import compiled, compiling_allowed, count_compiled, specialize
+from xmla.core.config import settings, variables
+from xmla.core.device import H200
+from xmla.core.model import Call, ModelConfig
+from xmla.core.op import Case, Op, registry
+from xmla.core.spec import Spec
+
+ROOT = Path(__file__).parent.parent
+SELECT = (
+    "import torch; from xmla import torch_api\n"
+    "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    "logits, ends = torch.zeros(1, 9, device=device), torch.full((1,), 9, dtype=torch.int32, device=device)\n"
+    "for _ in range(2): torch_api.select_topk(logits, ends, k=3)\n"
+)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_print_plans_once_each() -> None:
+    quiet, loud = run_python(SELECT), run_python(SELECT, XMLA_PRINT_PLANS="1")
+    assert quiet.returncode == loud.returncode == 0, loud.stderr
+    assert "bytes of workspace" not in quiet.stderr
+    assert loud.stderr.count("select_topk on ") == 1 and "topk_candidates_kernel × 1" in loud.stderr
+
+
+def test_log_tells_each_compile(tmp_path: Path) -> None:
+    code = (
+        "from xmla.core.compile import compiled, specialize\n"
+        "from xmla.core.device import H200\nfrom xmla.core.model import ModelConfig\n"
+        "compiled(ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=()).specializations(H200)[0], 90)\n"
+    )
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    loud, quiet = run_python(code, XMLA_LOG="info", **environment), run_python(code, **environment)
+    assert loud.returncode == quiet.returncode == 0, loud.stderr
+    assert "s for sm_90 write_mla_cache_kernel(" in loud.stderr and "PAGE_SIZE=64" in loud.stderr
+    assert "sm_90" not in quiet.stderr
+
+
+def test_forbidden_compiles_name_the_specialisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "forbid_jit", True)
+    specs = {"logits": Spec((3, 77), "float32"), "ends": Spec((3,), "int32")}
+    plan = Call("select_topk", specs, {"k": 5}, "").plan(H200)
+    wanted = specialize(plan.launches[0], plan, specs)
+    with pytest.raises(UnsupportedError, match=r"no warm-up made ready, for sm_90: topk_candidates_kernel\(.*K=5"):
+        compiled(wanted, 90)
+    with pytest.raises(Exception) as inside, compiling_allowed():  # interpreted kernels do not compile
+        compiled(wanted, 12345)
+    assert "warm-up" not in str(inside.value)
+
+
+def legal(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The case's inputs with what lies out of its limits brought to the lower one: absent slots, empty rows."""
+    problem = op.bind({n: Spec.of_numpy(a) for n, a in inputs.items()}, kit.attributes(op, Case("", dict, attrs)))
+    for limit in op.limits(problem, inputs):
+        array = inputs[limit.argument]
+        array[(array < limit.low) | (array > limit.high)] = limit.low
+    return inputs
+
+
+CHECKED = [
+    ("sparse_mla", 0, "slots", (0, 3), 10**6, r"slots\[0, 3\] is 1000000, limit \[-1, "),
+    ("indexer_logits_paged", 0, "lengths", (0,), -4, r"lengths\[0\] is -4, limit \[0, "),
+    ("indexer_logits_paged", 1, "block_table", (2, 0), -9, r"block_table\[2, 0\] is -9, limit \[0, "),
+    ("select_topk", 0, "ends", (0,), 10**7, r"ends\[0\] is 10000000, limit \[0, "),
+    ("map_slots", 2, "request_ids", (0,), 99, r"request_ids\[0\] is 99, limit \[-1, "),
+    ("write_mla_cache", 0, "slots", (0,), 2**30, r"slots\[0\] is 1073741824, limit \[-1, "),
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("name", "case", "argument", "place", "value", "message"), CHECKED)
+def test_check_reports_tensor_row_column_value_limit(
+    name: str, case: int, argument: str, place: tuple[int, ...], value: int, message: str, device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(settings, "check", True)
+    op = registry()[name]
+    attrs = op.cases[case].attrs
+    inputs = legal(op, kit.make(op.cases[case]), attrs)
+    inputs[argument][place] = value
+    with pytest.raises(ArgumentError, match=f"{name}: {message}"):
+        getattr(torch_api, name)(*kit.torch_inputs(op, inputs, device), **attrs)
+    with pytest.raises(Exception, match=f"{name}: {message}"):
+        got = getattr(jax_api, name)(*kit.jax_inputs(op, inputs), **attrs)
+        for value in kit.as_tuple(got):
+            value.block_until_ready()
+        import jax
+
+        jax.effects_barrier()
+
+
+@pytest.mark.parametrize("name", sorted(registry()))
+def test_check_passes_what_engines_pass(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent slots, padding rows and stale table entries past the lengths are no mistakes."""
+    monkeypatch.setattr(settings, "check", True)
+    op = registry()[name]
+    case = op.cases[0]
+    inputs = legal(op, kit.make(case), case.attrs)
+    getattr(torch_api, name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
+
+
+def test_tuned_directory_replaces_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache, slots = Spec((3, 64, 576), "bfloat16"), Spec((9, 64, 656), "uint8"), Spec((3, 96), "int32")
+    call = Call("sparse_mla", {"q": q, "cache": cache, "slots": slots}, {"softmax_scale": 0.123}, "")
+    file = tmp_path / "sparse_mla" / "NVIDIA_H200.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"h64-packed": {"block_n": 32, "num_warps": 4}}))
+    monkeypatch.setattr(settings, "tuned_dir", tmp_path)
+    tuned._read.cache_clear()
+    launch = call.plan(H200).launches[0]
+    assert dict(launch.constexprs)["BLOCK_N"] == 32 and launch.num_warps == 4
+    file.write_text(json.dumps({"h64-packed": {"block_m": 32}}))
+    tuned._read.cache_clear()
+    other = Call("sparse_mla", call.specs, {"softmax_scale": 0.456}, "")
+    with pytest.raises(ArgumentError, match=r"NVIDIA_H200.json names block_m under h64-packed, expected"):
+        other.plan(H200)
+
+
+def test_every_variable_stands_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for variable, meaning, _ in variables():
+        assert f"| `{variable}` | {meaning} |" in readme
+
+
+WARMED = """
+import logging, sys
+import xmla
+from xmla.core.compile import compiled, count_compiled
+from xmla.core.config import settings
+from xmla.core.device import H200
+
+config = xmla.ModelConfig(
+    heads=8, index_heads=16, index_dim=32, k=64, next_n=(1, 2, 3), mixed=True, batches=tuple(range(1, 9)),
+    max_lens=(64, 1024), prefill_tokens=(64, 256),
+)
+report = xmla.warmup(config, H200, progress=False)
+made = count_compiled()
+settings.forbid_jit = True
+# Another sweep within the configuration: sizes between those listed.
+from dataclasses import replace
+sweep = replace(config, batches=(1, 3, 5, 7), max_lens=(64, 1024), prefill_tokens=(100, 200))
+for specialization in sweep.specializations(H200):
+    compiled(specialization, 90)
+assert count_compiled() == made, "a call within the configuration compiled"
+try:
+    for specialization in replace(config, k=65).specializations(H200):
+        compiled(specialization, 90)
+except xmla.UnsupportedError as error:
+    assert "K=65" in str(error)
+else:
+    raise AssertionError("a call outside of the configuration compiled")
+print(len(report.specializations), report.seconds)
+"""
+
+
+def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
+    """Two processes fill one cache on disk at once; a third only loads it."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", WARMED]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs[0][1] + outputs[1][1]
+    third = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    count, seconds = third.stdout.split()
+    assert int(count) >= 15
+    first_seconds = float(outputs[0][0].split()[1])
+    assert float(seconds) < first_seconds / 2, "the third process compiled again"
+
+
+def test_warmup_needs_compiled_kernels() -> None:
+    from xmla import warmup
+    from xmla.cli._environment import HAS_GPU
+
+    if not HAS_GPU:
+        with pytest.raises(UnsupportedError, match="no GPU is present; name a device"):
+            warmup(ModelConfig())
+        with pytest.raises(UnsupportedError, match="interpreted in this process; unset TRITON_INTERPRET"):
+            warmup(ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=()), H200)
+    else:
+        report = warmup(ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=()), progress=False)
+        assert report.specializations
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls themselves, in both front-ends, over a sweep of shapes, with compiling forbidden."""
+    import jax
+    import jax.numpy as jnp
+
+    from xmla import warmup
+
+    config = ModelConfig(
+        heads=16, index_heads=64, k=64, softmax_scale=0.1, next_n=(1, 2), batches=(1, 2, 4), max_lens=(256, 512),
+        prefill_tokens=(),
+    )  # fmt: skip
+    warmup(config, progress=False)
+    monkeypatch.setattr(settings, "forbid_jit", True)
+    torch_api._run._prepared.clear()
+    before = count_compiled()
+    for requests in (1, 2, 3, 4):
+        for next_n in (1, 2):
+            for max_len in (256, 512):
+                tokens = requests * next_n
+                q = torch.randn(tokens, 16, 576, device="cuda").bfloat16()
+                index_q = torch.randn(tokens, 64, 128, device="cuda").bfloat16()
+                weights = torch.randn(tokens, 64, device="cuda")
+                pools = [torch.zeros(1024, 64, row, dtype=torch.uint8, device="cuda") for row in (656, 132)]
+                table = torch.zeros(requests, max_len // 64, dtype=torch.int32, device="cuda")
+                lengths = torch.full((tokens,), 100, dtype=torch.int32, device="cuda")
+                arguments = (q, index_q, weights, *pools, table, lengths)
+                ours = torch_api.dsa_attention(*arguments, k=64, softmax_scale=0.1)
+                step = jax.jit(lambda *a: jax_api.dsa_attention(*a, k=64, softmax_scale=0.1))
+                theirs = step(*[jnp.asarray(kit.as_numpy(a)) for a in arguments])
+                kit.assert_bits_equal("out", ours[0], theirs[0])
+    assert count_compiled() == before
+    with pytest.raises(UnsupportedError, match="XMLA_FORBID_JIT is set"):
+        torch_api.dsa_attention(*arguments, k=65, softmax_scale=0.1)

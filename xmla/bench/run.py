@@ -1,0 +1,119 @@
+"""`xmla bench`: time ops at serving size beside peers and ceilings.
+
+Every figure is a median of CUDA-graph replays over inputs rotated past the L2 cache. Before a case is timed its result
+is compared with the peer's, or with the portable definition, and a wrong one is not timed. Results are JSON lines: the
+first names command, commit, versions, device and ceilings, each further one is a case.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from xmla.bench import baselines, host, picture
+from xmla.bench.families import BENCHMARKS, Benchmark
+from xmla.bench.provenance import provenance
+from xmla.bench.timing import Timing, measure
+from xmla.core.errors import UnsupportedError
+
+Line = dict[str, Any]
+HOST = "host"  # the name of the host-time cases among the ops
+
+
+def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, limits: Mapping[str, float]) -> Line:
+    """A case's line: times, rates, its ratio to each peer and the share of its ceiling (> 1: faster than the peer)."""
+    ours = times["xmla"]
+    seconds = ours.median * 1e-6
+    if benchmark.bound == "copy":
+        share = benchmark.bytes / seconds / limits["copy_bytes_per_s"]
+    else:
+        share = benchmark.flops / seconds / limits[f"{benchmark.bound}_flop_per_s"]
+    return {
+        "op": benchmark.op,
+        "case": benchmark.case,
+        "us": {name: [round(t.median, 2), round(t.minimum, 2), round(t.maximum, 2)] for name, t in times.items()},
+        "tflop_per_s": round(benchmark.flops / seconds / 1e12, 1),
+        "gb_per_s": round(benchmark.bytes / seconds / 1e9, 1),
+        "ceiling": benchmark.bound,
+        "share_of_ceiling": round(share, 3),
+        "ratio_to_peer": {name: round(t.median / ours.median, 3) for name, t in times.items() if name != "xmla"},
+        "relative_error": error,
+    }
+
+
+def time_cases(names: Iterable[str], limits: Mapping[str, float]) -> Iterator[Line]:
+    """A line a case; of a wrong one it tells the error and no time."""
+    for name in names:
+        for family in BENCHMARKS.get(name, ()):
+            for benchmark in family():
+                error = benchmark.check()
+                if error <= benchmark.tolerance:
+                    times = measure({"xmla": benchmark.ours, **benchmark.peers}, benchmark.sets)
+                    yield record(benchmark, times, error, limits)
+                else:
+                    yield {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}
+            torch.cuda.empty_cache()
+
+
+def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> Table:
+    table = Table("op", "case", "µs", "TFLOP/s", "GB/s", "share of ceiling", "× peer", "× earlier", "error")
+    for line in lines:
+        if "us" not in line:
+            shown = "[red]WRONG, not timed" if line.get("wrong") else f"{line['host_us']} of host time"
+            table.add_row(line["op"], line["case"], shown)
+            continue
+        before = earlier.get((line["op"], line["case"]), {}).get("us", {}).get("xmla")
+        table.add_row(
+            line["op"], line["case"], str(line["us"]["xmla"][0]), str(line["tflop_per_s"]), str(line["gb_per_s"]),
+            f"{line['share_of_ceiling']} {line['ceiling']}",
+            ", ".join(f"{ratio} {peer}" for peer, ratio in line["ratio_to_peer"].items()),
+            f"{before[0] / line['us']['xmla'][0]:.2f}" if before else "", f"{line['relative_error']:.1e}",
+        )  # fmt: skip
+    return table
+
+
+def read_lines(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Path | None, commit: str | None) -> bool:
+    """Time, print, and write what is asked for; False if a result was wrong.
+
+    Raises:
+        UnsupportedError: There is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench: no GPU is present; times of interpreted kernels mean nothing")
+    chosen = ops or [*BENCHMARKS, HOST]
+    if unknown := set(chosen) - {*BENCHMARKS, HOST}:
+        raise UnsupportedError(f"bench: no op {min(unknown)}; there are {', '.join([*BENCHMARKS, HOST])}")
+    torch.manual_seed(0)
+    limits = baselines.ceilings()
+    peer = baselines.FLASH_MLA_VERSION if baselines.flash_mla() else None
+    command = shlex.join(["xmla", *sys.argv[1:]])
+    head = provenance(command, commit) | {"flash_mla": peer, "ceilings": limits}
+    lines: list[Line] = []
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("timing", total=None)
+        for line in time_cases(chosen, limits):
+            lines.append(line)
+            bar.update(task, description=f"{line['op']} {line['case']}")
+        if HOST in chosen:
+            lines += host.lines()
+    if out is not None:
+        with out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in (head, *lines))
+    if image is not None:
+        picture.draw(head, lines, image)
+    earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}
+    console = Console(width=190)
+    console.print({name: f"{value:.3e}" for name, value in limits.items()})
+    console.print(table_of(lines, earlier))
+    return not any(line.get("wrong") for line in lines)

@@ -1,0 +1,99 @@
+"""`xmla plan` and `xmla supports`: what would run, asked without running it."""
+
+from rich.console import Console
+from rich.table import Table
+
+from xmla.core.compile import specialize
+from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.model import Call, ModelConfig
+from xmla.core.support import supports
+from xmla.warmup import present_device
+
+
+def configure(
+    batches: list[int] | None, max_lens: list[int] | None, next_n: list[int] | None, prefill: list[int] | None,
+    heads: int, index_heads: int, k: int, page_size: int, mixed: bool,
+) -> ModelConfig:  # fmt: skip
+    """A model with these sizes; lists that are not given are one typical value each, without prefill."""
+    return ModelConfig(
+        heads=heads, index_heads=index_heads, k=k, page_size=page_size, mixed=mixed, batches=tuple(batches or [64]),
+        max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]), prefill_tokens=tuple(prefill or []),
+    )  # fmt: skip
+
+
+def find_device(name: str) -> Device:
+    """The known device whose name contains `name`.
+
+    Raises:
+        ArgumentError: There is none, or several.
+    """
+    found = [device for device in KNOWN_DEVICES if name.lower() in device.name.lower()]
+    if len(found) != 1:
+        names = ", ".join(device.name for device in found or KNOWN_DEVICES)
+        raise ArgumentError(f"device is {name!r}, expected a part of one name of: {names}")
+    return found[0]
+
+
+def present_or_known(name: str | None) -> Device:
+    """The device of that name; without one the GPU present, else the H200."""
+    if name is not None:
+        return find_device(name)
+    try:
+        return present_device()[0]
+    except UnsupportedError:
+        return find_device("H200")
+
+
+def steps(config: ModelConfig) -> dict[str, list[Call]]:
+    """The calls of each step, by what the step is."""
+    found: dict[str, list[Call]] = {}
+    for max_len in config.max_lens:
+        for requests in config.batches:
+            for next_n in config.next_n:
+                mixed = config.mixed and next_n > 1
+                name = f"decode {requests} requests × {next_n}{', mixed' if mixed else ''}, max_len {max_len}"
+                found[name] = list(config.decode(requests, next_n, max_len, mixed))
+        for tokens in config.prefill_tokens:
+            found[f"prefill {tokens} tokens, {max_len} keys"] = list(config.prefill(tokens, max(max_len, tokens)))
+    return found
+
+
+def show_plan(config: ModelConfig, device_name: str | None) -> None:
+    """Print each step's launches and workspace, and what the caches take."""
+    device = present_or_known(device_name)
+    console = Console()
+    kernels: set[object] = set()
+    for name, calls in steps(config).items():
+        table = Table("op", "launch", "programs", "warps", "workspace", title=f"{name}, on {device.name}")
+        for call in calls:
+            plan = call.plan(device)
+            for index, launch in enumerate(plan.active):
+                kernels.add(specialize(launch, plan, call.specs))
+                space = f"{plan.workspace_bytes:,} B" if index == 0 else ""
+                op = call.op if index == 0 else ""
+                table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space)
+        console.print(table)
+    caches = config.caches()
+    for name, spec in caches.items():
+        console.print(f"{name}: {spec.shape[2]} bytes a key and layer, {spec.shape[1] * spec.shape[2]:,} a page")
+    console.print(f"{len(kernels)} kernels in all")
+
+
+def show_support(op: str, sizes: list[str], devices: list[str]) -> bool:
+    """Print the answer for every device whose name contains one of `devices`; True if it is yes on all."""
+    axes = {}
+    for size in sizes:
+        name, _, value = size.partition("=")
+        if not value.isdecimal():
+            raise ArgumentError(f"size is {size!r}, expected AXIS=NUMBER")
+        axes[name] = int(value)
+    table = Table("device", "compute capability", "", "why not")
+    answers = []
+    for device in KNOWN_DEVICES:
+        if any(part.lower() in device.name.lower() for part in devices):
+            answer = supports(op, device, **axes)
+            answers.append(answer.ok)
+            table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.reason)
+    Console(width=160).print(table)
+    return all(answers)
