@@ -1,7 +1,7 @@
 """Tile choices from a folder instead of the built-in heuristics: XMLA_TUNED_DIR."""
 
 import json
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ def tuned[Config](op: str, device: Device, key: str, config: Config) -> Config:
         return config
     file = settings.tuned_dir / op / f"{device.name.replace(' ', '_')}.json"
     chosen = _read(file).get(key, {})
-    assert is_dataclass(config)
-    if unknown := set(chosen) - {field.name for field in fields(config)}:
-        known = ", ".join(field.name for field in fields(config))
+    if unknown := set(chosen) - {field.name for field in fields(config)}:  # pyrefly: ignore
+        known = ", ".join(field.name for field in fields(config))  # pyrefly: ignore
         raise ArgumentError(f"{op}: {file} names {min(unknown)} under {key}, expected one of {known}")
     return replace(config, **chosen)  # pyrefly: ignore
