@@ -1,5 +1,7 @@
 """Inside a serving engine: tokens that differ per request, graphs, piecewise compilation, threads, shared pages."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -270,6 +272,38 @@ def test_jax_step_traces_once_for_any_batch_content(device: str) -> None:
         for name, a, b in zip(("out", "lse", "indices"), ours, theirs, strict=True):
             kit.assert_bits_equal(name, a, b)
     assert len(traces) == 1
+
+
+COMMAND_BUFFERS = """
+import os, sys
+os.environ["XLA_FLAGS"] = sys.argv[1]
+sys.path.insert(0, "tests")
+import jax, kit, numpy as np
+from xmla import jax_api
+from xmla.core.op import registry
+op = registry()["dsa_attention"]
+case = op.cases[1]
+step = jax.jit(lambda *arrays: jax_api.dsa_attention(*arrays, **case.attrs))
+for seed in (0, 1, 0):
+    out, lse, indices = step(*kit.jax_inputs(op, kit.make(case, seed)))
+    print(np.asarray(out).view(np.uint16).sum(), np.asarray(lse).view(np.uint32).sum(), np.asarray(indices).sum())
+"""
+
+
+@pytest.mark.gpu
+def test_jax_command_buffers_give_the_same_bits() -> None:
+    """XLA records the step's launches into CUDA graphs, or not: the bits stay."""
+    flags = (
+        "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
+        "--xla_gpu_enable_command_buffer=",
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", COMMAND_BUFFERS, flag], capture_output=True, text=True, check=False)
+        for flag in flags
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
+    first, second, third = runs[0].stdout.splitlines()
+    assert runs[0].stdout == runs[1].stdout and first == third != second
 
 
 # Memory.

@@ -39,7 +39,7 @@ def draw(head: Line, lines: list[Line], file: Path) -> None:
 
     limits = head["ceilings"]
     bandwidth = limits["copy_bytes_per_s"]
-    intensities = [10.0**e for e in range(5)]
+    intensities = [10.0 ** (e / 20) for e in range(81)]
     for name in ("bf16", "fp8"):
         top = limits[f"{name}_flop_per_s"]
         roofline.plot(intensities, [min(top, bandwidth * x) / 1e12 for x in intensities], "--", label=f"{name} ceiling")

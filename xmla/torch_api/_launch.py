@@ -1,0 +1,48 @@
+"""The way from a compiled kernel to the driver: all that can be worked out before the launch is.
+
+`CompiledKernel.run` is Triton's own way. Of its launcher for CUDA, as Triton 3.7 has it, only the part that launches is
+called here, without the scratch memory that no kernel of ours takes and the constexprs that it skips: a third of the
+host time of a launch. With any other launcher it is `run` as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+# (stream, metadata for profilers, their hooks, runtime arguments): pointers as integers, then sizes, then pointers.
+Start = Callable[[int, Any, Any, Any, tuple[int, ...]], None]
+
+NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
+
+
+def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) -> Start:
+    """Load `kernel` onto the current device; a function that launches `programs` of it."""
+    run: Any = kernel.run  # loads it
+    function, packed = kernel.function, kernel.packed_metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or not all(hasattr(run, name) for name in NEEDED):
+
+        def start(stream: int, metadata: Any, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+            run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments, *constexprs)
+
+        return start
+
+    launch, signature = run.launch, run.kernel_signature
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    annotations = run.arg_annotations[: len(run.arg_annotations) - len(constexprs)]
+
+    def start(stream: int, metadata: Any, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+        launch(
+            programs, 1, 1, stream, function, cooperative, dependent, packed, metadata, enter, leave, None, None,
+            annotations, signature, arguments,
+        )  # fmt: skip
+
+    return start
+
+
+def profiler_hooks() -> tuple[Any, Any]:
+    """Triton's launch hooks, or None for both where nobody listens: calling empty chains costs as much as a launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return (enter, leave) if enter.calls or leave.calls else (None, None)
