@@ -45,8 +45,10 @@ def dumped(before: set[Path]) -> dict[str, list[str]]:
     return found
 
 
-def lower(op: Op, device: Device) -> dict[str, object]:
+def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str, object]:
     case = op.cases[min(1, len(op.cases) - 1)]
+    if implementation is not None:  # the first case whose cache is packed
+        case = next(c for c in op.cases if c.make(np.random.default_rng(0))["cache"].dtype == np.uint8)
     inputs = case.make(np.random.default_rng(0))
     arrays = [inputs[name] for name in op.tensors if name in inputs]
     names = [name for name in op.tensors if name in inputs]
@@ -54,7 +56,9 @@ def lower(op: Op, device: Device) -> dict[str, object]:
 
     def call(*given: jax.Array) -> object:
         by_name = dict(zip(names, given, strict=True))
-        return getattr(jax_api, op.name)(*[by_name.get(name) for name in op.tensors], **case.attrs)
+        return getattr(jax_api, op.name)(
+            *[by_name.get(name) for name in op.tensors], **case.attrs, implementation=implementation
+        )
 
     with assume_device(device):
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
@@ -67,13 +71,13 @@ def lower(op: Op, device: Device) -> dict[str, object]:
     specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
     attrs = {attr.name: attr.default for attr in op.attrs} | dict(case.attrs)
     values = tuple(attrs[attr.name] for attr in op.attrs)
-    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
     by_triton: dict[str, list[str]] = {}
     for launch in plan.launches:
         kernel = compiled(specialize(launch, plan, specs), device.arch)
         by_triton.setdefault(launch.name, []).append(assemble(kernel.asm["ptx"], device.arch))
     return {
-        "op": op.name,
+        "op": op.name + (f" {implementation}" if implementation else ""),
         "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
         "launches": len(plan.launches),
         "jax": by_jax,
@@ -85,6 +89,8 @@ def main() -> None:
     device = next(d for d in KNOWN_DEVICES if d.arch == int(sys.argv[1]))
     for op in registry().values():
         print(json.dumps(lower(op, device)), flush=True)
+    if device.arch == 90:
+        print(json.dumps(lower(registry()["sparse_mla"], device, "gluon")), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
+from xmla.core.device import B200, H200, assume_device
 from xmla.core.op import registry
 from xmla.core.spec import Spec
 
@@ -187,6 +188,26 @@ def test_out(device: str, no_launch: None) -> None:
     keys, cache = torch.zeros(2, 128, device=device), torch.zeros(2, 64, 132, device=device, dtype=torch.uint8)
     with pytest.raises(ArgumentError, match="out is given, expected none: the op updates cache in place"):
         torch_api.write_indexer_cache(keys, ends, cache, out=cache)
+
+
+def test_gluon_refuses_what_it_was_not_written_for() -> None:
+    op = registry()["sparse_mla"]
+    packed, plain = (next(c for c in op.cases if (kit.make(c)["cache"].dtype == np.uint8) is is_packed)
+                     for is_packed in (True, False))  # fmt: skip
+    for case, device, message in (
+        (packed, B200, "sparse_mla: implementation value is 'gluon' on NVIDIA B200 over v32 entries, supported: "
+                       "packed entries on compute capability 9.0"),
+        (plain, H200, "sparse_mla: implementation value is 'gluon' on NVIDIA H200 over plain entries, supported: "
+                      "packed entries on compute capability 9.0"),
+    ):  # fmt: skip
+        arguments = kit.torch_inputs(op, kit.make(case), "cpu")
+        with assume_device(device), pytest.raises(UnsupportedError) as refused:
+            torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
+        assert str(refused.value) == message
+    with assume_device(H200):
+        plan = torch_api.sparse_mla.plan(*kit.torch_inputs(op, kit.make(packed), "cpu"), **packed.attrs,
+                                         implementation="gluon")  # fmt: skip
+    assert plan.launches[0].name == "sparse_mla_sm90_kernel"
 
 
 @pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])

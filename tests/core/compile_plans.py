@@ -5,10 +5,15 @@ A script of its own: kernels compile only where TRITON_INTERPRET was not set whe
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import triton
 
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
@@ -41,6 +46,19 @@ def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Spec
         yield "sparse_mla", f"{name}-{kind}", specs, {"softmax_scale": 0.1}
 
 
+def gluon_plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
+    """What implementation="gluon" launches, on the architecture that it is written for."""
+    if device.arch != 90:
+        return
+    op = registry()["sparse_mla"]
+    for case, specs, attrs in of_cases(op):
+        if specs["cache"].itemsize == 1:
+            values = {attr.name: attr.default for attr in op.attrs} | attrs
+            arguments = tuple(specs.get(argument) for argument in op.tensors)
+            plan, _ = plan_call(op, arguments, tuple(values[attr.name] for attr in op.attrs), device, "gluon")
+            yield f"sparse_mla gluon {case}", specs, plan
+
+
 def plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
     ops = registry()
     calls = [(name, *call) for name, op in ops.items() for call in of_cases(op)]
@@ -52,6 +70,20 @@ def plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
         values = tuple(attrs[attr.name] for attr in op.attrs)
         plan, _ = plan_call(op, tuple(specs.get(argument) for argument in op.tensors), values, device)
         yield f"{name} {case}", specs, plan
+    yield from gluon_plans(device)
+
+
+def stack_bytes(cubin: bytes) -> int | None:
+    """Bytes of stack a thread, which is where registers spill; None where this Triton has no cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", shown)[1])
 
 
 def report(case: str, launch: Launch, plan: Plan, specs: Specs, device: Device) -> dict[str, object]:
@@ -66,6 +98,7 @@ def report(case: str, launch: Launch, plan: Plan, specs: Specs, device: Device) 
         "cubin_bytes": len(kernel.asm["cubin"]),
         # Triton turns a kernel that does not fit tensor memory into one that only traps.
         "trap": "trap;" in ptx,
+        "stack_bytes": stack_bytes(kernel.asm["cubin"]),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
     }
 

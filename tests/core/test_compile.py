@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import require_assembler
+from conftest import HAS_GPU, require_assembler
 
 from xmla.core.device import B200, B300, GB10, H200, RTX_PRO_6000, Device
 from xmla.core.op import registry
@@ -31,6 +31,11 @@ def test_every_configuration_compiles(device: Device) -> None:
         assert kernel["shared"] <= device.smem_bytes, kernel
         assert kernel["tensor_memory"] <= TENSOR_MEMORY_COLUMNS, kernel
         assert not kernel["trap"], kernel
+
+    if device.arch == 90:
+        by_hand = [kernel for kernel in kernels if kernel["kernel"] == "sparse_mla_sm90_kernel"]
+        assert len(by_hand) >= 2 and all("wgmma.mma_async" in kernel["mma"] for kernel in by_hand)
+        assert all(kernel["stack_bytes"] in ((0, None) if HAS_GPU else (0,)) for kernel in by_hand), "registers spill"
 
     native = {90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma"}.get(device.arch, "mma.sync")
     for name, block_h in (("sparse_mla_kernel", 64), ("indexer_logits_kernel", 0), ("indexer_logits_paged_kernel", 0)):

@@ -114,11 +114,12 @@ MAIN = [(512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2), (1024, 576, 
         (2046, 2048, 576)]  # fmt: skip
 
 
+@pytest.mark.parametrize("implementation", ["triton", "gluon"])
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize("requests", [4, 74, 321])
 @pytest.mark.parametrize(("s_k", "topk", "page"), MAIN)
-def test_decode(s_k: int, topk: int, page: int, requests: int, s_q: int, heads: int) -> None:
+def test_decode(s_k: int, topk: int, page: int, requests: int, s_q: int, heads: int, implementation: str) -> None:
     torch.manual_seed(s_k + topk + page + requests + s_q + heads)
     tokens = requests * s_q
     total = -(-requests * s_k // page) * page
@@ -131,7 +132,7 @@ def test_decode(s_k: int, topk: int, page: int, requests: int, s_q: int, heads: 
     q = padded(torch.randn(tokens, heads, 576, device="cuda").clamp(-1, 1).bfloat16())
     sink, scale = make_sink(heads), 576**-0.55
 
-    got = torch_api.sparse_mla(q, cache, padded(slots), None, sink, softmax_scale=scale)
+    got = torch_api.sparse_mla(q, cache, padded(slots), None, sink, softmax_scale=scale, implementation=implementation)
     lengths = torch.full((tokens,), topk, device="cuda")
     want = attention(q, rows, slots, lengths, sink, scale)
     check("out", got[0], want[0], DECODE_OUT)
@@ -158,11 +159,12 @@ def test_flash_mla_passes_the_same_comparison(s_k: int, topk: int, page: int, he
         check(f"{name} lse", got[1], want[1], DECODE_LSE)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "gluon"])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize(("topk", "page"), [(64, 61), (576, 53)])
 @pytest.mark.parametrize("corner", ["all invalid", "zero lengths"])
-def test_decode_corners(corner: str, topk: int, page: int, heads: int, with_sink: bool) -> None:
+def test_decode_corners(corner: str, topk: int, page: int, heads: int, with_sink: bool, implementation: str) -> None:
     torch.manual_seed(0)
     requests, s_q, s_k = 74, 3, 650
     tokens = requests * s_q
@@ -178,7 +180,7 @@ def test_decode_corners(corner: str, topk: int, page: int, heads: int, with_sink
     cache, rows = fp8_pool(s_k, page, used)
     q = torch.randn(tokens, heads, 576, device="cuda").clamp(-1, 1).bfloat16()
     sink = make_sink(heads) if with_sink else None
-    got = torch_api.sparse_mla(q, cache, slots, lengths, sink, softmax_scale=0.1)
+    got = torch_api.sparse_mla(q, cache, slots, lengths, sink, softmax_scale=0.1, implementation=implementation)
     no_sink = torch.full((heads,), -math.inf, device="cuda")
     want = attention(q, rows, slots, lengths, no_sink if sink is None else sink, 0.1)
     check("out", got[0], want[0], DECODE_OUT)

@@ -11,7 +11,7 @@ def provenance(command: str, commit: str | None = None) -> dict[str, Any]:
     """The first fields of every committed result; `commit` where the tree is not a git checkout."""
     if commit is None:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = done.stdout.strip() or "unknown"
+        commit = done.stdout.strip() if done.returncode == 0 else "unknown"
     facts = collect()
     versions = {name: value for name, value in facts.items() if name not in ("supported", "settings")}
     return {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": versions}

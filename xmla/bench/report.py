@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.report FILE [--readme README.md]`: the README's numbers from a committed result."""
+"""`python -m xmla.bench.report FILE … [--readme README.md]`: the README's numbers from committed results."""
 
 import json
 from pathlib import Path
@@ -35,17 +35,24 @@ def host_rows(lines: list[dict[str, Any]]) -> list[str]:
     return table
 
 
-def report(file: Path) -> str:
-    """Markdown: where the figures come from, then a line a case."""
-    head, *lines = (json.loads(line) for line in file.read_text().splitlines())
+def origin(head: dict[str, Any]) -> str:
+    """Where the figures of one file come from."""
     limits, versions = head["ceilings"], head["versions"]
-    origin = (
+    return (
         f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
         f"torch {versions['torch']}, Triton {versions['triton']}, FlashMLA: {head['flash_mla']}. "
         f"Ceilings in the same run: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
     )
-    return "\n".join([origin, "", *rows(lines), *host_rows(lines)]) + "\n"
+
+
+def report(files: list[Path]) -> str:
+    """Markdown: where the figures come from, then a line a case; of host times those of the last file that has any."""
+    results = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    shown = [origin(results[0][0]), "", *rows(results[0][1:])]
+    head, *hosts = next(lines for lines in reversed(results) if host_rows(lines[1:]))
+    shown += ["", *([origin(head)] if head is not results[0][0] else []), *host_rows(hosts)]
+    return "\n".join(shown) + "\n"
 
 
 def insert(text: str, numbers: str) -> str:
@@ -55,14 +62,14 @@ def insert(text: str, numbers: str) -> str:
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="JSON lines written by `xmla bench`.")],
+    files: Annotated[list[Path], typer.Argument(help="JSON lines written by `xmla bench`, the ops' times first.")],
     readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.")] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""
     if readme is None:
-        typer.echo(report(file))
+        typer.echo(report(files))
     else:
-        readme.write_text(insert(readme.read_text(), report(file)))
+        readme.write_text(insert(readme.read_text(), report(files)))
 
 
 if __name__ == "__main__":

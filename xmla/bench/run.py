@@ -7,7 +7,6 @@ first names command, commit, versions, device and ceilings, each further one is 
 
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
     torch.manual_seed(0)
     limits = baselines.ceilings()
     peer = baselines.FLASH_MLA_VERSION if baselines.flash_mla() else None
-    command = shlex.join(["xmla", *sys.argv[1:]])
+    command = shlex.join(["xmla", "bench", *(word for op in ops or () for word in ("--op", op))])
     head = provenance(command, commit) | {"flash_mla": peer, "ceilings": limits}
     lines: list[Line] = []
     with Progress(console=Console(stderr=True), transient=True) as bar:

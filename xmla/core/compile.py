@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import triton
-from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.interpreter import InterpretedFunction
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from xmla.core.config import settings
 from xmla.core.errors import UnsupportedError
-from xmla.core.plan import COMPILE_OPTIONS, Launch, Plan
+from xmla.core.plan import COMPILE_OPTIONS, Kernel, Launch, Plan
 from xmla.core.spec import DTYPES, Spec
 
 log = logging.getLogger("xmla")
@@ -36,7 +35,7 @@ class Specialization:
         unaligned: Pointers that do not start on 16 bytes; every other one does. Runtime sizes are arbitrary.
     """
 
-    kernel: JITFunction | InterpretedFunction
+    kernel: Kernel
     types: tuple[tuple[str, str], ...]
     constexprs: tuple[tuple[str, Hashable], ...]
     num_warps: int
@@ -123,7 +122,7 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
     signature = dict(specialization.types) | dict.fromkeys(constexprs, "constexpr")
     positions = {name: (kernel.arg_names.index(name),) for name in signature}
     aligned = [n for n, kind in specialization.types if kind.startswith("*") and n not in specialization.unaligned]
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
         fn=kernel,
         signature=signature,
         constexprs={positions[name]: value for name, value in constexprs.items()},

@@ -33,8 +33,6 @@ F32 = ("float32",)
 E4M3 = ("float8_e4m3fn",)
 BYTES = ("uint8", "int8", "float8_e4m3fn")  # a packed cache, under any one-byte dtype
 
-IMPLEMENTATIONS = (None, "triton", "reference")
-
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -73,6 +71,7 @@ class Problem:
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
     axes: Mapping[str, int]
+    implementation: str | None = None  # the one asked for by name
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]
@@ -113,7 +112,8 @@ class Op:
     `prototype` is the public signature and docstring: tensors positional (optional ones default to None), attributes
     keyword-only. `outputs` gives each result's spec, in order; an op with `mutates` updates those arguments in place
     and has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here. `limits`
-    tells XMLA_CHECK the range of each index, page and length.
+    tells XMLA_CHECK the range of each index, page and length. `implementations` are the kernels that `plan` can choose
+    by name; "reference" is the definition and always there.
     """
 
     prototype: Callable[..., Any]
@@ -125,6 +125,7 @@ class Op:
     check: Callable[[Problem], None] = lambda problem: None
     limits: Callable[[Problem, Mapping[str, np.ndarray]], Iterable[Limit]] = lambda problem, arrays: ()
     mutates: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ("triton",)
     name: str = field(init=False)
     optional: frozenset[str] = field(init=False)
     attrs: tuple[Attr, ...] = field(init=False)
@@ -142,11 +143,13 @@ class Op:
     def __repr__(self) -> str:
         return f"Op({self.name})"
 
-    def bind(self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any]) -> Problem:
+    def bind(
+        self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any], implementation: str | None = None
+    ) -> Problem:
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
         given = {name: spec for name, spec in specs.items() if spec is not None}
         axes: dict[str, int] = {}  # filled below
-        problem = Problem(self, given, dict(attrs), axes)
+        problem = Problem(self, given, dict(attrs), axes, implementation)
         for name, tensor in self.tensors.items():
             if name not in given:
                 if name not in self.optional:
@@ -185,16 +188,17 @@ class Op:
         return {name: spec(problem) for name, spec in self.outputs.items()}
 
     def check_implementation(self, implementation: str | None) -> None:
-        if implementation not in IMPLEMENTATIONS:
+        choices = (None, *self.implementations, "reference")
+        if implementation not in choices:
             raise UnsupportedError(
                 f"{self.name}: implementation is {implementation!r}, supported: "
-                f"{', '.join(repr(choice) for choice in IMPLEMENTATIONS)}"
+                f"{', '.join(repr(choice) for choice in choices)}"
             )
 
 
 @lru_cache(maxsize=1 << 14)
 def plan_call(
-    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device
+    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
     """Bind and plan, memoised: the plan and the specs of its results, in order.
 
@@ -202,7 +206,10 @@ def plan_call(
     """
     names = dict(zip(op.tensors, specs, strict=True))
     values = {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)}
-    problem = op.bind(names, values)
+    op.check_implementation(implementation)
+    if implementation == "reference":
+        raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")
+    problem = op.bind(names, values, implementation)
     if INTERPRETER.arch < device.arch < MIN_ARCH:
         capability = f"{device.arch // 10}.{device.arch % 10}"
         raise UnsupportedError(

@@ -27,6 +27,10 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+# What `triton.jit` and `gluon.jit` make of a function.
+Kernel = JITFunction | InterpretedFunction
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch: everything but the device arrays.
@@ -36,7 +40,7 @@ class Launch:
     kernel updates in place.
     """
 
-    kernel: JITFunction | InterpretedFunction
+    kernel: Kernel
     grid: tuple[int, ...]
     inputs: tuple[str, ...]
     sizes: tuple[int, ...]

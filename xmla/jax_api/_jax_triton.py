@@ -59,16 +59,17 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
     )
     made = compiled(specialization, target.arch)
     facts = made.metadata
+    ir = made.asm["ttir" if "ttir" in made.asm else "ttgir"]  # Gluon starts one level lower
     scratch = (facts.global_scratch_size, facts.global_scratch_align) if facts.global_scratch_size else ()
     kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
-        facts.name, options["num_warps"], options["num_ctas"], facts.shared, made.asm["ptx"], made.asm["ttir"],
+        facts.name, options["num_warps"], options["num_ctas"], facts.shared, made.asm["ptx"], ir,
         target.arch, *scratch,
     )  # fmt: skip
     result = triton_lib.CompilationResult(
         binary=made.asm["ptx"], name=facts.name, shared_mem_bytes=facts.shared, ttgir=made.asm["ttgir"],
         llir=made.asm["llir"], global_scratch_size=None, global_scratch_align=None, tensordesc_meta=(),
     )  # fmt: skip
-    return kernel, made.asm["ttir"], backend.parse_options(dict(options)), result
+    return kernel, ir, backend.parse_options(dict(options)), result
 
 
 def launch(

@@ -86,7 +86,8 @@ def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implement
     """Results, then the new values of the mutated arguments (Refs are updated and not repeated)."""
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     device = _device(arrays)
-    plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device)
+    kernels = None if implementation == "reference" else implementation
+    plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, kernels)
     if settings.check:
         values = {name: array[...] if _is_ref(array) else array for name, array in arrays.items()}
         jax.debug.callback(lambda host: check_values(op, _to_host(host), tuple(attrs.values())), values)

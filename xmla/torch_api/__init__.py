@@ -2,12 +2,15 @@
 
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
-  implementation: None or "triton", the compiled kernels (interpreted for CPU tensors under TRITON_INTERPRET=1), or
-    "reference", the NumPy float64 definition (copies to the host).
+  workspace: With `out`, a dense uint8 tensor of at least `xmla.<op>.plan(...).workspace_bytes` to work in.
+  implementation: None, the best tested kernels; "triton", the portable ones (interpreted for CPU tensors under
+    TRITON_INTERPRET=1); "gluon", for `sparse_mla` and `dsa_attention` over packed entries on Hopper, kernels written by
+    hand, faster and not yet the default; "reference", the NumPy float64 definition (copies to the host).
 The docstring of each function is the op's. Calls read no value, wait for nothing and allocate only the plan's buffers,
 on the current stream.
 
-`torch.ops.xmla.<op>` is the same without those two arguments; `torch.ops.xmla.<op>.out` takes the results as trailing
+`xmla.<op>.plan` takes the same arguments and returns the call's plan without running it.
+`torch.ops.xmla.<op>` is the same without `out` and `workspace`; `torch.ops.xmla.<op>.out` takes the results as trailing
 keyword arguments, which it writes. Ops that update a cache in place (`write_*`) have one form, which declares that.
 """
 

@@ -57,7 +57,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         kind = _SCHEMA_TYPES[attr.type] + ("?" if attr.optional else "")
         shown = f'"{attr.default}"' if isinstance(attr.default, str) else attr.default
         keywords.append(f"{kind} {attr.name}" + ("" if attr.default is None and not attr.optional else f"={shown}"))
-    inputs = ", ".join([*arguments, "*", *keywords] if keywords else arguments)
+    inputs = ", ".join([*arguments, "*", *keywords, "str? implementation=None"])
     returns = "()" if not results else f"({', '.join(['Tensor'] * len(results))})"
     _library.define(f"{op.name}({inputs}) -> {returns}")
 
@@ -68,27 +68,26 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         values = defaults | dict(zip(tensor_names, args, strict=False)) | kwargs
         return [values[name] for name in tensor_names], tuple(values[name] for name in attr_names)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return _single(call(op, *unpack(args, kwargs)))
+    def kernel(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
+        return _single(call(op, *unpack(args, kwargs), implementation=implementation))
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
+    def fake(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
         return _single(_fake(op, *unpack(args, kwargs)))
 
-    def kernel_out(*args: Any, **kwargs: Any) -> None:
-        out, workspace = [kwargs.pop(f"out_{name}") for name in results], kwargs.pop("workspace", None)
-        call(op, *unpack(args, kwargs), out, workspace)
+    def kernel_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
+        out = [kwargs.pop(f"out_{name}") for name in results]
+        call(op, *unpack(args, kwargs), out, workspace, implementation)
 
-    def fake_out(*args: Any, **kwargs: Any) -> None:
-        out, _ = [kwargs.pop(f"out_{name}") for name in results], kwargs.pop("workspace", None)
+    def fake_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
+        out = [kwargs.pop(f"out_{name}") for name in results]
         tensors, attrs = unpack(args, kwargs)
         check_out(op, _result_specs(op, tensors, attrs), out, tensors[0].device)
 
     variants = [(op.name, kernel, fake)]
     if results:
         out = [f"Tensor({chr(ord('a') + index)}!) out_{name}" for index, name in enumerate(results)]
-        star = [] if keywords else ["*"]
         space = f"Tensor({chr(ord('a') + len(results))}!)? workspace=None"
-        _library.define(f"{op.name}.out({', '.join([inputs, *star, *out, space])}) -> ()")
+        _library.define(f"{op.name}.out({', '.join([inputs, *out, space])}) -> ()")
         variants.append((f"{op.name}.out", kernel_out, fake_out))
     for name, implementation, abstract in variants:
         _library.impl(name, implementation, "CPU")
@@ -130,7 +129,7 @@ def public(op: Op) -> Callable[..., Any]:
                 check_tensors(op, tensors)
                 return _single(_reference(op, tensors, attrs))
         if out is None and workspace is None and _is_plain(tensors):
-            return _single(call(op, tensors, attrs))
+            return _single(call(op, tensors, attrs, implementation=implementation))
         results = () if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
         if out is not None and len(results) != len(out_names):
             if out_variant is None:
@@ -139,20 +138,20 @@ def public(op: Op) -> Callable[..., Any]:
         if workspace is not None and not results:
             raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
         if _is_plain(tensors):
-            call(op, tensors, attrs, results, workspace)
+            call(op, tensors, attrs, results, workspace, implementation)
             return out
         check_tensors(op, tensors)
         keywords = dict(zip(names, attrs, strict=True))
         op.check_attributes(keywords)  # before the dispatcher, whose messages do not name the op
         if out is None or out_variant is None:
-            return functional(*tensors, **keywords)
+            return functional(*tensors, **keywords, implementation=implementation)
         given = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}
-        out_variant(*tensors, **keywords, **given, workspace=workspace)
+        out_variant(*tensors, **keywords, **given, workspace=workspace, implementation=implementation)
         return out
 
-    def plan(tensors: Tensors, attrs: tuple[Any, ...]) -> Plan:
-        return plan_tensors(op, tensors, attrs, assumed_device())[0]
+    def plan(tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Plan:
+        return plan_tensors(op, tensors, attrs, assumed_device(), implementation)[0]
 
     made = define(op, function, ("out", "workspace", "implementation"))
-    made.plan = define(op, plan, ())
+    made.plan = define(op, plan, ("implementation",))
     return made

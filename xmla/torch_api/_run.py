@@ -64,22 +64,24 @@ def check_tensors(op: Op, tensors: Tensors) -> None:
 
 
 def plan_tensors(
-    op: Op, tensors: Tensors, attrs: tuple[Any, ...], device: Device | None = None
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], device: Device | None = None, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
     """The plan of a call on `device`, by default the tensors', and its results' specs, after every check."""
     check_tensors(op, tensors)
     specs = tuple(None if tensor is None else spec_of(tensor) for tensor in tensors)
-    return plan_call(op, specs, attrs, device or device_of(tensors[0].device))
+    return plan_call(op, specs, attrs, device or device_of(tensors[0].device), implementation)
 
 
 _prepared: dict[Any, Prepared] = {}
 MAX_PREPARED = 1 << 14  # calls of other shapes kept; each takes some KB
 
 
-def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], pointers: Sequence[int]) -> Prepared:
+def prepare(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], pointers: Sequence[int], implementation: str | None
+) -> Prepared:
     """Check, plan and compile a call, the first of its shapes."""
     op.check_attributes({attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})  # True is not 1
-    plan, results = plan_tensors(op, tensors, attrs)
+    plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
     given = {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
     places = {name: i for i, name in enumerate([*op.tensors, *plan.results, *plan.workspace])}
     device = tensors[0].device
@@ -140,14 +142,14 @@ def check_workspace(op: Op, workspace: torch.Tensor, nbytes: int, device: torch.
 
 def call(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
-    workspace: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None, implementation: str | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """Run `op` on real tensors, on the current stream; its results, allocated unless given as `out`.
 
     The key holds all that plans and kernels depend on; it is built by hand, since this runs before every launch.
     """
     pointers: list[int] = []
-    key: list[Any] = [op.name, *attrs, *map(type, attrs)]  # True is not 1
+    key: list[Any] = [op.name, implementation, *attrs, *map(type, attrs)]  # True is not 1
     try:
         ordinal = tensors[0].get_device()  # −1 on the CPU
         for tensor in tensors:
@@ -163,12 +165,12 @@ def call(
         raise
     if ordinal >= 0 and ordinal != torch._C._cuda_getDevice():
         with torch.cuda.device(ordinal):
-            return call(op, tensors, attrs, out, workspace)
+            return call(op, tensors, attrs, out, workspace, implementation)
     prepared = _prepared.get(tuple(key))
     if prepared is None:
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
-        prepared = _prepared[tuple(key)] = prepare(op, tensors, attrs, pointers)
+        prepared = _prepared[tuple(key)] = prepare(op, tensors, attrs, pointers, implementation)
     if settings.check:
         host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
         check_values(op, host, attrs)

@@ -76,6 +76,7 @@ OP = Op(
     },
     check=check,
     limits=partial(paged_limits, cache="indexer_cache"),
+    implementations=("triton", "gluon"),
     plan=plan,
     reference=reference,
     cases=CASES,

@@ -87,6 +87,7 @@ OP = Op(
     },
     check=check,
     limits=limits,
+    implementations=("triton", "gluon"),
     plan=plan,
     reference=reference,
     cases=CASES,

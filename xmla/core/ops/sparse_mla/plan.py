@@ -4,8 +4,9 @@ from math import inf
 from xmla.core.device import Device
 from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
+from xmla.core.ops.sparse_mla.gluon_sm90 import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
-from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.plan import Kernel, Launch, Plan, cdiv
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
@@ -21,6 +22,10 @@ class Config:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+# The shape of the Hopper kernel's tile, which is written into it.
+SM90 = Config(64, 64, 8, 1)
 
 
 def configure(heads: int, packed: bool, device: Device) -> Config:
@@ -53,6 +58,12 @@ def plan(problem: Problem, device: Device) -> Plan:
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
     kind = "packed" if layout.packed else "plain"
     config = tuned("sparse_mla", device, f"h{heads}-{kind}", configure(heads, layout.packed, device))
+    by_hand = problem.implementation == "gluon"
+    if by_hand:
+        if device.arch != 90 or not layout.packed:
+            got = f"'gluon' on {device.name} over {layout.name} entries"
+            problem.unsupported("implementation", "value", got, "packed entries on compute capability 9.0")
+        config = SM90
     head_blocks = cdiv(heads, config.block_h)
     if attrs["batch_invariant"]:
         splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)
@@ -67,34 +78,31 @@ def plan(problem: Problem, device: Device) -> Plan:
         ("HAS_SINK", problem.has("sink")),
         ("EMPTY_LSE", inf if attrs["empty_lse"] == "+inf" else -inf),
     )
+    strides = (
+        ("Q_STRIDE_T", specs["q"].stride(0)),
+        ("Q_STRIDE_H", specs["q"].stride(1)),
+        ("SLOT_STRIDE", specs["slots"].stride(0)),
+        ("PAGE_STRIDE", specs["cache"].stride(0)),
+        ("PAGE_SIZE", problem["R"]),
+        ("ROW", layout.row),
+    )
+    shape = (("SCALE_OFFSET", layout.scale_offset), ("ROPE_OFFSET", layout.rope_offset), ("HEADS", heads))
+    inputs = (("HAS_LENGTHS", problem.has("lengths")), *ending[:1], ("SCALE", float(attrs["softmax_scale"])))
+    last = (*ending[1:], ("SPLIT", splits > 1))
+    kernel: Kernel
+    if by_hand:
+        kernel, constexprs = sparse_mla_sm90_kernel, (*strides, *shape, *inputs, *last)
+    else:
+        sizes = (("PACKED", layout.packed), ("LATENT", layout.latent), ("ROPE", layout.rope), ("TILE", layout.tile))
+        tile = (("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n))
+        kernel, constexprs = sparse_mla_kernel, (*strides, *sizes, *shape, *inputs, *last, *tile)
     attend = Launch(
-        sparse_mla_kernel,
+        kernel,
         grid=(tokens * head_blocks * splits,),
         inputs=("q", "cache", "slots", problem.either("lengths", "slots"), problem.either("sink", "slots")),
         sizes=(problem["P"] * problem["R"], keys, splits, split_keys),
         outputs=(out, lse),
-        constexprs=(
-            ("Q_STRIDE_T", specs["q"].stride(0)),
-            ("Q_STRIDE_H", specs["q"].stride(1)),
-            ("SLOT_STRIDE", specs["slots"].stride(0)),
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("ROW", layout.row),
-            ("PACKED", layout.packed),
-            ("LATENT", layout.latent),
-            ("ROPE", layout.rope),
-            ("TILE", layout.tile),
-            ("SCALE_OFFSET", layout.scale_offset),
-            ("ROPE_OFFSET", layout.rope_offset),
-            ("HEADS", heads),
-            ("HAS_LENGTHS", problem.has("lengths")),
-            *ending[:1],
-            ("SCALE", float(attrs["softmax_scale"])),
-            *ending[1:],
-            ("SPLIT", splits > 1),
-            ("BLOCK_H", config.block_h),
-            ("BLOCK_N", config.block_n),
-        ),
+        constexprs=constexprs,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
