@@ -10,9 +10,12 @@ ifeq ($(PYTHON),.venv/bin/python)
 READY := .venv/ready
 endif
 
-.PHONY: demo test lint types clean
+.PHONY: demo test mutants lint types clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n 2
+
+mutants: $(READY)
+	$(ENV) $(PYTHON) tests/mutants.py
 
 demo: $(READY)
 	$(ENV) $(PYTHON) -m xmla.cli demo

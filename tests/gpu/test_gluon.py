@@ -5,8 +5,8 @@ import kit
 import numpy as np
 import pytest
 import torch
+from garbage import garbage_inputs
 from hypothesis import given, settings
-from test_contract import garbage_inputs
 
 from xmla import jax_api, torch_api
 from xmla.core.op import Case, registry

@@ -1,0 +1,37 @@
+"""What the contract's tests share: arbitrary integers for every op, and a call that returns what was written."""
+
+import hypothesis.strategies as st
+import kit
+import numpy as np
+from conftest import HAS_GPU
+from hypothesis.extra import numpy as hnp
+
+from xmla import torch_api
+from xmla.core.op import Op, registry
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+OPS = registry()
+GARBAGE = st.one_of(st.integers(-2, 200), st.sampled_from([-(2**31), -(2**31) + 1, 2**31 - 1, 2**30, -1]))
+INTEGERS = {"slots", "indices", "lengths", "starts", "ends", "block_table", "request_ids", "query_starts",
+            "has_context"}  # fmt: skip
+
+
+@st.composite
+def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """A case of `op` whose integers are arbitrary and whose caches hold arbitrary bytes."""
+    case = draw(st.sampled_from([c for c in op.cases if sum(a.size for a in kit.make(c).values()) < 400_000]))
+    inputs = kit.make(case, seed=draw(st.integers(0, 3)))
+    for name in INTEGERS & set(inputs):
+        array = inputs[name]
+        if op.mutates and name == "slots":  # valid slots are distinct
+            chosen = draw(st.lists(GARBAGE, min_size=array.size, max_size=array.size, unique=True))
+            inputs[name] = np.array(chosen).astype(array.dtype)
+        else:
+            inputs[name] = draw(hnp.arrays(array.dtype, array.shape, elements=GARBAGE))
+    return inputs, kit.attributes(op, case)
+
+
+def run(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, object]) -> tuple[object, ...]:
+    arguments = kit.torch_inputs(op, inputs, DEVICE)
+    got = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    return got or tuple(arguments[list(op.tensors).index(name)] for name in op.mutates)

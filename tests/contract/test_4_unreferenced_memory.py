@@ -1,0 +1,70 @@
+"""Clause 4: memory that no valid index refers to cannot influence a result; an empty row gives 0 and −inf."""
+
+import kit
+import numpy as np
+import pytest
+import torch
+from garbage import DEVICE, OPS, run
+
+from xmla import torch_api
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF], ids=["zeros", "nan", "all ones"])
+@pytest.mark.parametrize("name", ["sparse_mla", "read_mla_cache", "read_indexer_cache", "indexer_logits_paged"])
+def test_unreferenced_memory_does_not_matter(name: str, byte: int) -> None:
+    """The cases' caches are NaN wherever nothing refers to; any other bytes there give the same bits."""
+    op = OPS[name]
+    for case in op.cases:
+        inputs = kit.make(case)
+        if inputs["cache"].dtype != np.uint8:
+            continue
+        where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case))) if name.endswith("paged") else None
+        want = run(op, inputs, case.attrs)
+        other = kit.make(case)
+        cache = other["cache"]
+        entries = (cache == 0xFF).all(axis=2) if name != "indexer_logits_paged" else None
+        if entries is not None:
+            cache[entries] = byte
+        for a, b in zip(run(op, other, case.attrs), want, strict=True):
+            kit.assert_bits_equal(name, a, b, where)
+        assert entries is None or entries.any()
+
+
+def test_empty_rows() -> None:
+    op = OPS["sparse_mla"]
+    inputs = kit.make(op.cases[1])
+    inputs["slots"][:] = -1
+    for empty, value in (("-inf", -np.inf), ("+inf", np.inf)):
+        out, lse = run(op, inputs, {"softmax_scale": 1.0, "empty_lse": empty})
+        assert not kit.as_numpy(out).view(np.uint16).any() and (kit.as_numpy(lse) == value).all()
+
+
+@pytest.mark.parametrize("axis", ["T", "K"])
+def test_empty_axes(axis: str) -> None:
+    """No tokens or no keys: no launch reads anything, results are empty or those of empty rows."""
+    tokens, keys = (0, 8) if axis == "T" else (3, 0)
+    q = torch.zeros(tokens, 16, 576, device=DEVICE, dtype=torch.bfloat16)
+    cache = torch.full((2, 64, 656), 255, device=DEVICE, dtype=torch.uint8)
+    slots = torch.zeros(tokens, keys, device=DEVICE, dtype=torch.int32)
+    out, lse = torch_api.sparse_mla(q, cache, slots, softmax_scale=1.0)
+    assert out.shape == (tokens, 16, 512) and not out.any() and (lse == -torch.inf).all()
+    ends = torch.full((tokens,), keys, device=DEVICE, dtype=torch.int32)
+    assert (torch_api.select_topk(torch.zeros(tokens, keys, device=DEVICE), ends, k=4) <= 3).all()
+    table = torch.zeros(1, 2, device=DEVICE, dtype=torch.int32)
+    mapped, counts = torch_api.map_slots(slots, table, page_size=64)
+    assert mapped.shape == (tokens, keys) and counts.shape == (tokens,) and not counts.any()
+
+
+def test_a_broken_key_behind_a_valid_slot_past_the_length() -> None:
+    """A slot at or past a row's length may name an entry that is NaN: it is not read."""
+    op = OPS["sparse_mla"]
+    case = next(c for c in op.cases if kit.make(c)["cache"].dtype == np.uint8)
+    inputs = kit.make(case)
+    tokens, keys = inputs["slots"].shape
+    inputs["lengths"] = np.full(tokens, keys // 2, np.int32)
+    want = run(op, inputs, case.attrs)
+    pages, entries, row = inputs["cache"].shape
+    broken = np.concatenate([inputs["cache"], np.full((1, entries, row), 0xFF, np.uint8)])
+    inputs["slots"][:, keys // 2 :] = pages * entries
+    for a, b in zip(run(op, inputs | {"cache": broken}, case.attrs), want, strict=True):
+        kit.assert_bits_equal("row", a, b)

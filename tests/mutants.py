@@ -1,0 +1,113 @@
+"""Takes the guards of the contract out one by one and runs the clause's test, which has to notice.
+
+python tests/mutants.py [--only WORDS]       (make mutants)
+
+Each mutant lives in a copy of the tree. Exit 1 if a test passes without its guard, or a guard is no longer found.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+OPS = "xmla/core/ops"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`guard` in `file` becomes `without`; `test` under tests/contract, narrowed by pytest's -k, fails then."""
+
+    guard: str
+    without: str
+    file: str
+    test: str
+    keyword: str = ""
+
+
+MUTANTS = (
+    Mutant("tl.minimum(tl.load(lengths_ptr + token), num_keys)", "tl.load(lengths_ptr + token)",
+           f"{OPS}/sparse_mla/kernels.py", "test_2_lengths.py", "sparse_mla"),
+    Mutant("tl.maximum(tl.minimum(tl.load(ends_ptr + row), num_columns), start)", "tl.load(ends_ptr + row)",
+           f"{OPS}/select_topk/kernels.py", "test_2_lengths.py", "select_topk"),
+    Mutant("start = tl.minimum(tl.maximum(tl.load(starts_ptr + row), 0), num_columns)",
+           "start = tl.load(starts_ptr + row)", f"{OPS}/select_topk/kernels.py", "test_2_lengths.py", "select_topk"),
+    Mutant("length = tl.maximum(tl.minimum(length, table_width * PAGE_SIZE), 0)  # [GROUP]", "length = length",
+           f"{OPS}/indexer_topk_paged/kernels.py", "test_2_lengths.py", "indexer_topk_paged"),
+    Mutant("ok = (slot >= 0) & (slot < num_slots)", "ok = slot < num_slots", f"{OPS}/sparse_mla/kernels.py",
+           "test_3_indices.py", "invalid"),
+    Mutant("ok = (slot >= 0) & (slot < num_slots)", "ok = slot >= 0", f"{OPS}/sparse_mla/kernels.py",
+           "test_3_indices.py", "invalid"),
+    Mutant("mask=offs_n < end, other=-1", "mask=offs_n < num_keys, other=-1", f"{OPS}/sparse_mla/kernels.py",
+           "test_4_unreferenced_memory.py", "broken_key"),
+    Mutant("raw = tl.load(cache + row[:, None] + offs_l, mask=ok[:, None], other=0)",
+           "raw = tl.load(cache + tl.where(ok, row, 0)[:, None] + offs_l)", f"{OPS}/sparse_mla/kernels.py",
+           "test_4_unreferenced_memory.py", "sparse_mla"),
+    Mutant("base = tl.where(new_maximum == float(\"-inf\"), 0.0, new_maximum)", "base = new_maximum",
+           f"{OPS}/sparse_mla/kernels.py", "test_4_unreferenced_memory.py", "empty_rows"),
+    Mutant("page.to(tl.int64) * PAGE_STRIDE", "page.to(tl.int32) * PAGE_STRIDE", "xmla/core/lang.py",
+           "test_5_offsets.py"),
+    Mutant("mask=lane < K)", "mask=lane < BLOCK_K)", f"{OPS}/indexer_topk/kernels.py", "test_3_indices.py",
+           "nothing_is_written and indexer_topk"),
+    Mutant("splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)",
+           "splits = count_splits(tokens * head_blocks, keys, config, device)", f"{OPS}/sparse_mla/plan.py",
+           "test_7_same_bits.py", "batch_invariant"),
+    Mutant("if spec.dtype not in tensor.dtypes:", "if False:", "xmla/core/op.py", "test_8_wrong_arguments.py"),
+    Mutant("if axes.setdefault(label, size) != size:", "if axes.setdefault(label, size) != size and False:",
+           "xmla/core/op.py", "test_8_wrong_arguments.py"),
+)  # fmt: skip
+
+
+def run(mutant: Mutant) -> str:
+    """What became of one mutant: the first test that noticed, or why none did."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("xmla", "tests", "pyproject.toml"):
+            source, target = ROOT / part, Path(folder) / part
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+        file = Path(folder) / mutant.file
+        text = file.read_text()
+        if mutant.guard not in text:
+            return "GUARD NOT FOUND"
+        file.write_text(text.replace(mutant.guard, mutant.without))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
+                   f"tests/contract/{mutant.test}"]  # fmt: skip
+        if mutant.keyword:
+            command += ["-k", mutant.keyword]
+        environment = os.environ | {"PYTHONPATH": folder}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        # An access outside of memory ends the process: noticed as well.
+        if done.returncode < 0:
+            return f"signal {-done.returncode}"
+        if done.returncode != 1:
+            return "SURVIVED" if done.returncode == 0 else f"PYTEST EXIT {done.returncode}"
+        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        return failed[0].split("::")[1].split(" - ")[0]
+
+
+def main(only: Annotated[str, typer.Option(help="Mutants whose guard or file contains this.")] = "") -> None:
+    """Run the mutants and print which test noticed each."""
+    chosen = [mutant for mutant in MUTANTS if only in mutant.guard or only in mutant.file]
+    table = Table("guard taken out", "file", "noticed by")
+    survived = False
+    for mutant in track(chosen, "mutants", transient=True):
+        outcome = run(mutant)
+        survived |= outcome.isupper()
+        table.add_row(mutant.guard, mutant.file.removeprefix(f"{OPS}/"), outcome)
+    Console(width=170).print(table)
+    raise typer.Exit(code=int(survived))
+
+
+if __name__ == "__main__":
+    typer.run(main)
