@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -67,26 +68,33 @@ MUTANTS = (
 )  # fmt: skip
 
 
+def run_tests(test: str, keyword: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    command += [f"tests/contract/{test}", *(["-k", keyword] if keyword else [])]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@cache
+def passes_unchanged(test: str, keyword: str) -> bool:
+    return run_tests(test, keyword, ROOT).returncode == 0
+
+
 def run(mutant: Mutant) -> str:
     """What became of one mutant: the first test that noticed, or why none did."""
-    with tempfile.TemporaryDirectory() as folder:
-        for part in ("xmla", "tests", "pyproject.toml"):
-            source, target = ROOT / part, Path(folder) / part
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, target)
-        file = Path(folder) / mutant.file
+    if not passes_unchanged(mutant.test, mutant.keyword):
+        return "FAILS UNCHANGED"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("xmla", "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        file = folder / mutant.file
         text = file.read_text()
         if mutant.guard not in text:
             return "GUARD NOT FOUND"
         file.write_text(text.replace(mutant.guard, mutant.without))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
-                   f"tests/contract/{mutant.test}"]  # fmt: skip
-        if mutant.keyword:
-            command += ["-k", mutant.keyword]
-        environment = os.environ | {"PYTHONPATH": folder}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = run_tests(mutant.test, mutant.keyword, folder)
         # An access outside of memory ends the process: noticed as well.
         if done.returncode < 0:
             return f"signal {-done.returncode}"
