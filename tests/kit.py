@@ -52,7 +52,7 @@ def make(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def attributes(op: Op, case: Case) -> dict[str, object]:
-    return {attr.name: attr.default for attr in op.attrs} | dict(case.attrs)
+    return op.defaults | dict(case.attrs)
 
 
 def copies(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

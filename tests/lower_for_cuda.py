@@ -69,7 +69,7 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
     by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped(before).items()}
 
     specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
-    attrs = {attr.name: attr.default for attr in op.attrs} | dict(case.attrs)
+    attrs = op.defaults | dict(case.attrs)
     values = tuple(attrs[attr.name] for attr in op.attrs)
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
     by_triton: dict[str, list[str]] = {}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from xmla import __version__, torch_api
 from xmla.bench import picture, run
 from xmla.cli import app, main
-from xmla.cli.plan import configure, find_device, steps
+from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import largest_error
 from xmla.core.device import KNOWN_DEVICES
 
@@ -69,7 +69,7 @@ def test_plan_prints_launches_and_workspace() -> None:
                   "656 bytes a key and layer", "NVIDIA GB10"):  # fmt: skip
         assert shown in result.output
     config = configure([8], [32768], [2], [], 128, 64, 2048, 64, True)
-    (calls,) = steps(config).values()
+    calls = dict(config.steps())["decode 8 requests × 2, mixed, max_len 32768"]
     attention = next(call for call in calls if call.op == "dsa_attention")
     assert f"{attention.plan(find_device('GB10')).workspace_bytes:,} B" in result.output
 

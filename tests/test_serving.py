@@ -347,7 +347,7 @@ def test_selection_over_a_million_keys_stays_within_its_bound() -> None:
         "starts": rows, "ends": rows,
     }  # fmt: skip
     for device in KNOWN_DEVICES:
-        plan = Call("indexer_topk", specs, {"k": 2048, "workspace_bytes": bound}, "").plan(device)
+        plan = Call("indexer_topk", specs, {"k": 2048, "workspace_bytes": bound}).plan(device)
         assert 0 < plan.workspace_bytes <= bound
         assert all(spec.nbytes <= bound for name, spec in plan.buffers.items() if name != "indices")
 

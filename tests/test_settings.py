@@ -60,7 +60,7 @@ def test_log_tells_each_compile(tmp_path: Path) -> None:
 def test_forbidden_compiles_name_the_specialisation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "forbid_jit", True)
     specs = {"logits": Spec((3, 77), "float32"), "ends": Spec((3,), "int32")}
-    plan = Call("select_topk", specs, {"k": 5}, "").plan(H200)
+    plan = Call("select_topk", specs, {"k": 5}).plan(H200)
     wanted = specialize(plan.launches[0], plan, specs)
     with pytest.raises(UnsupportedError, match=r"no warm-up made ready, for sm_90: topk_candidates_kernel\(.*K=5"):
         compiled(wanted, 90)
@@ -122,7 +122,7 @@ def test_check_passes_what_engines_pass(name: str, device: str, monkeypatch: pyt
 
 def test_tuned_directory_replaces_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache, slots = Spec((3, 64, 576), "bfloat16"), Spec((9, 64, 656), "uint8"), Spec((3, 96), "int32")
-    call = Call("sparse_mla", {"q": q, "cache": cache, "slots": slots}, {"softmax_scale": 0.123}, "")
+    call = Call("sparse_mla", {"q": q, "cache": cache, "slots": slots}, {"softmax_scale": 0.123})
     file = tmp_path / "sparse_mla" / "NVIDIA_H200.json"
     file.parent.mkdir()
     file.write_text(json.dumps({"h64-packed": {"block_n": 32, "num_warps": 4}}))
@@ -132,7 +132,7 @@ def test_tuned_directory_replaces_the_heuristic(tmp_path: Path, monkeypatch: pyt
     assert dict(launch.constexprs)["BLOCK_N"] == 32 and launch.num_warps == 4
     file.write_text(json.dumps({"h64-packed": {"block_m": 32}}))
     tuned._read.cache_clear()
-    other = Call("sparse_mla", call.specs, {"softmax_scale": 0.456}, "")
+    other = Call("sparse_mla", call.specs, {"softmax_scale": 0.456})
     with pytest.raises(ArgumentError, match=r"NVIDIA_H200.json names block_m under h64-packed, expected"):
         other.plan(H200)
 

@@ -53,7 +53,7 @@ def gluon_plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
     op = registry()["sparse_mla"]
     for case, specs, attrs in of_cases(op):
         if specs["cache"].itemsize == 1:
-            values = {attr.name: attr.default for attr in op.attrs} | attrs
+            values = op.defaults | attrs
             arguments = tuple(specs.get(argument) for argument in op.tensors)
             plan, _ = plan_call(op, arguments, tuple(values[attr.name] for attr in op.attrs), device, "gluon")
             yield f"sparse_mla gluon {case}", specs, plan
@@ -66,7 +66,7 @@ def plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
         calls += of_serving(tokens, heads, k)
     for name, case, specs, given in calls:
         op = ops[name]
-        attrs = {attr.name: attr.default for attr in op.attrs} | given
+        attrs = op.defaults | given
         values = tuple(attrs[attr.name] for attr in op.attrs)
         plan, _ = plan_call(op, tuple(specs.get(argument) for argument in op.tensors), values, device)
         yield f"{name} {case}", specs, plan

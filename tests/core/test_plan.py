@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
+from xmla.core.errors import ArgumentError
 from xmla.core.op import Case, Op, plan_call, registry
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -61,7 +62,7 @@ def attention(tokens: int, heads: int, k: int, device: Device, **attrs: object) 
         "cache": Spec((1000, 64, 656), "uint8"),
         "slots": Spec((tokens, k), "int32"),
     }
-    values = {attr.name: attr.default for attr in op.attrs} | {"softmax_scale": 1.0} | attrs
+    values = op.defaults | {"softmax_scale": 1.0} | attrs
     return plan_call(op, tuple(specs.get(n) for n in op.tensors), tuple(values[a.name] for a in op.attrs), device)[0]
 
 
@@ -79,6 +80,14 @@ def test_batch_invariant_splits_depend_on_k_alone() -> None:
     counts = {splits(attention(t, 128, 2048, H200, batch_invariant=True)) for t in (1, 7, 64, 4096)}
     assert len(counts) == 1
     assert splits(attention(3, 16, 100, RTX_PRO_6000, batch_invariant=True)) == 1
+
+
+def test_the_memo_does_not_take_true_for_one() -> None:
+    op = registry()["select_topk"]
+    specs = (Spec((3, 77), "float32"), Spec((3,), "int32"), None)
+    assert plan_call(op, specs, (1,), H200)[0].results == ("indices",)
+    with pytest.raises(ArgumentError, match="select_topk: k type is bool, expected int"):
+        plan_call(op, specs, (True,), H200)
 
 
 def test_workspace_is_known_up_front() -> None:

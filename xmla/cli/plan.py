@@ -3,10 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
-from xmla.core.compile import specialize
 from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.model import Call, ModelConfig
+from xmla.core.model import ModelConfig
 from xmla.core.support import supports
 from xmla.warmup import present_device
 
@@ -45,31 +44,15 @@ def present_or_known(name: str | None) -> Device:
         return find_device("H200")
 
 
-def steps(config: ModelConfig) -> dict[str, list[Call]]:
-    """The calls of each step, by what the step is."""
-    found: dict[str, list[Call]] = {}
-    for max_len in config.max_lens:
-        for requests in config.batches:
-            for next_n in config.next_n:
-                mixed = config.mixed and next_n > 1
-                name = f"decode {requests} requests × {next_n}{', mixed' if mixed else ''}, max_len {max_len}"
-                found[name] = list(config.decode(requests, next_n, max_len, mixed))
-        for tokens in config.prefill_tokens:
-            found[f"prefill {tokens} tokens, {max_len} keys"] = list(config.prefill(tokens, max(max_len, tokens)))
-    return found
-
-
 def show_plan(config: ModelConfig, device_name: str | None) -> None:
     """Print each step's launches and workspace, and what the caches take."""
     device = present_or_known(device_name)
     console = Console()
-    kernels: set[object] = set()
-    for name, calls in steps(config).items():
+    for name, calls in config.steps():
         table = Table("op", "launch", "programs", "warps", "workspace", title=f"{name}, on {device.name}")
         for call in calls:
             plan = call.plan(device)
             for index, launch in enumerate(plan.active):
-                kernels.add(specialize(launch, plan, call.specs))
                 space = f"{plan.workspace_bytes:,} B" if index == 0 else ""
                 op = call.op if index == 0 else ""
                 table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space)
@@ -77,7 +60,7 @@ def show_plan(config: ModelConfig, device_name: str | None) -> None:
     caches = config.caches()
     for name, spec in caches.items():
         console.print(f"{name}: {spec.shape[2]} bytes a key and layer, {spec.shape[1] * spec.shape[2]:,} a page")
-    console.print(f"{len(kernels)} kernels in all")
+    console.print(f"{len(config.specializations(device))} kernels in all")
 
 
 def show_support(op: str, sizes: list[str], devices: list[str]) -> bool:

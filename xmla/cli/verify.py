@@ -43,7 +43,7 @@ def _by_jax(op: Op, case: Case) -> list[np.ndarray]:
 
 def _by_definition(op: Op, case: Case) -> list[np.ndarray]:
     inputs = case.make(np.random.default_rng(0))
-    attrs = {attr.name: attr.default for attr in op.attrs} | dict(case.attrs)
+    attrs = op.defaults | dict(case.attrs)
     results = op.reference(**inputs, **attrs)
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     return [np.asarray(value) for value in (*results, *(inputs[name] for name in op.mutates))]

@@ -59,6 +59,21 @@ def page_base(page, PAGE_STRIDE: tl.constexpr):
 
 
 @triton.jit
+def load_page_keys(
+    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr
+):
+    """Indexer keys [BLOCK_N, D] e4m3 at positions `key` below `mapped`, scales [BLOCK_N] f32, and which are there."""
+    page = tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
+    ok = (page >= 0) & (page < num_pages)
+    first_byte = page_base(page, PAGE_STRIDE)
+    offset = key % PAGE_SIZE
+    key_row = first_byte + offset * D
+    keys = tl.load(as_e4m3(cache_ptr) + key_row[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
+    scale_ptrs = as_floats(as_bytes(cache_ptr) + first_byte + PAGE_SIZE * D + offset * 4)
+    return keys, tl.load(scale_ptrs, mask=ok, other=0.0), ok
+
+
+@triton.jit
 def head_scores(k, q, weights, key_scales, GROUP: tl.constexpr):
     """Indexer logits of GROUP tokens over a tile of keys: key_scale · Σ_i relu(k · q_i) · weight_i.
 

@@ -14,16 +14,15 @@ from xmla.core.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op at given sizes: its arguments' specs by name, its attributes, and what it is for."""
+    """One op at given sizes: its arguments' specs by name, and its attributes."""
 
     op: str
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
-    purpose: str
 
     def plan(self, device: Device) -> Plan:
         op = registry()[self.op]
-        attrs = {attr.name: attr.default for attr in op.attrs} | dict(self.attrs)
+        attrs = op.defaults | dict(self.attrs)
         specs = tuple(self.specs.get(name) for name in op.tensors)
         return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
 
@@ -73,10 +72,9 @@ class ModelConfig:
         caches, slots = self.caches(), Spec((tokens,), "int32")
         latent, rope = Spec((tokens, V32.latent), self.dtype), Spec((tokens, V32.rope), self.dtype)
         keys = Spec((tokens, self.index_dim), self.dtype)
-        purpose = f"store {tokens} tokens"
         cached = {"latent": latent, "rope": rope, "slots": slots, "cache": caches["mla_cache"]}
-        yield Call("write_mla_cache", cached, {}, purpose)
-        yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {}, purpose)
+        yield Call("write_mla_cache", cached, {})
+        yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {})
 
     def queries(self, tokens: int) -> dict[str, Spec]:
         return {
@@ -91,12 +89,11 @@ class ModelConfig:
     def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
         """A decode step of `requests`, with `next_n` tokens each, or `mixed` up to so many."""
         tokens = requests * next_n
-        purpose = f"decode {requests} × {next_n}{' mixed' if mixed else ''}, max_len {max_len}"
         yield from self.writes(tokens)
         if mixed:
             starts = Spec((requests + 1,), "int32")
             batch = {"query_starts": starts, "lengths": Spec((requests,), "int32")}
-            yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n}, purpose)
+            yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n})
         specs = {
             **self.queries(tokens), **self.caches(), "block_table": self.table(requests, max_len),
             "lengths": Spec((tokens,), "int32"),
@@ -106,19 +103,16 @@ class ModelConfig:
         if self.sink:
             specs["sink"] = Spec((self.heads,), "float32")
         attrs = {"k": self.k, "softmax_scale": self.softmax_scale, "index_scale": self.index_scale}
-        yield Call("dsa_attention", specs, attrs, purpose)
+        yield Call("dsa_attention", specs, attrs)
 
     def prefill(self, tokens: int, keys: int) -> Iterator[Call]:
         """A prefill step of `tokens` over `keys` gathered from the indexer's pages."""
-        purpose = f"prefill {tokens} tokens, {keys} keys"
         queries, caches, rows = self.queries(tokens), self.caches(), Spec((tokens,), "int32")
         yield from self.writes(tokens)
-        yield Call(
-            "read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")}, {}, purpose
-        )
+        yield Call("read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")}, {})
         yield Call(
             "quantize_indexer_query", {"q": queries["index_q"], "weights": queries["index_weights"]},
-            {"scale": self.index_scale}, purpose,
+            {"scale": self.index_scale},
         )  # fmt: skip
         logits = {
             "q8": Spec(queries["index_q"].shape, "float8_e4m3fn"),
@@ -128,30 +122,34 @@ class ModelConfig:
             "starts": rows,
             "ends": rows,
         }
-        yield Call("indexer_topk", logits, {"k": self.k}, purpose)
+        yield Call("indexer_topk", logits, {"k": self.k})
         slots = Spec((tokens, self.k), "int32")
         mapped = {"indices": slots, "block_table": self.table(1, keys), "request_ids": rows}
-        yield Call("map_slots", mapped, {"page_size": self.page_size}, purpose)
+        yield Call("map_slots", mapped, {"page_size": self.page_size})
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots}
         if self.sink:
             attended["sink"] = Spec((self.heads,), "float32")
-        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale}, purpose)
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})
 
-    def calls(self) -> Iterator[Call]:
-        """Every call of every step that the lists describe."""
+    def steps(self) -> Iterator[tuple[str, list[Call]]]:
+        """Every step that the lists describe, by what it is, and its calls."""
         for max_len in self.max_lens:
             for requests in self.batches:
                 for next_n in self.next_n:
-                    yield from self.decode(requests, next_n, max_len)
+                    step = f"decode {requests} requests × {next_n}, max_len {max_len}"
+                    yield step, list(self.decode(requests, next_n, max_len))
                 if self.mixed:
-                    yield from self.decode(requests, max(self.next_n), max_len, mixed=True)
+                    step = f"decode {requests} requests × {max(self.next_n)}, mixed, max_len {max_len}"
+                    yield step, list(self.decode(requests, max(self.next_n), max_len, mixed=True))
             for tokens in self.prefill_tokens:
-                yield from self.prefill(tokens, max(max_len, tokens))
+                keys = max(max_len, tokens)
+                yield f"prefill {tokens} tokens, {keys} keys", list(self.prefill(tokens, keys))
 
     def specializations(self, device: Device) -> list[Specialization]:
-        """The closed list of kernels that these calls launch on `device`, each once, in order of first use."""
+        """The closed list of kernels that these steps launch on `device`, each once, in order of first use."""
         found: dict[Specialization, None] = {}
-        for call in self.calls():
-            plan = call.plan(device)
-            found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
+        for _, calls in self.steps():
+            for call in calls:
+                plan = call.plan(device)
+                found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
         return list(found)

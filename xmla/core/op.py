@@ -143,6 +143,11 @@ class Op:
     def __repr__(self) -> str:
         return f"Op({self.name})"
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Each attribute's default, in order; None for one that has to be given."""
+        return {attr.name: attr.default for attr in self.attrs}
+
     def bind(
         self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any], implementation: str | None = None
     ) -> Problem:
@@ -196,7 +201,6 @@ class Op:
             )
 
 
-@lru_cache(maxsize=1 << 14)
 def plan_call(
     op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
@@ -204,8 +208,16 @@ def plan_call(
 
     `specs` follow `op.tensors`, `attrs` follow `op.attrs`.
     """
+    op.check_attributes(dict(zip(op.defaults, attrs, strict=True)))  # the memo takes True for 1
+    return _plan_call(op, specs, attrs, device, implementation)
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan_call(
+    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None
+) -> tuple[Plan, tuple[Spec, ...]]:
     names = dict(zip(op.tensors, specs, strict=True))
-    values = {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)}
+    values = dict(zip(op.defaults, attrs, strict=True))
     op.check_implementation(implementation)
     if implementation == "reference":
         raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")

@@ -51,7 +51,7 @@ def supports(op: str, device: Device, /, **axes: int) -> Support:
             continue
         shape = tuple(axes.get(axis, size) for axis, size in zip(tensor.names, array.shape, strict=True))
         specs.append(Spec(shape, array.dtype.name))
-    attrs = {attr.name: attr.default for attr in declared.attrs} | dict(case.attrs)
+    attrs = declared.defaults | dict(case.attrs)
     try:
         plan_call(declared, tuple(specs), tuple(attrs[attr.name] for attr in declared.attrs), device)
     except (ArgumentError, UnsupportedError) as error:

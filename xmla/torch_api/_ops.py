@@ -62,7 +62,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     _library.define(f"{op.name}({inputs}) -> {returns}")
 
     tensor_names, attr_names = list(op.tensors), [attr.name for attr in op.attrs]
-    defaults = dict.fromkeys(op.optional) | {attr.name: attr.default for attr in op.attrs}
+    defaults = dict.fromkeys(op.optional) | op.defaults
 
     def unpack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
         values = defaults | dict(zip(tensor_names, args, strict=False)) | kwargs

@@ -80,14 +80,12 @@ def prepare(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], pointers: Sequence[int], implementation: str | None
 ) -> Prepared:
     """Check, plan and compile a call, the first of its shapes."""
-    op.check_attributes({attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})  # True is not 1
     plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
-    given = {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
     places = {name: i for i, name in enumerate([*op.tensors, *plan.results, *plan.workspace])}
     device = tensors[0].device
     steps = []
     if device.type != "cpu":
-        specs = {name: spec_of(tensor) for name, tensor in given.items()}
+        specs = {name: spec_of(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
         unaligned = frozenset(name for name, address in zip(op.tensors, pointers, strict=True) if address % 16)
 
         def bind(launch: Launch) -> Step:

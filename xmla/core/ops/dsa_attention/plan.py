@@ -16,9 +16,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     def step(op: Op, names: Mapping[str, str], **values: Any) -> None:
         """Plan `op`, whose arguments and buffers are called `names[...]` in the whole."""
         specs = {argument: arrays.get(names.get(argument, argument)) for argument in op.tensors}
-        defaults = {attr.name: attr.default for attr in op.attrs}
         chosen = problem.implementation if problem.implementation in op.implementations else None
-        part = op.plan(op.bind(specs, defaults | values, chosen), device)
+        part = op.plan(op.bind(specs, op.defaults | values, chosen), device)
         arrays.update({names.get(name, name): spec for name, spec in part.buffers.items()})
         steps.append((part, names))
 

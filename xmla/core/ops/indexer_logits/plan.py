@@ -7,7 +7,19 @@ from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 # probed on an H200, 2026-11-21; 256 keys with 8 warps reach 0.93 of it.
 BLOCK_T = 64
 BLOCK_N = 128
-MAX_ROWS = 128
+MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
+
+
+def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
+    """What every kernel that reads the quantised query knows of it."""
+    q8, weights = problem.specs["q8"], problem.specs["weights"]
+    return (
+        ("Q_STRIDE_T", q8.stride(0)),
+        ("Q_STRIDE_I", q8.stride(1)),
+        ("WEIGHT_STRIDE", weights.stride(0)),
+        ("HEADS", problem["I"]),
+        ("D", problem["D"]),
+    )
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -21,12 +33,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes=(problem["T"], problem["N"]),
         outputs=("logits",),
         constexprs=(
-            ("Q_STRIDE_T", specs["q8"].stride(0)),
-            ("Q_STRIDE_I", specs["q8"].stride(1)),
-            ("WEIGHT_STRIDE", specs["weights"].stride(0)),
+            *query_constexprs(problem),
             ("KEY_STRIDE", specs["keys"].stride(0)),
-            ("HEADS", problem["I"]),
-            ("D", problem["D"]),
             ("BLOCK_T", block_t),
             ("GROUP", min(block_t, MAX_ROWS // block_i)),
             ("BLOCK_N", BLOCK_N),

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, as_e4m3, as_floats, head_scores, page_base
+from xmla.core.lang import head_scores, load_page_keys
 
 
 @triton.jit
@@ -64,7 +64,6 @@ def indexer_logits_paged_kernel(
     member = tl.arange(0, GROUP)
     row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
-    cache = as_e4m3(cache_ptr)
     capacity = tl.minimum(max_len, table_width * PAGE_SIZE)
 
     # Work is the list of all groups' tiles of keys, cut evenly into one run a program. The list follows from the
@@ -117,14 +116,9 @@ def indexer_logits_paged_kernel(
 
             for tile in tl.range(0, last_tile - first_tile):
                 key = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-                page = tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
-                ok = (page >= 0) & (page < num_pages)
-                first_byte = page_base(page, PAGE_STRIDE)
-                offset = key % PAGE_SIZE
-                key_row = first_byte + offset * D
-                keys = tl.load(cache + key_row[:, None] + offs_d[None, :], mask=ok[:, None], other=0.0)  # [BLOCK_N, D]
-                scale_ptrs = as_floats(as_bytes(cache_ptr) + first_byte + PAGE_SIZE * D + offset * 4)
-                key_scales = tl.load(scale_ptrs, mask=ok, other=0.0)
+                keys, key_scales, ok = load_page_keys(
+                    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D
+                )
                 scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
                 scores = tl.where(ok[:, None], scores, float("-inf"))
                 tl.store(logits_ptr + out_row + key[:, None], scores, mask=key[:, None] < length[None, :])

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
+from xmla.core.ops.indexer_logits.plan import MAX_ROWS, query_constexprs
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 
@@ -9,7 +10,6 @@ from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 # registers and with them a program an SM (2758).
 BLOCK_N = 128
 PROGRAMS_A_SM = 4
-MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,16 @@ def group_tokens(problem: Problem) -> Grouping:
     group = min(next_power_of_2(next_n), max(1, MAX_ROWS // block_i))
     groups_a_request = cdiv(next_n, group)
     return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
+
+
+def page_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
+    """What every kernel that reads the query and the paged keys knows of them."""
+    return (
+        *query_constexprs(problem),
+        ("PAGE_STRIDE", problem.specs["cache"].stride(0)),
+        ("PAGE_SIZE", problem["R"]),
+        ("HAS_REQUEST_IDS", problem.has("request_ids")),
+    )
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -56,15 +66,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         ),
         outputs=("logits",),
         constexprs=(
-            ("Q_STRIDE_T", specs["q8"].stride(0)),
-            ("Q_STRIDE_I", specs["q8"].stride(1)),
-            ("WEIGHT_STRIDE", specs["weights"].stride(0)),
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("HEADS", problem["I"]),
-            ("D", problem["D"]),
+            *page_constexprs(problem),
             ("GROUP", grouping.group),
-            ("HAS_REQUEST_IDS", problem.has("request_ids")),
             ("BLOCK_G", 256),
             ("BLOCK_N", BLOCK_N),
             ("BLOCK_I", grouping.block_i),

@@ -3,12 +3,12 @@ from collections.abc import Mapping
 from xmla.core.device import Device
 from xmla.core.op import Op, Problem
 from xmla.core.ops import indexer_logits, select_topk
+from xmla.core.ops.indexer_logits.plan import MAX_ROWS, query_constexprs
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
 from xmla.core.plan import Launch, Plan, cdiv, join, next_power_of_2
 from xmla.core.spec import Spec
 
 BLOCK_N = 128
-MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 MAX_K = 8192  # candidates of one program, at most twice as many, are sorted out in registers
 PROGRAMS_A_SM = 2
 
@@ -27,10 +27,7 @@ def check_workspace(problem: Problem) -> None:
 
 def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str]) -> Plan | None:
     """The plan that stores all logits and selects from them, if it keeps to the workspace; `names` for select_topk."""
-    whole = logits.bind(
-        {name: problem.specs.get(name) for name in logits.tensors},
-        {attr.name: attr.default for attr in logits.attrs},
-    )
+    whole = logits.bind({name: problem.specs.get(name) for name in logits.tensors}, logits.defaults)
     first = logits.plan(whole, device)
     specs = {**problem.specs, **first.buffers}
     select = select_topk.OP
@@ -69,12 +66,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes=(problem["T"], problem["N"], groups),
         outputs=("indices", *workspace),
         constexprs=(
-            ("Q_STRIDE_T", specs["q8"].stride(0)),
-            ("Q_STRIDE_I", specs["q8"].stride(1)),
-            ("WEIGHT_STRIDE", specs["weights"].stride(0)),
+            *query_constexprs(problem),
             ("KEY_STRIDE", specs["keys"].stride(0)),
-            ("HEADS", problem["I"]),
-            ("D", problem["D"]),
             ("K", k),
             ("GROUP", group),
             ("CAPACITY", capacity(k)),

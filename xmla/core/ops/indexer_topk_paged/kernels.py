@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, as_e4m3, as_floats, head_scores, page_base
+from xmla.core.lang import head_scores, load_page_keys
 from xmla.core.ops.indexer_topk.kernels import append, make_room
 
 
@@ -66,20 +66,12 @@ def indexer_topk_paged_kernel(
     reach = tl.max(length)
     mapped = tl.where(known, reach, 0)  # keys that the block table maps
     tiles = tl.cdiv(tl.cdiv(reach, BLOCK_N), SEGMENTS)  # of this segment
-    cache = as_e4m3(cache_ptr)
     place = (token.to(tl.int64) * SEGMENTS + segment) * CAPACITY  # [GROUP]
     counts = tl.zeros([GROUP], tl.int32)
     thresholds = tl.zeros([GROUP], tl.uint32)
     for tile in tl.range(0, tiles):
         key = (segment * tiles + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        page = tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
-        ok = (page >= 0) & (page < num_pages)
-        first_byte = page_base(page, PAGE_STRIDE)
-        offset = key % PAGE_SIZE
-        key_row = first_byte + offset * D
-        keys = tl.load(cache + key_row[:, None] + offs_d[None, :], mask=ok[:, None], other=0.0)  # [BLOCK_N, D]
-        scale_ptrs = as_floats(as_bytes(cache_ptr) + first_byte + PAGE_SIZE * D + offset * 4)
-        key_scales = tl.load(scale_ptrs, mask=ok, other=0.0)
+        keys, key_scales, ok = load_page_keys(cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D)
         scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
         scores = tl.where(ok[:, None], scores, float("-inf"))
         visible = key[:, None] < length[None, :]

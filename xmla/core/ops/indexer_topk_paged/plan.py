@@ -1,7 +1,7 @@
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops import indexer_logits_paged
-from xmla.core.ops.indexer_logits_paged.plan import group_tokens
+from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexprs
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
 from xmla.core.ops.indexer_topk.plan import BLOCK_N, capacity, require_capacity, stored
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
@@ -39,7 +39,6 @@ def plan(problem: Problem, device: Device) -> Plan:
     ):
         segments *= 2
     shared = (("K", k), ("SEGMENTS", segments), ("CAPACITY", lanes))
-    ids = problem.has("request_ids")
     score = Launch(
         indexer_topk_paged_kernel,
         grid=(grouping.groups * segments,),
@@ -54,15 +53,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         ),
         outputs=tuple(workspace(segments)),
         constexprs=(
-            ("Q_STRIDE_T", specs["q8"].stride(0)),
-            ("Q_STRIDE_I", specs["q8"].stride(1)),
-            ("WEIGHT_STRIDE", specs["weights"].stride(0)),
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("HEADS", problem["I"]),
-            ("D", problem["D"]),
+            *page_constexprs(problem),
             ("GROUP", grouping.group),
-            ("HAS_REQUEST_IDS", ids),
             *shared,
             ("BLOCK_N", BLOCK_N),
             ("BLOCK_I", grouping.block_i),
