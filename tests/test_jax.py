@@ -58,7 +58,7 @@ def test_pallas_kernels_around_an_op_in_one_jit() -> None:
     """A Pallas kernel (RMSNorm and rope of the query) feeds sparse_mla, another consumes its output."""
     op = registry()["sparse_mla"]
     inputs = kit.make(op.cases[1])
-    q, cache, slots, lengths, sink = kit.jax_inputs(op, inputs)
+    q, cache, slots, lengths, sink, *_ = kit.jax_inputs(op, inputs)
     tokens, heads, width = q.shape
     weight = jnp.linspace(0.5, 1.5, width)
     angles = jnp.linspace(0.0, 3.0, 32)

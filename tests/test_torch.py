@@ -81,7 +81,8 @@ def test_compiles_whole_and_dynamic(op: Op, device: str) -> None:
             many[0] = torch.arange(repeat * len(arguments[1]) + 1, device=device, dtype=torch.int32)
             many[1] = torch.cat([arguments[1]] * repeat)
         if op.mutates:  # valid slots must be distinct
-            many[list(op.tensors).index("slots")] = torch.arange(len(many[0]), device=device, dtype=torch.int32)
+            place = list(op.tensors).index("slots")
+            many[place] = torch.arange(len(many[place]), device=device, dtype=torch.int32)
         if (
             "block_table" in op.tensors
             and "request_ids" in op.tensors

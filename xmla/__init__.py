@@ -3,6 +3,7 @@
 Import a front-end: ``xmla.torch_api`` or ``xmla.jax_api``. This module imports neither framework.
 """
 
+from xmla import layouts as layouts
 from xmla.core.device import Device as Device
 from xmla.core.errors import ArgumentError as ArgumentError
 from xmla.core.errors import UnsupportedError as UnsupportedError

@@ -39,16 +39,53 @@ def wide_query(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ones((1, count, 128), np.float32), np.ones((1, count), np.float32)
 
 
+ROWS = ("656 bytes (v32) or 584 bytes (v4) or 528 bytes (v41) or 288 bytes (v41_fp4) or 528 bytes (nope) or 352 bytes "
+        "(nvfp4) or 576 elements (plain) or 512 elements (plain_v4)")  # fmt: skip
+
 MISTAKES = [
     # dtype, rank, axes
     Mistake("sparse_mla", "sparse_mla: q dtype is float32, expected bfloat16 or float16",
             lambda a: {"q": a["q"].astype(np.float32)}),
     Mistake("sparse_mla", "sparse_mla: slots rank is 1, expected 2 (T, K)", lambda a: {"slots": a["slots"][0]}),
-    Mistake("sparse_mla", "sparse_mla: q axis L+E (axis 2) is 512, expected 576", lambda a: {"q": a["q"][..., :512]}),
+    Mistake("sparse_mla", "sparse_mla: q axis L+E (axis 2) is 512, expected 576 for 'v32' entries",
+            lambda a: {"q": a["q"][..., :512]}),
     Mistake("sparse_mla", "sparse_mla: slots axis T (axis 0) is 2, expected 1, as before",
             lambda a: {"slots": np.repeat(a["slots"], 2, axis=0)}),
-    Mistake("sparse_mla", "sparse_mla: cache axis ROW (axis 2) is 640, expected 656 bytes (V3.2) or 576 elements "
-            "(plain rows)", lambda a: {"cache": np.zeros((3, 64, 640), np.uint8)}),
+    Mistake("sparse_mla", f"sparse_mla: cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
+            lambda a: {"cache": np.zeros((3, 64, 640), np.uint8)}),
+    Mistake("sparse_mla", "sparse_mla: cache axis ROW (axis 2) of uint8 is 656, expected 584 bytes (v4)",
+            attrs={"cache_format": "v4"}),
+    Mistake("sparse_mla", "sparse_mla: cache_format value is None, expected 'v41' or 'nope'",
+            lambda a: {"cache": np.zeros((3, 64, 528), np.uint8)}),
+    Mistake("sparse_mla", "sparse_mla: cache_format value is 'v5', expected one of v32, v4, v41, v41_fp4, nope, nvfp4, "
+            "plain, plain_v4", attrs={"cache_format": "v5"}),
+    Mistake("sparse_mla", "sparse_mla: extra_slots argument is missing, expected an array beside extra_cache",
+            lambda a: {"extra_cache": a["cache"]}),
+    Mistake("sparse_mla", "sparse_mla: extra_cache argument is missing, expected an array beside extra_slots",
+            lambda a: {"extra_slots": a["slots"]}),
+    Mistake("sparse_mla", "sparse_mla: extra_lengths argument is given, expected none without extra_cache",
+            lambda a: {"extra_lengths": np.zeros(1, np.int32)}),
+    Mistake("sparse_mla", "sparse_mla: extra_cache format is 'v4', expected one with the dims of 'v32'",
+            lambda a: {"extra_cache": np.zeros((3, 64, 584), np.uint8), "extra_slots": a["slots"]}),
+    Mistake("sparse_mla", "sparse_mla: extra_cache dtype is float16, expected bfloat16, as q",
+            lambda a: {"extra_cache": np.zeros((3, 64, 576), np.float16), "extra_slots": a["slots"]}),
+    Mistake("sparse_mla", "sparse_mla: positions argument is missing, expected an array beside cos_sin",
+            lambda a: {"cos_sin": np.zeros((9, 64), np.float32)}),
+    Mistake("sparse_mla", "sparse_mla: cos_sin argument is given, expected none: values of 'v32' hold no roped dims",
+            lambda a: {"cos_sin": np.zeros((9, 64), np.float32), "positions": np.zeros(1, np.int32)}),
+    Mistake("sparse_mla", "sparse_mla: cos_sin axis E (axis 1) is 32, expected 64",
+            lambda a: {"cos_sin": np.zeros((9, 32), np.float32), "positions": np.zeros(4, np.int32)}, case=8),
+    Mistake("sparse_mla", "sparse_mla: lse_base value is '10', expected 'e' or '2'", attrs={"lse_base": "10"}),
+    Mistake("write_mla_cache", "write_mla_cache: scale_floor value is 'none', expected 'scale' or 'amax'",
+            attrs={"scale_floor": "none"}),
+    Mistake("write_mla_cache", "write_mla_cache: latent axis L (axis 1) is 512, expected 448 in 'v4'",
+            lambda a: {"cache": np.zeros((3, 64, 584), np.uint8)}),
+    Mistake("convert_mla_cache", "convert_mla_cache: cache format is 'v4', expected one with the dims of 'v32'",
+            lambda a: {"cache": np.zeros((3, 64, 584), np.uint8)}),
+    Mistake("convert_mla_cache", "convert_mla_cache: source_format value is None, expected 'v41' or 'nope'",
+            lambda a: {"source": np.zeros((3, 64, 528), np.uint8)}),
+    Mistake("convert_mla_cache", "convert_mla_cache: scale_floor value is 'none', expected 'scale' or 'amax'",
+            attrs={"scale_floor": "none"}),
     Mistake("sparse_mla", "sparse_mla: cache dtype is float16, expected bfloat16, as q",
             lambda a: {"cache": np.zeros((3, 64, 576), np.float16)}),
     Mistake("sparse_mla", "sparse_mla: q axis H (axis 1) is 129, supported: at most 128 heads", heads(129),
@@ -60,17 +97,17 @@ MISTAKES = [
     Mistake("sparse_mla", "sparse_mla: empty_lse value is '0', expected '-inf' or '+inf'", attrs={"empty_lse": "0"}),
     Mistake("sparse_mla", "sparse_mla: softmax_scale type is str, expected float", attrs={"softmax_scale": "1"}),
     Mistake("sparse_mla", "sparse_mla: batch_invariant type is int, expected bool", attrs={"batch_invariant": 1}),
-    Mistake("write_mla_cache", "write_mla_cache: cache axis ROW (axis 2) is 655, expected 656 bytes (V3.2)",
+    Mistake("write_mla_cache", f"write_mla_cache: cache axis ROW (axis 2) of uint8 is 655, expected {ROWS}",
             lambda a: {"cache": np.zeros((3, 64, 655), np.uint8)}),
-    Mistake("write_mla_cache", "write_mla_cache: latent axis L (axis 1) is 511, expected 512",
+    Mistake("write_mla_cache", "write_mla_cache: latent axis L (axis 1) is 511, expected 512 in 'v32'",
             lambda a: {"latent": a["latent"][:, :511].copy()}),
-    Mistake("write_mla_cache", "write_mla_cache: rope axis E (axis 1) is 63, expected 64",
+    Mistake("write_mla_cache", "write_mla_cache: rope axis E (axis 1) is 63, expected 64 in 'v32'",
             lambda a: {"rope": a["rope"][:, :63].copy()}),
     Mistake("write_mla_cache", "write_mla_cache: slots dtype is float32, expected int32 or int64",
             lambda a: {"slots": a["slots"].astype(np.float32)}),
     Mistake("read_mla_cache", "read_mla_cache: dtype value is 'float64', expected 'bfloat16' or 'float32'",
             attrs={"dtype": "float64"}),
-    Mistake("read_mla_cache", "read_mla_cache: cache axis ROW (axis 2) is 132, expected 656 bytes (V3.2)",
+    Mistake("read_mla_cache", f"read_mla_cache: cache axis ROW (axis 2) of uint8 is 132, expected {ROWS}",
             lambda a: {"cache": np.zeros((3, 64, 132), np.uint8)}),
     Mistake("write_indexer_cache", "write_indexer_cache: cache axis ROW (axis 2) is 131, expected 132 (D + 4)",
             lambda a: {"cache": np.zeros((3, 64, 131), np.uint8)}),
@@ -109,8 +146,8 @@ MISTAKES = [
     Mistake("dsa_attention", "dsa_attention: k value is -3, expected at least 1", attrs={"k": -3}),
     Mistake("dsa_attention", "dsa_attention: indexer_cache axis R (axis 1) is 32, expected 64, as before",
             lambda a: {"indexer_cache": np.zeros((a["mla_cache"].shape[0], 32, 132), np.uint8)}),
-    Mistake("dsa_attention", "sparse_mla: cache axis ROW (axis 2) is 640, expected 656 bytes (V3.2) or 576 elements "
-            "(plain rows)", lambda a: {"mla_cache": a["mla_cache"][..., :640].copy()}),
+    Mistake("dsa_attention", f"sparse_mla: cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
+            lambda a: {"mla_cache": a["mla_cache"][..., :640].copy()}),
 ]  # fmt: skip
 
 
@@ -195,10 +232,10 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
     packed, plain = (next(c for c in op.cases if (kit.make(c)["cache"].dtype == np.uint8) is is_packed)
                      for is_packed in (True, False))  # fmt: skip
     for case, device, message in (
-        (packed, B200, "sparse_mla: implementation value is 'gluon' on NVIDIA B200 over v32 entries, supported: "
-                       "packed entries on compute capability 9.0"),
-        (plain, H200, "sparse_mla: implementation value is 'gluon' on NVIDIA H200 over plain entries, supported: "
-                      "packed entries on compute capability 9.0"),
+        (packed, B200, "sparse_mla: implementation value is 'gluon' on NVIDIA B200 over 'v32' entries, supported: "
+                       "'v32' entries on compute capability 9.0"),
+        (plain, H200, "sparse_mla: implementation value is 'gluon' on NVIDIA H200 over 'plain' entries, supported: "
+                      "'v32' entries on compute capability 9.0"),
     ):  # fmt: skip
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(device), pytest.raises(UnsupportedError) as refused:

@@ -5,9 +5,20 @@ from fractions import Fraction
 import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import example, given
 
-from xmla.core.layout import V32, IndexerLayout, power_of_two_exponent, quantize
+from xmla.core.layout import (
+    MLA_LAYOUTS,
+    NVFP4,
+    V4,
+    V32,
+    V41,
+    V41_FP4,
+    IndexerLayout,
+    power_of_two_exponent,
+    quantize,
+)
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -18,7 +29,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 @example(1.75)
 def test_exponent_is_the_exact_one(amax: float) -> None:
     """The smallest e with 448 · 2**e ≥ amax, over the rationals."""
-    exponent = int(power_of_two_exponent(np.array([amax], np.float32), -200)[0])
+    exponent = int(power_of_two_exponent(np.array([amax], np.float32), 448.0, -200)[0])
     assert 448 * Fraction(2) ** exponent >= Fraction(amax) > 448 * Fraction(2) ** (exponent - 1)
 
 
@@ -37,16 +48,91 @@ def test_v32_row_byte_by_byte() -> None:
     rng = np.random.default_rng(0)
     latent = rng.standard_normal((3, 512)).astype(ml_dtypes.bfloat16)
     rope = rng.standard_normal((3, 64)).astype(ml_dtypes.bfloat16)
-    rows = V32.write(latent, rope)
-    assert rows.shape == (3, 656) and rows.dtype == np.uint8
-    for row, x, r in zip(rows, latent.astype(np.float32), rope, strict=True):
+    cache = np.zeros((1, 3, 656), np.uint8)
+    V32.scatter(cache, np.arange(3), latent, rope)
+    for row, x, r in zip(cache[0], latent.astype(np.float32), rope, strict=True):
         for tile in range(4):
             part = x[128 * tile : 128 * tile + 128]
             scale = row[512 + 4 * tile : 516 + 4 * tile].view(np.float32)[0]
             assert scale == 2.0 ** np.ceil(np.log2(max(np.abs(part).max() / 448, 1e-4)))
             assert np.array_equal(row[128 * tile : 128 * tile + 128], (part / scale).astype(E4M3).view(np.uint8))
         assert np.array_equal(row[528:656], r.view(np.uint8))
-    assert np.array_equal(V32.read(rows)[:, 512:], rope.astype(np.float32))
+    assert np.array_equal(V32.gather(cache, np.arange(3))[:, 512:], rope.astype(np.float32))
+
+
+def written(layout, entries: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a page in which one entry is written, and its dims."""
+    rng = np.random.default_rng(1)
+    entry = rng.standard_normal((1, layout.dims)).astype(ml_dtypes.bfloat16)
+    cache = np.zeros((1, entries, layout.row), np.uint8)
+    layout.scatter(cache, np.array([slot]), entry[:, : layout.latent], entry[:, layout.latent :])
+    return cache.reshape(-1), entry[0].astype(np.float32)
+
+
+@pytest.mark.parametrize(("entries", "footer"), [(2, 1152), (64, 36864), (128, 73728), (256, 147456)])
+def test_v4_page_byte_by_byte(entries: int, footer: int) -> None:
+    """448 e4m3 and 64 bf16 at 576 · t, then 7 UE8M0 and a pad at 8 · t of the footer (FlashMLA tests/quant.py)."""
+    slot = entries - 1
+    page, entry = written(V4, entries, slot)
+    for tile in range(7):
+        part = entry[64 * tile : 64 * tile + 64]
+        scale = 2.0 ** np.ceil(np.log2(max(np.abs(part).max() / 448, 1e-4)))
+        assert page[footer + 8 * slot + tile] == np.log2(scale) + 127
+        at = 576 * slot + 64 * tile
+        assert np.array_equal(page[at : at + 64], (part / scale).astype(E4M3).view(np.uint8))
+    assert np.array_equal(page[576 * slot + 448 : 576 * slot + 576].view(ml_dtypes.bfloat16), entry[448:])
+    assert page[footer + 8 * slot + 7] == 0
+    assert V4.page_multiple * -(-entries * V4.row // V4.page_multiple) in (1728, 37440, 74880, 149760)
+
+
+def test_v41_page_byte_by_byte() -> None:
+    """512 e4m3 at 512 · t, then 16 UE8M0 at 16 · t of the footer; the roped dims are quantised like the others."""
+    page, entry = written(V41, 61, 7)
+    scales = 2.0 ** (page[61 * 512 + 7 * 16 :][:16].astype(np.float64) - 127)
+    values = page[7 * 512 : 8 * 512].view(E4M3).astype(np.float64).reshape(16, 32)
+    assert (np.abs((values * scales[:, None]).reshape(-1) - entry) <= np.abs(entry) * 2.0**-4 + 2.0**-20).all()
+    assert (448 * scales >= np.abs(entry).reshape(16, 32).max(axis=1)).all()
+
+
+def test_fp4_pages_byte_by_byte() -> None:
+    """The low nibble is the even dim; scales are e4m3, in the page's footer ("v41_fp4") or interleaved ("nvfp4")."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for layout in (V41_FP4, NVFP4):
+        page, entry = written(layout, 5, 3)
+        row = page[3 * layout.data :]
+        if layout is NVFP4:
+            places = 320 + 8 * (np.arange(32) % 4) + np.arange(32) // 4
+            assert np.array_equal(row[256:320].view(E4M3), entry[512:].astype(E4M3))
+        else:
+            row, places = np.concatenate([row[:256], page[5 * 256 + 3 * 32 :][:32]]), 256 + np.arange(32)
+        scales = row[places].view(E4M3).astype(np.float64)
+        codes = np.stack([row[:256] & 15, row[:256] >> 4], axis=1).reshape(512)
+        values = np.where(codes & 8, -1, 1) * magnitudes[codes & 7] * np.repeat(scales, 16)
+        # One explicit bit: half a step is a quarter of a normal value, and a quarter of a scale below 1.
+        bound = np.maximum(np.abs(entry[:512]) / 4, np.repeat(scales, 16) / 4)
+        assert (np.abs(values - entry[:512]) <= bound).all() and (np.frexp(scales)[0] == 0.5).all()
+
+
+@given(
+    st.integers(0, len(MLA_LAYOUTS) - 1),
+    st.integers(1, 70),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["scale", "amax"]),
+)
+def test_entries_survive_in_every_format(which: int, entries: int, seed: int, floor: str) -> None:
+    """What is gathered differs from what was scattered by the rounding of its format, wherever the entry stands."""
+    layout, rng = MLA_LAYOUTS[which], np.random.default_rng(seed)
+    padding = layout.alignment * int(rng.integers(0, 9))
+    pool = np.full((3, entries * layout.row + padding), 255, np.uint8 if layout.packed else np.float16)
+    cache = pool[:, : entries * layout.row].reshape(3, entries, layout.row, copy=False)
+    slots = rng.permutation(3 * entries)[: 2 * entries]
+    entry = (rng.standard_normal((len(slots), layout.dims)) * np.exp2(rng.integers(-5, 6))).astype(np.float16)
+    layout.scatter(cache, slots, entry[:, : layout.latent], entry[:, layout.latent :], floor)
+    # Half a step of e2m1 is at most a quarter of the value or of a 24th of its tile's largest; the others are finer.
+    x = entry.astype(np.float64)
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    assert (np.abs(layout.gather(cache, slots) - x) <= np.maximum(np.abs(x) / 4, largest / 12) + 2.0**-9).all()
+    assert (pool[:, entries * layout.row :] == 255).all()
 
 
 def test_indexer_page_byte_by_byte() -> None:

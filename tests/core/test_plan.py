@@ -111,14 +111,15 @@ def test_reference_agrees_with_loops_over_keys() -> None:
     inputs = kit.make(op.cases[2])
     attrs = kit.attributes(op, op.cases[2])
     out, lse = op.reference(**inputs, **attrs)
-    flat = inputs["cache"].reshape(-1, 656)
+    cache = inputs["cache"]
+    total_slots = cache.shape[0] * cache.shape[1]
     from xmla.core.layout import V32
 
     for token in range(len(out)):
         total, value = np.zeros(out.shape[1]), np.zeros(out.shape[1:])
         for place, slot in enumerate(inputs["slots"][token]):
-            if place < inputs["lengths"][token] and 0 <= slot < len(flat):
-                key = V32.read(flat[slot]).astype(np.float64)
+            if place < inputs["lengths"][token] and 0 <= slot < total_slots:
+                key = V32.gather(cache, np.array([slot]))[0].astype(np.float64)
                 weight = np.exp(inputs["q"][token].astype(np.float64) @ key * attrs["softmax_scale"])
                 total, value = total + weight, value + weight[:, None] * key[:512]
         if total.any():

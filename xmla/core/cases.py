@@ -21,15 +21,13 @@ def empty_pages(pages: int, entries: int, row: int, dtype: np.dtype, padding: in
 
 
 def mla_pool(
-    rng: np.random.Generator, layout: MlaLayout, pages: int, entries: int, used: np.ndarray, padding: int = 0
-) -> np.ndarray:
-    """A latent cache in which only the slots `used` hold keys; every other byte is NaN."""
-    dtype = np.dtype(np.uint8) if layout.packed else BF16
-    pool = empty_pages(pages, entries, layout.row, dtype, padding)
-    page, offset = np.divmod(np.unique(used), entries)
-    latent = normal(rng, len(page), layout.latent)
-    rope = normal(rng, len(page), layout.rope)
-    pool[page, offset] = layout.write(latent, rope) if layout.packed else np.concatenate([latent, rope], axis=1)
+    rng: np.random.Generator, layout: MlaLayout, pages: int, entries: int, used: np.ndarray, padding: int = 0,
+    dtype: np.dtype = BF16,
+) -> np.ndarray:  # fmt: skip
+    """A latent cache, of `dtype` if its rows are plain, in which only the slots `used` hold keys; the rest is NaN."""
+    pool = empty_pages(pages, entries, layout.row, np.dtype(np.uint8) if layout.packed else dtype, padding)
+    used = np.unique(used)
+    layout.scatter(pool, used, normal(rng, len(used), layout.latent), normal(rng, len(used), layout.rope))
     return pool
 
 

@@ -5,6 +5,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+E4M3_GREATEST_BITS = tl.constexpr(0x43E00000)  # 448.0
+E2M1_GREATEST_BITS = tl.constexpr(0x40C00000)  # 6.0
 
 
 @triton.jit
@@ -26,11 +28,9 @@ def as_e4m3(ptr):
 
 
 @triton.jit
-def power_of_two_exponent(amax, MIN_EXPONENT: tl.constexpr):
-    """Smallest integer e ≥ MIN_EXPONENT with 448 · 2**e ≥ amax, from the bits of amax: 448 = 1.75 · 2**8."""
-    bits = amax.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    return tl.maximum(exponent, MIN_EXPONENT)
+def power_of_two_exponent(amax, GREATEST_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """Smallest integer e ≥ MIN_EXPONENT with greatest · 2**e ≥ amax: the difference of their bits over 2**23, up."""
+    return tl.maximum((amax.to(tl.int32, bitcast=True) - GREATEST_BITS + 0x7FFFFF) >> 23, MIN_EXPONENT)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def quantize(x, axis: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     Multiplying by a power of two is exact, so the only rounding is the cast's. NaN stays NaN and does not count.
     """
     amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis)
-    exponent = power_of_two_exponent(amax, MIN_EXPONENT)
+    exponent = power_of_two_exponent(amax, E4M3_GREATEST_BITS, MIN_EXPONENT)
     scaled = x * tl.expand_dims(power_of_two(-exponent), axis)
     scaled = tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
     return scaled.to(tl.float8e4nv), power_of_two(exponent)

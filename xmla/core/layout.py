@@ -4,90 +4,297 @@ An entry's slot is `page * R + offset`. Page strides are free; within a page eve
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from xmla.core.spec import Spec
 
-E4M3_MAX = 448.0
+if TYPE_CHECKING:
+    from xmla.core.op import Problem
+
+# Element types of quantised values: the NumPy dtype and the largest magnitude.
+VALUES: dict[str, tuple[Any, float]] = {
+    "e4m3": (ml_dtypes.float8_e4m3fn, 448.0),
+    "e2m1": (ml_dtypes.float4_e2m1fn, 6.0),
+}
 
 
-def power_of_two_exponent(amax: np.ndarray, min_exponent: int) -> np.ndarray:
-    """Smallest integer e ≥ min_exponent with 448 · 2**e ≥ amax, exactly, from the bits of float32 `amax`.
+def power_of_two_exponent(amax: np.ndarray, greatest: float, min_exponent: int) -> np.ndarray:
+    """Smallest integer e ≥ min_exponent with greatest · 2**e ≥ amax, exactly: adding e to a float's exponent adds
+    e · 2**23 to its bits, so e is the difference of the bits, divided and rounded up."""
+    difference = amax.astype(np.float32).view(np.int32) - np.float32(greatest).view(np.int32)
+    return np.maximum(-(-difference >> 23), min_exponent)
 
-    448 = 1.75 · 2**8, so only the exponent field and whether the significand exceeds 1.75 matter.
+
+def quantize(
+    values: np.ndarray, min_exponent: int, max_exponent: int = 127, kind: str = "e4m3"
+) -> tuple[np.ndarray, np.ndarray]:
+    """e4m3 or e2m1 values and float32 power-of-two scales of `values` [..., dims], one scale over the last axis.
+
+    q = round_to_nearest_even(clamp(x / s, ±greatest)), s = 2**e. NaN does not count towards the scale; it stays NaN in
+    e4m3, and makes the scale NaN with e2m1, which has none.
     """
-    bits = amax.astype(np.float32).view(np.int32)
-    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000)
-    return np.maximum(exponent, min_exponent)
-
-
-def quantize(values: np.ndarray, min_exponent: int) -> tuple[np.ndarray, np.ndarray]:
-    """e4m3 values and float32 power-of-two scales of `values` [..., dims], one scale over the last axis.
-
-    q = round_to_nearest_even(clamp(x / s, ±448)), s = 2**e. NaN stays NaN and does not count towards the scale.
-    """
+    dtype, greatest = VALUES[kind]
     wide = values.astype(np.float32)
-    exponent = power_of_two_exponent(np.nanmax(np.abs(wide), axis=-1, initial=0.0), min_exponent)
+    amax = np.nanmax(np.abs(wide), axis=-1, initial=0.0)
+    exponent = np.minimum(power_of_two_exponent(amax, greatest, min_exponent), max_exponent)
     scale = np.ldexp(np.float32(1), exponent)
-    scaled = np.clip(np.ldexp(wide, -exponent[..., None]), -E4M3_MAX, E4M3_MAX)
-    return scaled.astype(ml_dtypes.float8_e4m3fn), scale
+    scaled = np.clip(np.ldexp(wide, -exponent[..., None]), -greatest, greatest)
+    if kind == "e2m1":
+        broken = np.isnan(wide)
+        scale = np.where(broken.any(axis=-1), np.float32(np.nan), scale)
+        scaled = np.where(broken, np.float32(greatest), scaled)  # as the conversion instruction has it
+    return scaled.astype(dtype), scale
 
 
 @dataclass(frozen=True, slots=True)
 class MlaLayout:
-    """Entries of the latent cache, each a row of ROW elements; `tile` latent dims share one scale.
+    """Entries of a latent cache [P, R, ROW]: `latent` dims and then `rope` dims, in bytes or as plain rows.
+
+    A page holds the data of its R entries and then, where there is a footer, their scales; without one the scales
+    stand inside each entry. Kernels take a layout as one constexpr.
 
     Attributes:
-        packed: Bytes with scales inside the row, or plain rows [latent ∥ rope] of a floating dtype.
-        min_exponent: Writers never store a scale below 2**min_exponent.
+        row: The last axis of the cache: bytes an entry takes, or elements of a plain row.
+        latent: Dims before the roped ones.
+        rope: Roped dims.
+        rope_in_value: Attention's values are all dims (one vector is key and value), else the latent ones.
+        values: Element type of the latent dims: "e4m3", "e2m1" (two a byte, the even dim in the low nibble) or "plain".
+        tile: Dims that share a scale.
+        scale: Type of a scale: "float32", "ue8m0" (a byte e stands for 2**(e − 127)) or "e4m3".
+        scale_offset: First byte of an entry's scales within it; of no meaning with a footer.
+        interleaved: Scale g stands at place 8 · (g mod 4) + g div 4 instead of g.
+        footer: Bytes an entry has in the page's footer.
+        rope_values: Element type of the roped dims: "bfloat16", "e4m3" without a scale, "plain", "quantized" as the
+            latent ones, whose tiles they continue, or "none".
+        rope_offset: First byte, or element of a plain row, of the roped dims.
+        page_multiple: Allocators round the bytes of a page up to a multiple of this; readers take any page stride.
     """
 
     name: str
-    packed: bool
     row: int
     latent: int = 512
     rope: int = 64
+    rope_in_value: bool = False
+    values: str = "e4m3"
     tile: int = 128
-    scale_offset: int = 0
+    scale: str = "float32"
+    scale_offset: int = 512
+    interleaved: bool = False
+    footer: int = 0
+    rope_values: str = "bfloat16"
     rope_offset: int = 512
-    min_exponent: int = -13
+    page_multiple: int = 1
 
-    def write(self, latent: np.ndarray, rope: np.ndarray) -> np.ndarray:
-        """Packed rows [T, ROW] uint8 of latent [T, L] and rope [T, E]."""
-        rows = np.zeros((len(latent), self.row), np.uint8)
-        values, scales = quantize(latent.reshape(len(latent), self.latent // self.tile, self.tile), self.min_exponent)
-        rows[:, : self.latent] = values.reshape(len(latent), self.latent).view(np.uint8)
-        rows[:, self.scale_offset : self.rope_offset] = scales.view(np.uint8)
-        rows[:, self.rope_offset :] = rope.astype(ml_dtypes.bfloat16).view(np.uint8)
-        return rows
+    @property
+    def packed(self) -> bool:
+        """Bytes, not plain rows."""
+        return self.values != "plain"
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Rows [..., ROW] as float32 [..., L+E], exactly what they stand for before any rounding to 16 bits."""
+    @property
+    def dims(self) -> int:
+        """Dims of an entry as a key."""
+        return self.latent + self.rope
+
+    @property
+    def tail(self) -> int:
+        """Dims that only keys have: the roped ones where values do not hold them."""
+        return 0 if self.rope_in_value else self.rope
+
+    @property
+    def data(self) -> int:
+        """Distance of neighbouring entries' data within a page."""
+        return self.row - self.footer
+
+    @property
+    def value_bits(self) -> int:
+        return 4 if self.values == "e2m1" else 8
+
+    @property
+    def quantized(self) -> int:
+        """Dims that have a scale: the first ones."""
+        return self.dims if self.rope_values == "quantized" else self.latent
+
+    @property
+    def scales(self) -> int:
+        """Scales of an entry."""
+        return self.quantized // self.tile
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 if self.scale == "float32" else 1
+
+    @property
+    def alignment(self) -> int:
+        """What every page's first byte is a multiple of: the widest element stored in it."""
+        return max(self.scale_bytes, 2 if self.rope_values == "bfloat16" else 1) if self.packed else 1
+
+    @property
+    def max_exponent(self) -> int:
+        """Of a scale: 2**8 is the largest power of two in e4m3."""
+        return 8 if self.scale == "e4m3" else 127
+
+    def min_exponent(self, scale_floor: str) -> int:
+        """No scale is stored below 2**min_exponent, by the rule of one of the published writers.
+
+        "scale": scale ≥ 1e-4, rounded up to a power of two (FlashMLA's tests/quant.py).
+        "amax": the largest magnitude counts as 1e-4 at least (vLLM, DeepSeek-V4's reference).
+        """
         if not self.packed:
-            return rows.astype(np.float32)
-        rows = np.ascontiguousarray(rows).view(np.uint8)
-        lead = rows.shape[:-1]
-        values = np.ascontiguousarray(rows[..., : self.latent]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        scales = np.ascontiguousarray(rows[..., self.scale_offset : self.rope_offset]).view(np.float32)
-        rope = np.ascontiguousarray(rows[..., self.rope_offset :]).view(ml_dtypes.bfloat16).astype(np.float32)
-        latent = (values.reshape(*lead, self.latent // self.tile, self.tile) * scales[..., None]).reshape(
-            *lead, self.latent
-        )
-        return np.concatenate([latent, rope], axis=-1)
+            return 0  # no scales
+        least = -9 if self.scale == "e4m3" else -126  # the smallest power of two in e4m3; a normal float32
+        if scale_floor == "scale":
+            return max(-13, least)
+        _, greatest = VALUES[self.values]
+        return int(power_of_two_exponent(np.array(1e-4), greatest, least))
+
+    def scatter(
+        self, cache: np.ndarray, slots: np.ndarray, latent: np.ndarray, rope: np.ndarray, scale_floor: str = "scale"
+    ) -> None:
+        """Store latent [T, L] and rope [T, E] at `slots`, each in range, of `cache` (dense entries), in place."""
+        page, offset = np.divmod(slots, cache.shape[1])
+        if not self.packed:
+            cache[page, offset] = np.concatenate([latent, rope], axis=1).astype(cache.dtype)
+            return
+        data, footer = self._sections(cache)
+        min_exponent = self.min_exponent(scale_floor)
+        quantized = np.concatenate([latent, rope], axis=1) if self.rope_values == "quantized" else latent
+        tiles = quantized.reshape(len(slots), self.scales, self.tile)
+        values, scales = quantize(tiles, min_exponent, self.max_exponent, self.values)
+        codes = values.view(np.uint8).reshape(len(slots), self.quantized)
+        if self.values == "e2m1":
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        data[page, offset, : codes.shape[1]] = codes
+        stored = {
+            "float32": scales.view(np.uint8).reshape(len(slots), self.scales * 4),
+            "ue8m0": scales.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8),
+            "e4m3": scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+        }[self.scale]
+        if self.footer:
+            footer[page, offset] = 0  # padding behind the scales, if there is any
+            footer[page, offset, : self.scales] = stored
+        else:
+            data[page[:, None], offset[:, None], self.scale_offset + self._scale_places()] = stored
+        if self.rope_values == "bfloat16":
+            data[page, offset, self.rope_offset :] = rope.astype(ml_dtypes.bfloat16).view(np.uint8)
+        elif self.rope_values == "e4m3":
+            kept = np.clip(rope.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            data[page, offset, self.rope_offset : self.rope_offset + self.rope] = kept.view(np.uint8)
+
+    def gather(self, cache: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Entries at `slots` [T], each in range, as float32 [T, L+E]: exactly what they stand for."""
+        page, offset = np.divmod(slots, cache.shape[1])
+        if not self.packed:
+            return cache[page, offset].astype(np.float32)
+        sections = self._sections(cache)
+        data, footer = sections[0][page, offset], sections[1][page, offset]
+        codes = data[:, : self.quantized * self.value_bits // 8]
+        scales = self._scales(data, footer)
+        if self.values == "e2m1":
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(slots), self.quantized)
+        values = np.ascontiguousarray(codes).view(VALUES[self.values][0]).astype(np.float32)
+        tiled = values.reshape(len(slots), self.scales, self.tile) * scales[..., None]
+        parts = [tiled.reshape(len(slots), self.quantized)]
+        if self.rope_values in ("bfloat16", "e4m3"):
+            kind = ml_dtypes.bfloat16 if self.rope_values == "bfloat16" else ml_dtypes.float8_e4m3fn
+            nbytes = self.rope * np.dtype(kind).itemsize
+            kept = np.ascontiguousarray(data[:, self.rope_offset : self.rope_offset + nbytes])
+            parts.append(kept.view(kind).astype(np.float32))
+        return np.concatenate(parts, axis=1)
+
+    def used_scales(self, cache: np.ndarray) -> np.ndarray:
+        """Scales [entries, scales] of the entries that hold something: data of more than one byte value."""
+        data, footer = self._sections(cache)
+        return self._scales(data, footer)[(data != data[..., :1]).any(axis=-1)]
+
+    def _sections(self, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Views in bytes of the data [P, R, data] and the footers [P, R, footer] of all pages."""
+        pages, entries, row = cache.shape
+        flat = cache.view(np.uint8).reshape(pages, entries * row, copy=False)
+        split = entries * self.data
+        data = flat[:, :split].reshape(pages, entries, self.data, copy=False)
+        return data, flat[:, split:].reshape(pages, entries, self.footer, copy=False)
+
+    def _scales(self, data: np.ndarray, footer: np.ndarray) -> np.ndarray:
+        """Scales [..., scales] float32 of entries of which these are the data and the footers, in bytes."""
+        stored = footer[..., : self.scales] if self.footer else data[..., self.scale_offset + self._scale_places()]
+        kinds = {"float32": np.float32, "ue8m0": ml_dtypes.float8_e8m0fnu, "e4m3": ml_dtypes.float8_e4m3fn}
+        return np.ascontiguousarray(stored).view(kinds[self.scale]).astype(np.float32)
+
+    def _scale_places(self) -> np.ndarray:
+        """Where the bytes of the scales stand, from the first scale on."""
+        place = np.arange(self.scales)
+        if self.interleaved:
+            place = 8 * (place % 4) + place // 4
+        return (place[:, None] * self.scale_bytes + np.arange(self.scale_bytes)).reshape(-1)
 
 
-# DeepSeek-V3.2 ("fp8_ds_mla", FlashMLA README): 512 e4m3, 4 float32 scales of 128 dims each, 64 bf16 roped dims.
-# The floor of the scale, 2**-13, is that of FlashMLA's writer: 2**ceil(log2(1e-4)).
-V32 = MlaLayout("v32", packed=True, row=656, scale_offset=512, rope_offset=528)
-PLAIN = MlaLayout("plain", packed=False, row=576)
+# DeepSeek-V3.2 ("fp8_ds_mla"; FlashMLA README): 512 e4m3, 4 float32 scales, 64 bf16 roped dims.
+V32 = MlaLayout("v32", 656, rope_offset=528)
+# GLM, V3.2's row without roped dims (FlashInfer): 512 e4m3, 4 float32 scales.
+NOPE = MlaLayout("nope", 528, rope=0, rope_values="none")
+# vLLM's nvfp4_ds_mla: 256 bytes e2m1, 64 e4m3 roped dims, 32 e4m3 scales.
+NVFP4 = MlaLayout(
+    "nvfp4", 352, values="e2m1", tile=16, scale="e4m3", scale_offset=320, interleaved=True, rope_values="e4m3",
+    rope_offset=256,
+)  # fmt: skip
+# DeepSeek-V4 (FlashMLA tests/quant.py "MODEL1"): data of 448 e4m3 and 64 bf16 roped dims; 7 UE8M0 scales and a pad.
+V4 = MlaLayout(
+    "v4", 584, latent=448, rope_in_value=True, tile=64, scale="ue8m0", footer=8, rope_offset=448, page_multiple=576
+)
+# DeepSeek-V4.1 (vLLM): 512 e4m3, the roped dims among them; 16 UE8M0 scales in the footer.
+V41 = MlaLayout(
+    "v41", 528, latent=448, rope_in_value=True, tile=32, scale="ue8m0", footer=16, rope_values="quantized",
+    page_multiple=512,
+)  # fmt: skip
+# DeepSeek-V4.1's compressed entries: 512 e2m1 in 256 bytes, 32 e4m3 scales in the footer.
+V41_FP4 = MlaLayout(
+    "v41_fp4", 288, latent=448, rope_in_value=True, values="e2m1", tile=16, scale="e4m3", footer=32,
+    rope_values="quantized",
+)  # fmt: skip
+# Rows of bfloat16 or float16 as attention's queries have them, of V3.2 and of V4.
+PLAIN = MlaLayout("plain", 576, values="plain", rope_values="plain")
+PLAIN_V4 = MlaLayout(
+    "plain_v4", 512, latent=448, rope_in_value=True, values="plain", rope_values="plain", rope_offset=448
+)
+MLA_LAYOUTS = (V32, V4, V41, V41_FP4, NOPE, NVFP4, PLAIN, PLAIN_V4)
+
+# Dims of an entry as a value, its first ones, in every layout; with them the dims of attention's output.
+VALUE_DIMS = 512
+SCALE_FLOORS = ("scale", "amax")
 
 
-def mla_layout(spec: Spec) -> MlaLayout | None:
-    """The layout of a cache [P, R, ROW], or None if no layout has rows of this size and dtype."""
-    layout = V32 if spec.itemsize == 1 else PLAIN
-    return layout if spec.shape[-1] == layout.row else None
+def mla_layouts(spec: Spec, name: str | None = None) -> tuple[MlaLayout, ...]:
+    """The layouts that a cache [P, R, ROW] of this row and dtype can have, only the one called `name` if given."""
+    packed = spec.itemsize == 1
+    fitting = (known for known in MLA_LAYOUTS if (known.row, known.packed) == (spec.shape[-1], packed))
+    return tuple(layout for layout in fitting if name in (None, layout.name))
+
+
+def mla_layout(problem: "Problem", cache: str = "cache") -> MlaLayout:
+    """The layout of the argument `cache`, whose format the attribute `<cache>_format` may name.
+
+    Raises:
+        ArgumentError: No layout has such rows, or several have and none is named; a stride or a name is wrong.
+    """
+    spec, attribute = problem.specs[cache], f"{cache}_format"
+    name = problem.attrs[attribute]
+    if name is not None and name not in [known.name for known in MLA_LAYOUTS]:
+        problem.refuse(attribute, "value", repr(name), "one of " + ", ".join(known.name for known in MLA_LAYOUTS))
+    known = [layout for layout in MLA_LAYOUTS if name in (None, layout.name)]
+    fitting = mla_layouts(spec, name)
+    if not fitting:
+        rows = (f"{k.row} {'bytes' if k.packed else 'elements'} ({k.name})" for k in known)
+        problem.refuse(cache, f"axis ROW (axis 2) of {spec.dtype}", spec.shape[2], " or ".join(rows))
+    if len(fitting) > 1:
+        problem.refuse(attribute, "value", None, " or ".join(repr(layout.name) for layout in fitting))
+    (layout,) = fitting
+    problem.require_dense_entries(cache)
+    if spec.shape[0] > 1 and spec.stride(0) % layout.alignment:
+        problem.refuse(cache, "stride of axis P (axis 0)", spec.stride(0), f"a multiple of {layout.alignment} bytes")
+    return layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Glossary of axes, the same everywhere:
   T query tokens, flat over all requests     B requests               M pages of a request in a block table
   H query heads                              I indexer heads          D indexer head dim
   K selected keys a token (top-k)            N keys                   P pages in a cache      R entries a page
-  L latent dims (512)                        E rope dims (64)         ROW bytes or elements of a packed entry
+  L latent dims (512, V4: 448)               E rope dims (64)         ROW bytes or elements of an entry
+  S positions of a table of rotations
 """
 
 import inspect

@@ -15,6 +15,7 @@ Importing this module needs neither a GPU nor PyTorch. To plan and lower for a G
 from xmla.core import ops
 from xmla.jax_api._run import public
 
+convert_mla_cache = public(ops.convert_mla_cache.OP)
 dsa_attention = public(ops.dsa_attention.OP)
 indexer_logits = public(ops.indexer_logits.OP)
 indexer_logits_paged = public(ops.indexer_logits_paged.OP)
@@ -31,6 +32,7 @@ write_indexer_cache = public(ops.write_indexer_cache.OP)
 write_mla_cache = public(ops.write_mla_cache.OP)
 
 __all__ = [
+    "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",

@@ -1,6 +1,7 @@
 """One folder an op. `xmla.core.op.registry` finds them; the front-ends name them."""
 
 from xmla.core.ops import (
+    convert_mla_cache,
     dsa_attention,
     indexer_logits,
     indexer_logits_paged,
@@ -18,6 +19,7 @@ from xmla.core.ops import (
 )
 
 __all__ = [
+    "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",

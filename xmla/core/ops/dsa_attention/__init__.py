@@ -2,7 +2,7 @@ from functools import partial
 from typing import Any
 
 from xmla.core.checks import paged_limits
-from xmla.core.layout import V32
+from xmla.core.layout import VALUE_DIMS
 from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
@@ -12,8 +12,8 @@ from xmla.core.spec import Spec
 
 def dsa_attention(
     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids=None, sink=None, *,
-    k: int, softmax_scale: float, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
-    batch_invariant: bool = False,
+    k: int, softmax_scale: float, index_scale: float | None = None, mla_cache_format: str | None = None,
+    workspace_bytes: int = 1 << 29, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """One layer's DeepSeek sparse attention over its paged caches: indexer, top-k, slots, attention.
 
@@ -28,7 +28,7 @@ def dsa_attention(
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
         index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, I ≤ 128.
         index_weights: [T, I], unscaled weights of the indexer heads.
-        mla_cache: [P, R, 656] bytes, or plain rows [P, R, L+E] of q's dtype.
+        mla_cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
         indexer_cache: [P, R, D+4] bytes. Both caches share page ids and page size.
         block_table: [B, M] int32, page ids; entries past a token's length are never read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less is padding.
@@ -37,11 +37,12 @@ def dsa_attention(
         k: Keys selected for a token; with at most k visible keys all of them are.
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
+        mla_cache_format: As `cache_format` in `sparse_mla`.
         workspace_bytes: The most memory for the selection, as `indexer_topk_paged`; attention's splits come on top.
         batch_invariant: As in `sparse_mla`.
 
     Returns:
-        out: [T, H, L], dtype of q.
+        out: [T, H, 512], dtype of q.
         lse: [T, H] float32, natural log, −inf for a padding row.
         indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
 
@@ -70,7 +71,7 @@ OP = Op(
         "sink": Tensor("H", F32),
     },
     outputs={
-        "out": lambda p: Spec((p["T"], p["H"], V32.latent), p.specs["q"].dtype),
+        "out": lambda p: Spec((p["T"], p["H"], VALUE_DIMS), p.specs["q"].dtype),
         "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
         "indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),
     },

@@ -33,6 +33,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         sparse_mla.OP,
         {"cache": "mla_cache", "lengths": "no_lengths"},
         softmax_scale=attrs["softmax_scale"],
+        cache_format=attrs["mla_cache_format"],
         batch_invariant=attrs["batch_invariant"],
     )
     return join(steps, ("out", "lse", "indices"))

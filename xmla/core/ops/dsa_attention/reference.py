@@ -20,6 +20,7 @@ def reference(
     k: int,
     softmax_scale: float,
     index_scale: float | None = None,
+    mla_cache_format: str | None = None,
     workspace_bytes: int = 1 << 29,
     batch_invariant: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -27,5 +28,5 @@ def reference(
     q8, weights = quantize_indexer_query(index_q, index_weights, scale=index_scale)
     indices = indexer_topk_paged(q8, weights, indexer_cache, block_table, lengths, request_ids, k=k)
     slots, _ = map_slots(indices, block_table, request_ids, page_size=mla_cache.shape[1])
-    out, lse = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
+    out, lse = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale, cache_format=mla_cache_format)
     return out, lse, indices

@@ -1,5 +1,5 @@
 from xmla.core.device import Device
-from xmla.core.layout import V32
+from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.read_mla_cache.kernels import read_mla_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -19,12 +19,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("SLOT_STRIDE", specs["slots"].stride(0)),
             ("PAGE_STRIDE", specs["cache"].stride(0)),
             ("PAGE_SIZE", problem["R"]),
-            ("ROW", V32.row),
-            ("LATENT", V32.latent),
-            ("ROPE", V32.rope),
-            ("TILE", V32.tile),
-            ("SCALE_OFFSET", V32.scale_offset),
-            ("ROPE_OFFSET", V32.rope_offset),
+            ("LAYOUT", mla_layout(problem)),
             ("BLOCK_T", BLOCK_T),
         ),
     )

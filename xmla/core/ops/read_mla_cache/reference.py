@@ -1,14 +1,15 @@
 import numpy as np
 
-from xmla.core.layout import V32
-from xmla.core.spec import DTYPES
+from xmla.core.layout import mla_layouts
+from xmla.core.spec import DTYPES, Spec
 
 
-def reference(cache: np.ndarray, slots: np.ndarray, *, dtype: str = "bfloat16") -> np.ndarray:
+def reference(
+    cache: np.ndarray, slots: np.ndarray, *, cache_format: str | None = None, dtype: str = "bfloat16"
+) -> np.ndarray:
     """Definition of `read_mla_cache`."""
-    pages, entries, _ = cache.shape
-    rows = np.zeros((len(slots), V32.latent + V32.rope), DTYPES[dtype][0])
-    valid = (slots >= 0) & (slots < pages * entries)
-    page, offset = np.divmod(slots[valid], entries)
-    rows[valid] = V32.read(cache[page, offset]).astype(rows.dtype)
+    (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
+    rows = np.zeros((len(slots), layout.dims), DTYPES[dtype][0])
+    valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    rows[valid] = layout.gather(cache, slots[valid]).astype(rows.dtype)
     return rows

@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 
 from xmla.core.checks import Limit
-from xmla.core.layout import V32, mla_layout
-from xmla.core.op import BYTES, F32, HALVES, INDEX, Op, Problem, Tensor
+from xmla.core.layout import VALUE_DIMS, MlaLayout, mla_layout
+from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.sparse_mla.cases import CASES
 from xmla.core.ops.sparse_mla.plan import plan
 from xmla.core.ops.sparse_mla.reference import reference
@@ -13,63 +13,110 @@ from xmla.core.spec import Spec
 
 
 def sparse_mla(
-    q, cache, slots, lengths=None, sink=None, *, softmax_scale: float, empty_lse: str = "-inf",
-    batch_invariant: bool = False,
+    q, cache, slots, lengths=None, sink=None, extra_cache=None, extra_slots=None, extra_lengths=None, cos_sin=None,
+    positions=None, *, softmax_scale: float, cache_format: str | None = None, extra_cache_format: str | None = None,
+    empty_lse: str = "-inf", lse_base: str = "e", lse_sink: bool = False, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """Multi-head latent attention of each token over its own selected cache entries; decode and prefill.
 
         S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }                      the valid keys; −1 may stand anywhere
+                   ∪ the same of extra_slots, extra_lengths and extra_cache        one softmax over both
         s[h,k]   = softmax_scale · q[t,h] · entry(slots[t,k])                       over all L+E dims
-        out[t,h] = Σ_k exp(s[h,k]) · entry(slots[t,k])[:L] / (Σ_k exp(s[h,k]) + exp(sink[h]))        k over S[t]
+        out[t,h] = Σ_k exp(s[h,k]) · value(slots[t,k]) / (Σ_k exp(s[h,k]) + exp(sink[h]))            k over S[t]
         lse[t,h] = ln Σ_k exp(s[h,k])                                               without the sink
 
+    A value is the entry's first 512 dims: the latent in V3.2's formats, all of it in V4's.
+
     Args:
-        q: [T, H, L+E] bfloat16 or float16, L = 512, E = 64, H ≤ 128. Absorbed queries, roped part last.
-        cache: [P, R, 656] uint8, int8 or float8_e4m3fn (`write_mla_cache`; scales may be any float32), or plain rows
-            [P, R, L+E] of q's dtype; any page size, any page stride. kv[:, None] makes pages of one from flat rows.
+        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, as many dims as an entry: 576, or 512 ("v4", "v41", "v41_fp4",
+            "nope", "plain_v4"). Absorbed queries, roped part last.
+        cache: [P, R, ROW] in any format of `write_mla_cache` (scales may be any that it can hold), or plain rows of q's
+            dtype; any page size, any page stride. kv[:, None] makes pages of one from flat rows.
         slots: [T, K] int32, page · R + offset. A duplicate counts twice. Rows that no valid slot names are never read,
             nor is a slot at or past its row's length.
         lengths: [T] int32, clamped to [0, K], default K.
         sink: [H] float32, a logit in natural units, not scaled; −inf is no sink, +inf gives out = 0.
+        extra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW], a second source with its own format, page size and slots: V4's
+            compressed entries beside its sliding window. Latent and roped dims as in `cache`.
+        extra_slots: [T, EXTRA_K] int32, as slots; given if and only if extra_cache is.
+        extra_lengths: [T] int32, as lengths.
+        cos_sin: [S, E] bfloat16, float16 or float32, for formats whose values hold the roped dims: E / 2 cosines and
+            then as many sines for each position. The last E dims of out are turned back by the angles of the token's
+            position, (a, b) → (a·cos + b·sin, b·cos − a·sin) for each pair of neighbours: V4's inverse rope.
+        positions: [T] int32, rows of cos_sin, given if and only if it is. One outside [0, S) turns nothing.
         softmax_scale: Factor of q · k, natural base.
+        cache_format, extra_cache_format: As in `write_mla_cache`. Default: what ROW and dtype tell.
         empty_lse: "-inf" or "+inf", the lse of a row without valid keys; "+inf" is FlashMLA's.
-        batch_invariant: Split keys by K alone, so that a row's bits do not depend on the rows around it.
+        lse_base: "e", or "2" for base-2 logarithms.
+        lse_sink: Whether exp(sink[h]) is part of the lse's sum, as in FlashInfer's sparse kernels on SM12x; then a row
+            without valid keys has the sink for its lse.
+        batch_invariant: Split keys by K and EXTRA_K alone, so that a row's bits do not depend on the rows around it.
 
     Returns:
-        out: [T, H, L], dtype of q; 0 for a row without valid keys.
-        lse: [T, H] float32, natural log.
+        out: [T, H, 512], dtype of q; 0 for a row without valid keys.
+        lse: [T, H] float32.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 bytes and no format named; one of
+            extra_cache and extra_slots, or of cos_sin and positions, without the other.
         UnsupportedError: H > 128.
 
-    Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for an fp8 cache with
-    power-of-two scales and bfloat16 q).
+    Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
+    with power-of-two scales and bfloat16 q).
     """
 
 
 def check(problem: Problem) -> None:
-    cache, q = problem.specs["cache"], problem.specs["q"]
-    layout = mla_layout(cache)
-    if layout is None:
-        problem.refuse("cache", "axis ROW (axis 2)", problem["ROW"], "656 bytes (V3.2) or 576 elements (plain rows)")
-    if not layout.packed and cache.dtype != q.dtype:
-        problem.refuse("cache", "dtype", cache.dtype, f"{q.dtype}, as q")
-    if problem["L+E"] != layout.latent + layout.rope:
-        problem.refuse("q", "axis L+E (axis 2)", problem["L+E"], layout.latent + layout.rope)
+    layout = mla_layout(problem)
+    check_source(problem, "cache", layout)
+    if problem["L+E"] != layout.dims:
+        problem.refuse("q", "axis L+E (axis 2)", problem["L+E"], f"{layout.dims} for {layout.name!r} entries")
     if problem["H"] > 128:
         problem.unsupported("q", "axis H (axis 1)", problem["H"], "at most 128 heads")
-    problem.require_dense_entries("cache")
-    if problem.attrs["empty_lse"] not in ("-inf", "+inf"):
-        problem.refuse("empty_lse", "value", repr(problem.attrs["empty_lse"]), "'-inf' or '+inf'")
+    together(problem, "extra_cache", "extra_slots")
+    together(problem, "cos_sin", "positions")
+    if problem.has("extra_cache"):
+        extra = mla_layout(problem, "extra_cache")
+        check_source(problem, "extra_cache", extra)
+        if (extra.dims, extra.tail) != (layout.dims, layout.tail):
+            problem.refuse("extra_cache", "format", repr(extra.name), f"one with the dims of {layout.name!r}")
+    elif problem.has("extra_lengths"):
+        problem.refuse("extra_lengths", "argument", "given", "none without extra_cache")
+    if problem.has("cos_sin"):
+        if not layout.rope_in_value:
+            problem.refuse("cos_sin", "argument", "given", f"none: values of {layout.name!r} hold no roped dims")
+        if problem["E"] != layout.rope:
+            problem.refuse("cos_sin", "axis E (axis 1)", problem["E"], layout.rope)
+    for name, choices in (("empty_lse", ("-inf", "+inf")), ("lse_base", ("e", "2"))):
+        if problem.attrs[name] not in choices:
+            problem.refuse(name, "value", repr(problem.attrs[name]), " or ".join(map(repr, choices)))
+
+
+def check_source(problem: Problem, cache: str, layout: MlaLayout) -> None:
+    dtype, expected = problem.specs[cache].dtype, problem.specs["q"].dtype
+    if not layout.packed and dtype != expected:
+        problem.refuse(cache, "dtype", dtype, f"{expected}, as q")
+
+
+def together(problem: Problem, one: str, other: str) -> None:
+    for given, missing in ((one, other), (other, one)):
+        if problem.has(given) and not problem.has(missing):
+            problem.refuse(missing, "argument", "missing", f"an array beside {given}")
 
 
 def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit]:
-    seen = None
-    if "lengths" in arrays:
-        yield Limit("lengths", 0, problem["K"])
-        seen = np.arange(problem["K"]) < arrays["lengths"][:, None]
-    yield Limit("slots", -1, problem["P"] * problem["R"] - 1, seen)
+    sources = [("slots", "lengths", problem["K"], problem["P"] * problem["R"])]
+    if "extra_slots" in arrays:
+        entries = problem["EXTRA_P"] * problem["EXTRA_R"]
+        sources.append(("extra_slots", "extra_lengths", problem["EXTRA_K"], entries))
+    for slots, lengths, keys, entries in sources:
+        seen = None
+        if lengths in arrays:
+            yield Limit(lengths, 0, keys)
+            seen = np.arange(keys) < arrays[lengths][:, None]
+        yield Limit(slots, -1, entries - 1, seen)
+    if "positions" in arrays:
+        yield Limit("positions", 0, problem["S"] - 1)
 
 
 OP = Op(
@@ -80,9 +127,14 @@ OP = Op(
         "slots": Tensor("T K", INDEX),
         "lengths": Tensor("T", INDEX),
         "sink": Tensor("H", F32),
+        "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES)),
+        "extra_slots": Tensor("T EXTRA_K", INDEX),
+        "extra_lengths": Tensor("T", INDEX),
+        "cos_sin": Tensor("S E", FLOATS),
+        "positions": Tensor("T", INDEX),
     },
     outputs={
-        "out": lambda p: Spec((p["T"], p["H"], V32.latent), p.specs["q"].dtype),
+        "out": lambda p: Spec((p["T"], p["H"], VALUE_DIMS), p.specs["q"].dtype),
         "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
     },
     check=check,

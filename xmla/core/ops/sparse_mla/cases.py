@@ -1,50 +1,65 @@
 import numpy as np
 
 from xmla.core.cases import BF16, mla_pool, normal
-from xmla.core.layout import PLAIN, V32
+from xmla.core.layout import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
 from xmla.core.op import Case
 
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+def _source(
+    rng: np.random.Generator, layout: MlaLayout, tokens: int, keys: int, entries: int, with_lengths: bool, padding: int,
+    dtype: np.dtype, first: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """A pool, slots into it and lengths, odd ones from token `first` on. Only what is read holds keys."""
+    pages = -(-2 * keys // entries) + 1
+    total = pages * entries
+    slots = np.stack([rng.permutation(total)[:keys] for _ in range(tokens)]).astype(np.int32)
+    lengths = rng.integers(0, keys + 1, tokens).astype(np.int32)
+    if tokens > 2:
+        lengths[np.arange(first, first + 3) % tokens] = keys + 5, 0, -3  # clamped
+    # Past a row's length stand slots of NaN entries and garbage.
+    visible = lengths if with_lengths else np.full(tokens, keys)
+    used = slots[np.arange(keys) < visible[:, None]]
+    bad = (rng.random(slots.shape) < 0.1) & ((np.arange(keys) % 7) > 0)
+    slots = np.where(bad, rng.choice([*INVALID, total], slots.shape), slots).astype(np.int32)
+    if tokens > 1:
+        slots[-1] = rng.choice(INVALID, keys)  # nothing valid
+    return mla_pool(rng, layout, pages, entries, used, padding, dtype), slots, lengths
 
 
 def _case(
-    tokens: int, heads: int, keys: int, entries: int, packed: bool = True, dtype: np.dtype = BF16,
-    with_lengths: bool = False, with_sink: bool = False, padding: int = 0, **attrs: object,
+    tokens: int, heads: int, keys: int, entries: int, layout: MlaLayout = V32, dtype: np.dtype = BF16,
+    with_lengths: bool = False, with_sink: bool = False, padding: int = 0,
+    extra: tuple[MlaLayout, int, int] | None = None, rotate: bool = False, **attrs: object,
 ) -> Case:  # fmt: skip
-    layout = V32 if packed else PLAIN
-
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        pages = -(-2 * keys // entries) + 1
-        total = pages * entries
-        slots = np.stack([rng.permutation(total)[:keys] for _ in range(tokens)]).astype(np.int32)
-        lengths = rng.integers(0, keys + 1, tokens).astype(np.int32)
-        lengths[0] = keys + 5  # clamped
-        if tokens > 2:
-            lengths[1] = 0
-            lengths[2] = -3
-        # Only what is read holds keys; past a row's length stand slots of NaN entries and garbage.
-        visible = lengths if with_lengths else np.full(tokens, keys)
-        seen = np.arange(keys) < visible[:, None]
-        used = slots[seen]
-        bad = (rng.random(slots.shape) < 0.1) & ((np.arange(keys) % 7) > 0)
-        slots = np.where(bad, rng.choice([*INVALID, total], slots.shape), slots).astype(np.int32)
-        if tokens > 1:
-            slots[-1] = rng.choice(INVALID, keys)  # nothing valid
-        cache = mla_pool(rng, layout, pages, entries, used, padding)
+        cache, slots, lengths = _source(rng, layout, tokens, keys, entries, with_lengths, padding, dtype)
         inputs = {
-            "q": normal(rng, heads, tokens, 576, dtype=dtype).transpose(1, 0, 2),
-            "cache": cache if packed else cache.astype(dtype) if dtype != BF16 else cache,
+            "q": normal(rng, heads, tokens, layout.dims, dtype=dtype).transpose(1, 0, 2),
+            "cache": cache,
             "slots": slots,
         }
         if with_lengths:
             inputs["lengths"] = lengths
         if with_sink:
-            inputs["sink"] = normal(rng, heads, dtype=np.dtype(np.float32), scale=3.0)
+            inputs["sink"] = normal(rng, heads, dtype=F32, scale=3.0)
             inputs["sink"][:2] = np.inf, -np.inf
+        if extra is not None:
+            other, extra_keys, extra_entries = extra
+            source = _source(rng, other, tokens, extra_keys, extra_entries, with_lengths, padding, dtype, first=1)
+            inputs["extra_cache"], inputs["extra_slots"], lengths = source
+            if with_lengths:
+                inputs["extra_lengths"] = lengths
+        if rotate:
+            angles = rng.uniform(0, 2 * np.pi, (9, 32))
+            inputs["cos_sin"] = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+            inputs["positions"] = rng.integers(-1, 10, tokens).astype(np.int32)
         return inputs
 
-    kind = "fp8" if packed else np.dtype(dtype).name
-    name = f"t{tokens}-h{heads}-k{keys}-page{entries}-{kind}{'-sink' if with_sink else ''}"
+    kind = layout.name + ("" if extra is None else f"+{extra[0].name}") + ("" if dtype == BF16 else f"-{dtype.name}")
+    name = f"t{tokens}-h{heads}-k{keys}-page{entries}-{kind}{'-sink' if with_sink else ''}{'-rotate' if rotate else ''}"
     return Case(name, make, {"softmax_scale": 0.0721688, **attrs})
 
 
@@ -53,8 +68,15 @@ CASES = (
     _case(4, 16, 70, 2, with_lengths=True, with_sink=True, padding=656),
     _case(3, 5, 257, 61, with_lengths=True, empty_lse="+inf"),
     _case(2, 40, 64, 576, with_sink=True, batch_invariant=True),
-    _case(2, 64, 100, 1, packed=False, with_sink=True),
-    _case(5, 8, 600, 69, packed=False, with_lengths=True, padding=8, batch_invariant=True),
-    _case(2, 3, 33, 53, packed=False, dtype=np.dtype(np.float16)),
-    _case(2, 9, 40, 64, dtype=np.dtype(np.float16), with_sink=True),
+    _case(2, 64, 100, 1, PLAIN, with_sink=True),
+    _case(5, 8, 600, 69, PLAIN, with_lengths=True, padding=8, batch_invariant=True),
+    _case(2, 3, 33, 53, PLAIN, F16),
+    _case(2, 9, 40, 64, dtype=F16, with_sink=True),
+    _case(4, 20, 130, 64, V4, with_lengths=True, with_sink=True, padding=64, extra=(V4, 70, 2), rotate=True),
+    _case(3, 64, 70, 61, V4, with_sink=True, padding=2, lse_base="2", lse_sink=True),
+    _case(3, 7, 33, 2, V4, with_lengths=True, extra=(V41_FP4, 150, 53), rotate=True, batch_invariant=True),
+    _case(2, 5, 40, 64, V41, F16, with_sink=True, extra=(V41_FP4, 20, 64), cache_format="v41", lse_sink=True),
+    _case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
+    _case(3, 4, 40, 64, NVFP4, with_sink=True, lse_base="2"),
+    _case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
 )

@@ -1,77 +1,152 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import LN2, LOG2E, as_bytes, as_floats, page_base
+from xmla.core.entries import LANES, TAIL_LANES, entry_offsets, load_entries
+from xmla.core.lang import LOG2E, as_bytes
 
 
 @triton.jit
-def load_entries(
-    cache_ptr, row, ok, dtype: tl.constexpr, PACKED: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    TILE: tl.constexpr, SCALE_OFFSET: tl.constexpr, ROPE_OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Entries at element offsets `row` [BLOCK_N] where `ok`, else zeros: latent [BLOCK_N, L], rope [BLOCK_N, E]."""
-    offs_l = tl.arange(0, LATENT)[None, :]
-    offs_e = tl.arange(0, ROPE)[None, :]
-    if PACKED:
-        cache = as_bytes(cache_ptr)
-        raw = tl.load(cache + row[:, None] + offs_l, mask=ok[:, None], other=0)
-        offs_g = tl.arange(0, LATENT // TILE)[None, :]
-        scales = tl.load(as_floats(cache + row[:, None] + SCALE_OFFSET + 4 * offs_g), mask=ok[:, None], other=0.0)
-        values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        tiled = tl.reshape(values, (raw.shape[0], LATENT // TILE, TILE)) * scales[:, :, None]
-        latent = tl.reshape(tiled, (raw.shape[0], LATENT)).to(dtype)
-        rope_ptrs = (cache + row[:, None] + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True) + offs_e
-        rope = tl.load(rope_ptrs, mask=ok[:, None], other=0.0).to(dtype)
+def as_source(cache_ptr, LAYOUT: tl.constexpr):
+    """One pointer type for both sources, whose bytes may have different dtypes."""
+    if LAYOUT.packed:
+        return as_bytes(cache_ptr)
     else:
-        latent = tl.load(cache_ptr + row[:, None] + offs_l, mask=ok[:, None], other=0.0)
-        rope = tl.load(cache_ptr + row[:, None] + ROPE_OFFSET + offs_e, mask=ok[:, None], other=0.0)
-    return latent, rope
+        return cache_ptr
 
 
 @triton.jit
-def finish(accumulator, denominator, maximum, sink_log2, EMPTY_LSE: tl.constexpr):
-    """Output rows and natural lse of unnormalised sums: Σ 2**(s − maximum) v, Σ 2**(s − maximum), per head.
+def attend(
+    q, q_tail, maximum, denominator, accumulator, cache_ptr, slots_ptr, first, end, num_slots, extra_cache_ptr,
+    extra_slots_ptr, extra_first, extra_end, num_extra_slots, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BOTH: tl.constexpr, EXTRA_PAGE_STRIDE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add keys to the running sums of a tile of heads, Σ 2**(s − maximum) v and Σ 2**(s − maximum).
 
-    The sink adds to the denominator only; a head without keys gives 0 whatever its sink.
+    They are first … end − 1 of a source and, if BOTH, the same of another of this layout, in one pipelined loop.
+    """
+    tiles = tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)
+    all_tiles = tiles
+    if BOTH:
+        all_tiles += tl.cdiv(tl.maximum(extra_end - extra_first, 0), BLOCK_N)
+    for tile in tl.range(0, all_tiles):
+        offs_n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if BOTH:
+            is_extra = tile >= tiles
+            offs_n = tl.where(is_extra, offs_n - first - tiles * BLOCK_N + extra_first, offs_n)
+            slots_at = tl.where(is_extra, extra_slots_ptr, slots_ptr)
+            cache_at = tl.where(is_extra, as_source(extra_cache_ptr, LAYOUT), as_source(cache_ptr, LAYOUT))
+            slot = tl.load(slots_at + offs_n, mask=offs_n < tl.where(is_extra, extra_end, end), other=-1)
+            ok = (slot >= 0) & (slot < tl.where(is_extra, num_extra_slots, num_slots))  # [BLOCK_N]
+            data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+            extra_data, extra_scales = entry_offsets(slot, LAYOUT, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE)
+            data, scales = tl.where(is_extra, extra_data, data), tl.where(is_extra, extra_scales, scales)
+        else:
+            slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
+            ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+            cache_at = as_source(cache_ptr, LAYOUT)
+            data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+        value, tail = load_entries(cache_at, data, scales, ok, q.dtype, LAYOUT)
+        scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
+        if LAYOUT.tail:
+            scores = tl.dot(q_tail, tl.trans(tail), scores)
+        scores = tl.where(ok[None, :], scores * (SCALE * LOG2E), float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # Without a valid key so far the maximum is −inf; −inf − −inf would be NaN.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        probabilities = tl.exp2(scores - base[:, None])
+        rescale = tl.exp2(maximum - base)
+        denominator = denominator * rescale + tl.sum(probabilities, 1)
+        accumulator = tl.dot(probabilities.to(value.dtype), value, accumulator * rescale[:, None])
+        maximum = new_maximum
+    return maximum, denominator, accumulator
+
+
+@triton.jit
+def finish(denominator, maximum, sink_log2, EMPTY_LSE: tl.constexpr, LSE_UNIT: tl.constexpr, LSE_SINK: tl.constexpr):
+    """Factor of the output rows, and lse, of unnormalised sums Σ 2**(s − maximum) v, Σ 2**(s − maximum), per head.
+
+    The sink adds to the denominator only; a head without keys has the factor 0 whatever its sink.
     """
     has_keys = denominator != 0.0  # true of NaN, which a key that is NaN rightly gives
     base = tl.where(has_keys, maximum, 0.0)
-    scale = 1.0 / (denominator + tl.exp2(sink_log2 - base))
-    out = tl.where(has_keys[:, None], accumulator * scale[:, None], 0.0)
-    lse = tl.where(has_keys, (base + tl.log2(denominator)) * LN2, EMPTY_LSE)
-    return out, lse
+    factor = tl.where(has_keys, 1.0 / (denominator + tl.exp2(sink_log2 - base)), 0.0)
+    lse = tl.where(has_keys, base + tl.log2(denominator), float("-inf"))
+    if LSE_SINK:
+        base = tl.maximum(lse, sink_log2)
+        base = tl.where(tl.abs(base) == float("inf"), 0.0, base)
+        lse = base + tl.log2(tl.exp2(lse - base) + tl.exp2(sink_log2 - base))
+    return factor, tl.where(lse == float("-inf"), EMPTY_LSE, lse * LSE_UNIT)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "num_splits", "split_keys"])
+@triton.jit
+def load_sink(sink_ptr, offs_h, head_ok, HAS_SINK: tl.constexpr):
+    """Sinks of heads `offs_h`, in log2; −inf without."""
+    sink_log2 = tl.full(offs_h.shape, float("-inf"), tl.float32)
+    if HAS_SINK:
+        sink_log2 = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
+    return sink_log2
+
+
+@triton.jit
+def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.constexpr, STRIDE: tl.constexpr):
+    """The last ROPE lanes of out [BLOCK_H, LANES], as pairs of neighbours, turned back by the token's position."""
+    position = tl.load(positions_ptr + token)
+    known = (position >= 0) & (position < num_positions)
+    offs = tl.arange(0, LANES // 2) - (LANES - ROPE) // 2  # of the pair
+    mask = (offs >= 0) & (offs < tl.where(known, ROPE // 2, 0))
+    row = cos_sin_ptr + position.to(tl.int64) * STRIDE + offs
+    cos = tl.load(row, mask=mask, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(row + ROPE // 2, mask=mask, other=0.0).to(tl.float32)[None, :]
+    even, odd = tl.split(tl.reshape(out, (out.shape[0], LANES // 2, 2)))
+    return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (out.shape[0], LANES))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_positions", "num_splits", "split_keys",
+    ]
+)  # fmt: skip
 def sparse_mla_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
     sink_ptr,  # [H] f32 if HAS_SINK
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
+    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
+    cos_sin_ptr,  # [S, E] if ROTATE
+    positions_ptr,  # [T] i32 if ROTATE
     num_slots,
     num_keys,  # K
+    num_extra_slots,
+    num_extra_keys,  # EXTRA_K
+    num_positions,  # S
     num_splits,
-    split_keys,
-    out_ptr,  # [T, H, L]; if SPLIT [T, num_splits, H, L] f32, normalised
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K
+    out_ptr,  # [T, H, LANES]; if SPLIT [T, num_splits, H, LANES] f32, normalised
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROW: tl.constexpr,
-    PACKED: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    TILE: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EXTRA_SLOT_STRIDE: tl.constexpr,
+    EXTRA_PAGE_STRIDE: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr,
+    EXTRA_LAYOUT: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    HAS_EXTRA_LENGTHS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    ROTATE: tl.constexpr,
+    COS_SIN_STRIDE: tl.constexpr,
     SCALE: tl.constexpr,
     EMPTY_LSE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    LSE_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,95 +160,108 @@ def sparse_mla_kernel(
 
     offs_h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
-    offs_l = tl.arange(0, LATENT)
+    offs_l = tl.arange(0, LANES)
     q_row = q_ptr + token * Q_STRIDE_T + offs_h[:, None] * Q_STRIDE_H
-    q = tl.load(q_row + offs_l[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, L]
-    q_rope = tl.load(q_row + LATENT + tl.arange(0, ROPE)[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, E]
+    q = tl.load(q_row + offs_l[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, LANES]
+    q_tail = tl.zeros([BLOCK_H, TAIL_LANES], q.dtype)
+    if LAYOUT.tail:
+        q_tail = tl.load(q_row + LANES + tl.arange(0, TAIL_LANES)[None, :], mask=head_ok[:, None], other=0.0)
 
+    first = split * split_keys
     end = num_keys
     if HAS_LENGTHS:
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
-    first = split * split_keys
     end = tl.minimum(end, first + split_keys)
+    extra_first = first - tl.cdiv(num_keys, BLOCK_N) * BLOCK_N
+    extra_end = num_extra_keys
+    if HAS_EXTRA_LENGTHS:
+        extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
+    extra_end = tl.minimum(extra_end, extra_first + split_keys)
+    extra_first = tl.maximum(extra_first, 0)
 
+    slots = slots_ptr + token * SLOT_STRIDE
+    extra_slots = extra_slots_ptr + token * EXTRA_SLOT_STRIDE
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
-    accumulator = tl.zeros([BLOCK_H, LATENT], tl.float32)
-    for start in tl.range(first, end, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        slot = tl.load(slots_ptr + token * SLOT_STRIDE + offs_n, mask=offs_n < end, other=-1)
-        ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
-        row = page_base(slot // PAGE_SIZE, PAGE_STRIDE) + (slot % PAGE_SIZE) * ROW
-        latent, rope = load_entries(cache_ptr, row, ok, q.dtype, PACKED, LATENT, ROPE, TILE, SCALE_OFFSET, ROPE_OFFSET)
-        scores = tl.dot(q, tl.trans(latent))  # [BLOCK_H, BLOCK_N] f32
-        scores = tl.dot(q_rope, tl.trans(rope), scores) * (SCALE * LOG2E)
-        scores = tl.where(ok[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # Without a valid key so far the maximum is −inf; −inf − −inf would be NaN.
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        probabilities = tl.exp2(scores - base[:, None])
-        rescale = tl.exp2(maximum - base)
-        denominator = denominator * rescale + tl.sum(probabilities, 1)
-        accumulator = tl.dot(probabilities.to(latent.dtype), latent, accumulator * rescale[:, None])
-        maximum = new_maximum
+    accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)
+    BOTH: tl.constexpr = EXTRA_LAYOUT == LAYOUT
+    maximum, denominator, accumulator = attend(
+        q, q_tail, maximum, denominator, accumulator, cache_ptr, slots, first, end, num_slots, extra_cache_ptr,
+        extra_slots, extra_first, extra_end, num_extra_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, BOTH,
+        EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, BLOCK_N,
+    )  # fmt: skip
+    if EXTRA_LAYOUT is not None and not BOTH:
+        maximum, denominator, accumulator = attend(
+            q, q_tail, maximum, denominator, accumulator, extra_cache_ptr, extra_slots, extra_first, extra_end,
+            num_extra_slots, cache_ptr, slots, first, end, num_slots, EXTRA_LAYOUT, EXTRA_PAGE_STRIDE,
+            EXTRA_PAGE_SIZE, False, PAGE_STRIDE, PAGE_SIZE, SCALE, BLOCK_N,
+        )  # fmt: skip
 
-    if not SPLIT:
-        sink_log2 = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        if HAS_SINK:
-            sink_log2 = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
-        out, lse = finish(accumulator, denominator, maximum, sink_log2, EMPTY_LSE)
-        out_row = token * HEADS + offs_h
-        tl.store(out_ptr + out_row[:, None] * LATENT + offs_l[None, :], out.to(q.dtype), mask=head_ok[:, None])
-        tl.store(lse_ptr + out_row, lse, mask=head_ok)
+    if SPLIT:
+        factor = tl.where(denominator != 0.0, 1.0 / denominator, 0.0)
+        lse = tl.where(denominator != 0.0, maximum + tl.log2(denominator), float("-inf"))
+        row = (token * num_splits + split) * HEADS + offs_h
     else:
-        has_keys = denominator != 0.0
-        out = tl.where(has_keys[:, None], accumulator / denominator[:, None], 0.0)
-        out_row = (token * num_splits + split) * HEADS + offs_h
-        tl.store(out_ptr + out_row[:, None] * LATENT + offs_l[None, :], out, mask=head_ok[:, None])
-        lse_log2 = tl.where(has_keys, maximum + tl.log2(denominator), float("-inf"))
-        tl.store(lse_ptr + out_row, lse_log2, mask=head_ok)
+        sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
+        factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
+        row = token * HEADS + offs_h
+    out = tl.where(factor[:, None] != 0.0, accumulator * factor[:, None], 0.0)
+    if ROTATE and not SPLIT:
+        out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, LAYOUT.rope, COS_SIN_STRIDE)
+    out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
+    tl.store(lse_ptr + row, lse, mask=head_ok)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_positions"])
 def combine_splits_kernel(
-    split_out_ptr,  # [T, num_splits, H, L] f32, normalised
+    split_out_ptr,  # [T, num_splits, H, LANES] f32, normalised
     split_lse_ptr,  # [T, num_splits, H] f32, log2
     sink_ptr,  # [H] f32 if HAS_SINK
+    cos_sin_ptr,  # [S, E] if ROTATE
+    positions_ptr,  # [T] i32 if ROTATE
     num_splits,
-    out_ptr,  # [T, H, L]
+    num_positions,  # S
+    out_ptr,  # [T, H, LANES]
     lse_ptr,  # [T, H] f32
     HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROPE: tl.constexpr,
+    COS_SIN_STRIDE: tl.constexpr,
     EMPTY_LSE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    LSE_SINK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
-    offs_l = tl.arange(0, LATENT)
+    split_row = token * num_splits * HEADS + offs_h
 
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for split in tl.range(0, num_splits):
-        row = (token * num_splits + split) * HEADS + offs_h
-        maximum = tl.maximum(maximum, tl.load(split_lse_ptr + row, mask=head_ok, other=float("-inf")))
+        lse = tl.load(split_lse_ptr + split_row + split * HEADS, mask=head_ok, other=float("-inf"))
+        maximum = tl.maximum(maximum, lse)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
 
+    offs_l = tl.arange(0, LANES)
     denominator = tl.zeros([BLOCK_H], tl.float32)
-    accumulator = tl.zeros([BLOCK_H, LATENT], tl.float32)
+    accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)
     for split in tl.range(0, num_splits):
-        row = (token * num_splits + split) * HEADS + offs_h
+        row = split_row + split * HEADS
         weight = tl.exp2(tl.load(split_lse_ptr + row, mask=head_ok, other=float("-inf")) - base)
-        part = tl.load(split_out_ptr + row[:, None] * LATENT + offs_l[None, :], mask=head_ok[:, None], other=0.0)
+        part = tl.load(split_out_ptr + row[:, None] * LANES + offs_l[None, :], mask=head_ok[:, None], other=0.0)
         denominator += weight
         accumulator += part * weight[:, None]
 
-    sink_log2 = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    if HAS_SINK:
-        sink_log2 = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
-    out, lse = finish(accumulator, denominator, base, sink_log2, EMPTY_LSE)
+    sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
+    factor, lse = finish(denominator, base, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
+    out = tl.where(factor[:, None] != 0.0, accumulator * factor[:, None], 0.0)
+    if ROTATE:
+        out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE, COS_SIN_STRIDE)
     row = token * HEADS + offs_h
-    out_ptrs = out_ptr + row[:, None] * LATENT + offs_l[None, :]
+    out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
     tl.store(lse_ptr + row, lse, mask=head_ok)

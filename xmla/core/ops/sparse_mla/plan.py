@@ -1,8 +1,8 @@
 from dataclasses import dataclass
-from math import inf
+from math import inf, log
 
 from xmla.core.device import Device
-from xmla.core.layout import mla_layout
+from xmla.core.layout import V32, VALUE_DIMS, MlaLayout, mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.gluon_sm90 import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
@@ -28,7 +28,7 @@ class Config:
 SM90 = Config(64, 64, 8, 1)
 
 
-def configure(heads: int, packed: bool, device: Device) -> Config:
+def configure(heads: int, layout: MlaLayout, device: Device) -> Config:
     """The tile for this many heads: as wide as registers and shared memory of the architecture allow."""
     if device.smem_bytes < (128 << 10):  # SM12x, 99 KB: 87 KB fp8, 55 KB plain
         return Config(16, 32, 8, 2)
@@ -36,8 +36,10 @@ def configure(heads: int, packed: bool, device: Device) -> Config:
         return Config(16, 64, 8, 3)
     if device.arch >= 100:  # accumulators in tensor memory; 64 keys of plain rows pass 227 KB
         return Config(64, 32, 8, 2)
+    if layout.packed and layout != V32:  # 64 keys spill
+        return Config(64, 32, 8, 3)
     # sm_90: 206 TFLOP/s on an H200, 2026-11-21. Tiles of 32 heads spill and miss wgmma; plain rows take 72 KB a stage.
-    return Config(64, 64, 8, 3 if packed else 2)
+    return Config(64, 64, 8, 3 if layout.packed else 2)
 
 
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
@@ -53,18 +55,17 @@ def count_splits(programs: int, keys: int, config: Config, device: Device) -> in
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs, attrs = problem.specs, problem.attrs
-    layout = mla_layout(specs["cache"])
-    assert layout is not None  # checked by bind
+    layout = mla_layout(problem)
+    extra = mla_layout(problem, "extra_cache") if problem.has("extra_cache") else None
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
-    kind = "packed" if layout.packed else "plain"
-    config = tuned("sparse_mla", device, f"h{heads}-{kind}", configure(heads, layout.packed, device))
+    config = tuned("sparse_mla", device, f"h{heads}-{layout.name}", configure(heads, layout, device))
     by_hand = problem.implementation == "gluon"
     if by_hand:
-        if device.arch != 90 or not layout.packed:
-            got = f"'gluon' on {device.name} over {layout.name} entries"
-            problem.unsupported("implementation", "value", got, "packed entries on compute capability 9.0")
+        require_by_hand(problem, layout, device)
         config = SM90
     head_blocks = cdiv(heads, config.block_h)
+    if extra is not None:  # tiles do not mix sources
+        keys = cdiv(keys, config.block_n) * config.block_n + problem["EXTRA_K"]
     if attrs["batch_invariant"]:
         splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)
     else:
@@ -74,33 +75,68 @@ def plan(problem: Problem, device: Device) -> Plan:
     splits = max(cdiv(keys, split_keys), 1)
 
     out, lse = ("out", "lse") if splits == 1 else ("split_out", "split_lse")
-    ending = (
-        ("HAS_SINK", problem.has("sink")),
-        ("EMPTY_LSE", inf if attrs["empty_lse"] == "+inf" else -inf),
-    )
+    sink = (("HAS_SINK", problem.has("sink")),)
+    rotate = problem.has("cos_sin")
+    rotation = (("ROTATE", rotate), ("COS_SIN_STRIDE", specs["cos_sin"].stride(0) if rotate else 0))
+    empty = (("EMPTY_LSE", inf if attrs["empty_lse"] == "+inf" else -inf),)
+    units = (("LSE_UNIT", 1.0 if attrs["lse_base"] == "2" else log(2)), ("LSE_SINK", attrs["lse_sink"]))
     strides = (
         ("Q_STRIDE_T", specs["q"].stride(0)),
         ("Q_STRIDE_H", specs["q"].stride(1)),
         ("SLOT_STRIDE", specs["slots"].stride(0)),
         ("PAGE_STRIDE", specs["cache"].stride(0)),
         ("PAGE_SIZE", problem["R"]),
-        ("ROW", layout.row),
     )
-    shape = (("SCALE_OFFSET", layout.scale_offset), ("ROPE_OFFSET", layout.rope_offset), ("HEADS", heads))
-    inputs = (("HAS_LENGTHS", problem.has("lengths")), *ending[:1], ("SCALE", float(attrs["softmax_scale"])))
-    last = (*ending[1:], ("SPLIT", splits > 1))
+    lengths = (("HAS_LENGTHS", problem.has("lengths")),)
+    scale, split = (("SCALE", float(attrs["softmax_scale"])),), (("SPLIT", splits > 1),)
+    inputs: tuple[str, ...] = (
+        "q",
+        "cache",
+        "slots",
+        problem.either("lengths", "slots"),
+        problem.either("sink", "slots"),
+    )
+    sizes: tuple[int, ...] = (problem["P"] * problem["R"], problem["K"])
     kernel: Kernel
     if by_hand:
-        kernel, constexprs = sparse_mla_sm90_kernel, (*strides, *shape, *inputs, *last)
+        bytes_of = (("ROW", layout.row), ("SCALE_OFFSET", layout.scale_offset), ("ROPE_OFFSET", layout.rope_offset))
+        kernel = sparse_mla_sm90_kernel
+        constexprs = (*strides, *bytes_of, ("HEADS", heads), *lengths, *sink, *scale, *empty, *split)
     else:
-        sizes = (("PACKED", layout.packed), ("LATENT", layout.latent), ("ROPE", layout.rope), ("TILE", layout.tile))
-        tile = (("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n))
-        kernel, constexprs = sparse_mla_kernel, (*strides, *sizes, *shape, *inputs, *last, *tile)
+        kernel = sparse_mla_kernel
+        inputs += (
+            problem.either("extra_cache", "cache"),
+            problem.either("extra_slots", "slots"),
+            problem.either("extra_lengths", "slots"),
+            problem.either("cos_sin", "slots"),
+            problem.either("positions", "slots"),
+        )
+        sizes += (0, 0) if extra is None else (problem["EXTRA_P"] * problem["EXTRA_R"], problem["EXTRA_K"])
+        sizes += (problem["S"] if rotate else 0,)
+        constexprs = (
+            *strides,
+            ("LAYOUT", layout),
+            ("EXTRA_SLOT_STRIDE", 0 if extra is None else specs["extra_slots"].stride(0)),
+            ("EXTRA_PAGE_STRIDE", 0 if extra is None else specs["extra_cache"].stride(0)),
+            ("EXTRA_PAGE_SIZE", 1 if extra is None else problem["EXTRA_R"]),
+            ("EXTRA_LAYOUT", extra),
+            ("HEADS", heads),
+            *lengths,
+            ("HAS_EXTRA_LENGTHS", problem.has("extra_lengths")),
+            *sink,
+            *rotation,
+            *scale,
+            *empty,
+            *units,
+            *split,
+            ("BLOCK_H", config.block_h),
+            ("BLOCK_N", config.block_n),
+        )
     attend = Launch(
         kernel,
         grid=(tokens * head_blocks * splits,),
-        inputs=("q", "cache", "slots", problem.either("lengths", "slots"), problem.either("sink", "slots")),
-        sizes=(problem["P"] * problem["R"], keys, splits, split_keys),
+        inputs=inputs,
+        sizes=(*sizes, splits, split_keys),
         outputs=(out, lse),
         constexprs=constexprs,
         num_warps=config.num_warps,
@@ -110,20 +146,44 @@ def plan(problem: Problem, device: Device) -> Plan:
     if splits == 1:
         return Plan((attend,), results, ("out", "lse"))
     workspace = {
-        "split_out": Spec((tokens, splits, heads, layout.latent), "float32"),
+        "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float32"),
         "split_lse": Spec((tokens, splits, heads), "float32"),
     }
     combine = Launch(
         combine_splits_kernel,
         grid=(tokens * cdiv(heads, COMBINE_HEADS),),
-        inputs=("split_out", "split_lse", problem.either("sink", "split_lse")),
-        sizes=(splits,),
+        inputs=(
+            "split_out",
+            "split_lse",
+            problem.either("sink", "split_lse"),
+            problem.either("cos_sin", "split_lse"),
+            problem.either("positions", "slots"),
+        ),
+        sizes=(splits, problem["S"] if rotate else 0),
         outputs=("out", "lse"),
         constexprs=(
             ("HEADS", heads),
-            ("LATENT", layout.latent),
-            *ending,
+            *sink,
+            rotation[0],
+            ("ROPE", layout.rope),
+            rotation[1],
+            *empty,
+            *units,
             ("BLOCK_H", COMBINE_HEADS),
         ),
     )
     return Plan((attend, combine), workspace | results, ("out", "lse"))
+
+
+def require_by_hand(problem: Problem, layout: MlaLayout, device: Device) -> None:
+    """Refuse what the Hopper kernel is not written for."""
+
+    def unsupported(what: str, supported: str) -> None:
+        problem.unsupported("implementation", "value", f"'gluon' {what}", supported)
+
+    if device.arch != 90 or layout != V32:
+        unsupported(f"on {device.name} over {layout.name!r} entries", "'v32' entries on compute capability 9.0")
+    if problem.has("extra_cache"):
+        unsupported("with extra_cache", "one source")
+    if problem.attrs["lse_base"] != "e" or problem.attrs["lse_sink"]:
+        unsupported("with lse_base or lse_sink", "their defaults")

@@ -1,43 +1,51 @@
 from typing import Any
 
 from xmla.core.checks import Limit
-from xmla.core.layout import mla_layout
-from xmla.core.op import BYTES, FLOATS, Op, Problem, Tensor
+from xmla.core.layout import SCALE_FLOORS, mla_layout
+from xmla.core.op import BYTES, FLOATS, HALVES, Op, Problem, Tensor
 from xmla.core.ops.write_mla_cache.cases import CASES
 from xmla.core.ops.write_mla_cache.plan import plan
 from xmla.core.ops.write_mla_cache.reference import reference
 
 
-def write_mla_cache(latent, rope, slots, cache) -> Any:
-    """Quantise compressed latents and insert them into the paged cache, in place.
+def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = None, scale_floor: str = "scale") -> Any:
+    """Quantise entries and insert them into a paged latent cache, in place.
 
-        scale[g]            = 2 ** max(ceil(log2(max|latent[g]| / 448)), -13)      g: the 4 tiles of 128 latent dims
-        cache[slot] bytes   = e4m3(latent / scale) ∥ float32 scales ∥ bfloat16 rope
+        scale[g]    = 2 ** max(ceil(log2(max|x[g]| / greatest)), floor)         g: each tile of dims that shares a scale
+        cache[slot] = values(x / scale) with scales and roped dims where the format has them
 
     Args:
-        latent: [T, L] bfloat16, float16 or float32, L = 512. The latent after its RMSNorm.
-        rope: [T, E], any of the same dtypes, E = 64. The roped key part; stored unquantised as bfloat16.
+        latent: [T, L] bfloat16, float16 or float32: the dims before the roped ones. 512 (V3.2: the latent after its
+            RMSNorm), 448 in V4's formats.
+        rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope".
         slots: [T] int32 or int64. page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
             Valid slots must be distinct.
-        cache: [P, R, 656] uint8, int8 or float8_e4m3fn; any page size R, any page stride. Updated in place; only
-            the rows named by `slots` are touched.
+        cache: [P, R, ROW], any page size R, any page stride that keeps elements aligned. Updated in place; only the
+            entries named by `slots` are touched.
+        cache_format: How entries are stored (`xmla.core.layout` has the bytes). Default: what ROW and dtype tell.
+            Packed formats (uint8, int8 or float8_e4m3fn), greatest value 448 in e4m3 and 6 in e2m1:
+            "v32" 656 B: e4m3, a float32 scale a 128 dims, bfloat16 rope.       "nope" 528 B: the same without rope.
+            "v4" 584 B: e4m3, a UE8M0 scale a 64 dims, bfloat16 rope.           "v41" 528 B: e4m3, UE8M0 a 32, all dims.
+            "v41_fp4" 288 B: e2m1, an e4m3 scale a 16 dims, all of them.        "nvfp4" 352 B: so, with e4m3 rope.
+            Rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
+        scale_floor: "scale": no scale below 2**-13 (FlashMLA's writer); "amax": none below what a largest magnitude of
+            1e-4 gives (vLLM's). Either is raised to 2**-9 where scales are e4m3, whose largest is 2**8.
 
     Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 bytes and no `cache_format`.
 
-    Rounding: to nearest even, saturating at ±448 · scale; NaN stays NaN. Scales are powers of two with a positive
-    floor, byte for byte what FlashMLA's writer stores (README of FlashMLA, FP8 KV cache; tests/quant.py).
+    Rounding: to nearest even, saturating; NaN stays NaN, and in e2m1, which has none, makes its tile's scale NaN. In
+    "v32" and "v4" byte for byte what FlashMLA's writer stores (README of FlashMLA, FP8 KV cache; tests/quant.py).
     """
 
 
 def check(problem: Problem) -> None:
-    layout = mla_layout(problem.specs["cache"])
-    if layout is None:
-        problem.refuse("cache", "axis ROW (axis 2)", problem["ROW"], "656 bytes (V3.2)")
+    layout = mla_layout(problem)
     for argument, axis, size in (("latent", "L", layout.latent), ("rope", "E", layout.rope)):
         if problem[axis] != size:
-            problem.refuse(argument, f"axis {axis} (axis 1)", problem[axis], size)
-    problem.require_dense_entries("cache")
+            problem.refuse(argument, f"axis {axis} (axis 1)", problem[axis], f"{size} in {layout.name!r}")
+    if problem.attrs["scale_floor"] not in SCALE_FLOORS:
+        problem.refuse("scale_floor", "value", repr(problem.attrs["scale_floor"]), "'scale' or 'amax'")
 
 
 OP = Op(
@@ -46,7 +54,7 @@ OP = Op(
         "latent": Tensor("T L", FLOATS),
         "rope": Tensor("T E", FLOATS),
         "slots": Tensor("T", ("int32", "int64")),
-        "cache": Tensor("P R ROW", BYTES),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
     },
     outputs={},
     mutates=("cache",),

@@ -2,35 +2,53 @@ import ml_dtypes
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, normal
-from xmla.core.layout import V32
+from xmla.core.layout import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
 from xmla.core.op import Case
 
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
-def _case(tokens: int, entries: int, dtype: np.dtype = BF16, padding: int = 0, slots_dtype: type = np.int32) -> Case:
+
+def _case(
+    tokens: int, entries: int, layout: MlaLayout = V32, dtype: np.dtype = BF16, padding: int = 0,
+    slots_dtype: type = np.int32, cache_dtype: np.dtype = BF16, **attrs: object,
+) -> Case:  # fmt: skip
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         pages = -(-tokens // entries) + 2
         # Every magnitude from far below the scale's floor to large, one tile all zero, one with a NaN.
-        magnitude = np.exp2(rng.uniform(-24, 12, (tokens, 4, 1))).astype(np.float32)
-        latent = (rng.standard_normal((tokens, 4, 128), np.float32) * magnitude).reshape(tokens, 512)
-        latent[0, :128] = 0.0
+        tile = layout.tile
+        magnitude = np.exp2(rng.uniform(-24, 12, (tokens, 512 // tile, 1))).astype(np.float32)
+        latent = (rng.standard_normal((tokens, 512 // tile, tile), np.float32) * magnitude).reshape(tokens, 512)
+        latent[0, :tile] = 0.0
         latent[-1, 200] = np.nan
         latent[-1, 300:302] = 448.0, -449.0
         slots = rng.permutation(pages * entries)[:tokens].astype(slots_dtype)
         slots[tokens // 2] = rng.choice([-1, -(2**31), pages * entries, 2**31 - 1])
+        whole = np.concatenate([latent.astype(dtype), normal(rng, tokens, 64, dtype=dtype)], axis=1)
         return {
-            "latent": latent.astype(dtype),
-            "rope": normal(rng, tokens, 64, dtype=dtype),
+            "latent": whole[:, : layout.latent],
+            "rope": whole[:, 512 : 512 + layout.rope],
             "slots": slots,
-            "cache": empty_pages(pages, entries, V32.row, np.dtype(np.uint8), padding),
+            "cache": empty_pages(
+                pages, entries, layout.row, np.dtype(np.uint8) if layout.packed else cache_dtype, padding
+            ),
         }
 
-    return Case(f"t{tokens}-page{entries}-{np.dtype(dtype).name}-pad{padding}", make)
+    kind = f"{layout.name}-t{tokens}-page{entries}-{np.dtype(dtype).name}-pad{padding}"
+    return Case("-".join([kind, *map(str, attrs.values())]), make, attrs)
 
 
 CASES = (
     _case(1, 64),
     _case(7, 2, padding=656),
-    _case(13, 53, dtype=np.dtype(np.float16), slots_dtype=np.int64),
-    _case(5, 69, dtype=np.dtype(np.float32), padding=16),
-    _case(9, 64, dtype=np.dtype(ml_dtypes.bfloat16), padding=656),
+    _case(13, 53, dtype=F16, slots_dtype=np.int64),
+    _case(5, 69, dtype=F32, padding=16),
+    _case(9, 64, dtype=np.dtype(ml_dtypes.bfloat16), padding=656, scale_floor="amax"),
+    _case(9, 64, V4, padding=64),
+    _case(7, 61, V4, F32, padding=2, scale_floor="amax"),
+    _case(11, 2, V41, cache_format="v41"),
+    _case(9, 53, V41_FP4, F32, padding=5),
+    _case(6, 64, NOPE, F32, padding=4, cache_format="nope"),
+    _case(9, 3, NVFP4, F32, padding=1),
+    _case(5, 61, PLAIN, padding=8),
+    _case(5, 64, PLAIN_V4, F32, cache_dtype=F16),
 )

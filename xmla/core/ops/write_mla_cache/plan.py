@@ -9,8 +9,7 @@ BLOCK_T = 4
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
-    layout = mla_layout(specs["cache"])
-    assert layout is not None  # checked by bind
+    layout = mla_layout(problem)
     launch = Launch(
         write_mla_cache_kernel,
         grid=(cdiv(problem["T"], BLOCK_T),),
@@ -23,13 +22,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("SLOT_STRIDE", specs["slots"].stride(0)),
             ("PAGE_STRIDE", specs["cache"].stride(0)),
             ("PAGE_SIZE", problem["R"]),
-            ("ROW", layout.row),
-            ("LATENT", layout.latent),
-            ("ROPE", layout.rope),
-            ("TILE", layout.tile),
-            ("SCALE_OFFSET", layout.scale_offset),
-            ("ROPE_OFFSET", layout.rope_offset),
-            ("MIN_EXPONENT", layout.min_exponent),
+            ("LAYOUT", layout),
+            ("MIN_EXPONENT", layout.min_exponent(problem.attrs["scale_floor"])),
             ("BLOCK_T", BLOCK_T),
         ),
     )

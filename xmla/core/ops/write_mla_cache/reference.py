@@ -1,11 +1,19 @@
 import numpy as np
 
-from xmla.core.layout import V32
+from xmla.core.layout import mla_layouts
+from xmla.core.spec import Spec
 
 
-def reference(latent: np.ndarray, rope: np.ndarray, slots: np.ndarray, cache: np.ndarray) -> None:
+def reference(
+    latent: np.ndarray,
+    rope: np.ndarray,
+    slots: np.ndarray,
+    cache: np.ndarray,
+    *,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+) -> None:
     """Definition of `write_mla_cache`; updates `cache` in place."""
-    pages, entries, _ = cache.shape
-    valid = (slots >= 0) & (slots < pages * entries)
-    page, offset = np.divmod(slots[valid], entries)
-    cache.view(np.uint8)[page, offset] = V32.write(latent[valid], rope[valid])
+    (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
+    valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    layout.scatter(cache, slots[valid], latent[valid], rope[valid], scale_floor)

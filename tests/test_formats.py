@@ -1,0 +1,81 @@
+"""Properties of the ops over every format, page size, stride and length, against the definition."""
+
+import hypothesis.strategies as st
+import kit
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+
+from xmla import torch_api
+from xmla.core.cases import mla_pool, normal
+from xmla.core.layout import MLA_LAYOUTS, MlaLayout
+from xmla.core.op import registry
+from xmla.core.spec import Spec
+
+SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+layouts = st.sampled_from(MLA_LAYOUTS)
+page_sizes = st.sampled_from([1, 2, 3, 53, 64])
+seeds = st.integers(0, 2**32 - 1)
+
+
+def pool_of(rng: np.random.Generator, layout: MlaLayout, entries: int, used: np.ndarray, pages: int) -> np.ndarray:
+    return mla_pool(rng, layout, pages, entries, used, layout.alignment * int(rng.integers(0, 9)))
+
+
+@SETTINGS
+@given(layouts, page_sizes, st.integers(1, 9), st.sampled_from(["scale", "amax"]), seeds)
+def test_write_then_read(device: str, layout: MlaLayout, entries: int, tokens: int, floor: str, seed: int) -> None:
+    """Bytes and rows are the definition's; a read of them gives what their writer rounded to."""
+    rng = np.random.default_rng(seed)
+    pages = -(-tokens // entries) + 1
+    slots = rng.permutation(pages * entries + 2)[:tokens].astype(np.int32) - 1
+    entry = (normal(rng, tokens, layout.dims, dtype=np.dtype(np.float32)) * np.exp2(rng.integers(-20, 9))).astype(
+        np.float32
+    )
+    inputs = {
+        "latent": entry[:, : layout.latent], "rope": entry[:, layout.latent :], "slots": slots,
+        "cache": pool_of(rng, layout, entries, np.empty(0, np.int64), pages),
+    }  # fmt: skip
+    write, read = registry()["write_mla_cache"], registry()["read_mla_cache"]
+    attrs = {"cache_format": layout.name, "scale_floor": floor}
+    arguments = kit.torch_inputs(write, inputs, device)
+    torch_api.write_mla_cache(*arguments, **attrs)
+    cache, where = arguments[3], kit.to_torch(slots, device)
+    rows = torch_api.read_mla_cache(cache, where, cache_format=layout.name, dtype="float32")
+    write.reference(**inputs, **attrs)
+    kit.assert_bits_equal("cache", cache, inputs["cache"])
+    want = read.reference(inputs["cache"], slots, cache_format=layout.name, dtype="float32")
+    kit.assert_bits_equal("rows", rows, want)
+
+
+@SETTINGS
+@given(st.data(), page_sizes, page_sizes, st.integers(1, 40), st.integers(0, 40), st.booleans(), seeds)
+def test_attention_over_two_sources(
+    device: str, data: st.DataObject, entries: int, others: int, keys: int, extra_keys: int, with_lengths: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    layout = data.draw(layouts)
+    partners = [other for other in MLA_LAYOUTS if (other.dims, other.tail) == (layout.dims, layout.tail)]
+    extra = data.draw(st.sampled_from(partners)) if extra_keys else None
+    tokens, heads = 2, int(rng.integers(1, 20))
+    inputs = {"q": normal(rng, tokens, heads, layout.dims)}
+    attrs = {"softmax_scale": 0.05, "cache_format": layout.name}
+    for prefix, source, size, count in (("", layout, entries, keys), ("extra_", extra, others, extra_keys)):
+        if source is None:
+            continue
+        pages = 2 * -(-count // size) + 1
+        slots = rng.integers(-1, pages * size + 1, (tokens, count)).astype(np.int32)
+        lengths = rng.integers(-1, count + 2, tokens).astype(np.int32)
+        seen = np.arange(count) < (lengths[:, None] if with_lengths else count)
+        used = slots[seen & (slots >= 0) & (slots < pages * size)]
+        inputs |= {f"{prefix}cache": pool_of(rng, source, size, used, pages), f"{prefix}slots": slots}
+        if with_lengths:
+            inputs[f"{prefix}lengths"] = lengths
+        attrs[f"{prefix}cache_format"] = source.name
+    op = registry()["sparse_mla"]
+    got = torch_api.sparse_mla(*kit.torch_inputs(op, inputs, device), **attrs)
+    want = op.reference(**inputs, **attrs)
+    for (name, reference), value in zip(kit.results(op, want), got, strict=True):
+        assert not np.isnan(reference).any()
+        kit.assert_close(name, value, reference, kit.tolerance_of(op, name))
+    assert Spec.of_numpy(inputs["cache"]).shape[2] == layout.row

@@ -1,0 +1,198 @@
+"""Entries of the latent caches inside kernels: read and written by their layout.
+
+An entry is two tiles: the dims that attention takes for values, [N, LANES], and the roped dims that only keys have,
+[N, TAIL_LANES], in layouts that have such. `LAYOUT` is a `xmla.core.layout.MlaLayout`.
+"""
+
+import triton
+import triton.language as tl
+
+from xmla.core.lang import (
+    E2M1_GREATEST_BITS,
+    E4M3_GREATEST_BITS,
+    as_bytes,
+    as_floats,
+    page_base,
+    power_of_two,
+    power_of_two_exponent,
+)
+
+LANES = tl.constexpr(512)
+TAIL_LANES = tl.constexpr(64)
+
+
+@triton.jit
+def entry_offsets(slot, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Where entries at `slot` [N] begin, and where their scales do: bytes, or elements of plain rows."""
+    page = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    data = page + offset * LAYOUT.data
+    if LAYOUT.footer:
+        return data, page + PAGE_SIZE * LAYOUT.data + offset * LAYOUT.footer
+    return data, data + LAYOUT.scale_offset
+
+
+@triton.jit
+def scale_pointers(cache, scales, LAYOUT: tl.constexpr):
+    """Pointers to the bytes of entries' scales, [N, LANES / tile], and which of these the layout has, [1, …]."""
+    offs_g = tl.arange(0, LANES // LAYOUT.tile)[None, :]
+    place = offs_g
+    if LAYOUT.interleaved:
+        place = 8 * (offs_g % 4) + offs_g // 4
+    return cache + scales[:, None] + place * LAYOUT.scale_bytes, offs_g < LAYOUT.scales
+
+
+@triton.jit
+def load_scales(cache, scales, ok, LAYOUT: tl.constexpr):
+    """Scales of entries where `ok`, [N, LANES / tile] f32; 0 elsewhere."""
+    ptrs, present = scale_pointers(cache, scales, LAYOUT)
+    mask = ok[:, None]
+    if LAYOUT.quantized < LANES:
+        mask = ok[:, None] & present
+    if LAYOUT.scale == "float32":
+        return tl.load(as_floats(ptrs), mask=mask, other=0.0)
+    elif LAYOUT.scale == "ue8m0":
+        exponent = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+        # Byte 0 is 2**-127, below the normal numbers; byte 255 is NaN.
+        bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return tl.load(ptrs, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """float16 values of 4-bit codes: the three bits of the magnitude become a float16's lowest exponents."""
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+
+
+@triton.jit
+def encode_e2m1(x):
+    """4-bit codes of float32 `x` within ±6, to nearest, ties to the even code; −0 keeps its sign."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def load_quantized(cache, data, scales, ok, LAYOUT: tl.constexpr):
+    """Quantised dims of entries where `ok`, times their scales: [N, LANES / tile, tile] f32, 0 past the last."""
+    scale = load_scales(cache, scales, ok, LAYOUT)
+    mask = ok[:, None]
+    if LAYOUT.values == "e2m1":
+        offs_b = tl.arange(0, LANES // 2)[None, :]
+        if LAYOUT.quantized < LANES:
+            mask = ok[:, None] & (offs_b < LAYOUT.quantized // 2)
+        raw = tl.load(cache + data[:, None] + offs_b, mask=mask, other=0).to(tl.int32)
+        values = tl.join(decode_e2m1(raw), decode_e2m1(raw >> 4)).to(tl.float32)
+    else:
+        offs_d = tl.arange(0, LANES)[None, :]
+        if LAYOUT.quantized < LANES:
+            mask = ok[:, None] & (offs_d < LAYOUT.quantized)
+        raw = tl.load(cache + data[:, None] + offs_d, mask=mask, other=0)
+        values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return tl.reshape(values, (ok.shape[0], LANES // LAYOUT.tile, LAYOUT.tile)) * scale[:, :, None]
+
+
+@triton.jit
+def load_entries(cache_ptr, data, scales, ok, dtype: tl.constexpr, LAYOUT: tl.constexpr):
+    """Entries at `entry_offsets` where `ok`, else zeros, in `dtype`: [N, LANES] and [N, TAIL_LANES]."""
+    offs_l = tl.arange(0, LANES)[None, :]
+    offs_e = tl.arange(0, TAIL_LANES)[None, :]
+    mask = ok[:, None]
+    tail = tl.zeros([ok.shape[0], TAIL_LANES], dtype)
+    if LAYOUT.packed:
+        cache = as_bytes(cache_ptr)
+        tiled = load_quantized(cache, data, scales, ok, LAYOUT).to(dtype)
+        rope = cache + data[:, None] + LAYOUT.rope_offset
+        if LAYOUT.rope_values == "bfloat16":
+            halves = tl.load(rope.to(tl.pointer_type(tl.bfloat16), bitcast=True) + offs_e, mask=mask, other=0.0)
+            if LAYOUT.rope_in_value:  # in the place of the last tiles
+                GROUP: tl.constexpr = LANES // LAYOUT.rope
+                tiled = tl.reshape(tiled, (ok.shape[0], GROUP, LAYOUT.rope))
+                is_rope = tl.arange(0, GROUP)[None, :, None] == GROUP - 1
+                tiled = tl.where(is_rope, halves.to(dtype)[:, None, :], tiled)
+            else:
+                tail = halves.to(dtype)
+        elif LAYOUT.rope_values == "e4m3":
+            raw = tl.load(rope + offs_e, mask=mask, other=0)
+            tail = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+        value = tl.reshape(tiled, (ok.shape[0], LANES))
+    else:
+        value = tl.load(cache_ptr + data[:, None] + offs_l, mask=mask, other=0.0).to(dtype)
+        if LAYOUT.tail:
+            tail = tl.load(cache_ptr + data[:, None] + LAYOUT.rope_offset + offs_e, mask=mask, other=0.0).to(dtype)
+    return value, tail
+
+
+@triton.jit
+def store_quantized(cache, data, scales, ok, x, LAYOUT: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """Quantise the first dims of x [N, LANES] f32, as many as have scales, and store both where `ok`."""
+    GROUPS: tl.constexpr = LANES // LAYOUT.tile
+    GREATEST: tl.constexpr = 6.0 if LAYOUT.values == "e2m1" else 448.0
+    GREATEST_BITS: tl.constexpr = E2M1_GREATEST_BITS if LAYOUT.values == "e2m1" else E4M3_GREATEST_BITS
+    tiled = tl.reshape(x, (x.shape[0], GROUPS, LAYOUT.tile))
+    broken = tiled != tiled
+    amax = tl.max(tl.where(broken, 0.0, tl.abs(tiled)), axis=2)
+    exponent = power_of_two_exponent(amax, GREATEST_BITS, MIN_EXPONENT)  # [N, GROUPS]
+    exponent = tl.minimum(exponent, LAYOUT.max_exponent)
+    tiled = tiled * power_of_two(-exponent)[:, :, None]  # exact
+    tiled = tl.minimum(tl.maximum(tiled, -GREATEST, tl.PropagateNan.ALL), GREATEST, tl.PropagateNan.ALL)
+    scale = power_of_two(exponent)
+    if LAYOUT.values == "e2m1":  # has no NaN: the scale tells
+        scale = tl.where(tl.max(broken.to(tl.int32), axis=2) != 0, float("nan"), scale)
+        code = encode_e2m1(tl.reshape(tl.where(broken, GREATEST, tiled), (x.shape[0], LANES // 2, 2)))
+        low, high = tl.split(code)
+        offs_b = tl.arange(0, LANES // 2)[None, :]
+        stored = ok[:, None] & (offs_b < LAYOUT.quantized // 2)
+        tl.store(cache + data[:, None] + offs_b, (low | (high << 4)).to(tl.uint8), mask=stored)
+    else:
+        values = tl.reshape(tiled, (x.shape[0], LANES)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        offs_d = tl.arange(0, LANES)[None, :]
+        tl.store(cache + data[:, None] + offs_d, values, mask=ok[:, None] & (offs_d < LAYOUT.quantized))
+    ptrs, present = scale_pointers(cache, scales, LAYOUT)
+    if LAYOUT.scale == "float32":
+        tl.store(as_floats(ptrs), scale, mask=ok[:, None] & present)
+    elif LAYOUT.scale == "ue8m0":
+        tl.store(ptrs, (exponent + 127).to(tl.uint8), mask=ok[:, None] & present)
+    else:
+        tl.store(ptrs, scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=ok[:, None] & present)
+
+
+@triton.jit
+def store_entries(
+    cache_ptr, slot, ok, value, tail, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Store entries at `slot` [N] where `ok`: float32 tiles [N, LANES] and [N, TAIL_LANES], quantised as LAYOUT has it.
+
+    Rounding is to nearest even, saturating. Scales are powers of two, at least 2**MIN_EXPONENT; NaN does not count.
+    """
+    data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    offs_l = tl.arange(0, LANES)[None, :]
+    offs_e = tl.arange(0, TAIL_LANES)[None, :]
+    mask = ok[:, None]
+    if LAYOUT.packed:
+        cache = as_bytes(cache_ptr)
+        store_quantized(cache, data, scales, ok, value, LAYOUT, MIN_EXPONENT)
+        if LAYOUT.footer > LAYOUT.scales:
+            offs_p = LAYOUT.scales + tl.arange(0, LAYOUT.footer - LAYOUT.scales)[None, :]
+            tl.store(cache + scales[:, None] + offs_p, tl.zeros([slot.shape[0], 1], tl.uint8), mask=mask)
+        rope = cache + data[:, None] + LAYOUT.rope_offset
+        if LAYOUT.rope_values == "bfloat16":
+            halves = rope.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            if LAYOUT.rope_in_value:
+                is_rope = offs_l >= LAYOUT.latent
+                tl.store(halves + (offs_l - LAYOUT.latent), value.to(tl.bfloat16), mask=mask & is_rope)
+            else:
+                tl.store(halves + offs_e, tail.to(tl.bfloat16), mask=mask)
+        elif LAYOUT.rope_values == "e4m3":
+            kept = tl.minimum(tl.maximum(tail, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
+            tl.store(rope + offs_e, kept.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=mask)
+    else:
+        dtype: tl.constexpr = cache_ptr.dtype.element_ty
+        tl.store(cache_ptr + data[:, None] + offs_l, value.to(dtype), mask=mask)
+        if LAYOUT.tail:
+            tl.store(cache_ptr + data[:, None] + LAYOUT.rope_offset + offs_e, tail.to(dtype), mask=mask)

@@ -1,0 +1,35 @@
+import numpy as np
+
+from xmla.core.cases import BF16, empty_pages, mla_pool
+from xmla.core.layout import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.op import Case
+
+
+def _case(
+    tokens: int, source: MlaLayout, entries: int, layout: MlaLayout, pages_of: int, dtype: type = np.int32,
+    padding: int = 0, **attrs: object,
+) -> Case:  # fmt: skip
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        source_pages, pages = -(-tokens // entries) + 2, -(-tokens // pages_of) + 1
+        source_slots = rng.permutation(source_pages * entries)[:tokens].astype(dtype)
+        pool = mla_pool(rng, source, source_pages, entries, source_slots, padding)
+        slots = rng.permutation(pages * pages_of)[:tokens].astype(dtype)
+        slots[tokens // 2] = rng.choice([-1, -(2**31), pages * pages_of, 2**31 - 1])
+        source_slots[tokens // 3] = rng.choice([-1, -(2**31), source_pages * entries, 2**31 - 1])
+        kind = np.dtype(np.uint8) if layout.packed else BF16
+        cache = empty_pages(pages, pages_of, layout.row, kind, padding)
+        return {"source": pool, "source_slots": source_slots, "slots": slots, "cache": cache}
+
+    return Case(f"{source.name}-page{entries}-to-{layout.name}-page{pages_of}", make, attrs)
+
+
+CASES = (
+    _case(9, V32, 64, PLAIN, 61),
+    _case(7, PLAIN, 2, V32, 64, padding=8),
+    _case(8, V32, 53, NVFP4, 3, np.int64, padding=4),
+    _case(9, V4, 64, V41_FP4, 64, padding=64),
+    _case(6, V4, 2, V41, 53, cache_format="v41", scale_floor="amax"),
+    _case(9, V41, 61, V4, 256, padding=2, source_format="v41"),
+    _case(5, NOPE, 64, V4, 64, padding=4, source_format="nope"),
+    _case(5, PLAIN_V4, 7, NOPE, 64, padding=4, cache_format="nope"),
+)

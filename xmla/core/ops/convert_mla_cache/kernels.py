@@ -1,0 +1,33 @@
+import triton
+import triton.language as tl
+
+from xmla.core.entries import entry_offsets, load_entries, store_entries
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
+def convert_mla_cache_kernel(
+    source_ptr,  # [SOURCE_P, SOURCE_R, SOURCE_ROW]
+    source_slots_ptr,  # [T] i32 | i64
+    slots_ptr,  # [T] i32 | i64
+    cache_ptr,  # [P, R, ROW], updated in place
+    num_tokens,
+    num_source_slots,
+    num_slots,
+    SOURCE_SLOT_STRIDE: tl.constexpr,
+    SOURCE_PAGE_STRIDE: tl.constexpr,
+    SOURCE_PAGE_SIZE: tl.constexpr,
+    SOURCE_LAYOUT: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
+    source_slot = tl.load(source_slots_ptr + token * SOURCE_SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    ok = (source_slot >= 0) & (source_slot < num_source_slots) & (slot >= 0) & (slot < num_slots)
+    data, scales = entry_offsets(source_slot, SOURCE_LAYOUT, SOURCE_PAGE_STRIDE, SOURCE_PAGE_SIZE)
+    value, tail = load_entries(source_ptr, data, scales, ok, tl.float32, SOURCE_LAYOUT)
+    store_entries(cache_ptr, slot, ok, value, tail, LAYOUT, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
