@@ -10,9 +10,14 @@ ifeq ($(PYTHON),.venv/bin/python)
 READY := .venv/ready
 endif
 
-.PHONY: demo test mutants lint types clean
+SECONDS ?= 60
+
+.PHONY: demo test fuzz mutants lint types clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n 2
+
+fuzz: $(READY)
+	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS)
 
 mutants: $(READY)
 	$(ENV) $(PYTHON) tests/mutants.py

@@ -54,6 +54,14 @@ def verify(op: Annotated[list[str] | None, typer.Option(help="Only these ops.")]
 
 
 @app.command()
+def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.")]) -> None:
+    """Repeat the call of a failed check on this machine; exit 1 if it fails here too."""
+    from xmla.cli.replay import run
+
+    raise typer.Exit(code=0 if run(file) else 1)
+
+
+@app.command()
 def supports(
     op: Annotated[str, typer.Argument(help="An op's name.")],
     sizes: Annotated[list[str] | None, typer.Argument(help="Axes and sizes, such as H=16 K=2048.")] = None,

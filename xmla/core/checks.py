@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xmla.core.errors import ArgumentError
+from xmla.core.reproducer import has_tokens, save, shrink
 from xmla.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -43,14 +44,17 @@ def paged_limits(problem: "Problem", arrays: Arrays, cache: str = "cache") -> It
     yield Limit("block_table", 0, pages - 1, np.arange(table.shape[1]) * entries < reach[:, None])
 
 
-def check_values(op: "Op", arrays: Arrays, attrs: tuple[Any, ...]) -> None:
-    """Raise for the first value out of its limits: tensor, row, column, value, limit.
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """The first value out of its limits, in words, and the tokens whose row holds it (None: no row of a token)."""
 
-    Raises:
-        ArgumentError: A value is out of its limits.
-    """
-    names = (attr.name for attr in op.attrs)
-    problem = op.bind({n: Spec.of_numpy(array) for n, array in arrays.items()}, dict(zip(names, attrs, strict=True)))
+    message: str
+    rows: np.ndarray | None
+
+
+def find_violation(op: "Op", arrays: Arrays, attrs: Mapping[str, Any]) -> Violation | None:
+    """The first value out of its limits: tensor, row, column, value, limit."""
+    problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, attrs)
     for limit in op.limits(problem, arrays):
         array = arrays[limit.argument]
         bad = (array < limit.low) | (array > limit.high)
@@ -58,7 +62,23 @@ def check_values(op: "Op", arrays: Arrays, attrs: tuple[Any, ...]) -> None:
             bad &= limit.where
         if bad.any():
             place = tuple(int(i) for i in np.argwhere(bad)[0])
-            raise ArgumentError(
+            message = (
                 f"{op.name}: {limit.argument}{list(place)} is {array[place]}, limit [{limit.low}, {limit.high}] "
                 f"({int(bad.sum())} of {array.size} elements are out of it)"
             )
+            return Violation(message, np.array(place[:1]) if has_tokens(op, limit.argument) else None)
+    return None
+
+
+def check_values(op: "Op", arrays: Arrays, attrs: Mapping[str, Any]) -> None:
+    """Refuse a call with a value out of its limits, and keep the call in a file.
+
+    Raises:
+        ArgumentError: A value is out of its limits; the message ends with the command that repeats the call.
+    """
+    found = find_violation(op, arrays, attrs)
+    if found is not None:
+        small, _ = shrink(op, arrays, found.rows, lambda array, places: array if places is None else array[places])
+        strides = {name: Spec.of_numpy(array).strides for name, array in arrays.items()}
+        repeat = save("XMLA_CHECK", op.name, small, attrs, found.message, strides)
+        raise ArgumentError(f"{found.message}; {repeat}")

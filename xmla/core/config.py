@@ -2,18 +2,37 @@
 
 import logging
 import os
+import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
+
+from xmla.core.errors import ArgumentError
 
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
+def _fraction(name: str) -> float:
+    text = os.environ.get(name, "") or "0"
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ArgumentError(f"{name} is {text!r}, expected a number from 0 to 1")
+    return value
+
+
 @dataclass(slots=True)
 class Settings:
-    """What the environment asks for; each field's variable and meaning stand in its metadata."""
+    """What the environment asks for; each field's variable and meaning stand in its metadata.
 
+    `live` follows from `check` and `shadow`: all that a call asks where both are off.
+    """
+
+    live: bool = field(default=False, init=False)
     log: str = field(
         default_factory=lambda: os.environ.get("XMLA_LOG", ""),
         metadata={"variable": "XMLA_LOG", "meaning": "level of the `xmla` logger, on stderr: INFO tells each compile"},
@@ -29,6 +48,22 @@ class Settings:
             "meaning": "1: every index, page and length is read back and validated before a call; slow, waits",
         },
     )
+    shadow: float = field(
+        default_factory=lambda: _fraction("XMLA_SHADOW"),
+        metadata={
+            "variable": "XMLA_SHADOW",
+            "meaning": "0 to 1: this share of rows is computed again by the definition, and drift logged; slow, waits",
+        },
+    )
+    reproducer_dir: Path = field(
+        default_factory=lambda: Path(
+            os.environ.get("XMLA_REPRODUCER_DIR") or Path(tempfile.gettempdir()) / "xmla-reproducers"
+        ),
+        metadata={
+            "variable": "XMLA_REPRODUCER_DIR",
+            "meaning": "folder for calls that failed a check, for `xmla replay`; by default one for temporary files",
+        },
+    )
     print_plans: bool = field(
         default_factory=lambda: _flag("XMLA_PRINT_PLANS"),
         metadata={"variable": "XMLA_PRINT_PLANS", "meaning": "1: each new plan is printed once, on stderr"},
@@ -41,6 +76,11 @@ class Settings:
         },
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in ("check", "shadow"):
+            object.__setattr__(self, "live", bool(getattr(self, "check", False) or getattr(self, "shadow", 0)))
+
 
 settings = Settings()
 if settings.log:
@@ -52,4 +92,5 @@ if settings.log:
 
 def variables() -> list[tuple[str, str, object]]:
     """Each variable with its meaning and the value in force."""
-    return [(f.metadata["variable"], f.metadata["meaning"], getattr(settings, f.name)) for f in fields(Settings)]
+    shown = [f for f in fields(Settings) if f.metadata]
+    return [(f.metadata["variable"], f.metadata["meaning"], getattr(settings, f.name)) for f in shown]

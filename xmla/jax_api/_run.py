@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.state.types import AbstractRef
 
+from xmla.core import shadow
 from xmla.core.checks import check_values
 from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, Device, assumed_device
@@ -82,6 +83,17 @@ def _to_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
+def _take(array: Any, places: np.ndarray | None) -> np.ndarray:
+    return np.array(array[...] if places is None else array[places])
+
+
+def _sample(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> shadow.Sample | None:
+    """XMLA_SHADOW's part of an eager call. Under a trace there are no values, and no telling which pages they name."""
+    if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
+        return None
+    return shadow.sample(op, arrays, {name: _spec(array) for name, array in arrays.items()}, attrs, _take)
+
+
 def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None) -> tuple[Any, ...]:
     """Results, then the new values of the mutated arguments (Refs are updated and not repeated)."""
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
@@ -90,7 +102,7 @@ def _execute(op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implement
     plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, kernels)
     if settings.check:
         values = {name: array[...] if _is_ref(array) else array for name, array in arrays.items()}
-        jax.debug.callback(lambda host: check_values(op, _to_host(host), tuple(attrs.values())), values)
+        jax.debug.callback(lambda host: check_values(op, _to_host(host), attrs), values)
     results = dict(zip(op.outputs, outputs, strict=True))
     if implementation != "reference" and device is not INTERPRETER:
         refs = {name: arrays[name] if _is_ref(arrays[name]) else jax.new_ref(arrays[name]) for name in op.mutates}
@@ -132,7 +144,13 @@ def public(op: Op) -> Callable[..., Any]:
             if not isinstance(value, jax.Array | np.ndarray) and not _is_jax_type(value):
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array")
             arrays[name] = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        found = _execute(op, arrays, dict(zip(names, attrs, strict=True)), implementation)
+        values = dict(zip(names, attrs, strict=True))
+        taken = _sample(op, arrays, values) if settings.shadow and implementation != "reference" else None
+        found = _execute(op, arrays, values, implementation)
+        if taken is not None:
+            returned = [name for name in op.mutates if not _is_ref(arrays[name])]
+            after = arrays | dict(zip(returned, found[len(op.outputs) :], strict=True))
+            shadow.compare(taken, after, found[: len(op.outputs)], _take)
         return found if len(found) > 1 else found[0] if found else None
 
     return define(op, function, ("implementation",))

@@ -37,3 +37,13 @@ def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     dtype = DTYPES[NAMES[like.dtype]][0]
     raw = torch.from_numpy(np.array(array.astype(dtype, copy=False), order="C").view(f"u{dtype.itemsize}"))
     return raw.view(like.dtype).to(like.device)
+
+
+def take(tensor: torch.Tensor, places: np.ndarray | None) -> np.ndarray:
+    """A copy on the host of the elements of the first axis at `places`, or of all."""
+    if places is None:
+        return to_numpy(tensor.cpu()).copy()
+    index = torch.from_numpy(places.astype(np.int64)).to(tensor.device)
+    one_byte = tensor.dtype.itemsize == 1  # not every one-byte dtype can be indexed
+    chosen = (tensor.view(torch.uint8) if one_byte else tensor)[index]
+    return to_numpy(chosen.view(tensor.dtype).cpu() if one_byte else chosen.cpu())

@@ -10,6 +10,7 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # pyrefly: ignore
 from triton.runtime import driver
 
+from xmla.core import shadow
 from xmla.core.checks import check_values
 from xmla.core.compile import CompiledKernel, compiled, specialize
 from xmla.core.config import settings
@@ -18,7 +19,7 @@ from xmla.core.errors import ArgumentError
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import DTYPES, Spec, row_major
-from xmla.torch_api._arrays import device_of, spec_of, to_numpy
+from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
 from xmla.torch_api._launch import Start, profiler_hooks, starter
 
 # An op's tensor arguments in order; optional ones may be None, the first never is.
@@ -169,9 +170,9 @@ def call(
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
         prepared = _prepared[tuple(key)] = prepare(op, tensors, attrs, pointers, implementation)
-    if settings.check:
-        host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
-        check_values(op, host, attrs)
+    taken = None
+    if settings.live:
+        taken = _before(op, tensors, attrs)
 
     allocate = _empty_strided_cuda if ordinal >= 0 else _empty_strided_cpu
     if not out:
@@ -189,7 +190,25 @@ def call(
         _interpret(op, prepared.plan, tensors, out, workspace)
     else:
         _launch(prepared, pointers, out, workspace, ordinal)
+    if taken is not None:
+        shadow.compare(taken, _by_name(op, tensors), out, take)
     return out
+
+
+def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
+
+
+def _before(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> shadow.Sample | None:
+    """XMLA_CHECK's validation of a call, and XMLA_SHADOW's part of it; neither can look into a graph's capture."""
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    given, values = _by_name(op, tensors), dict(zip(op.defaults, attrs, strict=True))
+    if settings.check:
+        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in given.items()}, values)
+    if not settings.shadow:
+        return None
+    return shadow.sample(op, given, {name: spec_of(tensor) for name, tensor in given.items()}, values, take)
 
 
 def _launch(

@@ -1,0 +1,450 @@
+"""Fuzzes every op of the registry against its definition (make fuzz SECONDS=60).
+
+python tests/fuzz.py [--seconds N] [--cases N] [--op NAME]      many cases, in parallel, under a watchdog
+python tests/fuzz.py --rerun OP/CASE/SEED                       one of them
+
+A fuzz case is one of an op's cases with integers, floats and cache bytes replaced: limits of int32, NaN, infinities,
+0xFF, arbitrary bits. Axes are cut to odd sizes, which leaves gaps between rows, and an array may start beside a
+multiple of 16 bytes. All arrays of a call, its results and workspace too, lie in one buffer between guards, and every
+byte of it that the call has no business with is compared.
+
+The comparison leaves no room: cases draw their values from `Dyadic`, so that sums of products do not round and
+selections are beyond doubt, ties included. Replaced ("wild") floats round and overflow as they like; of ops that
+compute with them, a row is compared where the definition is the same with and without them: memory that a row does
+not refer to.
+"""
+
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from math import ceil, floor, log2
+from typing import Annotated, Any
+
+import conftest  # chooses the interpreter where there is no GPU
+import kit
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from xmla import torch_api
+from xmla.core.device import B200
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.op import Case, Op, registry
+from xmla.core.plan import Plan
+from xmla.core.spec import DTYPES, Spec
+
+DEVICE = "cuda" if conftest.HAS_GPU else "cpu"
+MARGIN = 512  # bytes of guard between neighbours
+LARGEST = 1 << 20  # elements of a case's inputs
+BATCH = 16 if conftest.HAS_GPU else 1  # cases of one shape in flight together
+SHAPES = 3  # of a case: as it is, and cut in two ways
+BASES = 4  # sets of values of a case, to replace some of
+HANG_SECONDS = 60  # the longest that a batch may take once its kernels are compiled
+COMPILE_SECONDS = 300
+MANY = 50  # failures that end a run
+AND_MORE = f" and {BATCH - 1} more" if BATCH > 1 else ""
+
+INT32 = (-(2**31), -(2**31) + 1, -1, 0, 1, 2**30, 2**31 - 1)
+FLOAT = (np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, 6e-8, 448.0, 3e38, -3e38)
+BYTE = (0x00, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)
+# Ops with one of these select by sums of products, which the definition rounds otherwise than the kernels.
+HEAD_WEIGHTS = {"weights", "index_weights"}
+
+
+class Dyadic(np.random.Generator):
+    """Normals are −1, −½, 0, ½ or 1, uniform positive numbers powers of two: sums of products of them are exact."""
+
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+        return (self.integers(-2, 3, size) / 2).astype(dtype)
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        if low > 0:
+            return np.exp2(self.integers(ceil(log2(low)), floor(log2(high)) + 1, size).astype(float))
+        return self.integers(ceil(low), floor(high) + 1, size).astype(float)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies in a buffer: bytes from the buffer's start, and what to see there."""
+
+    first: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    strides: tuple[int, ...]  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return 0 if 0 in self.shape else last + self.dtype.itemsize
+
+    def array(self, buffer: np.ndarray) -> np.ndarray:
+        return np.ndarray(self.shape, self.dtype, buffer.data, self.first, self.strides)
+
+    def tensor(self, buffer: torch.Tensor) -> torch.Tensor:
+        raw = buffer[self.first : self.first + self.nbytes].view(getattr(torch, self.dtype.name))
+        return raw.as_strided(self.shape, [s // self.dtype.itemsize for s in self.strides])
+
+
+@dataclass(frozen=True)
+class Arena:
+    """One buffer for all arrays of a call; `images` hold its bytes before the call, one for each set of values."""
+
+    op: Op
+    attrs: Mapping[str, Any]
+    inputs: Mapping[str, Place]
+    results: Mapping[str, Place]
+    workspace: Place
+    images: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A fuzz case: the bytes before the call, the same without wild values, and whether those hold a NaN."""
+
+    seed: int
+    wild: np.ndarray
+    tame: np.ndarray
+    has_nan: bool
+
+
+def fuzzed_cases(names: Iterable[str] = ()) -> list[tuple[Op, Case]]:
+    chosen = set(names) or set(registry())
+    return [
+        (op, case)
+        for op, case in kit.all_cases()
+        if op.name in chosen and sum(a.size for a in kit.make(case).values()) < LARGEST
+    ]
+
+
+def attributes(op: Op, case: Case) -> dict[str, Any]:
+    """The case's; an optional factor that was left out is one that does not round."""
+    given = {a.name: 0.5 for a in op.attrs if a.type is float and a.optional and case.attrs.get(a.name) is None}
+    return kit.attributes(op, case) | given
+
+
+def bind(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> Plan | None:
+    """The plan of a call, or None if it is refused."""
+    specs = {name: Spec.of_numpy(array) for name, array in arrays.items()}
+    try:
+        return op.plan(op.bind(specs, attrs), B200)
+    except (ArgumentError, UnsupportedError):
+        return None
+
+
+def cut(op: Op, arrays: dict[str, np.ndarray], attrs: Mapping[str, Any], rng: np.random.Generator) -> None:
+    """Leave out the end of some axes, where the op takes it: what remains is no longer dense."""
+    for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
+        place = [(name, op.tensors[name].names.index(axis)) for name in arrays if axis in op.tensors[name].names]
+        size = arrays[place[0][0]].shape[place[0][1]] if place else 0
+        if size > 1 and rng.random() < 0.6:
+            less = int(rng.integers(1, size))
+            shorter = {n: arrays[n][(slice(None),) * i + (slice(less),)] for n, i in place}
+            if bind(op, arrays | shorter, attrs) is not None:
+                arrays |= shorter
+
+
+@lru_cache(maxsize=256)
+def arena(op_name: str, case_name: str, shape: int) -> Arena:
+    """The call's arrays laid out for one of the case's shapes."""
+    op = registry()[op_name]
+    case = next(c for c in op.cases if c.name == case_name)
+    attrs = attributes(op, case)
+    rng = np.random.default_rng([zlib.crc32(f"{op_name}/{case_name}".encode()), shape])
+    sets = [case.make(Dyadic(np.random.PCG64(base))) for base in range(BASES)]
+    sizes = rng.bit_generator.state
+    for arrays in sets:
+        if shape:
+            rng.bit_generator.state = sizes  # the same cut in each
+            cut(op, arrays, attrs, rng)
+    shifted = rng.choice(list(sets[0])) if shape == SHAPES - 1 else None
+    arguments = [torch.empty_strided(a.shape, [s // a.itemsize for s in a.strides], dtype=getattr(torch, a.dtype.name),
+                                     device=DEVICE) if (a := sets[0].get(n)) is not None else None
+                 for n in op.tensors]  # fmt: skip
+    plan = getattr(torch_api, op_name).plan(*arguments, **attrs)
+    end = MARGIN
+
+    def reserve(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None = None, shift: int = 0):
+        nonlocal end
+        dense = np.empty(shape, dtype).strides if strides is None else strides
+        place = Place(end + shift, shape, dtype, dense)
+        end = -(-(place.first + place.nbytes + MARGIN) // 256) * 256
+        return place
+
+    inputs = {
+        # A scale read as float32 stands at a multiple of 4 bytes.
+        n: reserve(a.shape, a.dtype, a.strides, max(a.itemsize, 4) if n == shifted else 0)
+        for n, a in sets[0].items()
+    }
+    results = {n: reserve(plan.buffers[n].shape, DTYPES[plan.buffers[n].dtype][0]) for n in plan.results}
+    workspace = reserve((plan.workspace_bytes,), np.dtype(np.uint8))
+    images = tuple(np.full(end, kit.CANARY, np.uint8) for _ in sets)
+    for image, arrays in zip(images, sets, strict=True):
+        workspace.array(image)[:] = 0xFF
+        for name, array in arrays.items():
+            bits(inputs[name].array(image))[...] = bits(array)
+    return Arena(op, attrs, inputs, results, workspace, images)
+
+
+def draw(laid: Arena, seed: int) -> Drawn:
+    rng = np.random.default_rng([zlib.crc32(laid.op.name.encode()), seed])
+    tame = laid.images[rng.integers(BASES)].copy()
+    for place in laid.inputs.values():
+        if place.dtype.kind in "iu" and place.dtype.itemsize > 1:
+            scramble(rng, place.array(tame), unique=bool(laid.op.mutates))
+    has_nan = False
+    wild = tame
+    if rng.random() < 0.6:
+        wild, has_nan = tame.copy(), bool(rng.integers(2))
+        for place in laid.inputs.values():
+            if (place.dtype.kind not in "iu" or place.dtype.itemsize == 1) and rng.integers(2):
+                run_wild(rng, place.array(wild), has_nan)
+    return Drawn(seed, wild, tame, has_nan)
+
+
+def scramble(rng: np.random.Generator, array: np.ndarray, unique: bool) -> None:
+    """Replace some integers. With `unique`, as slots to be written are, no other value than −1 stands twice."""
+    replaced = rng.random(array.shape) < rng.choice([0.0, 0.05, 0.3, 1.0])
+    small = rng.integers(-3, 200, array.shape)
+    values = np.where(rng.random(array.shape) < 0.5, rng.choice(INT32, array.shape), small)
+    array[replaced] = values.astype(array.dtype)[replaced]
+    if unique and array.size:
+        flat = array.reshape(-1)
+        again = np.ones(flat.size, bool)
+        again[np.unique(flat, return_index=True)[1]] = False
+        array[...] = np.where(again, -1, flat).reshape(array.shape)
+
+
+def run_wild(rng: np.random.Generator, array: np.ndarray, has_nan: bool) -> None:
+    """Replace some floats or bytes by special values or by arbitrary bits."""
+    if not array.size:
+        return
+    chosen = rng.random(array.shape) < rng.choice([0.002, 0.05, 1.0])
+    if rng.integers(2):
+        chosen &= rng.random((len(array),) + (1,) * (array.ndim - 1)) < 0.3  # some rows or pages only
+    if array.itemsize == 1:
+        values = rng.choice(BYTE, array.shape) if rng.integers(2) else rng.integers(0, 256, array.shape)
+        array.view(np.uint8)[chosen] = values.astype(np.uint8)[chosen]
+        words = array.view(np.uint8)
+        if not array.shape[-1] % 4 and rng.integers(2):  # where scales may stand
+            scales = rng.choice(FLOAT, (*array.shape[:-1], array.shape[-1] // 4)).astype(np.float32)
+            here = np.repeat(rng.random(scales.shape) < 0.1, 4, axis=-1)
+            words[here] = scales.view(np.uint8)[here]
+    else:
+        with np.errstate(over="ignore"):
+            values = rng.choice(FLOAT if has_nan else FLOAT[1:], array.shape).astype(array.dtype)
+        array[chosen] = values[chosen]
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.itemsize}")
+
+
+def launch(laid: Arena, buffer: torch.Tensor) -> None:
+    """The call on arrays that lie in `buffer`."""
+    arguments = [laid.inputs[n].tensor(buffer) if n in laid.inputs else None for n in laid.op.tensors]
+    extra = {}
+    if laid.results:
+        results = tuple(place.tensor(buffer) for place in laid.results.values())
+        extra["out"] = results if len(results) > 1 else results[0]
+    if laid.workspace.nbytes:
+        extra["workspace"] = laid.workspace.tensor(buffer)
+    getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **extra)
+
+
+def define(laid: Arena, image: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The definition's results, and its inputs after the call."""
+    copy = image.copy()
+    inputs = {name: place.array(copy) for name, place in laid.inputs.items()}
+    with np.errstate(all="ignore"):
+        values = kit.as_tuple(laid.op.reference(**inputs, **laid.attrs))
+    return dict(zip(laid.results, map(np.asarray, values), strict=True)), inputs
+
+
+def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
+    """Raise AssertionError if the buffer `after` the call is not what the definition makes of `drawn`."""
+    op = laid.op
+    want, inputs = define(laid, drawn.wild)
+    other, other_inputs = (want, inputs) if drawn.wild is drawn.tame else define(laid, drawn.tame)
+
+    expected = drawn.wild.copy()
+    for place in (*laid.results.values(), laid.workspace, *(laid.inputs[n] for n in op.mutates)):
+        bits(place.array(expected))[...] = bits(place.array(after))
+    for name in op.mutates:
+        got, value, tame = (
+            x.view(np.uint8) for x in (laid.inputs[name].array(after), inputs[name], other_inputs[name])
+        )
+        # A NaN has many bit patterns.
+        wrong = (got != value) & ((value == tame) | (not drawn.has_nan))
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.size} bytes are wrong"
+    if not np.array_equal(after, expected):
+        place = int(np.flatnonzero(after != expected)[0])
+        near = [f"{n} + {place - p.first}" for n, p in laid.inputs.items() if p.first - MARGIN <= place]
+        raise AssertionError(f"a byte beside the outputs was written: {near[-1]}")
+
+    computed = HEAD_WEIGHTS & set(op.tensors) or any(kit.tolerance_of(op, name) for name in want)
+    same = {}
+    for name in want:
+        a, b = want[name], other[name]
+        rows = ((a == b) | ((a != a) & (b != b))).reshape(len(a), -1).all(axis=1)
+        same[len(a)] = same.get(len(a), True) & rows
+    for name, value in want.items():
+        where = kit.written(op, value)
+        got = laid.results[name].array(after)
+        if computed and not same[len(value)].all():
+            rows = same[len(value)]
+            got, value, where = got[rows], value[rows], None if where is None else where[rows]
+        kit.assert_close(name, got, value, kit.tolerance_of(op, name), where)
+
+
+def run_batch(op: Op, case: Case, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Run the cases `seeds`, which share a shape; each failure's seed and message."""
+    seeds = list(seeds)
+    laid = arena(op.name, case.name, seeds[0] % SHAPES)
+    drawn = [draw(laid, seed) for seed in seeds]
+    buffers = torch.from_numpy(np.stack([d.wild for d in drawn])).to(DEVICE)
+    for buffer in buffers:
+        launch(laid, buffer)
+    for one, after in zip(drawn, buffers.cpu().numpy(), strict=True):
+        try:
+            check(laid, one, after)
+        except AssertionError as error:
+            yield one.seed, str(error)
+
+
+def name_of(op: Op, case: Case, seed: int) -> str:
+    return f"{op.name}/{case.name}/{seed}"
+
+
+def run_named(name: str) -> list[str]:
+    """What is wrong with one case, named as a failure names it."""
+    op_name, case_name, seed = name.split("/")
+    op = registry()[op_name]
+    case = next(c for c in op.cases if c.name == case_name)
+    return [message for _, message in run_batch(op, case, [int(seed)])]
+
+
+def shapes_of(names: Iterable[str]) -> list[tuple[Op, Case, int]]:
+    return [(op, case, shape) for op, case in fuzzed_cases(names) for shape in range(SHAPES)]
+
+
+def seeds_of(shape: int, batch: int) -> list[int]:
+    return [shape + SHAPES * (batch * BATCH + i) for i in range(BATCH)]
+
+
+def work(names: list[str], index: int, workers: int, first: int, state: Any, reports: Any) -> None:
+    """Every `workers`-th batch of each shape, without end; `state` becomes [shape, batch, when it began, its turn]."""
+    torch.set_num_threads(1)
+    shapes = shapes_of(names)
+    for turn in count():
+        for place in range(len(shapes)):
+            chosen = (place + index * len(shapes) // workers) % len(shapes)
+            op, case, shape = shapes[chosen]
+            batch = first + turn * workers + index
+            seeds = seeds_of(shape, batch)
+            state[:] = [chosen, batch, time.monotonic(), turn]
+            try:
+                found = [(name_of(op, case, seed), message) for seed, message in run_batch(op, case, seeds)]
+            except Exception:  # what no call may raise, a fault of the GPU among it
+                found = [(name_of(op, case, seeds[0]) + AND_MORE, traceback.format_exc(limit=-4))]
+                reports.put((op.name, len(seeds), found))
+                if DEVICE == "cuda":  # the context is lost; another process goes on
+                    return
+            else:
+                reports.put((op.name, len(seeds), found))
+
+
+@dataclass
+class Worker:
+    process: Any
+    state: Any
+
+
+def fuzz(
+    names: list[str], seconds: float, cases: int, workers: int, first: int
+) -> tuple[Counter[str], dict[str, str], float]:
+    """Cases run by op, failures by name, and the seconds it took."""
+    context = multiprocessing.get_context("spawn")
+    reports = context.Queue()
+    shapes = shapes_of(names)
+
+    def start(index: int, first: int) -> Worker:
+        state = context.Array("d", [-1, 0, time.monotonic(), 0], lock=False)
+        process = context.Process(target=work, args=(names, index, workers, first, state, reports), daemon=True)
+        process.start()
+        return Worker(process, state)
+
+    began = time.monotonic()
+    pool = [start(index, first) for index in range(workers)]
+    done: Counter[str] = Counter()
+    failures: dict[str, str] = {}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("fuzzing", total=cases or None)
+        while time.monotonic() - began < seconds and (not cases or done.total() < cases):
+            try:
+                op_name, number, found = reports.get(timeout=0.5)
+            except queue.Empty:
+                pass
+            else:
+                done[op_name] += number
+                failures |= found
+                bar.update(task, completed=done.total())
+            for index, worker in enumerate(pool):
+                chosen, batch, at, turn = worker.state[:]
+                limit = HANG_SECONDS if turn else COMPILE_SECONDS
+                hung = time.monotonic() - at > limit
+                if hung and chosen >= 0:
+                    op, case, shape = shapes[int(chosen)]
+                    name = name_of(op, case, seeds_of(shape, int(batch))[0]) + AND_MORE
+                    failures[name] = f"did not end within {limit} s"
+                if hung or not worker.process.is_alive():
+                    worker.process.kill()
+                    pool[index] = start(index, int(batch) + workers)
+            if len(failures) >= MANY:
+                break
+    for worker in pool:
+        worker.process.kill()
+    return done, failures, time.monotonic() - began
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="Stop after so many seconds.")] = 60,
+    cases: Annotated[int, typer.Option(help="Stop after so many cases; 0: when the time is over.")] = 0,
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    first: Annotated[int, typer.Option(help="First batch of each shape: others are other cases.")] = 0,
+    rerun: Annotated[str, typer.Option(help="Run this one case, in this process: OP/CASE/SEED.")] = "",
+) -> None:
+    """Fuzz; print what ran and what failed. Exit 1 if anything did."""
+    console = Console(width=150, soft_wrap=True, markup=False, highlight=False)
+    if rerun:
+        messages = run_named(rerun)
+        console.print("\n".join(messages) or "as defined")
+        raise typer.Exit(code=int(bool(messages)))
+    done, failures, took = fuzz(op or [], seconds, cases, workers, first)
+    for name, message in failures.items():
+        console.print(f"{name}: {message}")
+    if failures:
+        console.print("one of them again: python tests/fuzz.py --rerun OP/CASE/SEED")
+    for name, number in sorted(done.items()):
+        wrong = sum(failure.startswith(f"{name}/") for failure in failures)
+        console.print(f"{name}: {number} cases, {wrong} failures")
+    rate = done.total() / took
+    console.print(
+        f"{done.total()} cases of {len(shapes_of(op or []))} shapes from batch {first} on, {len(failures)} failures, "
+        f"{took:.0f} s, {rate:.0f} cases/s, {workers} processes on {DEVICE}"
+    )
+    raise typer.Exit(code=int(bool(failures)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

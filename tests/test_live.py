@@ -1,0 +1,207 @@
+"""Checks of live calls: XMLA_CHECK and XMLA_SHADOW, the files that they write, `xmla replay`."""
+
+import json
+import logging
+from pathlib import Path
+
+import jax
+import kit
+import numpy as np
+import pytest
+from conftest import HAS_GPU
+from typer.testing import CliRunner
+
+from xmla import ArgumentError, jax_api, torch_api
+from xmla.cli import app
+from xmla.core import config, reproducer, shadow
+from xmla.core.config import settings
+from xmla.core.op import Case, Op, registry
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(settings, "reproducer_dir", tmp_path / "calls")
+    monkeypatch.setattr(logging.getLogger("xmla"), "level", logging.INFO)
+    return tmp_path / "calls"
+
+
+def take(array: np.ndarray, places: np.ndarray | None) -> np.ndarray:
+    return array if places is None else array[places]
+
+
+def result_rows(op: Op, arrays: dict[str, np.ndarray], attrs: dict[str, object], rows: np.ndarray) -> list[np.ndarray]:
+    with np.errstate(all="ignore"):
+        return [np.asarray(value)[rows] for value in kit.as_tuple(op.reference(**arrays, **attrs))]
+
+
+ROWS = [(op, case) for op, case in kit.all_cases() if op.outputs and "T" in {t.names[0] for t in op.tensors.values()}]
+
+
+@pytest.mark.parametrize(("op", "case"), ROWS, ids=kit.case_id)
+def test_a_shrunk_call_gives_the_rows_of_the_whole_one(op: Op, case: Case) -> None:
+    arrays, attrs = kit.make(case), kit.attributes(op, case)
+    tokens = next(a.shape[0] for n, a in arrays.items() if reproducer.has_tokens(op, n))
+    for wanted in ([0], [tokens - 1], list(range(tokens))[::2]):
+        small, rows = reproducer.shrink(op, arrays, np.array(wanted), take)
+        assert set(wanted) & set(rows.tolist()) or "request_ids" not in arrays
+        whole, part = result_rows(op, arrays, attrs, rows), result_rows(op, small, attrs, np.arange(len(rows)))
+        for a, b in zip(whole, part, strict=True):
+            if op.name == "map_slots":  # renumbered pages; as many
+                a, b = a >= 0, b >= 0
+            if op.name != "indexer_logits_paged":
+                assert np.array_equal(a, b, equal_nan=True)
+            else:  # columns past the lengths are not defined
+                assert np.array_equal(a[..., : b.shape[-1]], b, equal_nan=True)
+        for name, array in small.items():
+            assert array.nbytes <= arrays[name].nbytes
+
+
+def test_only_used_pages_leave_the_device() -> None:
+    op = registry()["sparse_mla"]
+    arrays = kit.make(op.cases[1])  # pages of 2 entries
+    small, _ = reproducer.shrink(op, arrays, np.array([0]), take)
+    assert small["q"].shape[0] == 1 and small["cache"].shape[0] < arrays["cache"].shape[0]
+    used = small["slots"][(small["slots"] >= 0) & (small["slots"] < small["cache"].shape[0] * 2)]
+    assert set(used // 2) == set(range(small["cache"].shape[0]))
+
+
+@pytest.mark.parametrize("name", sorted(registry()))
+def test_shadow_finds_nothing_where_nothing_is_wrong(
+    name: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(settings, "shadow", 1.0)
+    op = registry()[name]
+    for case in op.cases[:2]:
+        plain = kit.as_tuple(getattr(torch_api, name)(*kit.torch_inputs(op, kit.make(case), device), **case.attrs))
+        getattr(jax_api, name)(*kit.jax_inputs(op, kit.make(case)), **case.attrs)
+        if op.outputs and op.name != "indexer_logits_paged":  # watching changes nothing
+            monkeypatch.setattr(settings, "shadow", 0.0)
+            again = kit.as_tuple(getattr(torch_api, name)(*kit.torch_inputs(op, kit.make(case), device), **case.attrs))
+            monkeypatch.setattr(settings, "shadow", 1.0)
+            for a, b in zip(plain, again, strict=True):
+                kit.assert_bits_equal(name, a, b)
+    lines = [r for r in caplog.records if r.message.startswith(f"shadow {name}:")]
+    assert len(lines) == 4 and all(r.levelno == logging.INFO for r in lines), caplog.text
+    assert not folder.exists()
+
+
+def test_shadow_reports_a_wrong_result(
+    device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = registry()["sparse_mla"]
+    case = op.cases[1]
+    right = op.reference
+
+    def wrong(**arguments: object) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = right(**arguments)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(settings, "shadow", 1.0)
+    object.__setattr__(op, "reference", wrong)
+    try:
+        torch_api.sparse_mla(*kit.torch_inputs(op, kit.make(case), device), **case.attrs)
+        (error,) = [r.message for r in caplog.records if r.levelno == logging.ERROR]
+        (file,) = folder.iterdir()
+        assert error.startswith("shadow sparse_mla: out: cosine drift 0.0045") and error.endswith(f"xmla replay {file}")
+        again = CliRunner().invoke(app, ["replay", str(file)])
+        assert again.exit_code == 1 and "out: cosine drift 0.0045" in again.output
+    finally:
+        object.__setattr__(op, "reference", right)
+    repeated = CliRunner().invoke(app, ["replay", str(file)])
+    assert repeated.exit_code == 0, repeated.output
+    head = json.loads(file.read_bytes().split(b"\n")[0])
+    assert list(head) == ["op", "by", "failure", "attrs", "versions", "arrays"] and head["op"] == "sparse_mla"
+    call = reproducer.load(file)
+    assert [s // a.itemsize for a in [call.arrays["q"]] for s in a.strides] == head["arrays"][0]["strides"]
+
+
+def test_shadow_takes_the_share_it_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry()["quantize_indexer_query"]
+    case = op.cases[2]  # 5 rows
+    counted: list[int] = []
+    real = shadow.compare
+    monkeypatch.setattr(shadow, "compare", lambda taken, *rest: counted.append(len(taken.rows)) or real(taken, *rest))
+    monkeypatch.setattr(shadow, "_random", np.random.default_rng(5))
+    monkeypatch.setattr(settings, "shadow", 0.1)
+    arguments = kit.torch_inputs(op, kit.make(case), device)
+    for _ in range(40):
+        torch_api.quantize_indexer_query(*arguments, **case.attrs)
+    assert 8 < sum(counted) < 40 and len(counted) < 40
+
+
+def test_no_shadow_under_jit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(settings, "shadow", 1.0)
+    op = registry()["map_slots"]
+    case = op.cases[0]
+    jax.jit(lambda *a: jax_api.map_slots(*a, **case.attrs))(*kit.jax_inputs(op, kit.make(case)))
+    assert not [r for r in caplog.records if "shadow" in r.message]
+
+
+def test_a_failed_check_leaves_a_small_file(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "check", True)
+    op = registry()["sparse_mla"]
+    case = op.cases[1]
+    inputs = kit.make(case)
+    inputs["slots"][:] = np.clip(inputs["slots"], -1, 10)
+    inputs["slots"][2, 3] = 10**6
+    inputs["lengths"][:] = 40
+    with pytest.raises(ArgumentError, match=r"slots\[2, 3\] is 1000000, limit .*; xmla replay ") as raised:
+        torch_api.sparse_mla(*kit.torch_inputs(op, inputs, device), **case.attrs)
+    file = Path(str(raised.value).rpartition(" ")[2])
+    call = reproducer.load(file)
+    assert call.arrays["q"].shape[0] == 1 and call.arrays["slots"][0, 3] == 10**6
+    assert file.stat().st_size < sum(a.nbytes for a in inputs.values()) / 2
+    monkeypatch.setattr(settings, "check", False)
+    again = CliRunner().invoke(app, ["replay", str(file)])
+    assert again.exit_code == 1 and "slots[0, 3] is 1000000" in again.output
+
+
+def test_a_folder_that_cannot_be_written_is_told(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.parent.joinpath("calls").write_text("a file")
+    assert reproducer.save("XMLA_CHECK", "map_slots", {}, {}, "x", {}).startswith("no reproducer: ")
+    folder.unlink()
+    folder.mkdir()
+    for i in range(reproducer.MAX_FILES):
+        assert reproducer.save("XMLA_CHECK", "map_slots", {}, {"page_size": i}, "x", {}).startswith("xmla replay ")
+    assert "holds 16 already" in reproducer.save("XMLA_CHECK", "map_slots", {}, {"page_size": -1}, "x", {})
+
+
+def test_what_is_no_reproducer(tmp_path: Path) -> None:
+    for content in (b"", b"{}\n", b"\x93NUMPY", b'{"op": "a", "arrays": [{"dtype": "float32"}]}\n'):
+        file = tmp_path / "x"
+        file.write_bytes(content)
+        with pytest.raises(ArgumentError, match="is no reproducer"):
+            reproducer.load(file)
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "half"])
+def test_a_share_is_a_number_from_0_to_1(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XMLA_SHADOW", value)
+    with pytest.raises(ArgumentError, match=f"XMLA_SHADOW is '{value}', expected a number from 0 to 1"):
+        config.Settings()
+
+
+def test_one_flag_tells_a_call_whether_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not settings.live
+    for name, on in (("check", True), ("shadow", 0.5)):
+        monkeypatch.setattr(settings, name, on)
+        assert settings.live
+        monkeypatch.setattr(settings, name, type(on)(0))
+        assert not settings.live
+
+
+@pytest.mark.gpu
+def test_shadow_stays_out_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert HAS_GPU
+    op = registry()["map_slots"]
+    case = op.cases[0]
+    arguments = kit.torch_inputs(op, kit.make(case), "cuda")
+    torch_api.map_slots(*arguments, **case.attrs)
+    monkeypatch.setattr(settings, "shadow", 1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots, _ = torch_api.map_slots(*arguments, **case.attrs)
+    graph.replay()
+    kit.assert_bits_equal("slots", slots, op.reference(**kit.make(case), **kit.attributes(op, case))[0])

@@ -1,0 +1,151 @@
+"""Files that repeat one call on few rows: a line of JSON, then the arrays' bytes. `xmla replay FILE` runs them."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xmla.core.config import settings
+from xmla.core.errors import ArgumentError
+from xmla.core.spec import DTYPES, row_major
+
+if TYPE_CHECKING:
+    from xmla.core.op import Op
+
+MAX_FILES = 16  # in the folder: a call that fails once fails in every layer and step
+LARGEST_SPAN = 1 << 28  # bytes that the strides of an array may spread it over
+
+# Elements of an array's first axis, on the host: those at the places given, or all.
+Take = Callable[[Any, np.ndarray | None], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Reproducer:
+    """One call that failed, with the versions it failed under."""
+
+    by: str
+    op: str
+    arrays: Mapping[str, np.ndarray]
+    attrs: Mapping[str, Any]
+    failure: str
+    versions: Mapping[str, str]
+
+
+def has_tokens(op: "Op", name: str) -> bool:
+    """Whether an argument has a row a token."""
+    return op.tensors[name].names[0] == "T"
+
+
+def shrink(
+    op: "Op", arrays: Mapping[str, Any], rows: np.ndarray | None, take: Take
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """The same call on the host for few tokens, with only the requests and pages that they use, renumbered.
+
+    `rows` are the tokens wanted (None: all); those of the result, returned beside the arrays, may be more: requests
+    without ids stay whole. Nothing else leaves the device. What was invalid stays so.
+    """
+    caches = [name for name in arrays if len(op.tensors[name].names) == 3 and name.endswith("cache")]
+    requests = None
+    if "block_table" in arrays and rows is not None:
+        total, tokens = arrays["block_table"].shape[0], arrays[next(n for n in arrays if has_tokens(op, n))].shape[0]
+        next_n = max(tokens // max(total, 1), 1)
+        owner = take(arrays["request_ids"], rows) if "request_ids" in arrays else rows // next_n
+        requests = np.unique(owner[(owner >= 0) & (owner < total)])
+        if "request_ids" not in arrays:
+            rows = (requests[:, None] * next_n + np.arange(next_n)).reshape(-1)
+    small = {
+        name: take(array, rows if has_tokens(op, name) else requests if name == "block_table" else None).copy()
+        for name, array in arrays.items()
+        if name not in caches
+    }
+    if requests is not None and "request_ids" in small:
+        ids = small["request_ids"]
+        small["request_ids"] = np.where(np.isin(ids, requests), np.searchsorted(requests, ids), -1).astype(ids.dtype)
+    for name in caches:
+        index = next((n for n in (name.replace("cache", "slots"), "block_table") if n in small), None)
+        if index is None:
+            small[name] = take(arrays[name], None)
+            continue
+        pages, entries, _ = arrays[name].shape
+        size = 1 if index == "block_table" else entries
+        values = small[index].astype(np.int64)
+        named = (values >= 0) & (values < pages * size)
+        read = named
+        if index == "block_table" and "lengths" in small:  # what stands past the lengths is never read
+            read = named & (np.arange(values.shape[1]) * entries < small["lengths"].max(initial=0))
+        used = np.unique(values[read] // size)
+        small[name] = take(arrays[name], used)
+        if index != "block_table" or name == caches[-1]:  # caches behind one table share its page ids
+            renumbered = np.searchsorted(used, values // size) * size + values % size
+            others = np.where(named, -1, values)
+            small[index] = np.where(read, renumbered, others).astype(small[index].dtype)
+    return {name: small[name] for name in arrays}, rows
+
+
+def save(
+    by: str,
+    op: str,
+    arrays: Mapping[str, np.ndarray],
+    attrs: Mapping[str, Any],
+    failure: str,
+    strides: Mapping[str, tuple[int, ...] | None],
+) -> str:
+    """Write a call that failed by XMLA_CHECK or XMLA_SHADOW: the command that repeats it, or why there is none.
+
+    `strides` are those of the whole arrays, in elements (None: dense): kernels are compiled for them.
+    """
+    entries = [
+        {"name": n, "dtype": a.dtype.name, "shape": a.shape, "strides": strides[n] or row_major(a.shape)}
+        for n, a in arrays.items()
+    ]
+    versions = {"python": platform.python_version(), **{name: version(name) for name in ("triton", "numpy")}}
+    head = {"op": op, "by": by, "failure": failure, "attrs": dict(attrs), "versions": versions, "arrays": entries}
+    content = json.dumps(head).encode() + b"\n" + b"".join(array.tobytes() for array in arrays.values())
+    folder = settings.reproducer_dir
+    file = folder / f"{op}-{hashlib.sha256(content).hexdigest()[:12]}.xmla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists() and len(list(folder.glob("*.xmla"))) >= MAX_FILES:
+            return f"no reproducer: {folder} holds {MAX_FILES} already"
+        file.write_bytes(content)
+    except OSError as error:
+        return f"no reproducer: {error}"
+    return f"xmla replay {file}"
+
+
+def _with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
+    """A copy with these strides, in elements, and NaN between the rows; dense where that would be too long."""
+    span = 1 + sum((n - 1) * s for n, s in zip(array.shape, strides, strict=True))
+    if not array.size or span * array.itemsize > LARGEST_SPAN:
+        return array.copy()
+    buffer = np.full(span * array.itemsize, 0xFF, np.uint8)
+    placed = np.ndarray(array.shape, array.dtype, buffer.data, 0, [s * array.itemsize for s in strides])
+    placed.view(f"u{array.itemsize}")[...] = array.view(f"u{array.itemsize}")
+    return placed
+
+
+def load(file: Path) -> Reproducer:
+    """Read a file that `save` wrote.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    try:
+        head, _, content = file.read_bytes().partition(b"\n")
+        facts = json.loads(head)
+        arrays, at = {}, 0
+        for entry in facts["arrays"]:
+            dtype = DTYPES[entry["dtype"]][0]
+            nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * dtype.itemsize
+            dense = np.frombuffer(content[at : at + nbytes], dtype).reshape(entry["shape"])
+            arrays[entry["name"]] = _with_strides(dense, entry["strides"])
+            at += nbytes
+        return Reproducer(facts["by"], facts["op"], arrays, facts["attrs"], facts["failure"], facts["versions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"replay: {file} is no reproducer: {error}") from None
