@@ -6,6 +6,7 @@ Import a front-end: ``xmla.torch_api`` or ``xmla.jax_api``. This module imports 
 from xmla import layouts as layouts
 from xmla.core.device import Device as Device
 from xmla.core.errors import ArgumentError as ArgumentError
+from xmla.core.errors import CompileError as CompileError
 from xmla.core.errors import UnsupportedError as UnsupportedError
 from xmla.core.model import ModelConfig as ModelConfig
 from xmla.core.support import Support as Support

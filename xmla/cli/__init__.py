@@ -127,10 +127,10 @@ def bench(
 
 def main() -> None:
     """The command; what the user got wrong is one line, not a traceback."""
-    from xmla.core.errors import ArgumentError, UnsupportedError
+    from xmla.core.errors import ArgumentError, CompileError, UnsupportedError
 
     try:
         app()
-    except (ArgumentError, UnsupportedError) as error:
+    except (ArgumentError, CompileError, UnsupportedError) as error:
         typer.echo(f"xmla: {error}", err=True)
         raise SystemExit(2) from None

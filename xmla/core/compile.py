@@ -4,6 +4,7 @@ Both front-ends take their kernels from here, so they share Triton's cache on di
 """
 
 import logging
+import struct
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from xmla.core.config import settings
-from xmla.core.errors import UnsupportedError
+from xmla.core.errors import CompileError, UnsupportedError
 from xmla.core.plan import COMPILE_OPTIONS, Kernel, Launch, Plan
 from xmla.core.spec import DTYPES, Spec
 
@@ -98,6 +100,7 @@ def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> Com
 
     Raises:
         UnsupportedError: It was not ready in this process, and XMLA_FORBID_JIT forbids to make it so.
+        CompileError: The compiler failed, or the cache on disk cannot be written.
     """
     return _compiled(specialization, arch, ordinal)  # defaults filled in: the cache tells spellings apart
 
@@ -128,4 +131,42 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
         constexprs={positions[name]: value for name, value in constexprs.items()},
         attrs={positions[name]: [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=specialization.options())
+    options = specialization.options()
+    try:
+        return _load_or_compile(source, GPUTarget("cuda", arch, 32), options)
+    except Exception as error:
+        reason = str(error).strip() or repr(error)
+        if isinstance(error, OSError):
+            reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
+        op = kernel.__module__.split(".")[-2]
+        raise CompileError(f"{op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}") from error
+
+
+def _load_or_compile(source: ASTSource, target: GPUTarget, options: dict[str, Hashable]) -> CompiledKernel:
+    """Triton's own way; a kernel whose files in the cache are damaged is compiled again, and logged."""
+    try:
+        made = triton.compile(source, target=target, options=options)
+        if is_whole(made.asm["cubin"]):
+            return made
+        damage = "its cubin ends early"
+    except (ValueError, LookupError, TypeError, StopIteration) as error:  # what damaged metadata gives
+        damage = repr(error)
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        made = triton.compile(source, target=target, options=options)
+    log.warning("%s for sm_%d was damaged in %s and is compiled again: %s", source.name, target.arch, _folder(), damage)
+    return made
+
+
+def _folder() -> str:
+    return knobs.cache.dir
+
+
+def is_whole(cubin: bytes) -> bool:
+    """Whether an ELF file of 64 bits goes as far as its header tells."""
+    if len(cubin) < 64 or cubin[:4] != b"\x7fELF":
+        return False
+    segments, sections, _, _, segment, segment_count, section, section_count = struct.unpack_from(
+        "<QQIHHHHH", cubin, 32
+    )
+    return len(cubin) >= max(segments + segment * segment_count, sections + section * section_count)

@@ -1,4 +1,4 @@
-"""The two errors a caller sees. Both are raised before any kernel is launched."""
+"""The errors a caller sees. All are raised before any kernel is launched."""
 
 
 class ArgumentError(ValueError):
@@ -7,3 +7,7 @@ class ArgumentError(ValueError):
 
 class UnsupportedError(NotImplementedError):
     """The arguments are right, but this implementation or device cannot serve them; the message names the condition."""
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled or kept on disk; the message tells what failed. The call may be repeated."""

@@ -1,5 +1,6 @@
 """Runs plans on torch tensors. What a call needs is worked out once and kept for calls of the same shapes."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from xmla.core.checks import check_values
 from xmla.core.compile import CompiledKernel, compiled, specialize
 from xmla.core.config import settings
 from xmla.core.device import Device
-from xmla.core.errors import ArgumentError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import DTYPES, Spec, row_major
@@ -74,13 +75,24 @@ def plan_tensors(
 
 
 _prepared: dict[Any, Prepared] = {}
+os.register_at_fork(after_in_child=_prepared.clear)  # so that a forked process comes by `prepare`
 MAX_PREPARED = 1 << 14  # calls of other shapes kept; each takes some KB
+
+
+def refuse_fork(op: Op) -> None:
+    """Raise in a process that was forked from one that uses CUDA: the driver cannot serve it."""
+    if torch.cuda._is_in_bad_fork():
+        raise UnsupportedError(
+            f"{op.name}: process was forked after CUDA was initialised, supported: processes that are spawned"
+        )
 
 
 def prepare(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], pointers: Sequence[int], implementation: str | None
 ) -> Prepared:
     """Check, plan and compile a call, the first of its shapes."""
+    if tensors[0].is_cuda:
+        refuse_fork(op)
     plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
     places = {name: i for i, name in enumerate([*op.tensors, *plan.results, *plan.workspace])}
     device = tensors[0].device
@@ -159,10 +171,14 @@ def call(
                 address = tensor.data_ptr()
                 pointers.append(address)
                 key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % 16 == 0))
+        elsewhere = ordinal >= 0 and ordinal != torch._C._cuda_getDevice()
     except AttributeError:
         check_tensors(op, tensors)
         raise
-    if ordinal >= 0 and ordinal != torch._C._cuda_getDevice():
+    except RuntimeError:
+        refuse_fork(op)
+        raise
+    if elsewhere:
         with torch.cuda.device(ordinal):
             return call(op, tensors, attrs, out, workspace, implementation)
     prepared = _prepared.get(tuple(key))
@@ -175,16 +191,20 @@ def call(
         taken = _before(op, tensors, attrs)
 
     allocate = _empty_strided_cuda if ordinal >= 0 else _empty_strided_cpu
-    if not out:
-        out = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
-    elif not fits(prepared.results, out, ordinal):
-        check_out(op, plan_tensors(op, tensors, attrs)[1], out, tensors[0].device)
-        misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
-        raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
-    if workspace is not None:
-        check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
-    elif prepared.workspace_bytes:
-        workspace = allocate((prepared.workspace_bytes,), (1,), torch.uint8)
+    try:
+        if not out:
+            out = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
+        elif not fits(prepared.results, out, ordinal):
+            check_out(op, plan_tensors(op, tensors, attrs)[1], out, tensors[0].device)
+            misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
+            raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
+        if workspace is not None:
+            check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
+        elif prepared.workspace_bytes:
+            workspace = allocate((prepared.workspace_bytes,), (1,), torch.uint8)
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"{op.name}: results {prepared.results} and {prepared.workspace_bytes} bytes of workspace")
+        raise
 
     if ordinal < 0:
         _interpret(op, prepared.plan, tensors, out, workspace)

@@ -1,0 +1,198 @@
+"""What fails around the library gives a clear error, loses nothing, and the next call works."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kit
+import pytest
+import torch
+
+from xmla import UnsupportedError, torch_api
+from xmla.core.op import registry
+from xmla.torch_api import _run
+
+# Compiling needs no GPU, but a Triton that was imported without TRITON_INTERPRET: a process of its own for all of it.
+COMPILING = """
+import errno, json, logging, os, sys
+from pathlib import Path
+from triton.runtime.cache import FileCacheManager
+from xmla import CompileError
+from xmla.core import compile as xc
+from xmla.core.device import H200
+from xmla.core.model import Call
+from xmla.core.spec import Spec
+
+folder = Path(sys.argv[1])
+call = Call("map_slots", {"indices": Spec((3, 8), "int32"), "block_table": Spec((1, 4), "int32")}, {"page_size": 4})
+plan = call.plan(H200)
+(wanted,) = [xc.specialize(launch, plan, call.specs) for launch in plan.launches]
+records = []
+handler = logging.Handler()
+handler.emit = lambda record: records.append(record.getMessage())
+logging.getLogger("xmla").addHandler(handler)
+
+def compiled():
+    xc._compiled.cache_clear()
+    return xc.compiled(wanted, 90)
+
+def fails(*words):
+    try:
+        compiled()
+    except CompileError as error:
+        assert str(error).startswith("map_slots: map_slots_kernel was not compiled for sm_90: "), error
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, (missing, str(error))
+    else:
+        raise AssertionError(f"no error, expected one with {words}")
+
+# A folder that cannot be made, as on a read-only file system.
+(folder / "file").write_text("")
+os.environ["TRITON_CACHE_DIR"] = str(folder / "file" / "cache")
+fails("Not a directory", str(folder / "file" / "cache"), "TRITON_CACHE_DIR names another folder")
+if os.geteuid():
+    (folder / "locked").mkdir(mode=0o555)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "locked")
+    fails("Permission denied", "TRITON_CACHE_DIR")
+
+# A full disk, half-way through the files of a kernel.
+os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+put = FileCacheManager.put
+def full(self, data, filename, binary=True):
+    if filename.endswith(".cubin"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), filename)
+    return put(self, data, filename, binary)
+FileCacheManager.put = full
+fails("No space left on device", "map_slots_kernel.cubin")
+FileCacheManager.put = put
+
+# An assembler that fails, and one that is not there.
+from triton import knobs
+ptxas = folder / "ptxas"
+version = os.popen(f"{knobs.nvidia.ptxas.path} --version").read()
+ptxas.write_text(f"#!/bin/sh\\ncase $1 in --version) cat {folder}/version;; *) echo broken >&2; exit 7;; esac\\n")
+(folder / "version").write_text(version)
+ptxas.chmod(0o755)
+with knobs.nvidia.scope():
+    os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
+    fails("`ptxas` failed with error code 7", "broken")
+assert records == [], records
+
+kernel = compiled()  # the next call works
+want = kernel.asm["cubin"]
+assert xc.is_whole(want)
+
+# Damaged files: each is found, told and made again.
+def files(pattern):
+    found = list((folder / "cache").rglob(pattern))
+    assert len(found) == 1, found
+    return found[0]
+for pattern, content in (
+    ("map_slots_kernel.json", b"{\\"na"), ("map_slots_kernel.json", b"{}"), ("map_slots_kernel.json", b""),
+    ("map_slots_kernel.cubin", want[:1000]), ("map_slots_kernel.cubin", want[:-1]), ("map_slots_kernel.cubin", b""),
+    ("map_slots_kernel.ttir", b"\\xff\\xfe"),
+):
+    records.clear()
+    files(pattern).write_bytes(content)
+    assert compiled().asm["cubin"] == want and files("*.cubin").read_bytes() == want, pattern
+    assert len(records) == 1 and "map_slots_kernel for sm_90 was damaged in" in records[0], (pattern, records)
+records.clear()
+files("__grp__*").write_text("nothing")
+(folder / "cache" / "left").mkdir()  # of a process that ended while it wrote
+assert compiled().asm["cubin"] == want
+files("*.cubin").unlink()
+assert compiled().asm["cubin"] == want
+print("done")
+"""
+
+
+def test_compiling(tmp_path: Path) -> None:
+    """A cache that is read-only, full or damaged, an assembler that fails: an error that names op, kernel and cause."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILING, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.split()[-1] == "done", done.stderr[-3000:]
+
+
+def test_out_of_memory_names_the_op(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry()["select_topk"]
+    case = op.cases[5]
+    arguments = kit.torch_inputs(op, kit.make(case), device)
+    want = torch_api.select_topk(*arguments, **case.attrs)
+    name = "_empty_strided_cuda" if device == "cuda" else "_empty_strided_cpu"
+    real = getattr(_run, name)
+
+    def exhausted(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dtype is torch.uint8:
+            raise torch.OutOfMemoryError("Tried to allocate more than there is")
+        return real(shape, strides, dtype)
+
+    monkeypatch.setattr(_run, name, exhausted)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate more than there is") as raised:
+        torch_api.select_topk(*arguments, **case.attrs)
+    (note,) = raised.value.__notes__
+    nbytes = torch_api.select_topk.plan(*arguments, **case.attrs).workspace_bytes
+    assert note.startswith("select_topk: results ") and f" and {nbytes} bytes of workspace" in note
+    monkeypatch.undo()
+    kit.assert_bits_equal("indices", torch_api.select_topk(*arguments, **case.attrs), want)
+
+
+@pytest.mark.gpu
+def test_out_of_memory_on_the_device() -> None:
+    """The allocator's own limit: torch's error, nothing written, the same call works with room."""
+    logits = torch.randn(64, 65536, device="cuda")
+    ends = torch.full((64,), 65536, dtype=torch.int32, device="cuda")
+    want = torch_api.select_topk(logits, ends, k=2048)
+    torch.cuda.empty_cache()
+    used = torch.cuda.memory_allocated() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(used)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            torch_api.select_topk(logits, ends, k=2048)
+        assert raised.value.__notes__[0].startswith("select_topk: results ")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    kit.assert_bits_equal("indices", torch_api.select_topk(logits, ends, k=2048), want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_starts_from_nothing(device: str) -> None:
+    """On the CPU a forked process works; with CUDA it is refused, and the process it came from goes on."""
+    op = registry()["map_slots"]
+    case = op.cases[0]
+    arguments = kit.torch_inputs(op, kit.make(case), device)
+    want = torch_api.map_slots(*arguments, **case.attrs)
+    assert _run._prepared
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if not _run._prepared:
+                again = torch_api.map_slots(*arguments, **case.attrs)
+                code = 0 if device == "cpu" and torch.equal(again[0], want[0]) else 2
+        except UnsupportedError as error:
+            refused = str(error) == (
+                "map_slots: process was forked after CUDA was initialised, supported: processes that are spawned"
+            )
+            code = 0 if device == "cuda" and refused else 3
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    kit.assert_bits_equal("slots", torch_api.map_slots(*arguments, **case.attrs)[0], want[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_current_device() -> None:
+    """Tensors on a GPU that is not the current one: the call runs where they are and leaves the current one alone."""
+    for op in registry().values():
+        case = op.cases[0]
+        here = kit.torch_inputs(op, kit.make(case), "cuda:0")
+        there = kit.torch_inputs(op, kit.make(case), "cuda:1")
+        want = kit.as_tuple(getattr(torch_api, op.name)(*here, **case.attrs))
+        got = kit.as_tuple(getattr(torch_api, op.name)(*there, **case.attrs))
+        assert torch.cuda.current_device() == 0 and all(tensor.get_device() == 1 for tensor in got)
+        if op.name != "indexer_logits_paged":
+            for a, b in zip(got, want, strict=True):
+                kit.assert_bits_equal(op.name, a, b)
