@@ -2,6 +2,7 @@
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python tests/core/compile_plans.py 90
+`python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
 import json
@@ -10,18 +11,40 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import triton
 
 from xmla.core.compile import compiled, specialize
-from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
+from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
+DEVICES = {device.arch: device for device in (*KNOWN_DEVICES, *LIMITED_DEVICES)}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A call that the planner took, or refused with `reason`."""
+
+    op: str
+    case: str
+    form: str
+    specs: Specs
+    plan: Plan | None
+    reason: str = ""
+
+
+def form_of(specs: Specs, attrs: dict[str, object]) -> str:
+    """The formats of a call's caches: what support may depend on beside op and architecture."""
+    forms = [f"{specs[name].dtype} {specs[name].shape[-1]}" for name in specs if name.endswith("cache")]
+    forms += [f"{value}" for name, value in attrs.items() if name.endswith("format")]
+    return " + ".join(forms)
 
 
 def of_cases(op: Op) -> Iterator[tuple[str, Specs, dict[str, object]]]:
@@ -46,31 +69,31 @@ def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Spec
         yield "sparse_mla", f"{name}-{kind}", specs, {"softmax_scale": 0.1}
 
 
-def gluon_plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
-    """What implementation="gluon" launches, on the architecture that it is written for."""
-    if device.arch != 90:
-        return
-    op = registry()["sparse_mla"]
-    for case, specs, attrs in of_cases(op):
-        if specs["cache"].itemsize == 1:
-            values = op.defaults | attrs
-            arguments = tuple(specs.get(argument) for argument in op.tensors)
-            plan, _ = plan_call(op, arguments, tuple(values[attr.name] for attr in op.attrs), device, "gluon")
-            yield f"sparse_mla gluon {case}", specs, plan
+def planned(name: str, case: str, specs: Specs, given: dict[str, object], device: Device, by: str | None) -> Planned:
+    op = registry()[name]
+    attrs = op.defaults | given
+    arguments = tuple(specs.get(argument) for argument in op.tensors)
+    form = form_of(specs, attrs) + (f", {by}" if by else "")
+    try:
+        plan, _ = plan_call(op, arguments, tuple(attrs[attr.name] for attr in op.attrs), device, by)
+    except UnsupportedError as error:
+        return Planned(name, case, form, specs, None, str(error))
+    return Planned(name, case, form, specs, plan)
 
 
-def plans(device: Device) -> Iterator[tuple[str, Specs, Plan]]:
+def plans(device: Device) -> Iterator[Planned]:
+    """Every op's cases and serving sizes by the best kernels; cases by those that are chosen by name."""
     ops = registry()
     calls = [(name, *call) for name, op in ops.items() for call in of_cases(op)]
     for tokens, heads, k in ((64, 128, 2048), (128, 16, 512), (2048, 32, 1024), (64, 8, 8192)):
         calls += of_serving(tokens, heads, k)
-    for name, case, specs, given in calls:
-        op = ops[name]
-        attrs = op.defaults | given
-        values = tuple(attrs[attr.name] for attr in op.attrs)
-        plan, _ = plan_call(op, tuple(specs.get(argument) for argument in op.tensors), values, device)
-        yield f"{name} {case}", specs, plan
-    yield from gluon_plans(device)
+    for call in calls:
+        yield planned(*call, device, None)
+    for name, op in ops.items():
+        for implementation in op.implementations:
+            if implementation != "triton":
+                for call in of_cases(op):
+                    yield planned(name, *call, device, implementation)
 
 
 def stack_bytes(cubin: bytes) -> int | None:
@@ -86,11 +109,13 @@ def stack_bytes(cubin: bytes) -> int | None:
     return int(re.search(r"STACK:(\d+)", shown)[1])
 
 
-def report(case: str, launch: Launch, plan: Plan, specs: Specs, device: Device) -> dict[str, object]:
-    kernel = compiled(specialize(launch, plan, specs), device.arch)
+def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[str, object]:
+    kernel = compiled(specialize(launch, plan, call.specs), device.arch)
     ptx = kernel.asm["ptx"]
     return {
-        "case": case,
+        "op": call.op,
+        "form": call.form,
+        "case": call.case,
         "kernel": launch.name,
         "block_h": dict(launch.constexprs).get("BLOCK_H", 0),
         "shared": kernel.metadata.shared,
@@ -104,14 +129,17 @@ def report(case: str, launch: Launch, plan: Plan, specs: Specs, device: Device) 
 
 
 def main() -> None:
-    device = next(d for d in KNOWN_DEVICES if d.arch == int(sys.argv[1]))
-    seen = set()
-    for case, specs, plan in plans(device):
-        for launch in plan.launches:
-            key = specialize(launch, plan, specs)
+    device = DEVICES[int(sys.argv[1])]
+    seen: dict[object, dict[str, object]] = {}
+    for call in plans(device):
+        if call.plan is None:
+            print(json.dumps({"op": call.op, "form": call.form, "case": call.case, "refused": call.reason}))
+            continue
+        for launch in call.plan.launches:
+            key = specialize(launch, call.plan, call.specs)
             if key not in seen:
-                seen.add(key)
-                print(json.dumps(report(case, launch, plan, specs, device)), flush=True)
+                seen[key] = report(call, launch, call.plan, device)
+            print(json.dumps(seen[key] | {"op": call.op, "form": call.form, "case": call.case}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 
 from xmla import ArgumentError, Device, supports
-from xmla.core.device import KNOWN_DEVICES
+from xmla.core.device import A100, KNOWN_DEVICES
 from xmla.core.op import registry
 
 
@@ -13,14 +13,22 @@ def test_every_op_runs_on_every_known_device(op: str, device: Device) -> None:
     assert supports(op, device)
 
 
+def test_what_has_e4m3_needs_an_architecture_that_has_it() -> None:
+    answers = {op: supports(op, A100) for op in registry()}
+    assert {"map_slots", "select_topk", "split_batch"} <= {op for op, answer in answers.items() if answer}
+    assert answers["sparse_mla"].reason == (
+        "sparse_mla: device NVIDIA A100 has compute capability 8.0, supported: 8.9 and later for the e4m3 of cache"
+    )
+
+
 def test_reasons_are_those_of_the_call() -> None:
     device = KNOWN_DEVICES[0]
     answer = supports("sparse_mla", device, H=129)
     assert not answer and answer.reason == "sparse_mla: q axis H (axis 1) is 129, supported: at most 128 heads"
     assert all(supports("sparse_mla", device, H=heads) for heads in range(1, 129))
-    old = Device.of("NVIDIA A100", 80, 108)
+    old = Device.of("NVIDIA V100", 70, 80)
     assert supports("select_topk", old).reason == (
-        "select_topk: device NVIDIA A100 has compute capability 8.0, supported: 8.9 and later"
+        "select_topk: device NVIDIA V100 has compute capability 7.0, supported: 8.0 and later"
     )
 
 

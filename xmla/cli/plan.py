@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.model import ModelConfig
 from xmla.core.support import supports
@@ -27,9 +27,10 @@ def find_device(name: str) -> Device:
     Raises:
         ArgumentError: There is none, or several.
     """
-    found = [device for device in KNOWN_DEVICES if name.lower() in device.name.lower()]
+    known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
+    found = [device for device in known if name.lower() in device.name.lower()]
     if len(found) != 1:
-        names = ", ".join(device.name for device in found or KNOWN_DEVICES)
+        names = ", ".join(device.name for device in found or known)
         raise ArgumentError(f"device is {name!r}, expected a part of one name of: {names}")
     return found[0]
 
@@ -73,7 +74,7 @@ def show_support(op: str, sizes: list[str], devices: list[str]) -> bool:
         axes[name] = int(value)
     table = Table("device", "compute capability", "", "why not")
     answers = []
-    for device in KNOWN_DEVICES:
+    for device in (*KNOWN_DEVICES, *LIMITED_DEVICES):
         if any(part.lower() in device.name.lower() for part in devices):
             answer = supports(op, device, **axes)
             answers.append(answer.ok)

@@ -32,13 +32,18 @@ B200 = Device.of("NVIDIA B200", 100, 148)
 B300 = Device.of("NVIDIA B300", 103, 148)
 RTX_PRO_6000 = Device.of("NVIDIA RTX PRO 6000 Blackwell", 120, 188)
 GB10 = Device.of("NVIDIA GB10", 121, 48)
+# Portable extras: everything compiles that the architecture can do; no tile is chosen for them.
+L40S = Device.of("NVIDIA L40S", 89, 142)
+A100 = Device.of("NVIDIA A100", 80, 108)
 # Triton's interpreter: few programs, since each costs milliseconds of Python.
 INTERPRETER = Device("Triton interpreter", 0, 2, 227 << 10)
 
-# Conversions from and to e4m3 are instructions since Ada.
-MIN_ARCH = 89
+# Tensor cores for bf16 start with Ampere; conversions from and to e4m3 are instructions since Ada.
+MIN_ARCH = 80
+MIN_E4M3_ARCH = 89
 
-KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10)
+KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10, L40S)
+LIMITED_DEVICES = (A100,)  # only ops over arrays without e4m3
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)
 

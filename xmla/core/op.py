@@ -22,7 +22,7 @@ import numpy as np
 
 from xmla.core.checks import Limit
 from xmla.core.config import settings
-from xmla.core.device import INTERPRETER, MIN_ARCH, Device
+from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -223,15 +223,25 @@ def _plan_call(
     if implementation == "reference":
         raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")
     problem = op.bind(names, values, implementation)
-    if INTERPRETER.arch < device.arch < MIN_ARCH:
-        capability = f"{device.arch // 10}.{device.arch % 10}"
-        raise UnsupportedError(
-            f"{op.name}: device {device.name} has compute capability {capability}, supported: 8.9 and later"
-        )
     plan = op.plan(problem, device)
+    _check_architecture(problem, plan, device)
     if settings.print_plans:
         print(f"{op.name} on {device.name}: {plan}", file=sys.stderr)
     return plan, tuple(op.result_specs(problem).values())
+
+
+def _check_architecture(problem: Problem, plan: Plan, device: Device) -> None:
+    """Refuse a device without the instructions that the plan's arrays need."""
+    if device.arch == INTERPRETER.arch:
+        return
+    packed = [name for name, spec in {**problem.specs, **plan.buffers}.items() if spec.itemsize == 1]
+    least, why = (MIN_E4M3_ARCH, f" for the e4m3 of {packed[0]}") if packed else (MIN_ARCH, "")
+    if device.arch < least:
+        got, supported = (f"{arch // 10}.{arch % 10}" for arch in (device.arch, least))
+        raise UnsupportedError(
+            f"{problem.op.name}: device {device.name} has compute capability {got}, "
+            f"supported: {supported} and later{why}"
+        )
 
 
 def registry() -> dict[str, Op]:

@@ -28,7 +28,7 @@ def supports(op: str, device: Device, /, **axes: int) -> Support:
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
-        device: One of `xmla.core.device.KNOWN_DEVICES`, or any other `Device`.
+        device: One of `xmla.core.device.KNOWN_DEVICES` or `LIMITED_DEVICES`, or any other `Device`.
         axes: Sizes by the declaration's axis names; others, and the attributes, are those of the op's first case.
 
     Raises:
