@@ -46,17 +46,18 @@ def present_or_known(name: str | None) -> Device:
 
 
 def show_plan(config: ModelConfig, device_name: str | None) -> None:
-    """Print each step's launches and workspace, and what the caches take."""
+    """Print each step's launches, workspace and roofline with requests of the full length, and what the caches take."""
     device = present_or_known(device_name)
     console = Console()
     for name, calls in config.steps():
-        table = Table("op", "launch", "programs", "warps", "workspace", title=f"{name}, on {device.name}")
+        table = Table("op", "launch", "programs", "warps", "workspace", "≥ µs", title=f"{name}, on {device.name}")
         for call in calls:
             plan = call.plan(device)
+            seconds = call.estimate(device)
+            told = call.op, f"{plan.workspace_bytes:,} B", "" if seconds is None else f"{seconds * 1e6:.1f}"
             for index, launch in enumerate(plan.active):
-                space = f"{plan.workspace_bytes:,} B" if index == 0 else ""
-                op = call.op if index == 0 else ""
-                table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space)
+                op, space, least = told if index == 0 else ("", "", "")
+                table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space, least)
         console.print(table)
     caches = config.caches()
     for name, spec in caches.items():

@@ -45,6 +45,30 @@ MIN_E4M3_ARCH = 89
 KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10, L40S)
 LIMITED_DEVICES = (A100,)  # only ops over arrays without e4m3
 
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """A device's rates by its data sheet, without sparsity."""
+
+    bytes_per_s: float
+    bf16_flop_per_s: float
+    fp8_flop_per_s: float
+
+
+# NVIDIA's data sheets of the H100 and H200 SXM, the A100 80 GB SXM (without fp8) and the L40S; B200 and B300: Blackwell
+# technical brief, HGX, a GPU; RTX PRO 6000 Blackwell: 1792 GB/s and 4000 TOPS of sparse fp4, of which a quarter is
+# dense fp8 and an eighth dense bf16; GB10 likewise, 273 GB/s and 1000 TOPS (DGX Spark).
+PEAKS = {
+    H100.name: Peaks(3.35e12, 989e12, 1979e12),
+    H200.name: Peaks(4.8e12, 989e12, 1979e12),
+    B200.name: Peaks(7.7e12, 2250e12, 4500e12),
+    B300.name: Peaks(8.0e12, 2250e12, 4500e12),
+    RTX_PRO_6000.name: Peaks(1.792e12, 500e12, 1000e12),
+    GB10.name: Peaks(0.273e12, 125e12, 250e12),
+    L40S.name: Peaks(0.864e12, 362e12, 733e12),
+    A100.name: Peaks(2.039e12, 312e12, 312e12),
+}
+
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)
 
 

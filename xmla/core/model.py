@@ -9,6 +9,7 @@ from xmla.core.device import Device
 from xmla.core.layout import V32, IndexerLayout
 from xmla.core.op import plan_call, registry
 from xmla.core.plan import Plan, cdiv
+from xmla.core.roofline import estimate
 from xmla.core.spec import Spec
 
 
@@ -25,6 +26,11 @@ class Call:
         attrs = op.defaults | dict(self.attrs)
         specs = tuple(self.specs.get(name) for name in op.tensors)
         return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
+
+    def estimate(self, device: Device, keys: int | None = None) -> float | None:
+        """Seconds at least, by the roofline, with `keys` in every request, by default as many as fit."""
+        op = registry()[self.op]
+        return estimate(op.bind(self.specs, op.defaults | dict(self.attrs)), self.plan(device), device, keys)
 
 
 @dataclass(frozen=True, slots=True)

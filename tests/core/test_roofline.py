@@ -1,0 +1,47 @@
+"""The roofline against the times measured on an H200, and by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xmla.bench.roofline import MODELLED, call_of, document, estimates
+from xmla.core.device import H200, KNOWN_DEVICES, PEAKS, Device
+from xmla.core.op import registry
+from xmla.core.roofline import REACHED, works
+
+ROOT = Path(__file__).parent.parent.parent
+LINES = [json.loads(line) for line in (ROOT / "benchmarks/results/h200/bench.jsonl").read_text().splitlines()]
+
+
+def test_no_kernel_is_faster_than_the_model() -> None:
+    found = list(estimates(LINES))
+    assert {estimate.op for estimate in found} == set(MODELLED)
+    assert all(1 <= estimate.ratio < 10 for estimate in found), [e for e in found if not 1 <= e.ratio < 10]
+
+
+def test_the_document_is_that_of_the_committed_times() -> None:
+    """python -m xmla.bench.roofline benchmarks/results/h200/bench.jsonl > docs/roofline.md"""
+    assert (ROOT / "docs/roofline.md").read_text() == document(LINES)
+
+
+def test_work_by_hand() -> None:
+    """64 tokens × 128 heads × 2048 of 656 bytes each; 64 requests × 65536 keys of 132 bytes and a logit each."""
+    call, _ = call_of("sparse_mla", "decode b=64 h=128 s_q=1 k=2048")
+    op = registry()["sparse_mla"]
+    attend, rest = works(op.bind(call.specs, op.defaults | dict(call.attrs)))
+    assert attend.bytes == 64 * 2048 * 656 and attend.bf16_flops == 2 * 64 * 128 * 2048 * (576 + 512)
+    assert rest.bytes == 64 * 128 * (576 + 512) * 2 + 64 * 2048 * 4 + 64 * 128 * 4
+    call, keys = call_of("indexer_logits_paged", "b=64 next_n=2 keys=8192")
+    op = registry()["indexer_logits_paged"]
+    score, _ = works(op.bind(call.specs, op.defaults), keys)
+    assert score.bytes == 64 * 8192 * 132 + 128 * 8192 * 4 and score.fp8_flops == 2 * 128 * 8192 * 64 * 128
+    assert score.seconds(PEAKS[H200.name]) == score.bytes / (4.8e12 * REACHED.bytes_per_s)
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_every_known_device_has_rates(device: Device) -> None:
+    call, keys = call_of("dsa_attention", "b=64 h=128 context=32768 k=2048")
+    seconds, more = call.estimate(device, keys), call.estimate(device, 2 * keys)
+    assert seconds is not None and more is not None and 0 < seconds < more < 2 * seconds
+    assert call.estimate(Device.of("NVIDIA Unknown", 90, 10)) is None
