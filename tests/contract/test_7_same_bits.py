@@ -1,25 +1,90 @@
-"""Clause 7: same inputs and shapes, same bits; with batch_invariant also whatever the batch around a row."""
+"""Clause 7: same inputs and shapes, same bits; with batch_invariant also whatever the batch around a row.
+
+Torch against JAX is tests/test_parity.py.
+"""
 
 import hypothesis.strategies as st
 import kit
+import numpy as np
 import pytest
+import torch
 from conftest import HAS_GPU
-from garbage import OPS, run
+from fuzz import Dyadic
+from garbage import DEVICE, OPS, run
 from hypothesis import given, settings
 
+from xmla import torch_api
+from xmla.core.op import Case, Op
 
-@pytest.mark.parametrize("name", sorted(OPS))
-def test_repeated_calls_give_the_same_bits(name: str) -> None:
-    op = OPS[name]
-    case = op.cases[-1]
-    where = None
-    if name == "indexer_logits_paged":
-        inputs = kit.make(case)
-        where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
+RERUNS = 20 if HAS_GPU else 1
+# On a GPU all of it; the interpreter takes one case an op for reruns, and one change of the batch a case.
+CASES = [(op, case) for op, case in kit.all_cases() if HAS_GPU or case is op.cases[-1]]
+CHANGES = ("permuted", "padded", "a part")
+ROWS = [
+    (op, case, change)
+    for op, case in kit.all_cases()
+    for index, change in enumerate(CHANGES)
+    if next(iter(op.tensors.values())).names[0] == "T" and (HAS_GPU or op.cases.index(case) % len(CHANGES) == index)
+]
+
+
+def defined(op: Op, inputs: dict[str, np.ndarray], case: Case) -> np.ndarray | None:
+    """Where the result of the one op that leaves some of it unwritten is defined."""
+    if op.name != "indexer_logits_paged":
+        return None
+    return kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
+
+
+@pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)
+def test_repeated_calls_give_the_same_bits(op: Op, case: Case) -> None:
     first = [kit.as_numpy(r).copy() for r in run(op, kit.make(case), case.attrs)]
-    for _ in range(20 if HAS_GPU else 2):
+    where = defined(op, kit.make(case), case)
+    for _ in range(RERUNS):
         for a, b in zip(run(op, kit.make(case), case.attrs), first, strict=True):
-            kit.assert_bits_equal(name, a, b, where)
+            kit.assert_bits_equal(op.name, a, b, where)
+
+
+def batch(op: Op, inputs: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The tokens `rows` as a batch of their own, each told its request."""
+    chosen = {n: a[rows] if op.tensors[n].names[0] == "T" else a for n, a in inputs.items()}
+    if "block_table" in inputs and "request_ids" not in inputs:
+        tokens = next(len(a) for n, a in inputs.items() if op.tensors[n].names[0] == "T")
+        chosen["request_ids"] = (rows // (tokens // len(inputs["block_table"]))).astype(np.int32)
+    return chosen
+
+
+@pytest.mark.parametrize(("op", "case", "change"), ROWS, ids=lambda value: getattr(value, "name", value))
+def test_a_row_does_not_depend_on_its_batch(op: Op, case: Case, change: str) -> None:
+    """Permuted, padded or a part of it; attention with batch_invariant, else its splits follow the number of tokens.
+
+    The interpreter multiplies with NumPy, which adds in an order that depends on the shape: there no sum rounds.
+    """
+    inputs = kit.make(case) if HAS_GPU else case.make(Dyadic(np.random.PCG64(0)))
+    tokens = len(next(iter(inputs.values())))
+    attrs = dict(case.attrs) | ({"batch_invariant": True} if "batch_invariant" in op.defaults else {})
+    whole = [kit.as_numpy(r).copy() for r in run(op, {n: a.copy() for n, a in inputs.items()}, attrs)]
+    rows = {
+        "permuted": np.random.default_rng(1).permutation(tokens),
+        "padded": np.append(np.arange(tokens), [0] * 3),
+        "a part": np.arange(tokens)[::2],
+    }[change]
+    given = batch(op, inputs, rows)
+    where = defined(op, inputs, case)
+    if change == "padded":  # what a graph's padding holds: no keys, no slot, stale everything else
+        for name in ("lengths", "ends"):
+            if name in given:
+                given[name][tokens:] = 0
+        if "slots" in given:
+            given["slots"][tokens:] = -1
+        if "workspace_bytes" in attrs:
+            attrs["workspace_bytes"] *= 4
+    if op.mutates:
+        if change != "a part":
+            kit.assert_bits_equal(op.name, run(op, given, attrs)[0], whole[0])
+        return
+    for a, b in zip(run(op, given, attrs), whole, strict=True):
+        kept = rows[:tokens]
+        kit.assert_bits_equal(op.name, kit.as_numpy(a)[: len(kept)], b[kept], None if where is None else where[kept])
 
 
 @given(st.permutations(range(5)), st.integers(1, 5))
@@ -34,3 +99,18 @@ def test_batch_invariant_rows(order: list[int], kept: int) -> None:
     part = {n: a[chosen] if op.tensors[n].names[0] == "T" else a for n, a in inputs.items()}
     for a, b in zip(run(op, part, case.attrs), whole, strict=True):
         kit.assert_bits_equal("row", a, kit.as_numpy(b)[chosen])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op, case in CASES if op.outputs], ids=kit.case_id)
+def test_a_replayed_graph_gives_the_bits_of_the_call(op: Op, case: Case) -> None:
+    arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
+    function = getattr(torch_api, op.name)
+    want = [kit.as_numpy(r).copy() for r in kit.as_tuple(function(*arguments, **case.attrs))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kit.as_tuple(function(*arguments, **case.attrs))
+    for _ in range(2):
+        graph.replay()
+        for a, b in zip(captured, want, strict=True):
+            kit.assert_bits_equal(op.name, a, b, defined(op, kit.make(case), case))

@@ -225,6 +225,10 @@ def _plan_call(
     problem = op.bind(names, values, implementation)
     plan = op.plan(problem, device)
     _check_architecture(problem, plan, device)
+    for launch in plan.launches:
+        if max(launch.sizes, default=0) >= 2**31:
+            supported = "sizes and strides in elements below 2**31"
+            raise UnsupportedError(f"{op.name}: {launch.name} takes {max(launch.sizes)}, supported: {supported}")
     if settings.print_plans:
         print(f"{op.name} on {device.name}: {plan}", file=sys.stderr)
     return plan, tuple(op.result_specs(problem).values())
