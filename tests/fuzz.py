@@ -22,7 +22,7 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from math import ceil, floor, log2
@@ -37,11 +37,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from xmla import torch_api
-from xmla.core.device import B200
+from xmla.core.device import H200
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import Case, Op, registry
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.spec import DTYPES, Spec
+from xmla.torch_api._arrays import device_of
 
 DEVICE = "cuda" if conftest.HAS_GPU else "cpu"
 MARGIN = 512  # bytes of guard between neighbours
@@ -95,11 +96,24 @@ class Place:
         return raw.as_strided(self.shape, [s // self.dtype.itemsize for s in self.strides])
 
 
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What is fuzzed: an op's case, by the kernels chosen or by those of a name."""
+
+    op: Op
+    case: Case
+    implementation: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.op.name}{f'@{self.implementation}' if self.implementation else ''}/{self.case.name}"
+
+
 @dataclass(frozen=True)
 class Arena:
     """One buffer for all arrays of a call; `images` hold its bytes before the call, one for each set of values."""
 
     op: Op
+    implementation: str | None
     attrs: Mapping[str, Any]
     inputs: Mapping[str, Place]
     results: Mapping[str, Place]
@@ -117,13 +131,18 @@ class Drawn:
     has_nan: bool
 
 
-def fuzzed_cases(names: Iterable[str] = ()) -> list[tuple[Op, Case]]:
-    chosen = set(names) or set(registry())
-    return [
-        (op, case)
-        for op, case in kit.all_cases()
-        if op.name in chosen and sum(a.size for a in kit.make(case).values()) < LARGEST
-    ]
+def targets(names: Iterable[str] = ()) -> list[Target]:
+    """The cases of the ops `names`, or of all; on a GPU also by each implementation that takes them."""
+    found = []
+    for op, case in kit.all_cases():
+        if names and op.name not in names:
+            continue
+        inputs = kit.make(case)
+        if sum(a.size for a in inputs.values()) >= LARGEST:
+            continue
+        named = [name for name in op.implementations if name != "triton"] if conftest.HAS_GPU else []
+        found += [Target(op, case, name) for name in (None, *named) if bind(op, inputs, attributes(op, case), name)]
+    return found
 
 
 def attributes(op: Op, case: Case) -> dict[str, Any]:
@@ -132,11 +151,11 @@ def attributes(op: Op, case: Case) -> dict[str, Any]:
     return kit.attributes(op, case) | given
 
 
-def bind(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> Plan | None:
+def bind(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any], by: str | None = None) -> Plan | None:
     """The plan of a call, or None if it is refused."""
     specs = {name: Spec.of_numpy(array) for name, array in arrays.items()}
     try:
-        return op.plan(op.bind(specs, attrs), B200)
+        return op.plan(op.bind(specs, attrs, by), H200)
     except (ArgumentError, UnsupportedError):
         return None
 
@@ -154,12 +173,11 @@ def cut(op: Op, arrays: dict[str, np.ndarray], attrs: Mapping[str, Any], rng: np
 
 
 @lru_cache(maxsize=256)
-def arena(op_name: str, case_name: str, shape: int) -> Arena:
+def arena(target: Target, shape: int) -> Arena:
     """The call's arrays laid out for one of the case's shapes."""
-    op = registry()[op_name]
-    case = next(c for c in op.cases if c.name == case_name)
+    op, case = target.op, target.case
     attrs = attributes(op, case)
-    rng = np.random.default_rng([zlib.crc32(f"{op_name}/{case_name}".encode()), shape])
+    rng = np.random.default_rng([zlib.crc32(str(target).encode()), shape])
     sets = [case.make(Dyadic(np.random.PCG64(base))) for base in range(BASES)]
     sizes = rng.bit_generator.state
     for arrays in sets:
@@ -167,10 +185,10 @@ def arena(op_name: str, case_name: str, shape: int) -> Arena:
             rng.bit_generator.state = sizes  # the same cut in each
             cut(op, arrays, attrs, rng)
     shifted = rng.choice(list(sets[0])) if shape == SHAPES - 1 else None
-    arguments = [torch.empty_strided(a.shape, [s // a.itemsize for s in a.strides], dtype=getattr(torch, a.dtype.name),
-                                     device=DEVICE) if (a := sets[0].get(n)) is not None else None
-                 for n in op.tensors]  # fmt: skip
-    plan = getattr(torch_api, op_name).plan(*arguments, **attrs)
+    plan, _ = plan_call(
+        op, tuple(Spec.of_numpy(sets[0][n]) if n in sets[0] else None for n in op.tensors), tuple(attrs.values()),
+        device_of(torch.device(DEVICE)), target.implementation,
+    )  # fmt: skip
     end = MARGIN
 
     def reserve(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None = None, shift: int = 0):
@@ -192,7 +210,7 @@ def arena(op_name: str, case_name: str, shape: int) -> Arena:
         workspace.array(image)[:] = 0xFF
         for name, array in arrays.items():
             bits(inputs[name].array(image))[...] = bits(array)
-    return Arena(op, attrs, inputs, results, workspace, images)
+    return Arena(op, target.implementation, attrs, inputs, results, workspace, images)
 
 
 def draw(laid: Arena, seed: int) -> Drawn:
@@ -258,7 +276,20 @@ def launch(laid: Arena, buffer: torch.Tensor) -> None:
         extra["out"] = results if len(results) > 1 else results[0]
     if laid.workspace.nbytes:
         extra["workspace"] = laid.workspace.tensor(buffer)
-    getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **extra)
+    getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **extra, implementation=laid.implementation)
+
+
+def launch_apart(laid: Arena, buffer: torch.Tensor) -> None:
+    """The same call on arrays that are allocated each by itself, for tools that know where an allocation ends."""
+    apart = {}
+    for name, place in laid.inputs.items():
+        alone = replace(place, first=0)
+        apart[name] = alone.tensor(buffer[place.first : place.first + place.nbytes].clone())
+    arguments = [apart.get(name) for name in laid.op.tensors]
+    found = getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, implementation=laid.implementation)
+    updated = zip(laid.op.mutates, [apart[name] for name in laid.op.mutates], strict=True)
+    for name, value in (*zip(laid.results, kit.as_tuple(found), strict=True), *updated):
+        (laid.results | laid.inputs)[name].tensor(buffer).copy_(value)
 
 
 def define(laid: Arena, image: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -306,35 +337,30 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
         kit.assert_close(name, got, value, kit.tolerance_of(op, name), where)
 
 
-def run_batch(op: Op, case: Case, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Run the cases `seeds`, which share a shape; each failure's seed and message."""
+def run_batch(target: Target, seeds: Iterable[int], apart: bool = False) -> Iterator[tuple[str, str]]:
+    """Run the cases `seeds`, which share a shape; each failure's name and message."""
     seeds = list(seeds)
-    laid = arena(op.name, case.name, seeds[0] % SHAPES)
+    laid = arena(target, seeds[0] % SHAPES)
     drawn = [draw(laid, seed) for seed in seeds]
     buffers = torch.from_numpy(np.stack([d.wild for d in drawn])).to(DEVICE)
     for buffer in buffers:
-        launch(laid, buffer)
+        (launch_apart if apart else launch)(laid, buffer)
     for one, after in zip(drawn, buffers.cpu().numpy(), strict=True):
         try:
             check(laid, one, after)
         except AssertionError as error:
-            yield one.seed, str(error)
-
-
-def name_of(op: Op, case: Case, seed: int) -> str:
-    return f"{op.name}/{case.name}/{seed}"
+            yield f"{target}/{one.seed}", str(error)
 
 
 def run_named(name: str) -> list[str]:
     """What is wrong with one case, named as a failure names it."""
-    op_name, case_name, seed = name.split("/")
-    op = registry()[op_name]
-    case = next(c for c in op.cases if c.name == case_name)
-    return [message for _, message in run_batch(op, case, [int(seed)])]
+    named, _, seed = name.rpartition("/")
+    target = next(target for target in targets() if str(target) == named)
+    return [message for _, message in run_batch(target, [int(seed)])]
 
 
-def shapes_of(names: Iterable[str]) -> list[tuple[Op, Case, int]]:
-    return [(op, case, shape) for op, case in fuzzed_cases(names) for shape in range(SHAPES)]
+def shapes_of(names: Iterable[str]) -> list[tuple[Target, int]]:
+    return [(target, shape) for target in targets(names) for shape in range(SHAPES)]
 
 
 def seeds_of(shape: int, batch: int) -> list[int]:
@@ -348,19 +374,19 @@ def work(names: list[str], index: int, workers: int, first: int, state: Any, rep
     for turn in count():
         for place in range(len(shapes)):
             chosen = (place + index * len(shapes) // workers) % len(shapes)
-            op, case, shape = shapes[chosen]
+            target, shape = shapes[chosen]
             batch = first + turn * workers + index
             seeds = seeds_of(shape, batch)
             state[:] = [chosen, batch, time.monotonic(), turn]
             try:
-                found = [(name_of(op, case, seed), message) for seed, message in run_batch(op, case, seeds)]
+                found = list(run_batch(target, seeds))
             except Exception:  # what no call may raise, a fault of the GPU among it
-                found = [(name_of(op, case, seeds[0]) + AND_MORE, traceback.format_exc(limit=-4))]
-                reports.put((op.name, len(seeds), found))
+                found = [(f"{target}/{seeds[0]}{AND_MORE}", traceback.format_exc(limit=-4))]
+                reports.put((target.op.name, len(seeds), found))
                 if DEVICE == "cuda":  # the context is lost; another process goes on
                     return
             else:
-                reports.put((op.name, len(seeds), found))
+                reports.put((target.op.name, len(seeds), found))
 
 
 @dataclass
@@ -403,8 +429,8 @@ def fuzz(
                 limit = HANG_SECONDS if turn else COMPILE_SECONDS
                 hung = time.monotonic() - at > limit
                 if hung and chosen >= 0:
-                    op, case, shape = shapes[int(chosen)]
-                    name = name_of(op, case, seeds_of(shape, int(batch))[0]) + AND_MORE
+                    target, shape = shapes[int(chosen)]
+                    name = f"{target}/{seeds_of(shape, int(batch))[0]}{AND_MORE}"
                     failures[name] = f"did not end within {limit} s"
                 if hung or not worker.process.is_alive():
                     worker.process.kill()
@@ -416,11 +442,29 @@ def fuzz(
     return done, failures, time.monotonic() - began
 
 
+def fuzz_here(names: list[str], seconds: float, cases: int, first: int) -> tuple[Counter[str], dict[str, str], float]:
+    """As `fuzz`, in this process, arrays apart and without a watchdog: for compute-sanitizer, which is one itself."""
+    began = time.monotonic()
+    done: Counter[str] = Counter()
+    failures: dict[str, str] = {}
+    shapes = shapes_of(names)
+    for batch in count(first):
+        for place in np.random.default_rng(batch).permutation(len(shapes)):  # of every op some, however short the time
+            target, shape = shapes[place]
+            if time.monotonic() - began >= seconds or (cases and done.total() >= cases):
+                return done, failures, time.monotonic() - began
+            failures |= run_batch(target, seeds_of(shape, batch)[:2], apart=True)
+            done[target.op.name] += 2
+    raise RuntimeError("count() ended")
+
+
 def main(
     seconds: Annotated[float, typer.Option(help="Stop after so many seconds.")] = 60,
     cases: Annotated[int, typer.Option(help="Stop after so many cases; 0: when the time is over.")] = 0,
     op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
-    workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    workers: Annotated[
+        int, typer.Option(help="Processes; 0: in this one, two cases of each shape in turn, every array an allocation.")
+    ] = os.cpu_count() or 1,
     first: Annotated[int, typer.Option(help="First batch of each shape: others are other cases.")] = 0,
     rerun: Annotated[str, typer.Option(help="Run this one case, in this process: OP/CASE/SEED.")] = "",
 ) -> None:
@@ -430,13 +474,16 @@ def main(
         messages = run_named(rerun)
         console.print("\n".join(messages) or "as defined")
         raise typer.Exit(code=int(bool(messages)))
-    done, failures, took = fuzz(op or [], seconds, cases, workers, first)
+    if workers:
+        done, failures, took = fuzz(op or [], seconds, cases, workers, first)
+    else:
+        done, failures, took = fuzz_here(op or [], seconds, cases, first)
     for name, message in failures.items():
         console.print(f"{name}: {message}")
     if failures:
         console.print("one of them again: python tests/fuzz.py --rerun OP/CASE/SEED")
     for name, number in sorted(done.items()):
-        wrong = sum(failure.startswith(f"{name}/") for failure in failures)
+        wrong = sum(failure.startswith((f"{name}/", f"{name}@")) for failure in failures)
         console.print(f"{name}: {number} cases, {wrong} failures")
     rate = done.total() / took
     console.print(
