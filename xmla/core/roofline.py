@@ -60,10 +60,12 @@ def works(problem: Problem, keys: int | None = None) -> list[Work]:
     elif "logits" in specs:
         steps.append(Work(specs["logits"].nbytes))
     if "H" in axes and "L+E" in axes and pools:
-        q, row = specs["q"], next(spec for name, spec in pools.items() if not name.startswith("indexer"))
-        rows = axes["T"] * axes.get("K", problem.attrs.get("k", 0))
-        flops = 2.0 * rows * axes["H"] * (q.shape[2] + results["out"].shape[2])
-        steps.append(Work(rows * row.shape[2] * row.itemsize, bf16_flops=flops))
+        q, dims = specs["q"], specs["q"].shape[2] + results["out"].shape[2]
+        for name, pool in pools.items():
+            slots = specs.get(name.replace("cache", "slots"))
+            if slots is not None or not name.startswith("indexer"):
+                rows = q.shape[0] * (problem.attrs["k"] if slots is None else slots.shape[1])
+                steps.append(Work(rows * pool.shape[2] * pool.itemsize, bf16_flops=2.0 * rows * q.shape[1] * dims))
     elif "slots" in specs:
         rest += sum(specs["slots"].shape[0] * pool.shape[2] * pool.itemsize for pool in pools.values())
     return [*steps, Work(rest)]
