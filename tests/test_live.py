@@ -19,9 +19,9 @@ from xmla.core.op import Case, Op, registry
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
     monkeypatch.setattr(settings, "reproducer_dir", tmp_path / "calls")
-    monkeypatch.setattr(logging.getLogger("xmla"), "level", logging.INFO)
+    caplog.set_level(logging.INFO, "xmla")
     return tmp_path / "calls"
 
 

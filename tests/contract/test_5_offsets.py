@@ -17,7 +17,7 @@ from xmla.core.model import Call
 from xmla.core.op import Op
 from xmla.core.spec import Spec
 
-FAR = 66 << 30 if HAS_GPU else 5 << 30  # bytes from an array's first row to its last
+FAR = 66 << 30 if HAS_GPU else 9 << 30  # bytes from an array's first row to its last
 
 
 @cache
@@ -25,7 +25,8 @@ def space() -> torch.Tensor:
     """Memory to lay rows out in; on the CPU it is backed only where it is touched."""
     if HAS_GPU:
         return torch.empty(FAR, dtype=torch.uint8, device=DEVICE)
-    return torch.frombuffer(mmap.mmap(-1, FAR, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    unreserved = 0x4000  # Linux' MAP_NORESERVE, which Python names from 3.13 on
+    return torch.frombuffer(mmap.mmap(-1, FAR, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved), dtype=torch.uint8)
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:

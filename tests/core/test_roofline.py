@@ -21,7 +21,7 @@ def test_no_kernel_is_faster_than_the_model() -> None:
 
 
 def test_the_document_is_that_of_the_committed_times() -> None:
-    """python -m xmla.bench.roofline benchmarks/results/h200/bench.jsonl > docs/roofline.md"""
+    """python -m xmla.bench.roofline document benchmarks/results/h200/bench.jsonl > docs/roofline.md"""
     assert (ROOT / "docs/roofline.md").read_text() == document(LINES)
 
 

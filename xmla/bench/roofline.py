@@ -1,4 +1,8 @@
-"""`python -m xmla.bench.roofline FILE.jsonl > docs/roofline.md`: measured times beside the model's."""
+"""The roofline model's constant a launch, and docs/roofline.md: measured times beside the model's.
+
+python -m xmla.bench.roofline document benchmarks/results/h200/bench.jsonl > docs/roofline.md
+python -m xmla.bench.roofline launch
+"""
 
 import json
 import re
@@ -15,9 +19,10 @@ from xmla.core.model import Call
 from xmla.core.spec import Spec
 
 SCALE = 0.1352
+app = typer.Typer(add_completion=False)
 HEAD = """# Roofline
 
-Made by `python -m xmla.bench.roofline benchmarks/results/h200/bench.jsonl > docs/roofline.md`. The model is
+Made by `python -m xmla.bench.roofline document benchmarks/results/h200/bench.jsonl > docs/roofline.md`. The model is
 [roofline.py](../xmla/core/roofline.py): bytes and operations of a call over the rates that copies and matmuls reach,
 plus a constant a launch; `xmla plan` prints it. It is a least time: it knows no latency within a kernel, no conversion
 from fp8 and no cache. So its error on the H200, measured / model, is what the kernels leave on the table.
@@ -99,10 +104,39 @@ def document(lines: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join([HEAD, *rows, "", *cases]) + "\n"
 
 
-def main(file: Annotated[Path, typer.Argument(help="A result of `xmla bench`.")]) -> None:
-    """Print the document."""
+@app.command("document")
+def print_document(file: Annotated[Path, typer.Argument(help="A result of `xmla bench`.")]) -> None:
+    """Print docs/roofline.md."""
     typer.echo(document(map(json.loads, file.read_text().splitlines())), nl=False)
 
 
+@app.command()
+def launch() -> None:
+    """Measure the time from one launch of a CUDA graph to the next, of a kernel that does next to nothing."""
+    import torch
+
+    from xmla import torch_api
+
+    indices, table = (torch.zeros(1, size, dtype=torch.int32, device="cuda") for size in (16, 4))
+    out = torch.empty_like(indices), torch.empty(1, dtype=torch.int32, device="cuda")
+    least = []
+    for launches in (200, 1200):
+        graph = torch.cuda.CUDAGraph()
+        torch_api.map_slots(indices, table, page_size=64, out=out)
+        with torch.cuda.graph(graph):
+            for _ in range(launches):
+                torch_api.map_slots(indices, table, page_size=64, out=out)
+        times = []
+        for _ in range(20):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        least.append(min(times))
+    typer.echo(f"{least[1] - least[0]:.2f} µs from one launch of map_slots on a row to the next")
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()
