@@ -17,7 +17,7 @@ LINES = [json.loads(line) for line in (ROOT / "benchmarks/results/h200/bench.jso
 def test_no_kernel_is_faster_than_the_model() -> None:
     found = list(estimates(LINES))
     assert {estimate.op for estimate in found} == set(MODELLED)
-    assert all(1 <= estimate.ratio < 10 for estimate in found), [e for e in found if not 1 <= e.ratio < 10]
+    assert all(1 <= estimate.ratio < 12 for estimate in found), [e for e in found if not 1 <= e.ratio < 12]
 
 
 def test_the_document_is_that_of_the_committed_times() -> None:
