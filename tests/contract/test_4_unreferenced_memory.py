@@ -39,6 +39,20 @@ def test_empty_rows() -> None:
         assert not kit.as_numpy(out).view(np.uint16).any() and (kit.as_numpy(lse) == value).all()
 
 
+def test_an_empty_row_is_not_turned() -> None:
+    """Angles of a padding row may be anything."""
+    op = OPS["sparse_mla"]
+    turned = [case for case in op.cases if "cos_sin" in kit.make(case)]
+    assert turned
+    for case in turned:
+        inputs = kit.make(case)
+        inputs["cos_sin"][:] = np.nan
+        for name in {"slots", "extra_slots"} & set(inputs):
+            inputs[name][:] = -1
+        out, _ = run(op, inputs, case.attrs)
+        assert not kit.as_numpy(out).view(np.uint16).any()
+
+
 @pytest.mark.parametrize("axis", ["T", "K"])
 def test_empty_axes(axis: str) -> None:
     """No tokens or no keys: no launch reads anything, results are empty or those of empty rows."""

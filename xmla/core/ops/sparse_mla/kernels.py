@@ -205,9 +205,10 @@ def sparse_mla_kernel(
         sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
         factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
         row = token * HEADS + offs_h
-    out = tl.where(factor[:, None] != 0.0, accumulator * factor[:, None], 0.0)
+    out = accumulator * factor[:, None]
     if ROTATE and not SPLIT:
         out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, LAYOUT.rope, COS_SIN_STRIDE)
+    out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
     out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
     tl.store(lse_ptr + row, lse, mask=head_ok)
@@ -258,9 +259,10 @@ def combine_splits_kernel(
 
     sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
     factor, lse = finish(denominator, base, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
-    out = tl.where(factor[:, None] != 0.0, accumulator * factor[:, None], 0.0)
+    out = accumulator * factor[:, None]
     if ROTATE:
         out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE, COS_SIN_STRIDE)
+    out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
     row = token * HEADS + offs_h
     out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
