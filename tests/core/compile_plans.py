@@ -40,11 +40,11 @@ class Planned:
     reason: str = ""
 
 
-def form_of(specs: Specs, attrs: dict[str, object]) -> str:
+def form_of(op: Op, specs: Specs, attrs: dict[str, object]) -> str:
     """The formats of a call's caches: what support may depend on beside op and architecture."""
-    forms = [f"{specs[name].dtype} {specs[name].shape[-1]}" for name in specs if name.endswith("cache")]
-    forms += [f"{value}" for name, value in attrs.items() if name.endswith("format")]
-    return " + ".join(forms)
+    forms = [f"{specs[name].dtype} {specs[name].shape[-1]}" for name in op.pools if name in specs]
+    named = [str(value) for name, value in attrs.items() if name.endswith("format") and value is not None]
+    return ", ".join([" + ".join(forms), *named])
 
 
 def of_cases(op: Op) -> Iterator[tuple[str, Specs, dict[str, object]]]:
@@ -73,7 +73,7 @@ def planned(name: str, case: str, specs: Specs, given: dict[str, object], device
     op = registry()[name]
     attrs = op.defaults | given
     arguments = tuple(specs.get(argument) for argument in op.tensors)
-    form = form_of(specs, attrs) + (f", {by}" if by else "")
+    form = form_of(op, specs, attrs) + (f", {by}" if by else "")
     try:
         plan, _ = plan_call(op, arguments, tuple(attrs[attr.name] for attr in op.attrs), device, by)
     except UnsupportedError as error:

@@ -145,6 +145,11 @@ class Op:
         return f"Op({self.name})"
 
     @property
+    def pools(self) -> list[str]:
+        """The arguments that are paged caches, [pages, entries, bytes or elements]."""
+        return [name for name, tensor in self.tensors.items() if tensor.names[-1].endswith("ROW")]
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """Each attribute's default, in order; None for one that has to be given."""
         return {attr.name: attr.default for attr in self.attrs}

@@ -50,7 +50,7 @@ def shrink(
     `rows` are the tokens wanted (None: all); those of the result, returned beside the arrays, may be more: requests
     without ids stay whole. Nothing else leaves the device. What was invalid stays so.
     """
-    caches = [name for name in arrays if len(op.tensors[name].names) == 3 and name.endswith("cache")]
+    caches = [name for name in op.pools if name in arrays]
     requests = None
     if "block_table" in arrays and rows is not None:
         total, tokens = arrays["block_table"].shape[0], arrays[next(n for n in arrays if has_tokens(op, n))].shape[0]
@@ -68,7 +68,8 @@ def shrink(
         ids = small["request_ids"]
         small["request_ids"] = np.where(np.isin(ids, requests), np.searchsorted(requests, ids), -1).astype(ids.dtype)
     for name in caches:
-        index = next((n for n in (name.replace("cache", "slots"), "block_table") if n in small), None)
+        indices = (name.replace("cache", "slots"), f"{name}_slots", "block_table")
+        index = next((n for n in indices if n in small), None)
         if index is None:
             small[name] = take(arrays[name], None)
             continue
