@@ -90,7 +90,7 @@ def main() -> None:
     for op in registry().values():
         print(json.dumps(lower(op, device)), flush=True)
     if device.arch == 90:
-        print(json.dumps(lower(registry()["sparse_mla"], device, "gluon")), flush=True)
+        print(json.dumps(lower(registry()["sparse_mla"], device, "triton")), flush=True)
 
 
 if __name__ == "__main__":

@@ -241,10 +241,25 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
         with assume_device(device), pytest.raises(UnsupportedError) as refused:
             torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
         assert str(refused.value) == message
-    with assume_device(H200):
-        plan = torch_api.sparse_mla.plan(*kit.torch_inputs(op, kit.make(packed), "cpu"), **packed.attrs,
-                                         implementation="gluon")  # fmt: skip
-    assert plan.launches[0].name == "sparse_mla_sm90_kernel"
+    half = next(c for c in op.cases if kit.make(c)["q"].dtype == np.float16 and kit.make(c)["cache"].dtype == np.uint8)
+    arguments = kit.torch_inputs(op, kit.make(half), "cpu")
+    with assume_device(H200), pytest.raises(UnsupportedError, match="'gluon' for float16 queries, supported: bfloat16"):
+        torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
+
+
+def test_gluon_is_the_default_where_it_is_written_for() -> None:
+    op = registry()["sparse_mla"]
+    packed = next(c for c in op.cases if kit.make(c)["cache"].dtype == np.uint8)
+    arguments = kit.torch_inputs(op, kit.make(packed), "cpu")
+    for device, implementation, kernel in (
+        (H200, "gluon", "sparse_mla_sm90_kernel"),
+        (H200, None, "sparse_mla_sm90_kernel"),
+        (H200, "triton", "sparse_mla_kernel"),
+        (B200, None, "sparse_mla_kernel"),
+    ):
+        with assume_device(device):
+            plan = torch_api.sparse_mla.plan(*arguments, **packed.attrs, implementation=implementation)
+        assert plan.launches[0].name == kernel
 
 
 @pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])

@@ -90,10 +90,9 @@ def plans(device: Device) -> Iterator[Planned]:
     for call in calls:
         yield planned(*call, device, None)
     for name, op in ops.items():
-        for implementation in op.implementations:
-            if implementation != "triton":
-                for call in of_cases(op):
-                    yield planned(name, *call, device, implementation)
+        for implementation in op.implementations if len(op.implementations) > 1 else ():
+            for call in of_cases(op):
+                yield planned(name, *call, device, implementation)
 
 
 def stack_bytes(cubin: bytes) -> int | None:

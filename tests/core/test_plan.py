@@ -50,7 +50,7 @@ def test_composed_step_runs_the_launches_of_its_parts() -> None:
         "topk_candidates",
         "topk_select",
         "map_slots",
-        "sparse_mla",
+        "sparse_mla_sm90",
     ]
     assert [launch.name.removesuffix("_kernel") for launch in plan.launches][: len(parts)] == parts
 

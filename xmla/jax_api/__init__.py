@@ -2,8 +2,9 @@
 
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   implementation: None, the best tested kernels; "triton", the portable ones (on the CPU Triton's interpreter, behind
-    `jax.pure_callback`); "gluon", for `sparse_mla` and `dsa_attention` over packed entries on Hopper, kernels written
-    by hand, faster and not yet the default; "reference", the NumPy float64 definition behind `jax.pure_callback`.
+    `jax.pure_callback`); "gluon", the kernels written by hand: None takes them for `sparse_mla` and `dsa_attention`
+    with bfloat16 queries over V3.2 entries on Hopper; "reference", the NumPy float64 definition behind
+    `jax.pure_callback`.
 All work under `jax.jit`. Ops that update a cache take it as a `jax.Ref` (`jax.new_ref`) and update it in place, or as
 an array and return the new one, which under `jit` with a donated argument is updated in place too. Ops that read a
 cache take a Ref as well, and then read it where it lies: `ref[...]` may copy the pool.

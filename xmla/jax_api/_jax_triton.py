@@ -61,9 +61,9 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
     facts = made.metadata
     ir = made.asm["ttir" if "ttir" in made.asm else "ttgir"]  # Gluon starts one level lower
     scratch = (facts.global_scratch_size, facts.global_scratch_align) if facts.global_scratch_size else ()
+    # The launch has the warps of every partition of a warp-specialised kernel, the options those of the first.
     kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
-        facts.name, options["num_warps"], options["num_ctas"], facts.shared, made.asm["ptx"], ir,
-        target.arch, *scratch,
+        facts.name, facts.num_warps, options["num_ctas"], facts.shared, made.asm["ptx"], ir, target.arch, *scratch,
     )  # fmt: skip
     result = triton_lib.CompilationResult(
         binary=made.asm["ptx"], name=facts.name, shared_mem_bytes=facts.shared, ttgir=made.asm["ttgir"],
