@@ -139,6 +139,10 @@ MISTAKES = [
     Mistake("map_slots", "map_slots: page_size value is 0, expected at least 1", attrs={"page_size": 0}),
     Mistake("map_slots", "map_slots: indices axis T (axis 0) is 1, expected a multiple of B = 2 (or pass request_ids)",
             lambda a: {"block_table": np.repeat(a["block_table"], 2, axis=0)}),
+    Mistake("window_slots", "window_slots: window value is 0, expected at least 1", attrs={"window": 0}),
+    Mistake("window_slots", "window_slots: ratio value is -4, expected at least 1", attrs={"ratio": -4}),
+    Mistake("window_slots", "window_slots: lengths axis T (axis 0) is 1, expected a multiple of B = 2 (or pass "
+            "request_ids)", lambda a: {"block_table": np.repeat(a["block_table"], 2, axis=0)}),
     Mistake("select_topk", "select_topk: k value is 0, expected at least 1", attrs={"k": 0}),
     Mistake("select_topk", "select_topk: k type is bool, expected int", attrs={"k": True}),
     Mistake("select_topk", "select_topk: ends axis T (axis 0) is 2, expected 1, as before",

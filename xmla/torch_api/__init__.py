@@ -30,6 +30,7 @@ read_mla_cache = public(ops.read_mla_cache.OP)
 select_topk = public(ops.select_topk.OP)
 sparse_mla = public(ops.sparse_mla.OP)
 split_batch = public(ops.split_batch.OP)
+window_slots = public(ops.window_slots.OP)
 write_indexer_cache = public(ops.write_indexer_cache.OP)
 write_mla_cache = public(ops.write_mla_cache.OP)
 
@@ -47,6 +48,7 @@ __all__ = [
     "select_topk",
     "sparse_mla",
     "split_batch",
+    "window_slots",
     "write_indexer_cache",
     "write_mla_cache",
 ]

@@ -14,6 +14,7 @@ from xmla.core.ops import (
     select_topk,
     sparse_mla,
     split_batch,
+    window_slots,
     write_indexer_cache,
     write_mla_cache,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "select_topk",
     "sparse_mla",
     "split_batch",
+    "window_slots",
     "write_indexer_cache",
     "write_mla_cache",
 ]

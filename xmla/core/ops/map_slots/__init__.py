@@ -28,7 +28,8 @@ def map_slots(indices, block_table, request_ids=None, *, page_size: int) -> Any:
 
     Returns:
         slots: [T, K] int32.
-        counts: [T] int32, valid slots a row. Not a length: the valid ones need not be the first.
+        counts: [T] int32, valid slots a row. A length for `sparse_mla` where the valid ones come first, as they do of
+            what `select_topk` picked within a request's pages.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.

@@ -1,0 +1,38 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
+def window_slots_kernel(
+    block_table_ptr,  # [B, M] i32
+    lengths_ptr,  # [T] i32
+    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    num_requests,
+    table_stride,
+    table_width,
+    next_n,  # tokens a request, without request ids
+    slots_ptr,  # [T, WINDOW] i32
+    counts_ptr,  # [T] i32
+    WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    RATIO: tl.constexpr,
+    HAS_REQUEST_IDS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(0) // next_n
+    if HAS_REQUEST_IDS:
+        request = tl.load(request_ids_ptr + token)
+    width = tl.where((request >= 0) & (request < num_requests), table_width, 0)
+    table_row = block_table_ptr + request.to(tl.int64) * table_stride
+    visible = tl.maximum(tl.load(lengths_ptr + token), 0) // RATIO
+    visible = tl.minimum(visible.to(tl.int64), width.to(tl.int64) * PAGE_SIZE)
+    count = tl.minimum(visible, WINDOW)
+    tl.store(counts_ptr + token, count.to(tl.int32))
+    for first in tl.range(0, WINDOW, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        entry = (visible - count + offs_k).to(tl.int32)  # below 2**31 where it counts
+        page = tl.load(table_row + entry // PAGE_SIZE, mask=offs_k < count, other=-1)
+        slot = page.to(tl.int64) * PAGE_SIZE + entry % PAGE_SIZE
+        slot = tl.where((page >= 0) & (slot <= 0x7FFFFFFF), slot, -1)
+        tl.store(slots_ptr + token * WINDOW + offs_k, slot.to(tl.int32), mask=offs_k < WINDOW)
