@@ -25,10 +25,10 @@ def attend(
 
     They are first … end − 1 of a source and, if BOTH, the same of another of this layout, in one pipelined loop.
     """
-    tiles = tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)
+    tiles = tl.cdiv(tl.maximum(end, first) - first, BLOCK_N)  # a length may be the least integer
     all_tiles = tiles
     if BOTH:
-        all_tiles += tl.cdiv(tl.maximum(extra_end - extra_first, 0), BLOCK_N)
+        all_tiles += tl.cdiv(tl.maximum(extra_end, extra_first) - extra_first, BLOCK_N)
     for tile in tl.range(0, all_tiles):
         offs_n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if BOTH:
