@@ -38,20 +38,23 @@ def test_new_values_do_not_trace_again(op: Op) -> None:
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
 def test_ref_and_functional_forms_write_the_same(op: Op, jitted: bool) -> None:
-    inputs = kit.make(op.cases[1])
-    *arrays, cache = kit.jax_inputs(op, inputs)
-    function = getattr(jax_api, op.name)
-    before = np.asarray(cache).copy()
-    updated = (jax.jit(function) if jitted else function)(*arrays, cache)
-    assert np.array_equal(np.asarray(cache), before), "the functional form changed its argument"
-    ref = jax.new_ref(cache)
-    returned = (
-        jax.jit(lambda ref, *rest: function(*rest, ref)) if jitted else lambda ref, *rest: function(*rest, ref)
-    )(ref, *arrays)
+    case = op.cases[1]
+    inputs = kit.make(case)
+    arrays = dict(zip(op.tensors, kit.jax_inputs(op, inputs), strict=True))
+    before = {name: np.asarray(arrays[name]).copy() for name in op.mutates}
+
+    def function(refs: dict[str, object]) -> object:
+        return getattr(jax_api, op.name)(*(arrays | refs).values(), **case.attrs)
+
+    updated = kit.as_tuple((jax.jit(function) if jitted else function)({n: arrays[n] for n in op.mutates}))
+    refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
+    returned = (jax.jit(function) if jitted else function)(refs)
     assert returned is None
-    kit.assert_bits_equal("cache", ref[...], updated)
-    op.reference(**inputs)
-    kit.assert_bits_equal("cache", updated, inputs["cache"])
+    op.reference(**inputs, **kit.attributes(op, case))
+    for name, value in zip(op.mutates, updated, strict=True):
+        kit.assert_bits_equal(name, arrays[name], before[name])  # the functional form leaves its arguments
+        kit.assert_bits_equal(name, refs[name][...], value)
+        kit.assert_updated(op, case.attrs, inputs, name, value)
 
 
 def test_pallas_kernels_around_an_op_in_one_jit() -> None:

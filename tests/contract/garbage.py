@@ -13,7 +13,8 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 OPS = registry()
 GARBAGE = st.one_of(st.integers(-2, 200), st.sampled_from([-(2**31), -(2**31) + 1, 2**31 - 1, 2**30, -1]))
 INTEGERS = {"slots", "indices", "lengths", "starts", "ends", "block_table", "request_ids", "query_starts",
-            "has_context"}  # fmt: skip
+            "has_context", "positions", "state_table", "extra_slots", "extra_lengths"}  # fmt: skip
+PLACES = INTEGERS - {"request_ids"}  # where an op that updates in place writes: distinct ones
 
 
 @st.composite
@@ -23,9 +24,9 @@ def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict
     inputs = kit.make(case, seed=draw(st.integers(0, 3)))
     for name in INTEGERS & set(inputs):
         array = inputs[name]
-        if op.mutates and name == "slots":  # valid slots are distinct
+        if op.mutates and name in PLACES:
             chosen = draw(st.lists(GARBAGE, min_size=array.size, max_size=array.size, unique=True))
-            inputs[name] = np.array(chosen).astype(array.dtype)
+            inputs[name] = np.array(chosen).astype(array.dtype).reshape(array.shape)
         else:
             inputs[name] = draw(hnp.arrays(array.dtype, array.shape, elements=GARBAGE))
     return inputs, kit.attributes(op, case)

@@ -83,3 +83,17 @@ def test_a_broken_key_behind_a_valid_slot_past_the_length() -> None:
     inputs["slots"][:, keys // 2 :] = pages * entries
     for a, b in zip(run(op, inputs | {"cache": broken}, case.attrs), want, strict=True):
         kit.assert_bits_equal("row", a, b)
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x7F])
+def test_states_outside_the_windows_do_not_matter(byte: int) -> None:
+    """The cases' states are NaN where no window reaches; other bytes there give the same entries."""
+    op = OPS["compress_kv"]
+    for case in op.cases:
+        inputs = kit.make(case)
+        untouched = np.isnan(inputs["state"]).all(axis=2)
+        assert untouched.any()
+        _, want = run(op, inputs, case.attrs)
+        other = kit.make(case)
+        other["state"].view(np.uint32)[untouched] = byte * 0x01010101
+        kit.assert_bits_equal("cache", run(op, other, case.attrs)[1], want)

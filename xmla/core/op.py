@@ -6,6 +6,7 @@ Glossary of axes, the same everywhere:
   K selected keys a token (top-k)            N keys                   P pages in a cache      R entries a page
   L latent dims (512, V4: 448)               E rope dims (64)         ROW bytes or elements of an entry
   S positions of a table of rotations
+  r tokens a compressed entry stands for     C series that a token gives a compressor
 """
 
 import inspect

@@ -16,6 +16,7 @@ Importing this module needs neither a GPU nor PyTorch. To plan and lower for a G
 from xmla.core import ops
 from xmla.jax_api._run import public
 
+compress_kv = public(ops.compress_kv.OP)
 convert_mla_cache = public(ops.convert_mla_cache.OP)
 dsa_attention = public(ops.dsa_attention.OP)
 indexer_logits = public(ops.indexer_logits.OP)
@@ -34,6 +35,7 @@ write_indexer_cache = public(ops.write_indexer_cache.OP)
 write_mla_cache = public(ops.write_mla_cache.OP)
 
 __all__ = [
+    "compress_kv",
     "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",

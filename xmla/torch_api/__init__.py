@@ -17,6 +17,7 @@ keyword arguments, which it writes. Ops that update a cache in place (`write_*`)
 from xmla.core import ops
 from xmla.torch_api._ops import public
 
+compress_kv = public(ops.compress_kv.OP)
 convert_mla_cache = public(ops.convert_mla_cache.OP)
 dsa_attention = public(ops.dsa_attention.OP)
 indexer_logits = public(ops.indexer_logits.OP)
@@ -35,6 +36,7 @@ write_indexer_cache = public(ops.write_indexer_cache.OP)
 write_mla_cache = public(ops.write_mla_cache.OP)
 
 __all__ = [
+    "compress_kv",
     "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",

@@ -1,6 +1,7 @@
 """One folder an op. `xmla.core.op.registry` finds them; the front-ends name them."""
 
 from xmla.core.ops import (
+    compress_kv,
     convert_mla_cache,
     dsa_attention,
     indexer_logits,
@@ -20,6 +21,7 @@ from xmla.core.ops import (
 )
 
 __all__ = [
+    "compress_kv",
     "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",

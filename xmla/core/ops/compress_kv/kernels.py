@@ -1,0 +1,175 @@
+import triton
+import triton.language as tl
+
+from xmla.core.entries import LANES, TAIL_LANES, store_entries
+from xmla.core.lang import LOG2E, as_bytes, as_floats, page_base, quantize
+
+
+@triton.jit
+def request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS: tl.constexpr):
+    """The program's token's request, −1 if there is none."""
+    request = tl.program_id(0) // next_n
+    if HAS_REQUEST_IDS:
+        request = tl.load(request_ids_ptr + tl.program_id(0))
+    return tl.where((request >= 0) & (request < num_requests), request, -1)
+
+
+@triton.jit(do_not_specialize=["num_requests", "next_n", "table_stride", "table_width", "num_pages"])
+def keep_states_kernel(
+    kv_ptr,  # [T, C·D]
+    score_ptr,  # [T, C·D]
+    ape_ptr,  # [r, C·D] f32
+    positions_ptr,  # [T] i32
+    state_table_ptr,  # [B, STATE_M] i32
+    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    state_ptr,  # [STATE_P, STATE_R, 2·C·D] f32, updated in place
+    num_requests,
+    next_n,  # tokens a request, without request ids
+    table_stride,
+    table_width,
+    num_pages,
+    KV_STRIDE: tl.constexpr,
+    SCORE_STRIDE: tl.constexpr,
+    APE_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_REQUEST_IDS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
+    position = tl.load(positions_ptr + token)
+    kept = (request >= 0) & (position >= 0) & (position // PAGE_SIZE < table_width)
+    page = tl.load(state_table_ptr + request.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=kept, other=-1)
+    if (page >= 0) & (page < num_pages):
+        offs_c = tl.arange(0, WIDTH)
+        kv = tl.load(kv_ptr + token * KV_STRIDE + offs_c).to(tl.float32)
+        score = tl.load(score_ptr + token * SCORE_STRIDE + offs_c).to(tl.float32)
+        score += tl.load(ape_ptr + (position % RATIO) * APE_STRIDE + offs_c)
+        row = state_ptr + page_base(page, PAGE_STRIDE) + (position % PAGE_SIZE) * (2 * WIDTH)
+        tl.store(row + offs_c, kv)
+        tl.store(row + WIDTH + offs_c, score)
+
+
+@triton.jit
+def pool_window(
+    state_ptr, table_row, table_width, num_pages, first, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RATIO: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Σ softmax(score) · kv over the WINDOW positions from `first` on, a dim at a time: [D]; and how many there are."""
+    offs_d = tl.arange(0, D)
+    maximum = tl.full([D], float("-inf"), tl.float32)
+    denominator = tl.zeros([D], tl.float32)
+    pooled = tl.zeros([D], tl.float32)
+    found = 0
+    for start in tl.range(0, WINDOW, BLOCK_W):
+        offs_w = start + tl.arange(0, BLOCK_W)
+        position = first + offs_w
+        inside = (offs_w < WINDOW) & (position >= 0) & (position // PAGE_SIZE < table_width)
+        page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=-1)
+        ok = (page >= 0) & (page < num_pages)  # [BLOCK_W]
+        # Two series: the earlier group's tokens give the first, the entry's own the second.
+        row = page_base(page, PAGE_STRIDE) + (position % PAGE_SIZE) * (2 * WIDTH) + offs_w // RATIO * D
+        ptrs = state_ptr + row[:, None] + offs_d[None, :]
+        kv = tl.load(ptrs, mask=ok[:, None], other=0.0)  # [BLOCK_W, D] f32
+        score = tl.load(ptrs + WIDTH, mask=ok[:, None], other=float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(score, 0))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2((score - base[None, :]) * LOG2E)
+        rescale = tl.exp2((maximum - base) * LOG2E)
+        denominator = denominator * rescale + tl.sum(weight, 0)
+        pooled = pooled * rescale + tl.sum(weight * kv, 0)
+        maximum = new_maximum
+        found += tl.sum(ok.to(tl.int32))
+    return pooled / denominator, found
+
+
+@triton.jit
+def rotate(x, row, D: tl.constexpr, E: tl.constexpr):
+    """The last E of D dims, in pairs of neighbours, rotated by the cosines and sines at `row`."""
+    even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
+    offs_p = tl.arange(0, D // 2) - (D - E) // 2
+    roped = offs_p >= 0
+    cos = tl.load(row + offs_p, mask=roped, other=1.0).to(tl.float32)
+    sin = tl.load(row + E // 2 + offs_p, mask=roped, other=0.0).to(tl.float32)
+    turned = tl.where(roped, odd * cos + even * sin, odd)
+    even = tl.where(roped, even * cos - odd * sin, even)
+    return tl.reshape(tl.join(even, turned), (D,))
+
+
+@triton.jit
+def store_key(cache_ptr, slot, ok, x, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """Quantise indexer keys x [N, D] f32 and store them at `slot` [N] where `ok`."""
+    D: tl.constexpr = x.shape[1]
+    values, scales = quantize(x, 1, MIN_EXPONENT)
+    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    cache = as_bytes(cache_ptr)
+    value_ptrs = cache + (base + offset * D)[:, None] + tl.arange(0, D)[None, :]
+    tl.store(value_ptrs, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
+    tl.store(as_floats(cache + base + PAGE_SIZE * D + offset * 4), scales, mask=ok)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_requests", "next_n", "state_stride", "state_width", "state_pages", "table_stride", "table_width",
+        "num_pages", "num_angles",
+    ]
+)  # fmt: skip
+def compress_entries_kernel(
+    norm_weight_ptr,  # [D]
+    cos_sin_ptr,  # [S, E]
+    positions_ptr,  # [T] i32
+    state_ptr,  # [STATE_P, STATE_R, 2·C·D] f32
+    state_table_ptr,  # [B, STATE_M] i32
+    block_table_ptr,  # [B, M] i32
+    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    cache_ptr,  # [P, R, ROW], updated in place
+    num_requests,
+    next_n,  # tokens a request, without request ids
+    state_stride,
+    state_width,
+    state_pages,
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,  # S
+    ANGLE_STRIDE: tl.constexpr,
+    STATE_PAGE_STRIDE: tl.constexpr,
+    STATE_PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    RATIO: tl.constexpr,
+    SERIES: tl.constexpr,  # C
+    D: tl.constexpr,
+    E: tl.constexpr,
+    EPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    HAS_REQUEST_IDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
+    position = tl.load(positions_ptr + tl.program_id(0))
+    entry = position // RATIO
+    emits = (request >= 0) & (position >= 0) & (position % RATIO == RATIO - 1)
+    emits = emits & (entry // PAGE_SIZE < table_width) & (entry * RATIO < num_angles)
+    row = request.to(tl.int64)
+    page = tl.load(block_table_ptr + row * table_stride + entry // PAGE_SIZE, mask=emits, other=-1)
+    if (page >= 0) & (page < num_pages):
+        pooled, found = pool_window(
+            state_ptr, state_table_ptr + row * state_stride, state_width, state_pages, (entry - (SERIES - 1)) * RATIO,
+            STATE_PAGE_STRIDE, STATE_PAGE_SIZE, RATIO, SERIES * RATIO, SERIES * D, D, BLOCK_W,
+        )  # fmt: skip
+        weight = tl.load(norm_weight_ptr + tl.arange(0, D)).to(tl.float32)
+        normed = pooled * tl.rsqrt(tl.sum(pooled * pooled, 0) / D + EPS) * weight
+        x = rotate(normed, cos_sin_ptr + (entry * RATIO).to(tl.int64) * ANGLE_STRIDE, D, E)
+        slot = tl.where(found > 0, page.to(tl.int64) * PAGE_SIZE + entry % PAGE_SIZE, -1)
+        slot = slot + tl.zeros([1], tl.int64)
+        ok = slot >= 0
+        if D == LANES:
+            no_tail = tl.zeros([1, TAIL_LANES], tl.float32)
+            store_entries(cache_ptr, slot, ok, x[None, :], no_tail, LAYOUT, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
+        else:
+            store_key(cache_ptr, slot, ok, x[None, :], PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)

@@ -1,0 +1,87 @@
+import numpy as np
+
+from xmla.core.layout import IndexerLayout, mla_layouts, quantize
+from xmla.core.spec import Spec
+
+
+def reference(
+    kv: np.ndarray,
+    score: np.ndarray,
+    ape: np.ndarray,
+    norm_weight: np.ndarray,
+    cos_sin: np.ndarray,
+    positions: np.ndarray,
+    state: np.ndarray,
+    state_table: np.ndarray,
+    cache: np.ndarray,
+    block_table: np.ndarray,
+    request_ids: np.ndarray | None = None,
+    *,
+    eps: float = 1e-6,
+    cache_format: str | None = None,
+    scale_floor: str = "amax",
+) -> None:
+    """Definition of `compress_kv`, a token at a time, pooled in float64; updates `state` and `cache` in place."""
+    tokens, (ratio, width), dim = len(kv), ape.shape, len(norm_weight)
+    overlap = width // dim - 1
+
+    def place(table: np.ndarray, request: int, index: int, pool: np.ndarray) -> tuple[int, int] | None:
+        """Page and offset of a position or entry, if it has a page."""
+        column, offset = divmod(index, pool.shape[1])
+        if index < 0 or column >= table.shape[1] or not 0 <= table[request, column] < len(pool):
+            return None
+        return int(table[request, column]), offset
+
+    owners = np.arange(tokens) // max(tokens // max(len(block_table), 1), 1) if request_ids is None else request_ids
+    known = [(token, int(owner), int(positions[token])) for token, owner in enumerate(owners)
+             if 0 <= owner < len(block_table) and positions[token] >= 0]  # fmt: skip
+    for token, owner, position in known:
+        if (at := place(state_table, owner, position, state)) is not None:
+            state[at] = np.concatenate([kv[token].astype(np.float32),
+                                        score[token].astype(np.float32) + ape[position % ratio]])  # fmt: skip
+
+    slots, entries = [], []
+    for _, owner, position in known:
+        entry, last = divmod(position, ratio)
+        at = place(block_table, owner, entry, cache)
+        if last != ratio - 1 or at is None or entry * ratio >= len(cos_sin):
+            continue
+        rows = []
+        for past in range((entry - overlap) * ratio, (entry + 1) * ratio):
+            if (kept := place(state_table, owner, past, state)) is not None:
+                series = overlap if past >= entry * ratio else 0
+                rows.append(state[kept].reshape(2, -1, dim)[:, series].astype(np.float64))
+        if rows:
+            entries.append(_entry(np.stack(rows), norm_weight.astype(np.float64), cos_sin[entry * ratio], eps))
+            slots.append(at[0] * cache.shape[1] + at[1])
+    if not entries:
+        return
+    values = np.stack(entries).astype(np.float32)
+    if dim != 512:
+        layout = IndexerLayout(dim)
+        layout.scatter(cache, np.array(slots), *quantize(values, layout.min_exponent))
+    else:
+        (mla,) = mla_layouts(Spec.of_numpy(cache), cache_format)
+        mla.scatter(cache, np.array(slots), values[:, : mla.latent], values[:, mla.latent :], scale_floor)
+
+
+def _entry(rows: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: float) -> np.ndarray:
+    """One entry [D] of its window's rows [W, 2, D], kv and score, in float64."""
+    kv, score = rows[:, 0], rows[:, 1]
+    weights = np.exp(score - score.max(axis=0))
+    pooled = (weights * kv).sum(axis=0) / weights.sum(axis=0)
+    normed = pooled / np.sqrt((pooled**2).mean() + eps) * norm_weight
+    cos, sin = np.split(cos_sin.astype(np.float64), 2)
+    even, odd = normed[-len(cos_sin) :: 2].copy(), normed[1 - len(cos_sin) :: 2].copy()
+    normed[-len(cos_sin) :: 2], normed[1 - len(cos_sin) :: 2] = even * cos - odd * sin, even * sin + odd * cos
+    return normed
+
+
+def stored_values(cache: np.ndarray, dim: int, cache_format: str | None = None) -> np.ndarray:
+    """What every entry of `cache` stands for, float32 [P·R, D]: entries agree by their values, not by their bytes."""
+    slots = np.arange(cache.shape[0] * cache.shape[1])
+    if dim == 512:
+        (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
+        return layout.gather(cache, slots)
+    values, scales = IndexerLayout(dim).gather(cache, slots)
+    return values.astype(np.float32) * scales[:, None]
