@@ -1,6 +1,8 @@
 """The `xmla` command. Commands import what they need when they run, so that `xmla --help` is quick."""
 
 import json
+from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -34,12 +36,20 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     Console().print(table)
 
 
-@app.command()
-def demo(out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None) -> None:
-    """DeepSeek-V3.2's own model with its attention replaced: selection, outputs, logits, torch against JAX."""
-    from xmla.cli.demo import run
+class Model(StrEnum):
+    """Models of transformers that the demo runs."""
 
-    figures = run()
+    V32 = "deepseek_v32"
+    V4 = "deepseek_v4"
+
+
+@app.command()
+def demo(
+    model: Annotated[Model, typer.Option(help="Whose attention is replaced.")] = Model.V32,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX."""
+    figures = import_module("xmla.cli.demo" if model is Model.V32 else "xmla.cli.demo_v4").run()
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)

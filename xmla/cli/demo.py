@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 from xmla import interop, jax_api, torch_api
 from xmla.cli import client
 from xmla.cli.client import ARRAYS, Attended, Run
+from xmla.cli.figures import Figure, figure, identical, overlap, relative_error, show
 
 PROMPT, DECODED = 120, 8
 
@@ -29,30 +29,6 @@ BOUNDS = {
     "logits, as shipped": 0.2,
 }
 
-Figure = dict[str, Any]
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    got, want = got.double().cpu(), want.double().cpu()
-    return float((got - want).norm() / want.norm())
-
-
-def overlap(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Share of the wanted keys that were selected; a key after the token itself is no pick but filling."""
-    shared = total = 0
-    for token, (a, b) in enumerate(zip(got.cpu().tolist(), want.cpu().tolist(), strict=True)):
-        chosen = {key for key in b if 0 <= key <= token}
-        shared += len(chosen & set(a))
-        total += len(chosen)
-    return shared / total
-
-
-def figure(name: str, where: str, value: float) -> Figure:
-    at_least = name.startswith("selection")
-    bound = BOUNDS[name]
-    ok = value >= bound if at_least else value <= bound
-    return {"name": name, "where": where, "value": value, "bound": f"{'≥' if at_least else '≤'} {bound}", "ok": ok}
-
 
 def _phases(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     yield "prefill", tensor[:PROMPT]
@@ -61,13 +37,14 @@ def _phases(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 def against_shipped(ours: Run, shipped: Run) -> Iterator[Figure]:
     for layer in range(len(ours.indices)):
-        yield figure("selection, as shipped", f"layer {layer}", overlap(ours.indices[layer], shipped.indices[layer]))
+        share = overlap(ours.indices[layer], shipped.indices[layer])
+        yield figure("selection, as shipped", f"layer {layer}", share, BOUNDS)
         for (phase, got), (_, want) in zip(
             _phases(ours.attention[layer]), _phases(shipped.attention[layer]), strict=True
         ):
-            yield figure("attention, as shipped", f"layer {layer}, {phase}", relative_error(got, want))
+            yield figure("attention, as shipped", f"layer {layer}, {phase}", relative_error(got, want), BOUNDS)
     for (phase, got), (_, want) in zip(_phases(ours.logits), _phases(shipped.logits), strict=True):
-        yield figure("logits, as shipped", phase, relative_error(got, want))
+        yield figure("logits, as shipped", phase, relative_error(got, want), BOUNDS)
 
 
 def against_definition(ours: Run, reference: Run) -> Iterator[Figure]:
@@ -81,19 +58,13 @@ def against_definition(ours: Run, reference: Run) -> Iterator[Figure]:
             for step in steps
         ]  # fmt: skip
         picked = torch.cat([indices for _, _, indices in defined])
-        yield figure("selection, same caches", f"layer {layer}", overlap(ours.indices[layer], picked))
+        yield figure("selection, same caches", f"layer {layer}", overlap(ours.indices[layer], picked), BOUNDS)
         for phase, part in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
             got = torch.cat([step.out for step in steps[part]])
             want = torch.cat([out for out, _, _ in defined[part]])
-            yield figure("attention, same caches", f"layer {layer}, {phase}", relative_error(got, want))
+            yield figure("attention, same caches", f"layer {layer}, {phase}", relative_error(got, want), BOUNDS)
     for (phase, got), (_, want) in zip(_phases(ours.logits), _phases(reference.logits), strict=True):
-        yield figure("logits, same caches", phase, relative_error(got, want))
-
-
-def identical(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return got.dtype == want.dtype and torch.equal(
-        got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
-    )
+        yield figure("logits, same caches", phase, relative_error(got, want), BOUNDS)
 
 
 def parity(step: Attended, where: str) -> Iterator[Figure]:
@@ -101,8 +72,7 @@ def parity(step: Attended, where: str) -> Iterator[Figure]:
     arrays = [interop.to_jax(step.arguments[name].contiguous()) for name in ARRAYS]
     results = jax_api.dsa_attention(*arrays, k=step.arguments["k"], softmax_scale=step.arguments["softmax_scale"])
     for name, ours, theirs in zip(("out", "lse", "indices"), (step.out, step.lse, step.indices), results, strict=True):
-        same = identical(ours, interop.to_torch(theirs))
-        yield {"name": f"torch = JAX: {name}", "where": where, "value": float(same), "bound": "identical", "ok": same}
+        yield identical(f"torch = JAX: {name}", where, ours, interop.to_torch(theirs))
 
 
 def cache_parity(step: Attended) -> Iterator[Figure]:
@@ -116,26 +86,12 @@ def cache_parity(step: Attended) -> Iterator[Figure]:
     ours = torch.full_like(mla, 255)
     torch_api.write_mla_cache(*parts, ours)
     theirs = jax_api.write_mla_cache(*map(interop.to_jax, parts), interop.to_jax(torch.full_like(mla, 255)))
-    same = identical(ours, interop.to_torch(theirs))
-    yield {
-        "name": "torch = JAX: cache bytes",
-        "where": "layer 0",
-        "value": float(same),
-        "bound": "identical",
-        "ok": same,
-    }
+    yield identical("torch = JAX: cache bytes", "layer 0", ours, interop.to_torch(theirs))
 
 
-def show(figures: list[Figure], console: Console) -> None:
-    table = Table(
-        "figure", "where", "value", "bound", "", title="DeepSeek-V3.2 of transformers, attention by xmla",
-        caption="same caches: against the definition on the same rounded caches, the kernels' share.\n"
-        "as shipped: against the model's own bfloat16 attention; the rest is the share of fp8.",
-    )  # fmt: skip
-    for f in figures:
-        value = "identical" if f["bound"] == "identical" and f["ok"] else f"{f['value']:.4f}"
-        table.add_row(f["name"], f["where"], value, f["bound"], "[green]ok" if f["ok"] else "[red]DISAGREES")
-    console.print(table)
+TITLE = "DeepSeek-V3.2 of transformers, attention by xmla"
+CAPTION = """same caches: against the definition on the same rounded caches, the kernels' share.
+as shipped: against the model's own bfloat16 attention; the rest is the share of fp8."""
 
 
 def run() -> list[Figure]:
@@ -172,7 +128,7 @@ def run() -> list[Figure]:
     agreement = float((ours.logits.argmax(-1) == shipped.logits.argmax(-1)).float().mean())
     console.print(f"{PROMPT} tokens of text prefilled, {DECODED} decoded one by one; the most likely next token is the "
                   f"shipped model's for {agreement:.0%} of them.")  # fmt: skip
-    show(figures, console)
+    show(figures, console, TITLE, CAPTION)
     if timings:
         table = Table("op", "b = 1, µs", "b = 64, µs", title="128 heads, 64 indexer heads, top-k 2048, context 32768")
         for row in timings:
