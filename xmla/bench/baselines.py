@@ -45,9 +45,14 @@ def flash_mla() -> Any:
 
 
 def flash_mla_decode(
-    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, requests: int, scale: float
-) -> Callable[[], torch.Tensor]:
-    """FlashMLA's sparse decode on the same arguments; heads are padded to the 64 or 128 that it takes."""
+    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, requests: int, scale: float,
+    sink: torch.Tensor | None = None, extra_cache: torch.Tensor | None = None, extra_slots: torch.Tensor | None = None,
+    extra_lengths: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """FlashMLA's sparse decode on the same arguments; heads are padded to the 64 or 128 that it takes.
+
+    A sink needs that many heads, and a request's tokens share their length in `extra_lengths` [T].
+    """
     package = flash_mla()
     tokens, heads, width = q.shape
     padded = torch.zeros(
@@ -56,11 +61,17 @@ def flash_mla_decode(
     padded[:, :, :heads] = q.view(requests, -1, heads, width)
     schedule, _ = package.get_mla_metadata()
     cache, slots = cache.unsqueeze(2), slots.view(requests, -1, slots.shape[1])
+    extra = {}
+    if extra_cache is not None and extra_slots is not None:
+        extra["extra_k_cache"] = extra_cache.unsqueeze(2)
+        extra["extra_indices_in_kvcache"] = extra_slots.view(requests, -1, extra_slots.shape[1])
+    if extra_lengths is not None:
+        extra["extra_topk_length"] = extra_lengths.view(requests, -1)[:, 0].contiguous()
 
     def call() -> torch.Tensor:
         out, _ = package.flash_mla_with_kvcache(
             padded, cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=slots,
-            use_legacy=True,
+            attn_sink=sink, use_legacy=True, **extra,
         )  # fmt: skip
         return out[:, :, :heads].reshape(tokens, heads, 512)
 

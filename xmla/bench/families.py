@@ -8,6 +8,8 @@ import torch
 
 from xmla import torch_api
 from xmla.bench import baselines, problems
+from xmla.core.layout import V4
+from xmla.core.plan import cdiv
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
 L2_BYTES = 60 << 20
@@ -65,6 +67,57 @@ def decode() -> Iterator[Benchmark]:
             "sparse_mla", f"decode b={requests} h={heads} s_q={s_q} k={k}", ours, peers,
             2 * tokens * heads * k * (576 + 512), tokens * k * 656, sets, check, bound="bf16",
         )  # fmt: skip
+
+
+# Heads, compressed entries a token, their page size and whether they have lengths: FlashMLA's benchmark of V4 decode,
+# 128 keys of the window in pages of 256 beside them. V4-Flash and V4-Pro, layers of ratio 4 and of ratio 128.
+MODEL1 = (
+    ("M1-1", 64, 512, 64, False),
+    ("M1-2", 128, 1024, 64, False),
+    ("M1-3", 64, 1024, 2, True),
+    ("M1-4", 128, 1024, 2, True),
+)
+
+
+def decode_v4() -> Iterator[Benchmark]:
+    """V4 decode over two sources with a sink: keys drawn from 16384 of each request's own in either."""
+    peer = baselines.flash_mla()
+    most, keys, window, s_q, scale = 128, 16384, 128, 2, 512**-0.5
+    pool = problems.latent_pool(most * keys, 256, V4)
+    for name, heads, extra_k, extra_page, with_lengths in MODEL1:
+        extra_pool = problems.latent_pool(most * keys, extra_page, V4)
+        for requests in (2, 64, most):
+            tokens = requests * s_q
+            sets = rotation(tokens * (window + extra_k) * V4.row)
+            q = torch.randn(sets, tokens, heads, 512, device="cuda", dtype=torch.bfloat16) * 0.3
+            sink = torch.randn(heads, device="cuda")
+            owner = torch.arange(requests, device="cuda", dtype=torch.int32).repeat_interleave(s_q)[:, None] * keys
+            slots, extra = (
+                [problems.chosen_keys(tokens, keys, k) + owner for _ in range(sets)] for k in (window, extra_k)
+            )
+            lengths = None
+            if with_lengths:
+                lengths = torch.randint(extra_k + 1, (requests,), device="cuda", dtype=torch.int32)
+                lengths = lengths.repeat_interleave(s_q)
+            attended = tokens * (window + extra_k) if lengths is None else tokens * window + int(lengths.sum())
+            second = [(extra_pool, extra[i], lengths) for i in range(sets)]
+
+            def ours(i: int, q: Any = q, slots: Any = slots, sink: Any = sink, second: Any = second) -> torch.Tensor:
+                return torch_api.sparse_mla(q[i], pool, slots[i], None, sink, *second[i], softmax_scale=scale)[0]
+
+            peers, check = {}, lambda: 0.0
+            if peer is not None:
+                calls = [
+                    baselines.flash_mla_decode(q[i], pool, slots[i], requests, scale, sink, *second[i])
+                    for i in range(sets)
+                ]
+                peers = {"FlashMLA": lambda i, calls=calls: calls[i]()}
+                check = lambda ours=ours, calls=calls: relative_error(ours(0), calls[0]())
+            case = f"{name} b={requests} h={heads} s_q={s_q} k={window}+{extra_k} pages 256, {extra_page}"
+            flops = 2 * heads * attended * (512 + 512)
+            yield Benchmark(
+                "sparse_mla", case, ours, peers, flops, attended * V4.row, sets, check, bound="bf16",
+            )  # fmt: skip
 
 
 def prefill() -> Iterator[Benchmark]:
@@ -243,11 +296,64 @@ def bounded_selection() -> Iterator[Benchmark]:
         )  # fmt: skip
 
 
+def compression() -> Iterator[Benchmark]:
+    """V4's compressors: decode steps in which every request completes an entry, and a prefill."""
+    context = 8192
+    for name, dim, series, ratio in (("ratio 4", 512, 2, 4), ("ratio 128", 512, 1, 128), ("indexer", 128, 2, 4)):
+        width, page = series * dim, 2 if ratio == 128 else 64
+        for requests, new in ((1, 1), (64, 1), (256, 1), (1, context)):
+            tokens, owned = requests * new, cdiv(series * ratio - 1 + new, 8)
+            emitted = requests * max(new // ratio, 1)
+            row = V4.row if dim == 512 else dim + 4
+            moved = tokens * width * 2 * (2 + 4) + emitted * (series * ratio * dim * 2 * 4 + row)
+            sets = rotation(moved)
+            kv, score = (torch.randn(sets, tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            rings = torch.randperm(requests * owned, device="cuda", dtype=torch.int32).view(requests, owned)
+            entries = requests * context // ratio
+            cache = problems.latent_pool(entries, page, V4) if dim == 512 else problems.indexer_pool(entries, page)
+            fixed = (
+                torch.randn(ratio, width, device="cuda"),
+                torch.rand(dim, device="cuda") + 0.5,
+                torch.randn(context, 64, device="cuda"),
+                torch.arange(context - new, context, device="cuda", dtype=torch.int32).repeat(requests),
+                torch.randn(requests * owned, 8, 2 * width, device="cuda"),
+                rings[:, torch.arange(context // 8, device="cuda") % owned].contiguous(),
+                cache,
+                problems.block_table(requests, context // ratio, page),
+            )
+
+            def ours(i: int, kv: Any = kv, score: Any = score, fixed: Any = fixed) -> None:
+                torch_api.compress_kv(kv[i], score[i], *fixed)
+
+            def check(ours: Any = ours, fixed: Any = fixed, series: int = series, ratio: int = ratio) -> float:
+                ours(0)
+                _, weight, cos_sin, positions, state, state_table, cache, table = fixed
+                window = positions[-1] + 1 - torch.arange(series * ratio, 0, -1, device="cuda")
+                rows = state[state_table[-1, window // 8].long(), window % 8].view(series, ratio, 2, series, -1)
+                kv, score = torch.cat([rows[group, :, :, group] for group in range(series)]).double().unbind(1)
+                pooled = (score.softmax(0) * kv).sum(0)
+                want = pooled / (pooled.square().mean() + 1e-6).sqrt() * weight
+                cos, sin = cos_sin[positions[-1] + 1 - ratio].double().view(2, -1)
+                even, odd = want[-64::2].clone(), want[-63::2].clone()
+                want[-64::2], want[-63::2] = even * cos - odd * sin, even * sin + odd * cos
+                entry = positions[-1] // ratio
+                slot = (table[-1, entry // cache.shape[1]] * cache.shape[1] + entry % cache.shape[1])[None]
+                if len(weight) == 512:
+                    return relative_error(torch_api.read_mla_cache(cache, slot, dtype="float32")[0], want)
+                values, scales = torch_api.read_indexer_cache(cache, slot)
+                return relative_error(values[0].float() * scales[0], want)
+
+            case = f"{name} b={requests} tokens={tokens}"
+            # Half a step of e4m3, 2**-4 at most.
+            yield Benchmark("compress_kv", case, ours, {}, 0.0, moved, sets, check, 2**-4)
+
+
 BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
-    "sparse_mla": (decode, prefill),
+    "sparse_mla": (decode, decode_v4, prefill),
     "indexer_logits": (ragged_logits,),
     "indexer_logits_paged": (paged_logits,),
     "select_topk": (topk,),
     "indexer_topk": (bounded_selection,),
+    "compress_kv": (compression,),
     "dsa_attention": (whole_step, capacity),
 }

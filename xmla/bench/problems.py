@@ -3,18 +3,21 @@
 import torch
 
 from xmla import torch_api
-from xmla.core.layout import V32, IndexerLayout
+from xmla.core.layout import V32, IndexerLayout, MlaLayout
+from xmla.core.plan import cdiv
 
 DEVICE = "cuda"
 
 
-def latent_pool(tokens: int, entries: int = 64) -> torch.Tensor:
-    """A V3.2 cache [P, R, 656] in which every entry holds a key."""
-    cache = torch.empty(-(-tokens // entries), entries, V32.row, dtype=torch.uint8, device=DEVICE)
+def latent_pool(tokens: int, entries: int = 64, layout: MlaLayout = V32) -> torch.Tensor:
+    """A cache [P, R, ROW] in which every entry holds a key; pages lie as allocators of the format have them."""
+    page_bytes = cdiv(entries * layout.row, layout.page_multiple) * layout.page_multiple
+    pool = torch.empty(cdiv(tokens, entries), page_bytes, dtype=torch.uint8, device=DEVICE)
+    cache = pool[:, : entries * layout.row].view(-1, entries, layout.row)
     for first in range(0, tokens, 1 << 18):
         count = min(1 << 18, tokens - first)
-        latent = torch.randn(count, V32.latent, device=DEVICE, dtype=torch.bfloat16)
-        rope = torch.randn(count, V32.rope, device=DEVICE, dtype=torch.bfloat16)
+        latent = torch.randn(count, layout.latent, device=DEVICE, dtype=torch.bfloat16)
+        rope = torch.randn(count, layout.rope, device=DEVICE, dtype=torch.bfloat16)
         slots = torch.arange(first, first + count, device=DEVICE, dtype=torch.int32)
         torch_api.write_mla_cache(latent, rope, slots, cache)
     return cache
