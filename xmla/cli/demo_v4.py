@@ -76,10 +76,13 @@ def by_jax(call: Call) -> Results:
     return tuple(interop.to_torch(array) for array in (results if isinstance(results, tuple) else (results,)))
 
 
+def _empty(pages: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(pages.view(torch.uint8), 255).view(pages.dtype)
+
+
 def written_by_definition(layer: PagedAttention) -> list[torch.Tensor]:
     """The layer's pools, written from empty ones by the definition of the same calls."""
-    pools = {pool.pages.data_ptr(): torch.full_like(pool.pages.view(torch.uint8), 255).view(pool.pages.dtype)
-             for pool in layer.caches.named().values()}  # fmt: skip
+    pools = {pool.pages.data_ptr(): _empty(pool.pages) for pool in layer.caches.named().values()}
     for call in _writes(layer):
         tensors = [pools.get(tensor.data_ptr(), tensor) for tensor in call.tensors if tensor is not None]
         getattr(torch_api, call.op)(*tensors, **call.attrs, implementation="reference")
@@ -87,11 +90,14 @@ def written_by_definition(layer: PagedAttention) -> list[torch.Tensor]:
 
 
 def written_by_jax(layer: PagedAttention) -> list[torch.Tensor]:
-    refs = {pool.pages.data_ptr(): jax.new_ref(interop.to_jax(torch.full_like(pool.pages.view(torch.uint8), 255).view(
-            pool.pages.dtype))) for pool in layer.caches.named().values()}  # fmt: skip
+    pools = {pool.pages.data_ptr(): _empty(pool.pages) for pool in layer.caches.named().values()}
+    refs = {place: jax.new_ref(interop.to_jax(pages)) for place, pages in pools.items()}
     for call in _writes(layer):
         tensors = [tensor for tensor in call.tensors if tensor is not None]
-        arrays = [refs.get(tensor.data_ptr()) or interop.to_jax(tensor.contiguous()) for tensor in tensors]
+        arrays = [
+            refs[place] if (place := tensor.data_ptr()) in refs else interop.to_jax(tensor.contiguous())
+            for tensor in tensors
+        ]
         getattr(jax_api, call.op)(*arrays, **call.attrs)
     return [interop.to_torch(ref[...]) for ref in refs.values()]
 
