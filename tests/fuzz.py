@@ -334,6 +334,9 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
     for place in (*laid.results.values(), laid.workspace, *(laid.inputs[n] for n in op.mutates)):
         bits(place.array(expected))[...] = bits(place.array(after))
     for name in op.mutates:
+        if (op.name, name) == ("compress_kv", "cache"):  # computed, so that bytes may differ by a rounding
+            kit.assert_updated(op, laid.attrs, inputs, name, laid.inputs[name].array(after))
+            continue
         got, value = laid.inputs[name].array(after).view(np.uint8), inputs[name].view(np.uint8)
         if (wrong := got != value).any():
             # A NaN has many bit patterns: words that come of one are left out.
