@@ -109,24 +109,50 @@ MISTAKES = [
             attrs={"dtype": "float64"}),
     Mistake("read_mla_cache", f"read_mla_cache: cache axis ROW (axis 2) of uint8 is 132, expected {ROWS}",
             lambda a: {"cache": np.zeros((3, 64, 132), np.uint8)}),
-    Mistake("write_indexer_cache", "write_indexer_cache: cache axis ROW (axis 2) is 131, expected 132 (D + 4)",
+    Mistake("write_indexer_cache", "write_indexer_cache: cache axis ROW (axis 2) is 131, expected 132 (fp8: D + 4) "
+            "or 68 (mxfp4: D/2 + 4)",
             lambda a: {"cache": np.zeros((3, 64, 131), np.uint8)}),
     Mistake("write_indexer_cache", "write_indexer_cache: keys axis D (the last) is 96, expected 32, 64 or 128",
             lambda a: {"keys": a["keys"][:, :96].copy()}),
-    Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 100, expected 36, 68 or 132 (D + 4)",
-            lambda a: {"cache": np.zeros((3, 64, 100), np.uint8)}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 100, expected 36, 68 or 132 (fp8: D "
+            "+ 4) or 20, 36 or 68 (mxfp4: D/2 + 4)", lambda a: {"cache": np.zeros((3, 64, 100), np.uint8)}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 132, expected 20, 36 or 68 (mxfp4: "
+            "D/2 + 4)", attrs={"format": "mxfp4"}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 20, expected 36, 68 or 132 (fp8: D + "
+            "4)", lambda a: {"cache": np.zeros((3, 64, 20), np.uint8)}, {"format": "fp8"}),
+    Mistake("read_indexer_cache", "read_indexer_cache: format value is None, expected 'fp8' (D 64) or 'mxfp4' (D 128): "
+            "rows of 68 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 68), np.uint8)}),
+    Mistake("read_indexer_cache", "read_indexer_cache: format value is None, expected 'fp8' (D 32) or 'mxfp4' (D 64): "
+            "rows of 36 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 36), np.uint8)}),
+    Mistake("read_indexer_cache", "read_indexer_cache: format value is 'fp4', expected 'fp8' or 'mxfp4'",
+            attrs={"format": "fp4"}),
+    Mistake("quantize_indexer_query", "quantize_indexer_query: format value is 'e2m1', expected 'fp8' or 'mxfp4'",
+            attrs={"format": "e2m1"}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: q axis D (axis 2) is 100, expected 32, 64 or 128",
             lambda a: {"q": a["q"][..., :100]}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: q axis I (axis 1) is 130, supported: at most 128 "
             "indexer heads", lambda a: dict(zip(("q", "weights"), wide_query(130), strict=True)),
             error=UnsupportedError),
-    Mistake("indexer_logits", "indexer_logits: keys axis D (axis 1) is 64, expected 128, as before",
+    Mistake("indexer_logits", "indexer_logits: keys axis ROW (axis 1) is 64, expected 128 (D) of float8_e4m3fn",
             lambda a: {"keys": a["keys"][:, :64].copy()}),
     Mistake("indexer_logits", "indexer_logits: weights dtype is float16, expected float32",
             lambda a: {"weights": a["weights"].astype(np.float16)}),
     Mistake("indexer_logits", "indexer_logits: q8 axis D (axis 2) is 16, expected 32, 64 or 128",
             lambda a: {"q8": a["q8"][..., :16].copy(), "keys": a["keys"][:, :16].copy()}),
-    Mistake("indexer_logits_paged", "indexer_logits_paged: cache axis ROW (axis 2) is 128, expected 132 (D + 4)",
+    Mistake("indexer_logits", "indexer_logits: keys axis ROW (axis 1) is 128, expected 64 (D/2) of uint8",
+            lambda a: {"keys": a["keys"].view(np.uint8)}),
+    Mistake("indexer_logits", "indexer_logits: key_scales dtype is int32, expected float32 beside keys of "
+            "float8_e4m3fn", lambda a: {"key_scales": a["key_scales"].view(np.int32)}),
+    Mistake("indexer_topk", "indexer_topk: key_scales dtype is float32, expected int32 beside keys of uint8",
+            lambda a: {"keys": a["keys"].view(np.uint8)[:, :16].copy()}),
+    Mistake("indexer_logits", "indexer_logits: q8 dtype is bfloat16, expected float8_e4m3fn for fp8 keys",
+            lambda a: {"q8": a["q8"].astype(ml_dtypes.bfloat16)}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: q8 dtype is bfloat16, expected float8_e4m3fn for fp8 keys",
+            lambda a: {"q8": a["q8"].astype(ml_dtypes.bfloat16)}),
+    Mistake("dsa_attention", "dsa_attention: indexer_cache axis INDEXER_ROW (axis 2) is 36, expected 132 (fp8: D + 4) "
+            "or 68 (mxfp4: D/2 + 4)", lambda a: {"indexer_cache": a["indexer_cache"][..., :36].copy()}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: cache axis ROW (axis 2) is 128, expected 132 (fp8: D + 4) "
+            "or 68 (mxfp4: D/2 + 4)",
             lambda a: {"cache": a["cache"][..., :128].copy()}),
     Mistake("indexer_logits_paged", "indexer_logits_paged: max_len value is 0, expected at least 1",
             attrs={"max_len": 0}),

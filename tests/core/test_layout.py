@@ -16,8 +16,11 @@ from xmla.core.layout import (
     V41,
     V41_FP4,
     IndexerLayout,
+    dequantize_mxfp4,
+    indexer_layouts,
     power_of_two_exponent,
     quantize,
+    quantize_mxfp4,
 )
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -147,3 +150,74 @@ def test_indexer_page_byte_by_byte() -> None:
     assert np.count_nonzero(pool) == 127 + np.count_nonzero(np.array([0.25], np.float32).view(np.uint8))
     got, scales = layout.gather(cache, np.array([69]))
     assert np.array_equal(got.view(np.uint8)[0], np.arange(128)) and scales[0] == 0.25
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code (OCP microscaling formats, table of FP4)
+
+
+def test_mxfp4_page_byte_by_byte() -> None:
+    """R rows of D/2 bytes, even dims in the low nibbles, then 4 scale bytes an entry; those without a block are 127."""
+    for dim, row in ((128, 68), (64, 36), (32, 20)):
+        layout = IndexerLayout(dim, "mxfp4")
+        assert layout.row == row
+        keys = np.zeros((1, dim), np.float32)
+        keys[0, :6] = [6, -0.0, 0.5, -1.5, 3, 4]
+        keys[0, dim - 1] = -24  # in the last block the scale is 4, in a block of zeros the least
+        pool = np.zeros((2, 64 * row + 12), np.uint8)
+        cache = pool[:, : 64 * row].reshape(2, 64, row, copy=False)
+        layout.scatter(cache, np.array([64 + 5]), *layout.quantize(keys))
+        values, footer = pool[1, 5 * dim // 2 : 6 * dim // 2], pool[1, 32 * dim + 20 : 32 * dim + 24]
+        if dim > 32:
+            assert values[:4].tolist() == [0x87, 0xB1, 0x65, 0] and values[-1] == 0xF0
+            assert footer.tolist() == [127, *[1] * (dim // 32 - 2), 129, *[127] * (4 - dim // 32)]
+        else:  # one block: 0.5 / 4 is under half a step, −1.5 / 4 is over
+            assert values[:4].tolist() == [0x83, 0x90, 0x22, 0] and values[-1] == 0xF0
+            assert footer.tolist() == [129, 127, 127, 127]
+        assert not pool[0].any() and not pool[1, 64 * row :].any()
+
+
+def test_ties_go_to_even_codes_and_zero_keeps_its_sign() -> None:
+    """The rule of `cvt.rn.satfinite.e2m1x2`, not that of DeepGEMM's Python encoder (ties down, no −0)."""
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    for sign, bit in ((1, 0), (-1, 8)):
+        block = np.full((1, 32), 6.0, np.float32)
+        block[0, :7], block[0, 7] = middles * sign, 0.0 * sign
+        packed, scales = quantize_mxfp4(block, -126)
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(-1)
+        assert scales.tolist() == [[127]]
+        assert codes[:8].tolist() == [c | bit for c in (0, 2, 2, 4, 4, 6, 6, 0)]
+
+
+def test_scale_255_is_nan_and_scale_0_is_not_zero() -> None:
+    keys = np.ones((1, 64), np.float32)
+    keys[0, 40] = np.nan
+    packed, scales = quantize_mxfp4(keys, -126)
+    assert scales.tolist() == [[125, 255]]
+    back = dequantize_mxfp4(packed, scales)
+    assert (back[0, :32] == 1).all() and np.isnan(back[0, 32:]).all()
+    assert (dequantize_mxfp4(np.full((1, 16), 0x22, np.uint8), np.zeros((1, 1), np.uint8)) == 2.0**-127).all()
+    assert (dequantize_mxfp4(*quantize_mxfp4(np.full((1, 32), np.inf, np.float32), -126)) == 6 * 2.0**126).all()
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32))
+@example([6.0, *[0.0] * 31])
+@example([float(np.nextafter(np.float32(6), np.float32(7))), *[-0.25] * 31])
+@example([1e-45] * 32)
+def test_mxfp4_is_the_nearest_under_the_least_scale(values: list[float]) -> None:
+    x = np.array([values], np.float32)
+    packed, scales = quantize_mxfp4(x, -126)
+    exponent = int(scales[0, 0]) - 127
+    amax = max(Fraction(abs(float(v))) for v in x[0])
+    assert 6 * Fraction(2) ** exponent >= amax
+    assert exponent == -126 or amax > 6 * Fraction(2) ** (exponent - 1)
+    back = dequantize_mxfp4(packed, scales)[0]
+    grid = np.concatenate([-E2M1[::-1], E2M1]) * 2.0**exponent
+    for value, got in zip(x[0].astype(np.float64), back, strict=True):
+        assert abs(got - value) == np.abs(grid - value).min() and np.signbit(got) == np.signbit(value)
+
+
+def test_a_row_and_a_dim_tell_the_format_and_a_row_alone_only_some() -> None:
+    for dim, fp8, mxfp4 in ((128, 132, 68), (64, 68, 36), (32, 36, 20)):
+        assert indexer_layouts(fp8, dim) == [IndexerLayout(dim)]
+        assert indexer_layouts(mxfp4, dim) == [IndexerLayout(dim, "mxfp4")]
+    assert [len(indexer_layouts(row)) for row in (132, 68, 36, 20, 100)] == [1, 2, 2, 1, 0]

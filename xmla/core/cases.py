@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from xmla.core.layout import IndexerLayout, MlaLayout
+from xmla.core.layout import MXFP4_BLOCK, IndexerLayout, MlaLayout
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 POISON = 0xFF  # NaN in every floating dtype
@@ -31,15 +31,24 @@ def mla_pool(
     return pool
 
 
+def indexer_keys(rng: np.random.Generator, layout: IndexerLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of `count` random keys as the layout stores them; the scales are independent of the values."""
+    if layout.format == "fp8":
+        values = normal(rng, count, layout.dim).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        return values, rng.uniform(0.01, 1.0, count).astype(np.float32)
+    packed = rng.integers(0, 256, (count, layout.value_bytes), np.uint8)
+    scales = np.full((count, 4), 127, np.uint8)
+    scales[:, : layout.dim // MXFP4_BLOCK] += rng.integers(-9, 1, (count, layout.dim // MXFP4_BLOCK)).astype(np.uint8)
+    return packed, scales.view(np.int32)[:, 0]
+
+
 def indexer_pool(
     rng: np.random.Generator, layout: IndexerLayout, pages: int, entries: int, used: np.ndarray, padding: int = 0
 ) -> np.ndarray:
     """An indexer cache in which only the slots `used` hold keys; every other byte is NaN. `padding` in bytes, % 4."""
     pool = empty_pages(pages, entries, layout.row, np.dtype(np.uint8), padding)
     used = np.unique(used)
-    values = normal(rng, len(used), layout.dim).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-    scales = rng.uniform(0.01, 1.0, len(used)).astype(np.float32)
-    layout.scatter(pool, used, values, scales)
+    layout.scatter(pool, used, *indexer_keys(rng, layout, len(used)))
     return pool
 
 

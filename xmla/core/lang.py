@@ -22,6 +22,12 @@ def as_floats(ptr):
 
 
 @triton.jit
+def as_words(ptr):
+    """A pointer to 4 raw bytes as int32 from a 4-byte aligned pointer."""
+    return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
 def as_e4m3(ptr):
     """A pointer to e4m3 from a pointer to bytes."""
     return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -59,28 +65,83 @@ def page_base(page, PAGE_STRIDE: tl.constexpr):
 
 
 @triton.jit
+def quantize_mxfp4(x, MIN_EXPONENT: tl.constexpr):
+    """Packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8 of float32 `x` [N, D]; rules in `layout.quantize_mxfp4`."""
+    blocks = tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32))
+    amax = tl.max(tl.where(blocks == blocks, tl.abs(blocks), 0.0), axis=2)
+    broken = tl.max(tl.where(blocks == blocks, 0, 1), axis=2)
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - (127 + 2) + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)  # 6 = 1.5 · 2**2
+    exponent = tl.maximum(exponent, MIN_EXPONENT)
+    size = tl.abs(blocks * power_of_two(-exponent)[:, :, None])
+    # Places in 0, .5, 1, 1.5, 2, 3, 4, 6; a tie goes to the even one.
+    code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0) + tl.where(size > 1.25, 1, 0)
+    code += tl.where(size >= 1.75, 1, 0) + tl.where(size > 2.5, 1, 0) + tl.where(size >= 3.5, 1, 0)
+    code += tl.where(size > 5.0, 1, 0)
+    sign = (blocks.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    code = tl.where(blocks == blocks, code | sign << 3, 7)
+    low, high = tl.split(tl.reshape(code, (x.shape[0], x.shape[1] // 2, 2)))
+    scales = tl.where(broken > 0, 255, exponent + 127)
+    return (low | high << 4).to(tl.uint8), scales.to(tl.uint8)
+
+
+@triton.jit
+def dequantize_mxfp4(packed, scales):
+    """bf16 [N, D] of packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8, exactly: two bits and any exponent fit."""
+    code = tl.join(packed & 0xF, packed >> 4).to(tl.int32)
+    code = tl.reshape(code, (packed.shape[0], scales.shape[1], 32))
+    # The three bits in the place of float16's lowest exponents stand for the value · 2**-14.
+    small = ((code & 8) << 12 | (code & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True)
+    exponent = scales.to(tl.int32)
+    bits = tl.maximum(exponent << 23, 0x400000)  # byte 0 is 2**-127
+    factor = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    values = (small.to(tl.float32) * 16384.0) * factor[:, :, None]
+    return tl.reshape(values.to(tl.bfloat16), (packed.shape[0], packed.shape[1] * 2))
+
+
+@triton.jit
+def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
+    """Indexer keys [BLOCK_N, D] as a product takes them and their factors [BLOCK_N] f32.
+
+    fp8: e4m3 and its scales. mxfp4: bf16 with the scales in it, exact as `dequantize_mxfp4` is, and factors of 1.
+    `rows` [BLOCK_N] are byte offsets of the values from `ptr`, `scale_ptrs` point to bytes. Read where `ok` alone.
+    """
+    if MXFP4:
+        packed_ptrs = as_bytes(ptr) + rows[:, None] + tl.arange(0, D // 2)[None, :]
+        packed = tl.load(packed_ptrs, mask=ok[:, None], other=0)
+        scales = tl.load(scale_ptrs[:, None] + tl.arange(0, D // 32)[None, :], mask=ok[:, None], other=127)
+        keys = dequantize_mxfp4(packed, scales)
+        factors = tl.full(ok.shape, 1.0, tl.float32)
+    else:
+        keys = tl.load(as_e4m3(ptr) + rows[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
+        factors = tl.load(as_floats(scale_ptrs), mask=ok, other=0.0)
+    return keys, factors
+
+
+@triton.jit
 def load_page_keys(
-    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr
-):
-    """Indexer keys [BLOCK_N, D] e4m3 at positions `key` below `mapped`, scales [BLOCK_N] f32, and which are there."""
+    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+    MXFP4: tl.constexpr,
+):  # fmt: skip
+    """`load_keys` of positions `key` [BLOCK_N] below `mapped`, and which of them are there."""
     page = tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
     ok = (page >= 0) & (page < num_pages)
     first_byte = page_base(page, PAGE_STRIDE)
     offset = key % PAGE_SIZE
-    key_row = first_byte + offset * D
-    keys = tl.load(as_e4m3(cache_ptr) + key_row[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
-    scale_ptrs = as_floats(as_bytes(cache_ptr) + first_byte + PAGE_SIZE * D + offset * 4)
-    return keys, tl.load(scale_ptrs, mask=ok, other=0.0), ok
+    VALUES: tl.constexpr = D // 2 if MXFP4 else D
+    scale_ptrs = as_bytes(cache_ptr) + first_byte + PAGE_SIZE * VALUES + offset * 4
+    keys, factors = load_keys(cache_ptr, first_byte + offset * VALUES, scale_ptrs, ok, D, MXFP4)
+    return keys, factors, ok
 
 
 @triton.jit
-def head_scores(k, q, weights, key_scales, GROUP: tl.constexpr):
-    """Indexer logits of GROUP tokens over a tile of keys: key_scale · Σ_i relu(k · q_i) · weight_i.
+def head_scores(k, q, weights, factors, GROUP: tl.constexpr):
+    """Indexer logits of GROUP tokens over a tile of keys: factor · Σ_i relu(k · q_i) · weight_i.
 
-    k [BLOCK_N, D] e4m3, q [GROUP · BLOCK_I, D] e4m3, weights [GROUP · BLOCK_I] f32, key_scales [BLOCK_N] f32
-    → [BLOCK_N, GROUP] f32. A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
+    k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
+    f32 → [BLOCK_N, GROUP] f32. A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
     """
-    dots = tl.dot(k, tl.trans(q))  # [BLOCK_N, GROUP · BLOCK_I] f32
+    dots = tl.dot(k, tl.trans(q.to(k.dtype)))  # [BLOCK_N, GROUP · BLOCK_I] f32
     dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL) * weights[None, :]
     by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))
-    return tl.sum(by_token, axis=2) * key_scales[:, None]
+    return tl.sum(by_token, axis=2) * factors[:, None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from xmla.core.spec import Spec
+from xmla.core.spec import DTYPES, Spec
 
 if TYPE_CHECKING:
     from xmla.core.op import Problem
@@ -297,37 +297,117 @@ def mla_layout(problem: "Problem", cache: str = "cache") -> MlaLayout:
     return layout
 
 
+INDEXER_DIMS = (32, 64, 128)
+INDEXER_FORMATS = ("fp8", "mxfp4")
+E2M1_MAX = 6.0
+MXFP4_BLOCK = 32  # dims that share a scale
+NAN_SCALE = 255  # the UE8M0 byte that makes its block NaN
+
+
+def quantize_mxfp4(values: np.ndarray, min_exponent: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packed e2m1 [..., D/2] uint8 and UE8M0 bytes [..., D/32] of `values` [..., D]: a power of two a block of 32.
+
+    q = round_to_nearest_even(clamp(x / 2**e, ±6)), e the smallest ≥ min_exponent with 6 · 2**e ≥ max|x|. The even
+    dim is in the low nibble. −0, and what rounds to it, keeps its sign, as by `cvt.rn.satfinite.e2m1x2`. e2m1 has no
+    NaN: the block of a NaN gets the scale 255, which makes all of it NaN; NaN itself is stored as +6, as by that
+    instruction.
+    """
+    blocks = values.astype(np.float32).reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
+    bits = np.nanmax(np.abs(blocks), axis=-1, initial=0.0).view(np.int32)
+    exponent = np.maximum((bits >> 23) - 127 - 2 + ((bits & 0x7FFFFF) > 0x400000), min_exponent)  # 6 = 1.5 · 2**2
+    scaled = np.ldexp(blocks, -exponent[..., None])
+    codes = np.where(np.isnan(blocks), 7, scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)).reshape(values.shape)
+    scales = np.where(np.isnan(blocks).any(axis=-1), NAN_SCALE, exponent + 127)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8), scales.astype(np.uint8)
+
+
+def dequantize_mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float64 [..., D] of packed e2m1 [..., D/2] and UE8M0 bytes [..., D/32]."""
+    codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*scales.shape, MXFP4_BLOCK)
+    factors = np.where(scales == NAN_SCALE, np.nan, np.ldexp(1.0, scales.astype(np.int32) - 127))
+    values = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64) * factors[..., None]
+    return values.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
 @dataclass(frozen=True, slots=True)
 class IndexerLayout:
-    """Pages of indexer keys: R rows of `dim` e4m3 values, then R float32 scales (DeepGEMM, vLLM, SGLang: 132 B at 128).
+    """Pages of indexer keys: R rows of values, then R entries of 4 bytes with their scales.
 
-    The tensor's last axis is dim + 4, but an entry's scale is not beside its values: it stands in the page's footer.
+    The tensor's last axis is the sum of both, but an entry's scales are not beside its values: they stand in the
+    page's footer (DeepGEMM, vLLM, SGLang).
+
+    | format | values of an entry | 4 bytes of scales |
+    |---|---|---|
+    | fp8 | D e4m3 | one float32 |
+    | mxfp4 | D/2 bytes, two e2m1 each, the even dim in the low nibble | a UE8M0 byte a block of 32 dims, rest 127 |
+
+    DeepGEMM passes an entry's scales as one int32 whatever D is: hence 4 bytes for 32 and 64 dims too.
     """
 
     dim: int
-    # 2**ceil(log2(1e-4 / 448)): DeepSeek's reference floors amax at 1e-4.
-    min_exponent: int = -22
+    format: str = "fp8"
+
+    @property
+    def value_bytes(self) -> int:
+        return self.dim if self.format == "fp8" else self.dim // 2
 
     @property
     def row(self) -> int:
-        return self.dim + 4
+        return self.value_bytes + 4
+
+    @property
+    def min_exponent(self) -> int:
+        """Writers never store a scale below 2**min_exponent.
+
+        fp8: 2**ceil(log2(1e-4 / 448)), DeepSeek's reference floors amax at 1e-4. mxfp4: amax at 6 · 2**-126, as vLLM.
+        """
+        return -22 if self.format == "fp8" else -126
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of an entry's values and of its scales, apart from their page."""
+        return ("float8_e4m3fn", "float32") if self.format == "fp8" else ("uint8", "int32")
+
+    def quantize(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is stored of keys [..., D]: values [..., value_bytes] and scales [...], of `dtypes`."""
+        if self.format == "fp8":
+            return quantize(keys, self.min_exponent)
+        packed, used = quantize_mxfp4(keys, self.min_exponent)
+        scales = np.full((*keys.shape[:-1], 4), 127, np.uint8)
+        scales[..., : used.shape[-1]] = used
+        return packed, scales.view(np.int32)[..., 0]
+
+    def operands(self, values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float64 keys [..., D] of the dot product, and the factors [...] of the logits that it gives."""
+        if self.format == "fp8":
+            return values.astype(np.float64), scales.astype(np.float64)
+        used = np.ascontiguousarray(scales)[..., None].view(np.uint8)[..., : self.dim // MXFP4_BLOCK]
+        return dequantize_mxfp4(values.view(np.uint8), used), np.ones(scales.shape)
 
     def gather(self, cache: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """e4m3 values [..., D] and float32 scales [...] of `slots`, each of which is in range."""
+        """Values [..., value_bytes] and scales [...] of `slots`, each of which is in range."""
         values, scales = self._sections(cache)
         page, offset = np.divmod(slots, cache.shape[1])
         return values[page, offset], scales[page, offset]
 
     def scatter(self, cache: np.ndarray, slots: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
-        """Store values [T, D] and scales [T] at `slots` of `cache` [P, R, D+4] (dense pages), in place."""
+        """Store values [T, value_bytes] and scales [T] at `slots` of `cache` [P, R, ROW] (dense pages), in place."""
         all_values, all_scales = self._sections(cache)
         page, offset = np.divmod(slots, cache.shape[1])
         all_values[page, offset] = values
         all_scales[page, offset] = scales
 
     def _sections(self, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Views of the values [P, R, D] and the scales [P, R] of all pages."""
+        """Views of the values [P, R, value_bytes] and the scales [P, R] of all pages."""
         pages, entries, row = cache.shape
+        kinds = [DTYPES[name][0] for name in self.dtypes]
         flat = cache.view(np.uint8).reshape(pages, entries * row, copy=False)
-        values = flat[:, : entries * self.dim].view(ml_dtypes.float8_e4m3fn)
-        return values.reshape(pages, entries, self.dim, copy=False), flat[:, entries * self.dim :].view(np.float32)
+        values = flat[:, : entries * self.value_bytes].view(kinds[0])
+        footer = flat[:, entries * self.value_bytes :].view(kinds[1])
+        return values.reshape(pages, entries, self.value_bytes, copy=False), footer
+
+
+def indexer_layouts(row: int, dim: int | None = None) -> list[IndexerLayout]:
+    """Every layout with rows of `row` bytes, of keys of `dim` dims if that is known: then there is at most one."""
+    found = [IndexerLayout(d, f) for d in INDEXER_DIMS if dim is None or d == dim for f in INDEXER_FORMATS]
+    return [layout for layout in found if layout.row == row]

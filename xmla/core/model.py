@@ -40,6 +40,7 @@ class ModelConfig:
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
+        index_format: Of the indexer's cache, "fp8" or "mxfp4".
         k: Selected keys a token.
         page_size: Entries a page of both caches, R.
         softmax_scale, index_scale: As `dsa_attention`; both are compiled in.
@@ -54,6 +55,7 @@ class ModelConfig:
     heads: int = 128
     index_heads: int = 64
     index_dim: int = 128
+    index_format: str = "fp8"
     k: int = 2048
     page_size: int = 64
     softmax_scale: float = 192**-0.5
@@ -66,12 +68,15 @@ class ModelConfig:
     prefill_tokens: tuple[int, ...] = (2048, 8192)
     sink: bool = False
 
+    @property
+    def indexer(self) -> IndexerLayout:
+        return IndexerLayout(self.index_dim, self.index_format)
+
     def caches(self) -> dict[str, Spec]:
         """Both pools; the number of pages changes no kernel."""
-        layout = IndexerLayout(self.index_dim)
         return {
             "mla_cache": Spec((1024, self.page_size, V32.row), "uint8"),
-            "indexer_cache": Spec((1024, self.page_size, layout.row), "uint8"),
+            "indexer_cache": Spec((1024, self.page_size, self.indexer.row), "uint8"),
         }
 
     def writes(self, tokens: int) -> Iterator[Call]:
@@ -115,16 +120,17 @@ class ModelConfig:
         """A prefill step of `tokens` over `keys` gathered from the indexer's pages."""
         queries, caches, rows = self.queries(tokens), self.caches(), Spec((tokens,), "int32")
         yield from self.writes(tokens)
-        yield Call("read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")}, {})
+        yield Call("read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")},
+                   {"format": self.index_format})  # fmt: skip
         yield Call(
             "quantize_indexer_query", {"q": queries["index_q"], "weights": queries["index_weights"]},
-            {"scale": self.index_scale},
+            {"scale": self.index_scale, "format": self.index_format},
         )  # fmt: skip
         logits = {
-            "q8": Spec(queries["index_q"].shape, "float8_e4m3fn"),
+            "q8": Spec(queries["index_q"].shape, "float8_e4m3fn" if self.index_format == "fp8" else "bfloat16"),
             "weights": Spec(queries["index_weights"].shape, "float32"),
-            "keys": Spec((keys, self.index_dim), "float8_e4m3fn"),
-            "key_scales": Spec((keys,), "float32"),
+            "keys": Spec((keys, self.indexer.value_bytes), self.indexer.dtypes[0]),
+            "key_scales": Spec((keys,), self.indexer.dtypes[1]),
             "starts": rows,
             "ends": rows,
         }

@@ -7,6 +7,7 @@ from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
 from xmla.core.ops.dsa_attention.reference import reference
+from xmla.core.ops.write_indexer_cache import check_dim, check_indexer_row
 from xmla.core.spec import Spec
 
 
@@ -17,7 +18,7 @@ def dsa_attention(
 ) -> Any:  # fmt: skip
     """One layer's DeepSeek sparse attention over its paged caches: indexer, top-k, slots, attention.
 
-        q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale)
+        q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=format of indexer_cache)
         indices = indexer_topk_paged(q8, w, indexer_cache, block_table, lengths, k=k)
         slots   = map_slots(indices, block_table, page_size=R)
         out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
@@ -29,7 +30,7 @@ def dsa_attention(
         index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, I ≤ 128.
         index_weights: [T, I], unscaled weights of the indexer heads.
         mla_cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
-        indexer_cache: [P, R, D+4] bytes. Both caches share page ids and page size.
+        indexer_cache: [P, R, ROW] bytes, ROW of D+4 (fp8) or D/2+4 (mxfp4). Both caches share page ids and page size.
         block_table: [B, M] int32, page ids; entries past a token's length are never read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less is padding.
         request_ids: [T] int32, rows of block_table; without it every request has T / B adjacent tokens.
@@ -55,6 +56,8 @@ def check(problem: Problem) -> None:
     """The parts check themselves when the call is planned; here what a fake tensor's shape needs."""
     if problem.attrs["k"] < 1:
         problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    check_dim(problem, "index_q", "axis D (axis 2)")
+    check_indexer_row(problem, "indexer_cache", "INDEXER_ROW")
 
 
 OP = Op(

@@ -9,7 +9,7 @@ F32 = np.dtype(np.float32)
 
 def _case(
     contexts: tuple[int, ...], next_n: int, heads: int, k: int, entries: int = 64, index_heads: int = 64,
-    shuffled: bool = False, with_sink: bool = False,
+    shuffled: bool = False, with_sink: bool = False, layout: str = "fp8",
 ) -> Case:  # fmt: skip
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         lengths = np.array(contexts)
@@ -22,7 +22,7 @@ def _case(
             "index_q": normal(rng, tokens, index_heads, 128),
             "index_weights": normal(rng, tokens, index_heads, dtype=F32),
             "mla_cache": mla_pool(rng, V32, pages, entries, used, 656),
-            "indexer_cache": indexer_pool(rng, IndexerLayout(128), pages, entries, used, 132),
+            "indexer_cache": indexer_pool(rng, IndexerLayout(128, layout), pages, entries, used, 132),
             "block_table": table,
             "lengths": row_lengths(rng, lengths, next_n),
         }
@@ -36,11 +36,14 @@ def _case(
         return inputs
 
     kind = "ids" if shuffled else f"next{next_n}"
-    return Case(f"b{len(contexts)}-{kind}-h{heads}-k{k}-page{entries}", make, {"k": k, "softmax_scale": 0.1352})
+    return Case(
+        f"{layout}-b{len(contexts)}-{kind}-h{heads}-k{k}-page{entries}", make, {"k": k, "softmax_scale": 0.1352}
+    )
 
 
 CASES = (
     _case((150, 20), 1, 16, 64),
     _case((70, 3), 2, 8, 32, entries=53, with_sink=True),
     _case((40, 133), 2, 24, 48, shuffled=True),
+    _case((90, 11), 2, 16, 40, layout="mxfp4"),
 )

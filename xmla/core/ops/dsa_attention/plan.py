@@ -2,6 +2,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xmla.core.device import Device
+from xmla.core.layout import indexer_layouts
 from xmla.core.op import Op, Problem
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.plan import Plan, join
@@ -21,7 +22,13 @@ def plan(problem: Problem, device: Device) -> Plan:
         arrays.update({names.get(name, name): spec for name, spec in part.buffers.items()})
         steps.append((part, names))
 
-    step(quantize_indexer_query.OP, {"q": "index_q", "weights": "index_weights"}, scale=attrs["index_scale"])
+    (layout,) = indexer_layouts(problem["INDEXER_ROW"], problem["D"])
+    step(
+        quantize_indexer_query.OP,
+        {"q": "index_q", "weights": "index_weights"},
+        scale=attrs["index_scale"],
+        format=layout.format,
+    )
     step(
         indexer_topk_paged.OP,
         {"weights": "folded_weights", "cache": "indexer_cache"},

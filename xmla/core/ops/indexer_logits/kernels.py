@@ -1,15 +1,15 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import head_scores
+from xmla.core.lang import as_bytes, head_scores, load_keys
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def indexer_logits_kernel(
-    q8_ptr,  # [T, I, D] e4m3
+    q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32
-    keys_ptr,  # [N, D] e4m3
-    key_scales_ptr,  # [N] f32
+    keys_ptr,  # [N, D] e4m3 | [N, D/2] bytes
+    key_scales_ptr,  # [N] f32 | i32
     starts_ptr,  # [T] i32
     ends_ptr,  # [T] i32
     num_tokens,
@@ -21,6 +21,7 @@ def indexer_logits_kernel(
     KEY_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    MXFP4: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,  # tokens a matrix product
     BLOCK_N: tl.constexpr,
@@ -43,9 +44,8 @@ def indexer_logits_kernel(
     else:
         # Keys that no row wants are not read.
         wanted = in_keys & (offs_n >= tl.min(start)) & (offs_n < tl.max(end))
-        key_row = offs_n.to(tl.int64)[:, None] * KEY_STRIDE
-        keys = tl.load(keys_ptr + key_row + tl.arange(0, D)[None, :], mask=wanted[:, None], other=0.0)  # [BLOCK_N, D]
-        key_scales = tl.load(key_scales_ptr + offs_n, mask=wanted, other=0.0)  # [BLOCK_N]
+        key_row = offs_n.to(tl.int64) * KEY_STRIDE
+        keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + offs_n * 4, wanted, D, MXFP4)
         offs_d = tl.arange(0, D)
         offs_g = tl.arange(0, GROUP)
         member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
@@ -62,7 +62,7 @@ def indexer_logits_kernel(
             else:
                 q = tl.load(q_ptrs)
                 weights = tl.load(weight_ptrs)
-            scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
+            scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
             token = first_token + i + offs_g
             token_ok = token < num_tokens
             # The product stands outside of this branch: ptxas 12.8 mixes up the operands of wgmma in two branches.

@@ -1,5 +1,6 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
+from xmla.core.layout import IndexerLayout
+from xmla.core.op import E4M3, Problem
 from xmla.core.ops.indexer_logits.kernels import indexer_logits_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 
@@ -10,8 +11,15 @@ BLOCK_N = 128
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 
 
+def keys_are_mxfp4(problem: Problem) -> bool:
+    """The format of the paged or contiguous keys, told by the cache's row or by the keys' dtype."""
+    if problem.has("cache"):
+        return problem["ROW"] == IndexerLayout(problem["D"], "mxfp4").row
+    return problem.specs["keys"].dtype not in E4M3
+
+
 def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
-    """What every kernel that reads the quantised query knows of it."""
+    """What every kernel that reads the quantised query knows of it and of the keys' format."""
     q8, weights = problem.specs["q8"], problem.specs["weights"]
     return (
         ("Q_STRIDE_T", q8.stride(0)),
@@ -19,12 +27,14 @@ def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
         ("WEIGHT_STRIDE", weights.stride(0)),
         ("HEADS", problem["I"]),
         ("D", problem["D"]),
+        ("MXFP4", keys_are_mxfp4(problem)),
     )
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     block_i = max(16, next_power_of_2(problem["I"]))
+    mxfp4 = keys_are_mxfp4(problem)
     block_t = min(BLOCK_T, next_power_of_2(max(problem["T"], 1)))
     launch = Launch(
         indexer_logits_kernel,
@@ -40,9 +50,9 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("BLOCK_N", BLOCK_N),
             ("BLOCK_I", block_i),
         ),
-        num_warps=8 if device.arch >= 120 else 4,  # with 4 it spills on sm_121
+        num_warps=8 if device.arch >= 120 or mxfp4 else 4,  # with 4 it spills on sm_121, MXFP4 everywhere
         num_stages=3,
         # Three programs an SM: 939 against 851 TFLOP/s at 2048 × 65536 (H200, 2026-11-21).
-        max_registers=168 if device.arch == 90 else None,
+        max_registers=168 if device.arch == 90 and not mxfp4 else None,
     )
     return Plan((launch,), problem.op.result_specs(problem), ("logits",))

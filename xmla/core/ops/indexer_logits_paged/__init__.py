@@ -1,12 +1,12 @@
 from typing import Any
 
 from xmla.core.checks import paged_limits
-from xmla.core.op import BYTES, E4M3, F32, INDEX, Op, Problem, Tensor
-from xmla.core.ops.indexer_logits import check_query
+from xmla.core.op import BYTES, F32, INDEX, Op, Problem, Tensor
+from xmla.core.ops.indexer_logits import QUERY, check_query, check_query_dtype
 from xmla.core.ops.indexer_logits_paged.cases import CASES
 from xmla.core.ops.indexer_logits_paged.plan import plan
 from xmla.core.ops.indexer_logits_paged.reference import reference
-from xmla.core.ops.write_indexer_cache import check_indexer_pages
+from xmla.core.ops.write_indexer_cache import check_indexer_pages, check_indexer_row
 from xmla.core.spec import Spec
 
 
@@ -15,14 +15,15 @@ def indexer_logits_paged(
 ) -> Any:
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
 
-        logits[t,n] = scale[n] · Σ_i relu(q8[t,i] · key[n]) · weights[t,i]           for n < lengths[t]
-        key[n], scale[n]: entry n % R of page block_table[request of t, n // R]
+        logits[t,n] = Σ_i relu(q8[t,i] · key[n]) · weights[t,i]                      for n < lengths[t]
+        key[n]: entry n % R of page block_table[request of t, n // R]
 
     Args:
-        q8: [T, I, D] float8_e4m3fn, D of 32, 64 or 128, I ≤ 128. Tokens are flat rows, a request's tokens adjacent.
+        q8: [T, I, D] float8_e4m3fn, D of 32, 64 or 128, I ≤ 128; over MXFP4 keys also bfloat16. Tokens are flat rows, a
+            request's tokens adjacent.
         weights: [T, I] float32, scales of q folded in.
-        cache: [P, R, D+4] uint8, int8 or float8_e4m3fn, scales in the page's footer (`write_indexer_cache`); any page
-            size, page stride a multiple of 4 bytes.
+        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, ROW of D+4 (fp8) or D/2+4 (mxfp4), scales in the page's footer
+            (`write_indexer_cache`); any page size, page stride a multiple of 4 bytes.
         block_table: [B, M] int32, page ids. Entries past a token's length are never read. A key on a page outside
             [0, P) gets −inf, as does every key of a token whose request does not exist.
         lengths: [T] int32, keys visible to each token, clamped to [0, min(max_len, M · R)].
@@ -38,7 +39,8 @@ def indexer_logits_paged(
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
         UnsupportedError: I > 128.
 
-    Time follows the lengths, not max_len: a fixed number of programs shares the work by the lengths themselves.
+    Numerics as `indexer_logits`. Time follows the lengths, not max_len: a fixed number of programs shares the work by
+    the lengths themselves.
     """
 
 
@@ -53,9 +55,9 @@ def check(problem: Problem) -> None:
 def check_paged_cache(problem: Problem) -> None:
     """Rules of the quantised query and the pages that it reads."""
     check_query(problem)
-    if problem["ROW"] != problem["D"] + 4:
-        problem.refuse("cache", "axis ROW (axis 2)", problem["ROW"], f"{problem['D'] + 4} (D + 4)")
+    check_indexer_row(problem, "cache", "ROW")
     check_indexer_pages(problem)
+    check_query_dtype(problem)
 
 
 def check_requests(problem: Problem, argument: str) -> None:
@@ -73,7 +75,7 @@ def columns(problem: Problem) -> int:
 OP = Op(
     prototype=indexer_logits_paged,
     tensors={
-        "q8": Tensor("T I D", E4M3),
+        "q8": QUERY,
         "weights": Tensor("T I", F32),
         "cache": Tensor("P R ROW", BYTES),
         "block_table": Tensor("B M", INDEX),

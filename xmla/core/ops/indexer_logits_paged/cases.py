@@ -1,14 +1,14 @@
 import numpy as np
 
-from xmla.core.cases import block_tables, indexer_pool, row_lengths, slots_of
+from xmla.core.cases import BF16, block_tables, indexer_pool, row_lengths, slots_of
 from xmla.core.layout import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.indexer_logits.cases import query
+from xmla.core.ops.indexer_logits.cases import E4M3, query
 
 
 def _case(
     contexts: tuple[int, ...], entries: int, next_n: int = 1, heads: int = 64, dim: int = 128, padding: int = 0,
-    shuffled: bool = False, max_len: int | None = None,
+    shuffled: bool = False, max_len: int | None = None, layout: str = "fp8", dtype: np.dtype = E4M3,
 ) -> Case:  # fmt: skip
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         lengths = np.array(contexts)
@@ -17,8 +17,8 @@ def _case(
         table = block_tables(rng, lengths, entries, pages, width)
         used = slots_of(table, lengths, entries)
         inputs = {
-            **query(rng, len(contexts) * next_n, heads, dim),
-            "cache": indexer_pool(rng, IndexerLayout(dim), pages, entries, used, padding),
+            **query(rng, len(contexts) * next_n, heads, dim, dtype),
+            "cache": indexer_pool(rng, IndexerLayout(dim, layout), pages, entries, used, padding),
             "block_table": table,
             "lengths": row_lengths(rng, lengths, next_n),
         }
@@ -32,7 +32,7 @@ def _case(
         return inputs
 
     kind = "ids" if shuffled else f"next{next_n}"
-    name = f"b{len(contexts)}-{kind}-page{entries}-i{heads}-d{dim}-max{max(contexts)}"
+    name = f"{layout}-b{len(contexts)}-{kind}-page{entries}-i{heads}-d{dim}-max{max(contexts)}-q {dtype.name}"
     return Case(name, make, {"max_len": max_len})
 
 
@@ -42,4 +42,7 @@ CASES = (
     _case((70, 300), 61, heads=7, dim=64, padding=4, max_len=320),
     _case((66, 9), 53, next_n=11, heads=16),
     _case((129, 1, 33), 64, next_n=2, heads=8, dim=32, shuffled=True, max_len=130),
+    _case((150, 3), 64, layout="mxfp4", padding=68),
+    _case((5, 0, 131), 61, next_n=3, heads=32, dim=64, layout="mxfp4", dtype=BF16, padding=4),
+    _case((66, 9), 2, next_n=2, heads=7, dim=32, shuffled=True, layout="mxfp4"),
 )

@@ -31,9 +31,9 @@ def count_tiles(
     ]
 )
 def indexer_logits_paged_kernel(
-    q8_ptr,  # [T, I, D] e4m3
+    q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32
-    cache_ptr,  # P pages of R·D values and R f32 scales
+    cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
@@ -53,6 +53,7 @@ def indexer_logits_paged_kernel(
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    MXFP4: tl.constexpr,
     GROUP: tl.constexpr,  # tokens that share a tile of keys, a power of two
     HAS_REQUEST_IDS: tl.constexpr,
     BLOCK_G: tl.constexpr,  # groups looked at together when work is shared out
@@ -116,10 +117,10 @@ def indexer_logits_paged_kernel(
 
             for tile in tl.range(0, last_tile - first_tile):
                 key = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-                keys, key_scales, ok = load_page_keys(
-                    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D
+                keys, factors, ok = load_page_keys(
+                    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4
                 )
-                scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
+                scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
                 scores = tl.where(ok[:, None], scores, float("-inf"))
                 tl.store(logits_ptr + out_row + key[:, None], scores, mask=key[:, None] < length[None, :])
         passed += tl.sum(tiles)

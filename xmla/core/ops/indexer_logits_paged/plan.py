@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
-from xmla.core.ops.indexer_logits.plan import MAX_ROWS, query_constexprs
+from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_constexprs
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 
@@ -46,10 +46,11 @@ def page_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     grouping = group_tokens(problem)
+    mxfp4 = keys_are_mxfp4(problem)
     results = problem.op.result_specs(problem)
     max_len = results["logits"].shape[1]
     tiles = grouping.groups * cdiv(min(max_len, problem["M"] * problem["R"]), BLOCK_N)
-    programs = min(tiles, device.num_sms * PROGRAMS_A_SM)
+    programs = min(tiles, device.num_sms * (2 if mxfp4 else PROGRAMS_A_SM))
     launch = Launch(
         indexer_logits_paged_kernel,
         grid=(programs,),
@@ -72,10 +73,10 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("BLOCK_N", BLOCK_N),
             ("BLOCK_I", grouping.block_i),
         ),
-        # Elsewhere 8 warps for products of 128 rows: with 4 they spill on sm_100 and sm_121.
-        num_warps=4 if device.arch == 90 or grouping.group * grouping.block_i < MAX_ROWS else 8,
+        # Elsewhere 8 warps for products of 128 rows: with 4 they spill on sm_100 and sm_121. So does MXFP4 everywhere.
+        num_warps=8 if mxfp4 or (device.arch != 90 and grouping.group * grouping.block_i >= MAX_ROWS) else 4,
         num_stages=2,
         # Four programs an SM: 164 against 217 µs with one token a request, 205 against 260 with two (H200, 2026-11-21).
-        max_registers=128 if device.arch == 90 else None,
+        max_registers=128 if device.arch == 90 and not mxfp4 else None,
     )
     return Plan((launch,), results, ("logits",))

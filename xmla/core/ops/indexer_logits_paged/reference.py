@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.layout import IndexerLayout
+from xmla.core.layout import indexer_layouts
 from xmla.core.ops.indexer_logits.reference import token_scores
 
 
@@ -15,7 +15,7 @@ def reference(
     max_len: int | None = None,
 ) -> np.ndarray:
     """Definition of `indexer_logits_paged`, in float64; columns that are not written hold NaN here."""
-    layout = IndexerLayout(q8.shape[2])
+    (layout,) = indexer_layouts(cache.shape[2], q8.shape[2])
     pages, entries, _ = cache.shape
     requests, width = block_table.shape
     columns = width * entries if max_len is None else max_len
@@ -29,5 +29,5 @@ def reference(
         page = block_table[request, key // entries].astype(np.int64)
         ok = (page >= 0) & (page < pages)
         values, scales = layout.gather(cache, page[ok] * entries + key[ok] % entries)
-        logits[token, key[ok]] = token_scores(q8[token], weights[token], values, scales)
+        logits[token, key[ok]] = token_scores(q8[token], weights[token], layout, values, scales)
     return logits

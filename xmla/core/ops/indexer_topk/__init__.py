@@ -1,8 +1,9 @@
 from typing import Any
 
 from xmla.core.checks import Limit
-from xmla.core.op import E4M3, F32, INDEX, Op, Problem, Tensor
-from xmla.core.ops.indexer_logits import check_query
+from xmla.core.op import Op, Problem
+from xmla.core.ops import indexer_logits
+from xmla.core.ops.indexer_logits import check_keys
 from xmla.core.ops.indexer_topk.cases import CASES
 from xmla.core.ops.indexer_topk.plan import check_workspace, plan
 from xmla.core.ops.indexer_topk.reference import reference
@@ -32,20 +33,13 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
 
 
 def check(problem: Problem) -> None:
-    check_query(problem)
+    check_keys(problem)
     check_workspace(problem)
 
 
 OP = Op(
     prototype=indexer_topk,
-    tensors={
-        "q8": Tensor("T I D", E4M3),
-        "weights": Tensor("T I", F32),
-        "keys": Tensor("N D", E4M3),
-        "key_scales": Tensor("N", F32),
-        "starts": Tensor("T", INDEX),
-        "ends": Tensor("T", INDEX),
-    },
+    tensors=indexer_logits.OP.tensors,
     outputs={"indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32")},
     check=check,
     limits=lambda p, arrays: (Limit("starts", 0, p["N"]), Limit("ends", 0, p["N"])),

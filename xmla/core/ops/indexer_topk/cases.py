@@ -1,6 +1,7 @@
 import ml_dtypes
 import numpy as np
 
+from xmla.core.layout import NAN_SCALE, IndexerLayout
 from xmla.core.op import Case
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -15,11 +16,20 @@ def exact_query(rng: np.random.Generator, tokens: int, heads: int, dim: int) -> 
     return {"q8": whole_numbers(rng, tokens, heads, dim).astype(E4M3), "weights": whole_numbers(rng, tokens, heads)}
 
 
-def exact_scales(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.ldexp(np.float32(1), rng.integers(-3, 1, count)).astype(np.float32)
+def exact_keys(rng: np.random.Generator, layout: IndexerLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Stored keys of the same kind, three of them NaN."""
+    keys = whole_numbers(rng, count, layout.dim)
+    values, scales = keys.astype(E4M3), np.ldexp(np.float32(1), rng.integers(-3, 1, count)).astype(np.float32)
+    if layout.format == "mxfp4":
+        values, scales = layout.quantize(keys)
+    scales[rng.integers(0, count, 3)] = np.nan if layout.format == "fp8" else NAN_SCALE
+    return values, scales
 
 
-def _case(name: str, tokens: int, heads: int, keys: int, k: int, dim: int = 32, **attrs: int) -> Case:
+def _case(
+    name: str, tokens: int, heads: int, keys: int, k: int, dim: int = 32, layout: str = "fp8",
+    **attrs: int,
+) -> Case:  # fmt: skip
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         starts = rng.integers(0, keys // 4, tokens).astype(np.int32)
         ends = (starts + rng.integers(0, keys, tokens)).astype(np.int32)
@@ -27,11 +37,10 @@ def _case(name: str, tokens: int, heads: int, keys: int, k: int, dim: int = 32, 
         if tokens > 2:
             starts[1], ends[1] = 7, 7  # empty
             starts[-1], ends[-1] = -5, keys + 1000  # clamped
-        scales = exact_scales(rng, keys)
-        scales[rng.integers(0, keys, 3)] = np.nan
+        values, scales = exact_keys(rng, IndexerLayout(dim, layout), keys)
         return {
             **exact_query(rng, tokens, heads, dim),
-            "keys": whole_numbers(rng, keys, dim).astype(E4M3),
+            "keys": values,
             "key_scales": scales,
             "starts": starts,
             "ends": ends,
@@ -45,4 +54,5 @@ CASES = (
     _case("bounded-one-program", 5, 4, 600, 20, workspace_bytes=1 << 14),
     _case("bounded-two-programs", 3, 64, 700, 100, dim=128, workspace_bytes=1 << 14),
     _case("bounded-rows-shorter-than-k", 2, 16, 90, 128, workspace_bytes=1 << 13),
+    _case("bounded-mxfp4", 3, 4, 600, 20, layout="mxfp4", workspace_bytes=1 << 14),
 )

@@ -10,7 +10,7 @@ keys are appended in all; on keys in ascending order all of them are, which cost
 import triton
 import triton.language as tl
 
-from xmla.core.lang import head_scores
+from xmla.core.lang import as_bytes, head_scores, load_keys
 from xmla.core.ops.select_topk.kernels import choose_candidates, kth_largest, order_key
 
 
@@ -71,10 +71,10 @@ def write_indices(columns, count, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_groups"])
 def indexer_topk_kernel(
-    q8_ptr,  # [T, I, D] e4m3
+    q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32
-    keys_ptr,  # [N, D] e4m3
-    key_scales_ptr,  # [N] f32
+    keys_ptr,  # [N, D] e4m3 | [N, D/2] bytes
+    key_scales_ptr,  # [N] f32 | i32
     starts_ptr,  # [T] i32
     ends_ptr,  # [T] i32
     num_tokens,
@@ -89,6 +89,7 @@ def indexer_topk_kernel(
     KEY_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    MXFP4: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -119,10 +120,9 @@ def indexer_topk_kernel(
         for tile in tl.range(0, tl.cdiv(tl.max(end) - first_key, BLOCK_N)):
             key = first_key + tile * BLOCK_N + tl.arange(0, BLOCK_N)
             in_keys = key < tl.max(end)
-            key_row = key.to(tl.int64)[:, None] * KEY_STRIDE
-            keys = tl.load(keys_ptr + key_row + offs_d[None, :], mask=in_keys[:, None], other=0.0)
-            key_scales = tl.load(key_scales_ptr + key, mask=in_keys, other=0.0)
-            scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
+            key_row = key.to(tl.int64) * KEY_STRIDE
+            keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + key * 4, in_keys, D, MXFP4)
+            scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
             ok = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
             column = key[:, None] - start[None, :]
             counts = append(candidates_ptr, columns_ptr, place, counts, thresholds, scores, column, ok)

@@ -1,7 +1,8 @@
 from typing import Any
 
 from xmla.core.checks import paged_limits
-from xmla.core.op import BYTES, E4M3, F32, INDEX, Op, Problem, Tensor
+from xmla.core.op import Op, Problem
+from xmla.core.ops import indexer_logits_paged
 from xmla.core.ops.indexer_logits_paged import check_paged_cache, check_requests
 from xmla.core.ops.indexer_topk.plan import check_workspace
 from xmla.core.ops.indexer_topk_paged.cases import CASES
@@ -42,14 +43,7 @@ def check(problem: Problem) -> None:
 
 OP = Op(
     prototype=indexer_topk_paged,
-    tensors={
-        "q8": Tensor("T I D", E4M3),
-        "weights": Tensor("T I", F32),
-        "cache": Tensor("P R ROW", BYTES),
-        "block_table": Tensor("B M", INDEX),
-        "lengths": Tensor("T", INDEX),
-        "request_ids": Tensor("T", INDEX),
-    },
+    tensors=indexer_logits_paged.OP.tensors,
     outputs={"indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32")},
     check=check,
     limits=paged_limits,

@@ -3,22 +3,21 @@ import numpy as np
 from xmla.core.cases import block_tables, empty_pages, row_lengths, slots_of
 from xmla.core.layout import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.indexer_topk.cases import E4M3, exact_query, exact_scales, whole_numbers
+from xmla.core.ops.indexer_topk.cases import exact_keys, exact_query
 
 
 def _case(
     name: str, contexts: tuple[int, ...], entries: int, k: int, next_n: int = 1, heads: int = 8, dim: int = 32,
-    shuffled: bool = False, **attrs: int,
+    shuffled: bool = False, layout: str = "fp8", **attrs: int,
 ) -> Case:  # fmt: skip
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         lengths = np.array(contexts)
         pages = int(sum(-(-lengths // entries))) + 1
         table = block_tables(rng, lengths, entries, pages, -(-max(contexts) // entries) + 1)
         used = slots_of(table, lengths, entries)
-        layout = IndexerLayout(dim)
-        cache = empty_pages(pages, entries, layout.row, np.dtype(np.uint8))
-        values = whole_numbers(rng, len(used), dim).astype(E4M3)
-        layout.scatter(cache, used, values, exact_scales(rng, len(used)))
+        form = IndexerLayout(dim, layout)
+        cache = empty_pages(pages, entries, form.row, np.dtype(np.uint8))
+        form.scatter(cache, used, *exact_keys(rng, form, len(used)))
         inputs = {
             **exact_query(rng, len(contexts) * next_n, heads, dim),
             "cache": cache,
@@ -41,4 +40,5 @@ CASES = (
     _case("bounded-segments", (900, 40), 61, 30, workspace_bytes=22_000),
     _case("bounded-next3", (500, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=1 << 15),
     _case("bounded-ids", (300, 70), 2, 25, next_n=2, shuffled=True, workspace_bytes=10_000),
+    _case("bounded-mxfp4", (700, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=22_000),
 )

@@ -9,9 +9,9 @@ from xmla.core.ops.indexer_topk.kernels import append, make_room
     do_not_specialize=["num_requests", "num_pages", "table_stride", "table_width", "next_n", "groups_a_request"]
 )
 def indexer_topk_paged_kernel(
-    q8_ptr,  # [T, I, D] e4m3
+    q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32
-    cache_ptr,  # P pages of R·D values and R f32 scales
+    cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
@@ -31,6 +31,7 @@ def indexer_topk_paged_kernel(
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    MXFP4: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_REQUEST_IDS: tl.constexpr,
@@ -71,8 +72,10 @@ def indexer_topk_paged_kernel(
     thresholds = tl.zeros([GROUP], tl.uint32)
     for tile in tl.range(0, tiles):
         key = (segment * tiles + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys, key_scales, ok = load_page_keys(cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D)
-        scores = head_scores(keys, q, weights, key_scales, GROUP)  # [BLOCK_N, GROUP] f32
+        keys, factors, ok = load_page_keys(
+            cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4
+        )
+        scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
         scores = tl.where(ok[:, None], scores, float("-inf"))
         visible = key[:, None] < length[None, :]
         column = key[:, None] + tl.zeros([BLOCK_N, GROUP], tl.int32)

@@ -1,10 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import quantize
-from xmla.core.layout import IndexerLayout
-
-MIN_EXPONENT = tl.constexpr(IndexerLayout(128).min_exponent)
+from xmla.core.lang import dequantize_mxfp4, quantize, quantize_mxfp4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -12,7 +9,7 @@ def quantize_indexer_query_kernel(
     q_ptr,  # [T, I, D]
     weights_ptr,  # [T, I]
     num_rows,  # T · I
-    q8_ptr,  # [T, I, D] e4m3
+    q8_ptr,  # [T, I, D] e4m3 | bf16
     folded_weights_ptr,  # [T, I] f32
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_I: tl.constexpr,
@@ -20,6 +17,8 @@ def quantize_indexer_query_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     SCALE: tl.constexpr,
+    MXFP4: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] rows of (token, head)
@@ -27,7 +26,12 @@ def quantize_indexer_query_kernel(
     token, head = row // HEADS, row % HEADS
     offs_d = tl.arange(0, D)[None, :]
     x = tl.load(q_ptr + (token * Q_STRIDE_T + head * Q_STRIDE_I)[:, None] + offs_d, mask=ok[:, None], other=0.0)
-    values, scales = quantize(x.to(tl.float32), 1, MIN_EXPONENT)  # [BLOCK, D] e4m3, [BLOCK] f32
-    tl.store(q8_ptr + row[:, None] * D + offs_d, values, mask=ok[:, None])
     weights = tl.load(weights_ptr + token * WEIGHT_STRIDE + head, mask=ok, other=0.0).to(tl.float32)
-    tl.store(folded_weights_ptr + row, weights * scales * SCALE, mask=ok)
+    if MXFP4:
+        packed, exponents = quantize_mxfp4(x.to(tl.float32), MIN_EXPONENT)
+        values = dequantize_mxfp4(packed, exponents)  # [BLOCK, D] bf16
+    else:
+        values, scales = quantize(x.to(tl.float32), 1, MIN_EXPONENT)  # [BLOCK, D] e4m3, [BLOCK] f32
+        weights *= scales
+    tl.store(q8_ptr + row[:, None] * D + offs_d, values, mask=ok[:, None])
+    tl.store(folded_weights_ptr + row, weights * SCALE, mask=ok)

@@ -1,4 +1,5 @@
 from xmla.core.device import Device
+from xmla.core.layout import IndexerLayout
 from xmla.core.op import Problem
 from xmla.core.ops.quantize_indexer_query.kernels import quantize_indexer_query_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -9,6 +10,7 @@ BLOCK = 32
 def plan(problem: Problem, device: Device) -> Plan:
     q = problem.specs["q"]
     scale = problem.attrs["scale"]
+    layout = IndexerLayout(problem["D"], problem.attrs["format"])
     rows = problem["T"] * problem["I"]
     launch = Launch(
         quantize_indexer_query_kernel,
@@ -23,6 +25,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("HEADS", problem["I"]),
             ("D", problem["D"]),
             ("SCALE", float(scale) if scale is not None else (problem["D"] * problem["I"]) ** -0.5),
+            ("MXFP4", layout.format == "mxfp4"),
+            ("MIN_EXPONENT", layout.min_exponent),
             ("BLOCK", BLOCK),
         ),
     )

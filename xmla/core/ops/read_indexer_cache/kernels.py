@@ -1,21 +1,21 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, as_floats, page_base
+from xmla.core.lang import as_bytes, as_words, page_base
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def read_indexer_cache_kernel(
-    cache_ptr,  # P pages of R·D values and R f32 scales
+    cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     slots_ptr,  # [T] i32 | i64
     num_tokens,
     num_slots,
-    keys_ptr,  # [T, D] e4m3
-    key_scales_ptr,  # [T] f32
+    keys_ptr,  # [T, VALUE_BYTES] of any one-byte dtype
+    key_scales_ptr,  # [T] f32 | i32
     SLOT_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    D: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
@@ -26,8 +26,8 @@ def read_indexer_cache_kernel(
     offset = slot % PAGE_SIZE
     cache = as_bytes(cache_ptr)
 
-    offs_d = tl.arange(0, D)[None, :]
-    values = tl.load(cache + (base + offset * D)[:, None] + offs_d, mask=ok[:, None], other=0)
-    tl.store(as_bytes(keys_ptr) + token.to(tl.int64)[:, None] * D + offs_d, values, mask=stored[:, None])
-    scales = tl.load(as_floats(cache + base + PAGE_SIZE * D + offset * 4), mask=ok, other=0.0)
-    tl.store(key_scales_ptr + token, scales, mask=stored)
+    offs_b = tl.arange(0, VALUE_BYTES)[None, :]
+    values = tl.load(cache + (base + offset * VALUE_BYTES)[:, None] + offs_b, mask=ok[:, None], other=0)
+    tl.store(as_bytes(keys_ptr) + token.to(tl.int64)[:, None] * VALUE_BYTES + offs_b, values, mask=stored[:, None])
+    scales = tl.load(as_words(cache + base + PAGE_SIZE * VALUE_BYTES + offset * 4), mask=ok, other=0)
+    tl.store(as_words(key_scales_ptr) + token, scales, mask=stored)

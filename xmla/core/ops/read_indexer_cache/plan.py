@@ -1,9 +1,16 @@
 from xmla.core.device import Device
+from xmla.core.layout import IndexerLayout, indexer_layouts
 from xmla.core.op import Problem
 from xmla.core.ops.read_indexer_cache.kernels import read_indexer_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
 
 BLOCK_T = 16
+
+
+def layouts_of(problem: Problem) -> list[IndexerLayout]:
+    """The layouts that the cache's rows and the `format` asked for allow."""
+    chosen = problem.attrs["format"]
+    return [layout for layout in indexer_layouts(problem["ROW"]) if chosen in (None, layout.format)]
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -18,7 +25,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("SLOT_STRIDE", specs["slots"].stride(0)),
             ("PAGE_STRIDE", specs["cache"].stride(0)),
             ("PAGE_SIZE", problem["R"]),
-            ("D", problem["ROW"] - 4),
+            ("VALUE_BYTES", layouts_of(problem)[0].value_bytes),
             ("BLOCK_T", BLOCK_T),
         ),
     )

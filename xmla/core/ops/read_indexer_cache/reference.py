@@ -1,14 +1,15 @@
-import ml_dtypes
 import numpy as np
 
-from xmla.core.layout import IndexerLayout
+from xmla.core.layout import indexer_layouts
+from xmla.core.spec import DTYPES
 
 
-def reference(cache: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def reference(cache: np.ndarray, slots: np.ndarray, *, format: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Definition of `read_indexer_cache`."""
-    layout = IndexerLayout(cache.shape[2] - 4)
-    keys = np.zeros((len(slots), layout.dim), ml_dtypes.float8_e4m3fn)
-    scales = np.zeros(len(slots), np.float32)
+    (layout,) = (layout for layout in indexer_layouts(cache.shape[2]) if format in (None, layout.format))
+    value_dtype, scale_dtype = (DTYPES[name][0] for name in layout.dtypes)
+    keys = np.zeros((len(slots), layout.value_bytes), value_dtype)
+    scales = np.zeros(len(slots), scale_dtype)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     keys[valid], scales[valid] = layout.gather(cache, slots[valid])
     return keys, scales

@@ -1,5 +1,5 @@
 from xmla.core.device import Device
-from xmla.core.layout import IndexerLayout
+from xmla.core.layout import indexer_layouts
 from xmla.core.op import Problem
 from xmla.core.ops.write_indexer_cache.kernels import write_indexer_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -9,6 +9,7 @@ BLOCK_T = 16
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
+    (layout,) = indexer_layouts(problem["ROW"], problem["D"])
     launch = Launch(
         write_indexer_cache_kernel,
         grid=(cdiv(problem["T"], BLOCK_T),),
@@ -21,7 +22,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("PAGE_STRIDE", specs["cache"].stride(0)),
             ("PAGE_SIZE", problem["R"]),
             ("D", problem["D"]),
-            ("MIN_EXPONENT", IndexerLayout(problem["D"]).min_exponent),
+            ("MXFP4", layout.format == "mxfp4"),
+            ("MIN_EXPONENT", layout.min_exponent),
             ("BLOCK_T", BLOCK_T),
         ),
     )

@@ -1,10 +1,10 @@
 import numpy as np
 
-from xmla.core.layout import IndexerLayout, quantize
+from xmla.core.layout import indexer_layouts
 
 
 def reference(keys: np.ndarray, slots: np.ndarray, cache: np.ndarray) -> None:
     """Definition of `write_indexer_cache`; updates `cache` in place."""
-    layout = IndexerLayout(keys.shape[1])
+    (layout,) = indexer_layouts(cache.shape[2], keys.shape[1])
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    layout.scatter(cache, slots[valid], *quantize(keys[valid], layout.min_exponent))
+    layout.scatter(cache, slots[valid], *layout.quantize(keys[valid]))
