@@ -119,12 +119,17 @@ def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
 
 
 @triton.jit
+def load_pages(table_row, key, mapped, PAGE_SIZE: tl.constexpr):
+    """Pages of positions `key` [BLOCK_N], −1 from `mapped` on."""
+    return tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
+
+
+@triton.jit
 def load_page_keys(
-    cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+    cache_ptr, page, key, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
     MXFP4: tl.constexpr,
 ):  # fmt: skip
-    """`load_keys` of positions `key` [BLOCK_N] below `mapped`, and which of them are there."""
-    page = tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
+    """`load_keys` of positions `key` [BLOCK_N] on pages `page`, and which of them are there."""
     ok = (page >= 0) & (page < num_pages)
     first_byte = page_base(page, PAGE_STRIDE)
     offset = key % PAGE_SIZE

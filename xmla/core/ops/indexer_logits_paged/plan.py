@@ -6,10 +6,31 @@ from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_co
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 
-# 128 keys, 4 warps, 2 stages, 4 programs an SM: 3468 GB/s on an H200 at b=64, 65536 keys, 2026-11-21; 3 stages cost
-# registers and with them a program an SM (2758).
-BLOCK_N = 128
-PROGRAMS_A_SM = 4
+HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_n: int
+    warps: int
+    stages: int
+    programs_a_sm: int
+    max_registers: int | None = None
+
+
+def configure(rows: int, mxfp4: bool, device: Device) -> Config:
+    """The tile of a product with `rows` rows of heads."""
+    if mxfp4:
+        return Config(128, 8, 2, 2)  # with 4 warps it spills everywhere
+    if device.arch != 90:
+        return Config(128, 8 if rows >= MAX_ROWS else 4, 2, 4)  # with 4 warps 128 rows spill on sm_100 and sm_121
+    # H200, 2026-11-21, b=64, 65536 keys: 150 µs with one token a request, 200 with two, 347 with four; the tile before
+    # them (128 keys, 4 warps, 2 stages, 4 programs, pages not read ahead, at most 128 rows) took 163, 204 and 397.
+    if rows <= 64:
+        return Config(128, 4, 3, 3, 168)
+    if rows <= 128:
+        return Config(64, 4, 3, 4, 128)
+    return Config(64, 8, 3, 2, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +44,12 @@ class Grouping:
     groups: int
 
 
-def group_tokens(problem: Problem) -> Grouping:
-    """As many tokens of a request together as one matrix product takes; tokens with request ids stand alone."""
+def group_tokens(problem: Problem, max_rows: int) -> Grouping:
+    """As many tokens of a request together as a product of `max_rows` takes; tokens with request ids stand alone."""
     ids = problem.has("request_ids")
     next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
     block_i = max(16, next_power_of_2(problem["I"]))
-    group = min(next_power_of_2(next_n), max(1, MAX_ROWS // block_i))
+    group = min(next_power_of_2(next_n), max(1, max_rows // block_i))
     groups_a_request = cdiv(next_n, group)
     return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
 
@@ -45,12 +66,13 @@ def page_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
-    grouping = group_tokens(problem)
     mxfp4 = keys_are_mxfp4(problem)
+    grouping = group_tokens(problem, HOPPER_MAX_ROWS if device.arch == 90 and not mxfp4 else MAX_ROWS)
+    config = configure(grouping.group * grouping.block_i, mxfp4, device)
     results = problem.op.result_specs(problem)
     max_len = results["logits"].shape[1]
-    tiles = grouping.groups * cdiv(min(max_len, problem["M"] * problem["R"]), BLOCK_N)
-    programs = min(tiles, device.num_sms * (2 if mxfp4 else PROGRAMS_A_SM))
+    tiles = grouping.groups * cdiv(min(max_len, problem["M"] * problem["R"]), config.block_n)
+    programs = min(tiles, device.num_sms * config.programs_a_sm)
     launch = Launch(
         indexer_logits_paged_kernel,
         grid=(programs,),
@@ -70,13 +92,11 @@ def plan(problem: Problem, device: Device) -> Plan:
             *page_constexprs(problem),
             ("GROUP", grouping.group),
             ("BLOCK_G", 256),
-            ("BLOCK_N", BLOCK_N),
+            ("BLOCK_N", config.block_n),
             ("BLOCK_I", grouping.block_i),
         ),
-        # Elsewhere 8 warps for products of 128 rows: with 4 they spill on sm_100 and sm_121. So does MXFP4 everywhere.
-        num_warps=8 if mxfp4 or (device.arch != 90 and grouping.group * grouping.block_i >= MAX_ROWS) else 4,
-        num_stages=2,
-        # Four programs an SM: 164 against 217 µs with one token a request, 205 against 260 with two (H200, 2026-11-21).
-        max_registers=128 if device.arch == 90 and not mxfp4 else None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        max_registers=config.max_registers,
     )
     return Plan((launch,), results, ("logits",))

@@ -1,72 +1,101 @@
 """Indexer logits and top-k in one pass, in memory that does not depend on the number of keys.
 
-A program scores its tokens' keys tile by tile and appends what can still be among the k largest to its candidates:
-every key at first, later only keys above the k-th largest so far. When the space of CAPACITY candidates runs out, those
-that are no longer among the k largest go (`keep_largest`). Candidates stand by ascending key throughout, so that a key
-that ties with the k-th largest but comes later is out, as the total order wants. On unordered keys k · (1 + ln(N / k))
-keys are appended in all; on keys in ascending order all of them are, which costs time but stays right.
+A program scores its tokens' keys a block at a time into a scratch of its own, in a loop that only multiplies. Then it
+appends what can still be among the k largest to its tokens' candidates: every key at first, later only keys above the
+k-th largest so far. Before their space of CAPACITY runs out, those that are no longer among the k largest go
+(`keep_largest`). Candidates stand by ascending key throughout, so that a key that ties with the k-th largest but comes
+later is out, as the total order wants. On unordered keys k · (1 + ln(N / k)) keys are appended in all; on keys in
+ascending order all of them are, which costs time but stays right.
 """
 
 import triton
 import triton.language as tl
 
 from xmla.core.lang import as_bytes, head_scores, load_keys
-from xmla.core.ops.select_topk.kernels import choose_candidates, kth_largest, order_key
+from xmla.core.ops.select_topk.kernels import (
+    COLUMNS_A_WARP,
+    append_tile,
+    as_packed,
+    choose_candidates,
+    kth_largest,
+    load_tile,
+    order_key,
+    running_count,
+)
 
 
 @triton.jit
-def append(candidates, columns, place, counts, thresholds, scores, column, ok):
-    """Store scores [BLOCK_N, GROUP] above thresholds [GROUP] behind each token's counts [GROUP]; the new counts."""
-    keep = ok & (order_key(scores) > thresholds[None, :])
-    at = place[None, :] + counts[None, :] + tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(candidates + at, scores, mask=keep)
-    tl.store(columns + at, column, mask=keep)
-    return counts + tl.sum(keep.to(tl.int32), 0)
-
-
-@triton.jit
-def keep_largest(candidates, columns, count, K: tl.constexpr, CAPACITY: tl.constexpr):
+def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WARPS: tl.constexpr):
     """Reduce `count` > K candidates to the K largest, in place and in order; the order key of the least of them."""
-    lane = tl.arange(0, CAPACITY)
-    in_use = lane < count
-    value = tl.load(candidates + lane, mask=in_use, other=0.0)
-    column = tl.load(columns + lane, mask=in_use, other=0)
-    keys = tl.where(in_use, order_key(value), 0)
-    threshold = kth_largest(keys, K, 32)
+    WIDTH: tl.constexpr = CAPACITY // WARPS
+    lane = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    keys = load_keys_of(candidates, lane, count)
+    threshold = kth_largest(keys, K, tl.full([], 0x80000000, tl.uint32), tl.full([], 32, tl.int32))
     ties = K - tl.sum((keys > threshold).to(tl.int32))
-    equal = keys == threshold
-    chosen = (keys > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # all is read before it is overwritten
-    tl.store(candidates + place, value, mask=chosen)
-    tl.store(columns + place, column, mask=chosen)
+    written = 0
+    seen_equal = 0
+    part = tl.arange(0, WARPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    for base in tl.range(0, count, WARPS * 128):
+        pair = tl.load(candidates + base + part, mask=base + part < count, other=0)
+        key = tl.where(base + part < count, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)
+        equal = key == threshold
+        rank, equals = running_count(equal)
+        chosen = (key > threshold) | (equal & (seen_equal + rank <= ties))
+        place, more = running_count(chosen)
+        tl.debug_barrier()  # a part is read before it is overwritten
+        tl.store(candidates + written + place - 1, pair, mask=chosen)
+        seen_equal += equals
+        written += more
     tl.debug_barrier()
     return threshold
 
 
 @triton.jit
-def make_room(candidates, columns, place, counts, thresholds, K: tl.constexpr, GROUP: tl.constexpr,
-              CAPACITY: tl.constexpr):  # fmt: skip
-    """`keep_largest` for every token of the group with more than K candidates; their counts and thresholds [GROUP]."""
-    tl.debug_barrier()
+def load_keys_of(candidates, lane, count):
+    """Order keys of the candidates at `lane`; those past `count` are 0."""
+    pair = tl.load(candidates + lane, mask=lane < count, other=0)
+    return tl.where(lane < count, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)
+
+
+@triton.jit
+def take_block(
+    candidates, scores, column, lengths, counts, thresholds, K: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Append a block's scores [GROUP, BLOCK] to the tokens' candidates, STRIDE apart; new counts and thresholds.
+
+    column, lengths, counts, thresholds [GROUP]: of the block's first key, within the token's range; of that range.
+    """
     member = tl.arange(0, GROUP)
-    for g in tl.static_range(GROUP):
+    tl.debug_barrier()  # the scores are all there
+    for g in tl.range(0, GROUP):
         count = tl.sum(tl.where(member == g, counts, 0))
-        at = tl.sum(tl.where(member == g, place, 0))
-        if count > K:
-            threshold = keep_largest(candidates + at, columns + at, count, K, CAPACITY)
-            thresholds = tl.where(member == g, threshold, thresholds)
-            counts = tl.where(member == g, K, counts)
+        threshold = tl.sum(tl.where(member == g, thresholds, 0).to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
+        space = candidates + g * STRIDE
+        if count > CAPACITY - BLOCK:
+            threshold = keep_largest(space, count, K, CAPACITY, WARPS)
+            count = tl.full([], K, tl.int32)
+        first = tl.sum(tl.where(member == g, column, 0))
+        length = tl.sum(tl.where(member == g, lengths, 0))
+        for at in tl.range(0, BLOCK, WARPS * COLUMNS_A_WARP):
+            last = tl.minimum(length - first, BLOCK) - at
+            x, y, z, w = load_tile(scores + g * BLOCK + at, last, False, WARPS)
+            count = append_tile(
+                space, count, CAPACITY, x, y, z, w, first + at, -first - at, last, threshold, 0.0, False, True, WARPS
+            )
+        counts = tl.where(member == g, count, counts)
+        thresholds = tl.where(member == g, threshold, thresholds)
+    tl.debug_barrier()  # the next block overwrites the scores
     return counts, thresholds
 
 
 @triton.jit
-def write_indices(columns, count, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def write_indices(candidates, count, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The columns of `count` ≤ K candidates, then −1."""
     for first in tl.range(0, K, BLOCK_K):
         lane = first + tl.arange(0, BLOCK_K)
-        column = tl.load(columns + lane, mask=lane < count, other=-1)
-        tl.store(out + lane, column, mask=lane < K)
+        pair = tl.load(candidates + lane, mask=lane < count, other=0xFFFFFFFF)
+        tl.store(out + lane, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=lane < K)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_groups"])
@@ -81,8 +110,8 @@ def indexer_topk_kernel(
     num_keys,
     num_groups,  # of GROUP tokens
     indices_ptr,  # [T, K] i32
-    candidates_ptr,  # [programs, GROUP, CAPACITY] f32
-    columns_ptr,  # [programs, GROUP, CAPACITY] i32, relative to the token's start
+    candidates_ptr,  # [programs, GROUP, CAPACITY] pairs, columns relative to the token's start
+    scores_ptr,  # [programs, GROUP, BLOCK] f32
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_I: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
@@ -93,15 +122,19 @@ def indexer_topk_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,  # keys scored between two looks at their scores
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     offs_d = tl.arange(0, D)
+    offs_n = tl.arange(0, BLOCK_N)
     member = tl.arange(0, GROUP)
     row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
-    place = (tl.program_id(0) * GROUP + member) * CAPACITY  # [GROUP]
+    candidates = as_packed(candidates_ptr) + tl.program_id(0).to(tl.int64) * (GROUP * CAPACITY)
+    scores_out = scores_ptr + tl.program_id(0).to(tl.int64) * (GROUP * BLOCK)
     for step in tl.range(0, tl.cdiv(num_groups - tl.program_id(0), tl.num_programs(0))):
         first_token = (tl.program_id(0) + step * tl.num_programs(0)) * GROUP
         row_token = (first_token + row_member).to(tl.int64)
@@ -115,48 +148,53 @@ def indexer_topk_kernel(
         start = tl.minimum(tl.maximum(tl.load(starts_ptr + token, mask=token_ok, other=num_keys), 0), num_keys)
         end = tl.maximum(tl.minimum(tl.load(ends_ptr + token, mask=token_ok, other=0), num_keys), start)
         first_key = tl.min(start)
+        last_key = tl.max(end)
         counts = tl.zeros([GROUP], tl.int32)
         thresholds = tl.zeros([GROUP], tl.uint32)
-        for tile in tl.range(0, tl.cdiv(tl.max(end) - first_key, BLOCK_N)):
-            key = first_key + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            in_keys = key < tl.max(end)
-            key_row = key.to(tl.int64) * KEY_STRIDE
-            keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + key * 4, in_keys, D, MXFP4)
-            scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
-            ok = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-            column = key[:, None] - start[None, :]
-            counts = append(candidates_ptr, columns_ptr, place, counts, thresholds, scores, column, ok)
-            if tl.max(counts) > CAPACITY - BLOCK_N:
-                counts, thresholds = make_room(
-                    candidates_ptr, columns_ptr, place, counts, thresholds, K, GROUP, CAPACITY
-                )
-        counts, thresholds = make_room(candidates_ptr, columns_ptr, place, counts, thresholds, K, GROUP, CAPACITY)
-        for g in tl.static_range(GROUP):
+        for block in tl.range(0, tl.cdiv(last_key - first_key, BLOCK)):
+            block_key = first_key + block * BLOCK
+            for tile in tl.range(0, tl.cdiv(tl.minimum(BLOCK, last_key - block_key), BLOCK_N)):
+                key = block_key + tile * BLOCK_N + offs_n
+                key_row = key.to(tl.int64) * KEY_STRIDE
+                scale_ptrs = as_bytes(key_scales_ptr) + key.to(tl.int64) * 4
+                keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, MXFP4)
+                scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
+                tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + member[None, :] * BLOCK, scores)
+            counts, thresholds = take_block(
+                candidates, scores_out, block_key - start, end - start, counts, thresholds, K, GROUP, CAPACITY,
+                CAPACITY, BLOCK, WARPS,
+            )  # fmt: skip
+        tl.debug_barrier()
+        for g in tl.range(0, GROUP):
             if first_token + g < num_tokens:
-                at = tl.sum(tl.where(member == g, place, 0))
-                out = indices_ptr + (first_token + g).to(tl.int64) * K
-                write_indices(columns_ptr + at, tl.sum(tl.where(member == g, counts, 0)), out, K, BLOCK_K)
+                count = tl.sum(tl.where(member == g, counts, 0))
+                space = candidates + g * CAPACITY
+                if count > K:
+                    keep_largest(space, count, K, CAPACITY, WARPS)
+                    count = tl.full([], K, tl.int32)
+                write_indices(space, count, indices_ptr + (first_token + g).to(tl.int64) * K, K, BLOCK_K)
         tl.debug_barrier()  # the next tokens overwrite the candidates
 
 
 @triton.jit
 def merge_segments_kernel(
-    candidates_ptr,  # [T, SEGMENTS, CAPACITY] f32
-    columns_ptr,  # [T, SEGMENTS, CAPACITY] i32
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
     indices_ptr,  # [T, K] i32
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    first = row * SEGMENTS * CAPACITY
     counts_row = counts_ptr + row * SEGMENTS
     out = indices_ptr + row * K
     total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
     if total >= K:
-        choose_candidates(candidates_ptr + first, columns_ptr + first, counts_row, out, K, SEGMENTS, CAPACITY)
+        candidates = as_packed(candidates_ptr) + row * (SEGMENTS * CAPACITY)
+        choose_candidates(candidates, counts_row, total, out, K, SEGMENTS, CAPACITY, LANES, WARPS)
     else:  # the row has fewer than K keys, and they are 0, 1, …
         for base in tl.range(0, K, BLOCK_K):
             column = base + tl.arange(0, BLOCK_K)

@@ -37,8 +37,8 @@ def _case(
 
 CASES = (
     _case("fits", (150, 9), 64, 20),
-    _case("bounded-segments", (900, 40), 61, 30, workspace_bytes=22_000),
-    _case("bounded-next3", (500, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=1 << 15),
-    _case("bounded-ids", (300, 70), 2, 25, next_n=2, shuffled=True, workspace_bytes=10_000),
-    _case("bounded-mxfp4", (700, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=22_000),
+    _case("bounded-segments", (9000, 40), 61, 30, workspace_bytes=80_000),
+    _case("bounded-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=175_000),
+    _case("bounded-ids", (2700, 70), 2, 25, next_n=2, shuffled=True, workspace_bytes=74_500),
+    _case("bounded-mxfp4", (3500, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=38_000),
 )

@@ -1,8 +1,9 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import head_scores, load_page_keys
-from xmla.core.ops.indexer_topk.kernels import append, make_room
+from xmla.core.lang import head_scores, load_page_keys, load_pages
+from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
+from xmla.core.ops.select_topk.kernels import as_packed
 
 
 @triton.jit(
@@ -21,9 +22,9 @@ def indexer_topk_paged_kernel(
     table_width,
     next_n,  # tokens a request; 1 with request ids
     groups_a_request,
-    candidates_ptr,  # [T, SEGMENTS, CAPACITY] f32
-    columns_ptr,  # [T, SEGMENTS, CAPACITY] i32
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
+    scores_ptr,  # [groups, SEGMENTS, GROUP, BLOCK] f32
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_I: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
@@ -37,8 +38,10 @@ def indexer_topk_paged_kernel(
     HAS_REQUEST_IDS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,  # keys scored between two looks at their scores
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     group = tl.program_id(0) // SEGMENTS
     segment = tl.program_id(0) % SEGMENTS
@@ -66,20 +69,31 @@ def indexer_topk_paged_kernel(
     length = tl.maximum(tl.minimum(length, table_width * PAGE_SIZE), 0)  # [GROUP]
     reach = tl.max(length)
     mapped = tl.where(known, reach, 0)  # keys that the block table maps
-    tiles = tl.cdiv(tl.cdiv(reach, BLOCK_N), SEGMENTS)  # of this segment
-    place = (token.to(tl.int64) * SEGMENTS + segment) * CAPACITY  # [GROUP]
+    blocks = tl.cdiv(tl.cdiv(reach, BLOCK), SEGMENTS)  # of this segment
+    candidates = as_packed(candidates_ptr) + (first_token.to(tl.int64) * SEGMENTS + segment) * CAPACITY
+    scores_out = scores_ptr + tl.program_id(0).to(tl.int64) * (GROUP * BLOCK)
+    offs_n = tl.arange(0, BLOCK_N)
     counts = tl.zeros([GROUP], tl.int32)
     thresholds = tl.zeros([GROUP], tl.uint32)
-    for tile in tl.range(0, tiles):
-        key = (segment * tiles + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys, factors, ok = load_page_keys(
-            cache_ptr, table_row, key, mapped, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4
-        )
-        scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
-        scores = tl.where(ok[:, None], scores, float("-inf"))
-        visible = key[:, None] < length[None, :]
-        column = key[:, None] + tl.zeros([BLOCK_N, GROUP], tl.int32)
-        counts = append(candidates_ptr, columns_ptr, place, counts, thresholds, scores, column, visible)
-        if tl.max(counts) > CAPACITY - BLOCK_N:
-            counts, thresholds = make_room(candidates_ptr, columns_ptr, place, counts, thresholds, K, GROUP, CAPACITY)
-    tl.store(counts_ptr + token.to(tl.int64) * SEGMENTS + segment, counts, mask=token_ok)
+    for block in tl.range(0, blocks):
+        block_key = (segment * blocks + block) * BLOCK
+        for tile in tl.range(0, tl.cdiv(tl.minimum(BLOCK, reach - block_key), BLOCK_N)):
+            key = block_key + tile * BLOCK_N + offs_n
+            page = load_pages(table_row, key, mapped, PAGE_SIZE)
+            keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
+            scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
+            scores = tl.where(ok[:, None], scores, float("-inf"))
+            tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + member[None, :] * BLOCK, scores)
+        column = tl.zeros([GROUP], tl.int32) + block_key
+        counts, thresholds = take_block(
+            candidates, scores_out, column, length, counts, thresholds, K, GROUP, SEGMENTS * CAPACITY, CAPACITY, BLOCK,
+            WARPS,
+        )  # fmt: skip
+    tl.debug_barrier()
+    for g in tl.range(0, GROUP):
+        if part + g < next_n:
+            count = tl.sum(tl.where(member == g, counts, 0))
+            if count > K:
+                keep_largest(candidates + g * (SEGMENTS * CAPACITY), count, K, CAPACITY, WARPS)
+                count = tl.full([], K, tl.int32)
+            tl.store(counts_ptr + (first_token + g).to(tl.int64) * SEGMENTS + segment, count)

@@ -1,10 +1,12 @@
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops import indexer_logits_paged
+from xmla.core.ops.indexer_logits.plan import MAX_ROWS
 from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexprs
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
-from xmla.core.ops.indexer_topk.plan import BLOCK_N, capacity, require_capacity, stored
+from xmla.core.ops.indexer_topk.plan import BLOCK_N, BLOCKS, capacity, require_capacity, scoring_warps, space, stored
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
+from xmla.core.ops.select_topk.plan import choosing_warps
 from xmla.core.plan import Launch, Plan, next_power_of_2
 from xmla.core.spec import Spec
 
@@ -16,29 +18,26 @@ def plan(problem: Problem, device: Device) -> Plan:
     if (whole := stored(problem, device, indexer_logits_paged.OP, names)) is not None:
         return whole
     specs, k, tokens = problem.specs, problem.attrs["k"], problem["T"]
-    grouping = group_tokens(problem)
-    lanes = capacity(k)
+    grouping = group_tokens(problem, MAX_ROWS)
 
-    def workspace(segments: int) -> dict[str, Spec]:
-        space = (tokens, segments, lanes)
+    def workspace(segments: int, block: int) -> dict[str, Spec]:
         return {
-            "candidates": Spec(space, "float32"),
-            "columns": Spec(space, "int32"),
-            "segment_counts": Spec(space[:2], "int32"),
+            "candidates": Spec((tokens, segments, capacity(k, block), 2), "int32"),
+            "segment_counts": Spec((tokens, segments), "int32"),
+            "scores": Spec((grouping.groups * segments, grouping.group, block), "float32"),
         }
 
-    def nbytes(segments: int) -> int:
-        return Plan((), workspace(segments), ()).workspace_bytes
-
-    require_capacity(problem, nbytes(1))
+    block = BLOCKS[-1]  # a row has its own candidates: rather more segments than longer blocks
+    require_capacity(problem, space(workspace(1, block)))
     segments = 1
     while (
         grouping.groups * segments < 2 * device.num_sms
-        and 2 * segments * lanes <= MAX_MERGED
-        and nbytes(2 * segments) <= problem.attrs["workspace_bytes"]
+        and 2 * segments * k <= MAX_MERGED
+        and space(workspace(2 * segments, block)) <= problem.attrs["workspace_bytes"]
     ):
         segments *= 2
-    shared = (("K", k), ("SEGMENTS", segments), ("CAPACITY", lanes))
+    shared = (("K", k), ("SEGMENTS", segments), ("CAPACITY", capacity(k, block)))
+    buffers = workspace(segments, block)
     score = Launch(
         indexer_topk_paged_kernel,
         grid=(grouping.groups * segments,),
@@ -51,25 +50,29 @@ def plan(problem: Problem, device: Device) -> Plan:
             grouping.next_n,
             grouping.groups_a_request,
         ),
-        outputs=tuple(workspace(segments)),
+        outputs=tuple(buffers),
         constexprs=(
             *page_constexprs(problem),
-            ("GROUP", grouping.group),
             *shared,
+            ("GROUP", grouping.group),
+            ("BLOCK", block),
             ("BLOCK_N", BLOCK_N),
             ("BLOCK_I", grouping.block_i),
+            ("WARPS", scoring_warps(device)),
         ),
-        num_warps=8,
+        num_warps=scoring_warps(device),
         num_stages=3,
     )
+    lanes = max(1024, next_power_of_2(segments * k))
+    warps = choosing_warps(lanes, tokens, device)
     merge = Launch(
         merge_segments_kernel,
         grid=(tokens,),
-        inputs=tuple(workspace(segments)),
+        inputs=("candidates", "segment_counts"),
         sizes=(),
         outputs=("indices",),
-        constexprs=(*shared, ("BLOCK_K", min(2048, max(16, next_power_of_2(k))))),
-        num_warps=max(4, min(16, segments * lanes // 512)),
+        constexprs=(*shared, ("LANES", lanes), ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))), ("WARPS", warps)),
+        num_warps=warps,
         num_stages=2,
     )
-    return Plan((score, merge), problem.op.result_specs(problem) | workspace(segments), ("indices",))
+    return Plan((score, merge), problem.op.result_specs(problem) | buffers, ("indices",))

@@ -15,8 +15,14 @@ def _case(rows: int, columns: int, k: int, values: str = "normal", with_starts: 
         elif values == "overflow":  # the k largest all in few lanes: the candidates do not fit
             logits[:, ::1024] += 1000.0
             logits[:, 1::2] -= 100.0
+        elif values == "misleading":  # the elements that a sample of one in 8 sees are the largest, or the least
+            block = np.arange(columns // 256)
+            seen = ((block * 8 + block * 5 % 8) * 32)[:, None] + np.arange(32)
+            logits[0, seen.ravel()] += 1000.0
+            logits[1, seen.ravel()] -= 1000.0
         ends = np.full(rows, columns, np.int32)
-        ends[1:] = rng.integers(0, columns + 1, rows - 1)
+        if values != "misleading":
+            ends[1:] = rng.integers(0, columns + 1, rows - 1)
         inputs = {"logits": logits.astype(np.float32), "ends": ends}
         if with_starts:
             inputs["starts"] = rng.integers(-3, columns // 2, rows).astype(np.int32)
@@ -40,7 +46,8 @@ CASES = (
     _case(6, 4099, 513, "ties", with_starts=True),
     _case(5, 2050, 100, "special"),
     _case(3, 9001, 700, "overflow"),
+    _case(2, 9001, 512, "misleading"),
     _case(1, 20001, 512),  # several segments
-    _case(2, 17000, 8200),  # too many for candidates in registers
+    _case(2, 17000, 12500),  # too many for candidates in registers
     _case(3, 7, 2048, with_starts=True),
 )

@@ -1,19 +1,20 @@
 """Exact top-k of a row in two launches.
 
-`topk_candidates_kernel` keeps, of each segment of a row, the elements that can be among the k largest. It folds the
-segment onto LANES running maxima; at least k lanes reach the k-th largest maximum, so no element below that value is
-among the segment's k largest. On unordered data little more than k elements pass (1.36 k at LANES = 2 k).
-`topk_select_kernel` finds the exact threshold among the candidates of a row's segments, bit by bit, and writes the
-winners by ascending column. A row whose candidates overflow their space, or that needs its NaN to make up k, is
-searched in place instead: slower, as exact.
+`topk_candidates_kernel` keeps the elements of a row that can be among its k largest, in one pass: those that reach a
+threshold estimated from a sample, a bit more than k of them. `topk_select_kernel` counts them: if there are k at least
+and no more than fit, they hold the k largest; it finds the exact threshold among them, bit by bit, and writes the
+winners by ascending column. A row whose sample misled, or that needs its NaN to make up k, is searched in place
+instead: slower, as exact. So the result depends on the row alone, whatever the sample says.
 
-Thresholds are order keys: unsigned integers in the order of the floats, NaN lowest but for the absent, 0.
+Order keys are unsigned integers in the order of the floats, NaN lowest but for the absent, 0.
 """
 
 import triton
 import triton.language as tl
 
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
+CHUNK = tl.constexpr(32)  # adjacent elements of a sample
+COLUMNS_A_WARP = tl.constexpr(512)  # of a tile
 
 
 @triton.jit
@@ -25,15 +26,42 @@ def order_key(x):
 
 
 @triton.jit
-def kth_largest(keys, K: tl.constexpr, BITS: tl.constexpr):
-    """The K-th largest of `keys`, from its highest bit down; all but the first BITS bits are left 0."""
+def kth_largest(keys, K: tl.constexpr, highest_bit, steps):
+    """A threshold that K of `keys` reach: the K-th largest, or a value between it and the next one if met earlier.
+
+    From `highest_bit` down; bits after the first `steps` are left 0, and then more than K may reach it.
+    """
     threshold = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in tl.range(0, BITS):
-        enough = tl.sum((keys >= (threshold | bit)).to(tl.int32)) >= K
-        threshold = tl.where(enough, threshold | bit, threshold)
+    bit = highest_bit
+    while steps > 0:
+        count = tl.sum((keys >= (threshold | bit)).to(tl.int32))
+        threshold = tl.where(count >= K, threshold | bit, threshold)
         bit = bit >> 1
+        steps = tl.where(count == K, 0, steps - 1)
     return threshold
+
+
+@triton.jit
+def running_count(flags):
+    """Of [WARPS, COLUMNS] booleans in row-major order: how many up to and including each, and in all.
+
+    Rows lie in a warp each, so that only the rows' totals cross warps.
+    """
+    flags = flags.to(tl.int32)
+    totals = tl.sum(flags, 1)
+    before = tl.cumsum(totals, 0) - totals
+    return before[:, None] + tl.cumsum(flags, 1), tl.sum(totals)
+
+
+@triton.jit
+def as_packed(ptr):
+    """A pointer to (value, column) pairs as 64-bit words: the value's bits above, the column below."""
+    return ptr.to(tl.pointer_type(tl.uint64), bitcast=True)
+
+
+@triton.jit
+def pack(value, column):
+    return value.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | column.to(tl.uint32).to(tl.uint64)
 
 
 @triton.jit
@@ -48,9 +76,129 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
-def segment_size(length, SEGMENTS: tl.constexpr):
-    """Columns a segment: the row cut evenly, on multiples of 16."""
-    return tl.cdiv(tl.cdiv(length, SEGMENTS), 16) * 16
+def estimate_threshold(row_ptr, length, RANK: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr):
+    """A value that a bit more than RANK · STEP of the row's elements reach, if its sample speaks for it.
+
+    It is the RANK-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded; which of them
+    rotates, so that no period of the data is met in one place alone.
+    """
+    lane = tl.arange(0, LANES)
+    block = lane // CHUNK
+    offs = (block * STEP + block * 5 % STEP) * CHUNK + lane % CHUNK
+    maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
+    blocks = length // (CHUNK * STEP)
+    for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=2):
+        left = blocks - fold * (LANES // CHUNK)
+        x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
+        maxima = tl.maximum(maxima, x)
+    # To 16 bits, rounded down: a few more candidates for half of the steps.
+    key = kth_largest(order_key(maxima), RANK, tl.full([], 0x80000000, tl.uint32), tl.full([], 16, tl.int32))
+    key = tl.maximum(key, KEY_OF_MINUS_INF)
+    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lane_places(k):
+    """Of what is kept, 4 adjacent columns a lane [WARPS, 32]: how many before each lane, and in each warp."""
+    kept = k[0].to(tl.int32) + k[1].to(tl.int32) + k[2].to(tl.int32) + k[3].to(tl.int32)
+    return tl.cumsum(kept, 1) - kept, tl.sum(kept, 1)
+
+
+@triton.jit
+def load_four(ptrs, offs, left, WHOLE: tl.constexpr):
+    """Elements at ptrs and the three after, NaN from `left` on unless the tile is WHOLE."""
+    if WHOLE:
+        x0, x1, x2, x3 = tl.load(ptrs), tl.load(ptrs + 1), tl.load(ptrs + 2), tl.load(ptrs + 3)
+    else:
+        nan = float("nan")
+        x0 = tl.load(ptrs, mask=offs < left, other=nan)
+        x1 = tl.load(ptrs + 1, mask=offs + 1 < left, other=nan)
+        x2 = tl.load(ptrs + 2, mask=offs + 2 < left, other=nan)
+        x3 = tl.load(ptrs + 3, mask=offs + 3 < left, other=nan)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def store_four(ptrs, k, x, column):
+    """Store those kept of 4 adjacent columns one after the other, as pairs."""
+    tl.store(ptrs, pack(x[0], column), mask=k[0])
+    place = k[0].to(tl.int32)
+    tl.store(ptrs + place, pack(x[1], column + 1), mask=k[1])
+    place += k[1].to(tl.int32)
+    tl.store(ptrs + place, pack(x[2], column + 2), mask=k[2])
+    place += k[2].to(tl.int32)
+    tl.store(ptrs + place, pack(x[3], column + 3), mask=k[3])
+
+
+@triton.jit
+def load_tile(ptr, last, WHOLE: tl.constexpr, WARPS: tl.constexpr):
+    """WARPS · 512 elements, NaN from `last` on unless the tile is WHOLE: four quarters of four adjacent columns a lane.
+
+    16 tensors of a warp's width: in one tensor the scattered stores would want another layout than the loads.
+    """
+    offs = lane_columns(WARPS)
+    a = load_four(ptr + offs, offs, last, WHOLE)
+    b = load_four(ptr + (offs + 128), offs + 128, last, WHOLE)
+    c = load_four(ptr + (offs + 256), offs + 256, last, WHOLE)
+    d = load_four(ptr + (offs + 384), offs + 384, last, WHOLE)
+    return a, b, c, d
+
+
+@triton.jit
+def lane_columns(WARPS: tl.constexpr):
+    return tl.arange(0, WARPS)[:, None] * COLUMNS_A_WARP + 4 * tl.arange(0, 32)[None, :]
+
+
+@triton.jit
+def append_tile(
+    out, count, capacity, a, b, c, d, column, first, last, key_above, value_from, WHOLE: tl.constexpr,
+    BY_KEY: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Append what is kept of a tile to `out` as pairs, by ascending column; the new count.
+
+    Kept are elements [first, last) of the tile, whose first is `column`, with an order key over `key_above` (BY_KEY) or
+    with values from `value_from` on; nothing is stored where that passes `capacity`. Only totals cross warps.
+    """
+    offs = lane_columns(WARPS)
+    ka = wanted(a, offs, first, last, key_above, value_from, WHOLE, BY_KEY)
+    kb = wanted(b, offs + 128, first, last, key_above, value_from, WHOLE, BY_KEY)
+    kc = wanted(c, offs + 256, first, last, key_above, value_from, WHOLE, BY_KEY)
+    kd = wanted(d, offs + 384, first, last, key_above, value_from, WHOLE, BY_KEY)
+    before_a, of_a = lane_places(ka)
+    before_b, of_b = lane_places(kb)
+    before_c, of_c = lane_places(kc)
+    before_d, of_d = lane_places(kd)
+    of_warp = of_a + of_b + of_c + of_d
+    total = tl.sum(of_warp)
+    if count + total <= capacity:
+        place = (tl.cumsum(of_warp, 0) - of_warp)[:, None]
+        target = out + count
+        at = column + offs
+        store_four(target + (place + before_a), ka, a, at)
+        place += of_a[:, None]
+        store_four(target + (place + before_b), kb, b, at + 128)
+        place += of_b[:, None]
+        store_four(target + (place + before_c), kc, c, at + 256)
+        place += of_c[:, None]
+        store_four(target + (place + before_d), kd, d, at + 384)
+    return count + total
+
+
+@triton.jit
+def wanted(x, offs, first, last, key_above, value_from, WHOLE: tl.constexpr, BY_KEY: tl.constexpr):
+    """Which of 4 adjacent elements are kept."""
+    if BY_KEY:
+        k0, k1 = order_key(x[0]) > key_above, order_key(x[1]) > key_above
+        k2, k3 = order_key(x[2]) > key_above, order_key(x[3]) > key_above
+        if not WHOLE:
+            k0 &= (offs >= first) & (offs < last)
+            k1 &= (offs + 1 >= first) & (offs + 1 < last)
+            k2 &= (offs + 2 >= first) & (offs + 2 < last)
+            k3 &= (offs + 3 >= first) & (offs + 3 < last)
+    else:
+        k0, k1, k2, k3 = x[0] >= value_from, x[1] >= value_from, x[2] >= value_from, x[3] >= value_from
+    return k0, k1, k2, k3
 
 
 @triton.jit(do_not_specialize=["num_columns", "row_stride"])
@@ -59,71 +207,86 @@ def topk_candidates_kernel(
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
     num_columns,
-    row_stride,  # in units of STRIDE_UNIT
-    candidates_ptr,  # [T, SEGMENTS, LANES] f32
-    candidate_columns_ptr,  # [T, SEGMENTS, LANES] i32, relative to the row's start
-    counts_ptr,  # [T, SEGMENTS] i32; above LANES: overflow
-    STRIDE_UNIT: tl.constexpr,
+    row_stride,
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs, columns relative to the row's start and ascending
+    counts_ptr,  # [T, SEGMENTS] i32, also of those that did not fit
     HAS_STARTS: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
     LANES: tl.constexpr,
-    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
     if length > K:
-        row_ptr = logits_ptr + row * row_stride * STRIDE_UNIT + start
-        size = segment_size(length, SEGMENTS)
-        first = segment * size
-        end = tl.minimum(first + size, length)
-
+        row_ptr = logits_ptr + row * row_stride + start
         threshold = tl.full([], float("-inf"), tl.float32)
-        if end - first > LANES:
-            maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
-            for base in tl.range(first, end, LANES):
-                column = base + tl.arange(0, LANES)
-                maxima = tl.maximum(maxima, tl.load(row_ptr + column, mask=column < end, other=float("-inf")))
-            # To 20 bits, rounded down: a few more candidates for fewer steps.
-            key = tl.maximum(kth_largest(order_key(maxima), K, 20), KEY_OF_MINUS_INF)
-            bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
-            threshold = bits.to(tl.float32, bitcast=True)
+        if length > CAPACITY:
+            threshold = estimate_threshold(row_ptr, length, RANK, LANES, STEP)
 
-        out = (row * SEGMENTS + segment) * LANES
-        count = 0
-        for base in tl.range(first, end, TILE):
-            column = base + tl.arange(0, TILE)
-            x = tl.load(row_ptr + column, mask=column < end, other=float("nan"))
-            keep = x >= threshold
-            place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
-            fits = keep & (place < LANES)
-            tl.store(candidates_ptr + out + place, x, mask=fits)
-            tl.store(candidate_columns_ptr + out + place, column, mask=fits)
-            count += tl.sum(keep.to(tl.int32))
+        TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
+        tiles = tl.cdiv(tl.cdiv(length, TILE), SEGMENTS)
+        first = segment * tiles * TILE
+        out = as_packed(candidates_ptr) + (row * SEGMENTS + segment) * CAPACITY
+        count = tl.zeros([], tl.int32)
+        whole = tl.maximum(tl.minimum(length - first, tiles * TILE), 0) // TILE
+        if whole > 0:
+            # A tile is loaded while the one before it is looked at; behind the last one it is loaded again.
+            a, b, c, d = load_tile(row_ptr + first, TILE, True, WARPS)
+            for tile in tl.range(0, whole):
+                x, y, z, w = a, b, c, d
+                a, b, c, d = load_tile(row_ptr + first + tl.minimum(tile + 1, whole - 1) * TILE, TILE, True, WARPS)
+                at = first + tile * TILE
+                count = append_tile(out, count, CAPACITY, x, y, z, w, at, 0, TILE, 0, threshold, True, False, WARPS)
+        if whole < tiles:
+            at = first + whole * TILE
+            x, y, z, w = load_tile(row_ptr + at, length - at, False, WARPS)
+            count = append_tile(out, count, CAPACITY, x, y, z, w, at, 0, TILE, 0, threshold, False, False, WARPS)
         tl.store(counts_ptr + row * SEGMENTS + segment, count)
+
+
+@triton.jit
+def choose_candidates(
+    candidates_ptr, counts_row, total, out, K: tl.constexpr, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of the K largest of a row's `total` candidates, which stand by ascending column.
+
+    They are the first counts_row[s] of each of SEGMENTS spaces of CAPACITY; LANES is a bound of `total`.
+    """
+    WIDTH: tl.constexpr = LANES // WARPS
+    lane = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = lane
+    before = tl.load(counts_row)
+    for segment in tl.static_range(1, SEGMENTS):
+        place = tl.where(lane >= before, segment * CAPACITY + lane - before, place)
+        before += tl.load(counts_row + segment)
+    in_use = lane < total
+    pair = tl.load(candidates_ptr + place, mask=in_use, other=0)
+    keys = order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
+    # Only the bits in which the candidates differ from their least are searched.
+    least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
+    keys = tl.where(in_use, keys - least, 0)
+    span = tl.max(keys)
+    bits = tl.minimum((((span | 1).to(tl.float32).to(tl.int32, bitcast=True)) >> 23) - 126, 32)
+    threshold = kth_largest(keys, K, tl.full([], 1, tl.uint32) << (bits - 1).to(tl.uint32), bits)
+    above = keys > threshold
+    ties = K - tl.sum(above.to(tl.int32))
+    equal = (keys == threshold) & in_use
+    rank, _ = running_count(equal)
+    chosen = above | (equal & (rank <= ties))
+    rank, _ = running_count(chosen)
+    tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
 
 
 @triton.jit
 def load_keys(row_ptr, column, ok):
     """Order keys of logits [BLOCK] at `column`; absent ones are 0."""
     return tl.where(ok, order_key(tl.load(row_ptr + column, mask=ok, other=0.0)), 0)
-
-
-@triton.jit
-def choose_candidates(
-    candidates_ptr, columns_ptr, counts_ptr, out, K: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr
-):
-    """Write the columns of the K largest candidates of a row, which stand by ascending column."""
-    lane = tl.arange(0, SEGMENTS * LANES)
-    in_use = lane % LANES < tl.load(counts_ptr + lane // LANES)
-    keys = load_keys(candidates_ptr, lane, in_use)
-    threshold = kth_largest(keys, K, 32)
-    ties = K - tl.sum((keys > threshold).to(tl.int32))
-    equal = keys == threshold
-    chosen = (keys > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(out + place, tl.load(columns_ptr + lane, mask=chosen, other=0), mask=chosen)
 
 
 @triton.jit
@@ -162,17 +325,16 @@ def topk_select_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
-    candidates_ptr,  # [T, SEGMENTS, LANES] f32
-    candidate_columns_ptr,  # [T, SEGMENTS, LANES] i32
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
     num_columns,
-    row_stride,  # in units of STRIDE_UNIT
+    row_stride,
     indices_ptr,  # [T, K] i32
-    STRIDE_UNIT: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
-    LANES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WARPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -183,16 +345,14 @@ def topk_select_kernel(
             column = base + tl.arange(0, TILE)
             tl.store(out + column, tl.where(column < length, column, -1), mask=column < K)
     else:
-        row_ptr = logits_ptr + row * row_stride * STRIDE_UNIT + start
+        row_ptr = logits_ptr + row * row_stride + start
         if SEGMENTS == 0:
             choose_in_row(row_ptr, length, out, K, TILE)
         else:
             counts_row = counts_ptr + row * SEGMENTS
-            counts = tl.load(counts_row + tl.arange(0, SEGMENTS))
-            if (tl.max(counts) > LANES) | (tl.sum(counts) < K):
+            total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
+            if (total > CAPACITY) | (total < K):
                 choose_in_row(row_ptr, length, out, K, TILE)
             else:
-                first = row * SEGMENTS * LANES
-                choose_candidates(
-                    candidates_ptr + first, candidate_columns_ptr + first, counts_row, out, K, SEGMENTS, LANES
-                )
+                candidates = as_packed(candidates_ptr) + row * SEGMENTS * CAPACITY
+                choose_candidates(candidates, counts_row, total, out, K, SEGMENTS, CAPACITY, CAPACITY, WARPS)

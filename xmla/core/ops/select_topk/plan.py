@@ -1,41 +1,53 @@
+import math
 from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
-from xmla.core.ops.select_topk.kernels import topk_candidates_kernel, topk_select_kernel
+from xmla.core.ops.select_topk.kernels import COLUMNS_A_WARP, topk_candidates_kernel, topk_select_kernel
 from xmla.core.plan import Launch, Plan, next_power_of_2
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
-MAX_LANES = 16384  # running maxima or candidates of one program, in registers
+MAX_CAPACITY = 16384  # candidates of one row, in registers
+SIGMAS = 5  # of the sample's error that candidates allow for, to both sides
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a row is searched: `segments` programs a row with `lanes` candidates each; none for very large k."""
+    """How a row is searched.
+
+    `segments` programs a row take the elements that reach the `rank`-th largest of a sample, one of `step` elements
+    folded onto `lanes`, at most `capacity` of the row; no segments where k is too large for that.
+    """
 
     segments: int
+    capacity: int
+    rank: int
     lanes: int
-    tile: int
+    step: int
+    warps: int
 
 
 def configure(rows: int, columns: int, k: int, device: Device) -> Config:
-    lanes = max(1024, next_power_of_2(2 * k))
-    if lanes > MAX_LANES:
-        return Config(0, lanes, 4096)
-    # Split rows until every SM has two programs, as far as segments stay several times their candidates.
-    segments = 1
-    while (
-        rows * segments < 2 * device.num_sms and columns >= 8 * lanes * segments and 2 * segments * lanes <= MAX_LANES
-    ):
+    # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower reaches it.
+    step = max(8, next_power_of_2(max(columns, 1)) // 16384)
+    expected = k / step
+    rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
+    lanes = max(1024, next_power_of_2(4 * rank))
+    folded = -lanes * math.log1p(-rank / lanes)  # elements of the sample behind so many of the lanes' maxima
+    candidates = step * folded * (1 + SIGMAS / math.sqrt(rank))
+    capacity = max(1024, next_power_of_2(math.ceil(candidates)))
+    if capacity > MAX_CAPACITY:
+        return Config(0, 0, 0, 0, 0, 0)
+    # Four warps a program where rows fill the machine, else eight and rows split until there are two programs an SM, as
+    # far as segments keep a tile of their own: 303 against 338 µs at 2048 × 65536, 25 against 27 at 64 × 65536 (H200,
+    # 2026-11-21).
+    if rows > device.num_sms:
+        return Config(1, capacity, rank, lanes, step, 4)
+    segments, warps = 1, 8
+    while rows * segments * 2 <= 2 * device.num_sms and columns >= 2 * segments * warps * COLUMNS_A_WARP.value:
         segments *= 2
-    # Tiles of 2048, 4 warps: best of those tried on an H200 at 2048 × 65536, 2026-11-21.
-    return Config(segments, lanes, 2048)
-
-
-def count_warps(elements: int) -> int:
-    """Warps for a program that holds `elements` in registers."""
-    return max(4, min(16, elements // 512))
+    return Config(segments, capacity, rank, lanes, step, warps)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -44,55 +56,62 @@ def plan(problem: Problem, device: Device) -> Plan:
     config = tuned("select_topk", device, key, configure(rows, columns, k, device))
     starts = problem.has("starts")
     stride = problem.specs["logits"].stride(0)
-    # A stride passed in units tells the compiler that rows stay aligned, which a runtime integer would not.
-    unit = 4 if stride % 4 == 0 and not starts else 1
     shared = (
-        ("STRIDE_UNIT", unit),
         ("HAS_STARTS", starts),
         ("K", k),
         ("SEGMENTS", config.segments),
-        ("LANES", config.lanes),
-        ("TILE", config.tile),
+        ("CAPACITY", config.capacity),
     )
     row_inputs = ("logits", problem.either("starts", "ends"), "ends")
-    sizes = (columns, stride // unit)
+    sizes = (columns, stride)
     results = problem.op.result_specs(problem)
     if config.segments == 0:
         select = Launch(
             topk_select_kernel,
             grid=(rows,),
-            inputs=(*row_inputs, "logits", "logits", "ends"),
+            inputs=(*row_inputs, "logits", "ends"),
             sizes=sizes,
             outputs=("indices",),
-            constexprs=shared,
+            constexprs=(*shared, ("WARPS", 16), ("TILE", 4096)),
             num_warps=16,
             num_stages=3,
         )
         return Plan((select,), results, ("indices",))
-    space = (rows, config.segments, config.lanes)
     workspace = {
-        "candidates": Spec(space, "float32"),
-        "candidate_columns": Spec(space, "int32"),
-        "counts": Spec(space[:2], "int32"),
+        "candidates": Spec((rows, config.segments, config.capacity, 2), "int32"),
+        "counts": Spec((rows, config.segments), "int32"),
     }
+    # Six programs of the one and four of the other an SM: 249 against 266 µs at 2048 × 65536 (H200, 2026-11-21).
+    many = device.arch == 90 and rows > device.num_sms and config.warps == 4 and config.capacity <= 4096
     candidates = Launch(
         topk_candidates_kernel,
         grid=(rows * config.segments,),
         inputs=row_inputs,
         sizes=sizes,
         outputs=tuple(workspace),
-        constexprs=shared,
-        num_warps=max(4, config.lanes // 1024),
-        num_stages=3,
-    )
+        constexprs=(
+            *shared, ("RANK", config.rank), ("LANES", config.lanes), ("STEP", config.step), ("WARPS", config.warps),
+        ),
+        num_warps=config.warps,
+        num_stages=1,
+        max_registers=80 if many else None,
+    )  # fmt: skip
+    warps = choosing_warps(config.capacity, rows, device)
     select = Launch(
         topk_select_kernel,
         grid=(rows,),
         inputs=(*row_inputs, *workspace),
         sizes=sizes,
         outputs=("indices",),
-        constexprs=shared,
-        num_warps=count_warps(config.segments * config.lanes),
+        constexprs=(*shared, ("WARPS", warps), ("TILE", 2048)),
+        num_warps=warps,
         num_stages=3,
+        max_registers=128 if many else None,
     )
     return Plan((candidates, select), workspace | results, ("indices",))
+
+
+def choosing_warps(candidates: int, rows: int, device: Device) -> int:
+    """Warps of a program that holds the candidates of a row in registers: more where rows are few and wait alone."""
+    elements = 256 if rows <= device.num_sms else 1024  # a warp
+    return max(4, min(16, candidates // elements))
