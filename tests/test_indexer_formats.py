@@ -54,7 +54,9 @@ def test_write_then_read(pool: Pool) -> None:
     registry()["write_indexer_cache"].reference(pool.keys, pool.slots, want)
     kit.assert_bits_equal("cache", pool.cache, want)
     order = pool.rng.permutation(len(pool.slots))
-    keys, scales = torch_api.read_indexer_cache(pool.cache, pool.tensor(pool.slots[order]), format=pool.layout.format)
+    keys, scales = torch_api.read_indexer_cache(
+        pool.cache, pool.tensor(pool.slots[order]), cache_format=pool.layout.format
+    )
     values, factors = pool.layout.quantize(pool.keys[order])
     kit.assert_bits_equal("keys", keys, values)
     kit.assert_bits_equal("key_scales", scales, factors)
@@ -81,7 +83,7 @@ def test_logits_of_pages_and_of_gathered_keys(pool: Pool, next_n: int, heads: in
     want = registry()["indexer_logits_paged"].reference(q, w, kit.as_numpy(pool.cache), pool.table, lengths)
     kit.assert_close("logits", paged, want, kit.LOGITS, ~np.isnan(want))
 
-    keys, scales = torch_api.read_indexer_cache(pool.cache, pool.tensor(pool.slots), format=layout.format)
+    keys, scales = torch_api.read_indexer_cache(pool.cache, pool.tensor(pool.slots), cache_format=layout.format)
     firsts = np.repeat(np.cumsum(pool.lengths) - pool.lengths, next_n).astype(np.int32)
     starts, ends = pool.tensor(firsts), pool.tensor((firsts + lengths).astype(np.int32))
     ragged = kit.as_numpy(torch_api.indexer_logits(q8, weights, keys, scales, starts, ends))
@@ -160,9 +162,9 @@ def test_a_step_over_either_format(device: str) -> None:
 def test_an_ambiguous_row_is_refused(device: str) -> None:
     cache = torch.zeros(2, 4, 68, dtype=torch.uint8, device=device)
     slots = torch.zeros(3, dtype=torch.int32, device=device)
-    with pytest.raises(ArgumentError, match="format value is None"):
+    with pytest.raises(ArgumentError, match="cache_format value is None"):
         torch_api.read_indexer_cache(cache, slots)
-    fp8, mxfp4 = (torch_api.read_indexer_cache(cache, slots, format=form) for form in INDEXER_FORMATS)
+    fp8, mxfp4 = (torch_api.read_indexer_cache(cache, slots, cache_format=form) for form in INDEXER_FORMATS)
     assert [t.shape[1:] for t in (fp8[0], mxfp4[0])] == [(64,), (64,)]
     assert (fp8[0].dtype, fp8[1].dtype) == (torch.float8_e4m3fn, torch.float32)
     assert (mxfp4[0].dtype, mxfp4[1].dtype) == (torch.uint8, torch.int32)

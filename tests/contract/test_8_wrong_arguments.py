@@ -117,15 +117,15 @@ MISTAKES = [
     Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 100, expected 36, 68 or 132 (fp8: D "
             "+ 4) or 20, 36 or 68 (mxfp4: D/2 + 4)", lambda a: {"cache": np.zeros((3, 64, 100), np.uint8)}),
     Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 132, expected 20, 36 or 68 (mxfp4: "
-            "D/2 + 4)", attrs={"format": "mxfp4"}),
+            "D/2 + 4)", attrs={"cache_format": "mxfp4"}),
     Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 20, expected 36, 68 or 132 (fp8: D + "
-            "4)", lambda a: {"cache": np.zeros((3, 64, 20), np.uint8)}, {"format": "fp8"}),
-    Mistake("read_indexer_cache", "read_indexer_cache: format value is None, expected 'fp8' (D 64) or 'mxfp4' (D 128): "
-            "rows of 68 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 68), np.uint8)}),
-    Mistake("read_indexer_cache", "read_indexer_cache: format value is None, expected 'fp8' (D 32) or 'mxfp4' (D 64): "
-            "rows of 36 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 36), np.uint8)}),
-    Mistake("read_indexer_cache", "read_indexer_cache: format value is 'fp4', expected 'fp8' or 'mxfp4'",
-            attrs={"format": "fp4"}),
+            "4)", lambda a: {"cache": np.zeros((3, 64, 20), np.uint8)}, {"cache_format": "fp8"}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache_format value is None, expected 'fp8' (D 64) or 'mxfp4' (D "
+            "128): rows of 68 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 68), np.uint8)}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache_format value is None, expected 'fp8' (D 32) or 'mxfp4' (D "
+            "64): rows of 36 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 36), np.uint8)}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache_format value is 'fp4', expected 'fp8' or 'mxfp4'",
+            attrs={"cache_format": "fp4"}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: format value is 'e2m1', expected 'fp8' or 'mxfp4'",
             attrs={"format": "e2m1"}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: q axis D (axis 2) is 100, expected 32, 64 or 128",

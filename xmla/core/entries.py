@@ -12,6 +12,8 @@ from xmla.core.lang import (
     E4M3_GREATEST_BITS,
     as_bytes,
     as_floats,
+    decode_e2m1,
+    encode_e2m1,
     page_base,
     power_of_two,
     power_of_two_exponent,
@@ -58,22 +60,6 @@ def load_scales(cache, scales, ok, LAYOUT: tl.constexpr):
         return bits.to(tl.float32, bitcast=True)
     else:
         return tl.load(ptrs, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def decode_e2m1(code):
-    """float16 values of 4-bit codes: the three bits of the magnitude become a float16's lowest exponents."""
-    bits = ((code & 7) << 9) | ((code & 8) << 12)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
-
-
-@triton.jit
-def encode_e2m1(x):
-    """4-bit codes of float32 `x` within ±6, to nearest, ties to the even code; −0 keeps its sign."""
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
-    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit

@@ -65,38 +65,45 @@ def page_base(page, PAGE_STRIDE: tl.constexpr):
 
 
 @triton.jit
+def decode_e2m1(code):
+    """float16 values of 4-bit codes: the three bits of the magnitude become a float16's lowest exponents."""
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+
+
+@triton.jit
+def encode_e2m1(x):
+    """4-bit codes of float32 `x` within ±6, to nearest, ties to the even code; −0 keeps its sign."""
+    a = tl.abs(x)
+    code = tl.where(a > 0.25, 1, 0) + tl.where(a >= 0.75, 1, 0) + tl.where(a > 1.25, 1, 0) + tl.where(a >= 1.75, 1, 0)
+    code += tl.where(a > 2.5, 1, 0) + tl.where(a >= 3.5, 1, 0) + tl.where(a > 5.0, 1, 0)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
 def quantize_mxfp4(x, MIN_EXPONENT: tl.constexpr):
     """Packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8 of float32 `x` [N, D]; rules in `layout.quantize_mxfp4`."""
     blocks = tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32))
-    amax = tl.max(tl.where(blocks == blocks, tl.abs(blocks), 0.0), axis=2)
-    broken = tl.max(tl.where(blocks == blocks, 0, 1), axis=2)
-    bits = amax.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - (127 + 2) + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)  # 6 = 1.5 · 2**2
-    exponent = tl.maximum(exponent, MIN_EXPONENT)
-    size = tl.abs(blocks * power_of_two(-exponent)[:, :, None])
-    # Places in 0, .5, 1, 1.5, 2, 3, 4, 6; a tie goes to the even one.
-    code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0) + tl.where(size > 1.25, 1, 0)
-    code += tl.where(size >= 1.75, 1, 0) + tl.where(size > 2.5, 1, 0) + tl.where(size >= 3.5, 1, 0)
-    code += tl.where(size > 5.0, 1, 0)
-    sign = (blocks.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
-    code = tl.where(blocks == blocks, code | sign << 3, 7)
+    whole = blocks == blocks
+    amax = tl.max(tl.where(whole, tl.abs(blocks), 0.0), axis=2)
+    exponent = power_of_two_exponent(amax, E2M1_GREATEST_BITS, MIN_EXPONENT)
+    scaled = tl.where(whole, blocks * power_of_two(-exponent)[:, :, None], 6.0)
+    code = encode_e2m1(tl.minimum(tl.maximum(scaled, -6.0), 6.0))
     low, high = tl.split(tl.reshape(code, (x.shape[0], x.shape[1] // 2, 2)))
-    scales = tl.where(broken > 0, 255, exponent + 127)
+    scales = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, 255, exponent + 127)
     return (low | high << 4).to(tl.uint8), scales.to(tl.uint8)
 
 
 @triton.jit
 def dequantize_mxfp4(packed, scales):
     """bf16 [N, D] of packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8, exactly: two bits and any exponent fit."""
-    code = tl.join(packed & 0xF, packed >> 4).to(tl.int32)
-    code = tl.reshape(code, (packed.shape[0], scales.shape[1], 32))
-    # The three bits in the place of float16's lowest exponents stand for the value · 2**-14.
-    small = ((code & 8) << 12 | (code & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True)
+    raw = packed.to(tl.int32)
+    values = tl.join(decode_e2m1(raw), decode_e2m1(raw >> 4)).to(tl.float32)
+    values = tl.reshape(values, (packed.shape[0], scales.shape[1], 32))
     exponent = scales.to(tl.int32)
     bits = tl.maximum(exponent << 23, 0x400000)  # byte 0 is 2**-127
     factor = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    values = (small.to(tl.float32) * 16384.0) * factor[:, :, None]
-    return tl.reshape(values.to(tl.bfloat16), (packed.shape[0], packed.shape[1] * 2))
+    return tl.reshape((values * factor[:, :, None]).to(tl.bfloat16), (packed.shape[0], packed.shape[1] * 2))
 
 
 @triton.jit

@@ -299,7 +299,6 @@ def mla_layout(problem: "Problem", cache: str = "cache") -> MlaLayout:
 
 INDEXER_DIMS = (32, 64, 128)
 INDEXER_FORMATS = ("fp8", "mxfp4")
-E2M1_MAX = 6.0
 MXFP4_BLOCK = 32  # dims that share a scale
 NAN_SCALE = 255  # the UE8M0 byte that makes its block NaN
 
@@ -312,12 +311,10 @@ def quantize_mxfp4(values: np.ndarray, min_exponent: int) -> tuple[np.ndarray, n
     NaN: the block of a NaN gets the scale 255, which makes all of it NaN; NaN itself is stored as +6, as by that
     instruction.
     """
-    blocks = values.astype(np.float32).reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
-    bits = np.nanmax(np.abs(blocks), axis=-1, initial=0.0).view(np.int32)
-    exponent = np.maximum((bits >> 23) - 127 - 2 + ((bits & 0x7FFFFF) > 0x400000), min_exponent)  # 6 = 1.5 · 2**2
-    scaled = np.ldexp(blocks, -exponent[..., None])
-    codes = np.where(np.isnan(blocks), 7, scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)).reshape(values.shape)
-    scales = np.where(np.isnan(blocks).any(axis=-1), NAN_SCALE, exponent + 127)
+    blocks = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
+    rounded, factors = quantize(blocks, min_exponent, kind="e2m1")
+    codes = rounded.view(np.uint8).reshape(values.shape)
+    scales = np.where(np.isnan(factors), NAN_SCALE, np.frexp(factors)[1] + 126)
     return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8), scales.astype(np.uint8)
 
 

@@ -121,7 +121,7 @@ class ModelConfig:
         queries, caches, rows = self.queries(tokens), self.caches(), Spec((tokens,), "int32")
         yield from self.writes(tokens)
         yield Call("read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")},
-                   {"format": self.index_format})  # fmt: skip
+                   {"cache_format": self.index_format})  # fmt: skip
         yield Call(
             "quantize_indexer_query", {"q": queries["index_q"], "weights": queries["index_weights"]},
             {"scale": self.index_scale, "format": self.index_format},

@@ -10,7 +10,7 @@ from xmla.core.ops.write_indexer_cache import check_indexer_pages
 from xmla.core.spec import Spec
 
 
-def read_indexer_cache(cache, slots, *, format: str | None = None) -> Any:
+def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:
     """Gather indexer keys from the paged cache, still quantised: what `indexer_logits` takes.
 
         fp8:    key = keys · key_scales
@@ -21,7 +21,7 @@ def read_indexer_cache(cache, slots, *, format: str | None = None) -> Any:
             (fp8) or D/2+4 (mxfp4), D of 32, 64 or 128. Any page size, page stride a multiple of 4 bytes.
         slots: [T] int32 or int64. A slot outside [0, P·R) gives a key and scales of zero bytes. Entries no slot names
             are never read.
-        format: "fp8" or "mxfp4". Needed where rows of both have ROW bytes: 36 and 68.
+        cache_format: "fp8" or "mxfp4". Needed where rows of both have ROW bytes: 36 and 68.
 
     Returns:
         keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims a byte, the even one in the low nibble.
@@ -34,9 +34,9 @@ def read_indexer_cache(cache, slots, *, format: str | None = None) -> Any:
 
 
 def check(problem: Problem) -> None:
-    row, form = problem["ROW"], problem.attrs["format"]
+    row, form = problem["ROW"], problem.attrs["cache_format"]
     if form not in (None, *INDEXER_FORMATS):
-        problem.refuse("format", "value", repr(form), " or ".join(map(repr, INDEXER_FORMATS)))
+        problem.refuse("cache_format", "value", repr(form), " or ".join(map(repr, INDEXER_FORMATS)))
     found = layouts_of(problem)
     if not found:
         expected = {None: "36, 68 or 132 (fp8: D + 4) or 20, 36 or 68 (mxfp4: D/2 + 4)",
@@ -44,7 +44,7 @@ def check(problem: Problem) -> None:
         problem.refuse("cache", "axis ROW (axis 2)", row, expected)
     if len(found) > 1:
         choices = " or ".join(f"{layout.format!r} (D {layout.dim})" for layout in indexer_layouts(row))
-        problem.refuse("format", "value", None, f"{choices}: rows of {row} bytes are those of both")
+        problem.refuse("cache_format", "value", None, f"{choices}: rows of {row} bytes are those of both")
     check_indexer_pages(problem)
 
 

@@ -14,7 +14,7 @@ def _case(tokens: int, entries: int, dim: int = 128, padding: int = 0, layout: s
         return {"cache": cache, "slots": slots}
 
     name = f"{layout or 'by row'}-t{tokens}-page{entries}-d{dim}-pad{padding}"
-    return Case(name, make, {"format": layout})
+    return Case(name, make, {"cache_format": layout})
 
 
 CASES = (

@@ -8,8 +8,8 @@ BLOCK_T = 16
 
 
 def layouts_of(problem: Problem) -> list[IndexerLayout]:
-    """The layouts that the cache's rows and the `format` asked for allow."""
-    chosen = problem.attrs["format"]
+    """The layouts that the cache's rows and the `cache_format` asked for allow."""
+    chosen = problem.attrs["cache_format"]
     return [layout for layout in indexer_layouts(problem["ROW"]) if chosen in (None, layout.format)]
 
 

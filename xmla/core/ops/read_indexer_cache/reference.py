@@ -4,9 +4,11 @@ from xmla.core.layout import indexer_layouts
 from xmla.core.spec import DTYPES
 
 
-def reference(cache: np.ndarray, slots: np.ndarray, *, format: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+def reference(
+    cache: np.ndarray, slots: np.ndarray, *, cache_format: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Definition of `read_indexer_cache`."""
-    (layout,) = (layout for layout in indexer_layouts(cache.shape[2]) if format in (None, layout.format))
+    (layout,) = (layout for layout in indexer_layouts(cache.shape[2]) if cache_format in (None, layout.format))
     value_dtype, scale_dtype = (DTYPES[name][0] for name in layout.dtypes)
     keys = np.zeros((len(slots), layout.value_bytes), value_dtype)
     scales = np.zeros(len(slots), scale_dtype)
