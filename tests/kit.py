@@ -137,9 +137,10 @@ def assert_close(
     a, b = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(b)
     assert np.array_equal(a[~finite], b[~finite], equal_nan=True), f"{name}: infinities or NaN in other places"
+    size = np.abs(np.where(finite, b, 0.0))
     error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
     bound = Tolerance(0.0, 0.0, np.inf) if tolerance is None else tolerance
-    bad = finite & ~((error <= bound.absolute) | (error <= bound.relative * np.abs(b)))
+    bad = finite & ~((error <= bound.absolute) | (error <= bound.relative * size))
     if bad.any():
         worst = np.unravel_index(np.argmax(np.where(bad, error, -1)), b.shape)
         raise AssertionError(

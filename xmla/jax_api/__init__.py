@@ -24,6 +24,8 @@ indexer_logits_paged = public(ops.indexer_logits_paged.OP)
 indexer_topk = public(ops.indexer_topk.OP)
 indexer_topk_paged = public(ops.indexer_topk_paged.OP)
 map_slots = public(ops.map_slots.OP)
+merge_attention = public(ops.merge_attention.OP)
+merge_topk = public(ops.merge_topk.OP)
 quantize_indexer_query = public(ops.quantize_indexer_query.OP)
 read_indexer_cache = public(ops.read_indexer_cache.OP)
 read_mla_cache = public(ops.read_mla_cache.OP)
@@ -43,6 +45,8 @@ __all__ = [
     "indexer_topk",
     "indexer_topk_paged",
     "map_slots",
+    "merge_attention",
+    "merge_topk",
     "quantize_indexer_query",
     "read_indexer_cache",
     "read_mla_cache",

@@ -1,0 +1,53 @@
+from typing import Any
+
+from xmla.core.op import F32, FLOATS, Op, Problem, Tensor
+from xmla.core.ops.merge_attention.cases import CASES
+from xmla.core.ops.merge_attention.plan import plan
+from xmla.core.ops.merge_attention.reference import reference
+from xmla.core.spec import Spec
+
+
+def merge_attention(outs, lses, sink=None, *, empty_lse: str = "-inf") -> Any:
+    """Attention over a set of keys from attention over disjoint parts of it, such as those that ranks own.
+
+        lse[t,h] = ln Σ_w exp(lses[w,t,h])
+        out[t,h] = Σ_w exp(lses[w,t,h]) · outs[w,t,h] / (exp(lse[t,h]) + exp(sink[h]))
+
+    Args:
+        outs: [W, T, H, L] bfloat16, float16 or float32, out of `sparse_mla` for each part, computed without a sink.
+        lses: [W, T, H] float32, natural log. A part of −inf, or of +inf as FlashMLA marks it, had no keys: its out is
+            not read.
+        sink: [H] float32, as `sparse_mla`.
+        empty_lse: "-inf" or "+inf", the lse of a row of which no part has keys.
+
+    Returns:
+        out: [T, H, L], dtype of outs; 0 for a row of which no part has keys.
+        lse: [T, H] float32, natural log, without the sink.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; W is 0.
+
+    Numerics: sums in float32, in the order of the parts; one part without a sink is returned as it is. The rule is that
+    of FlashAttention's split keys.
+    """
+
+
+def check(problem: Problem) -> None:
+    if problem["W"] < 1:
+        problem.refuse("outs", "axis W (axis 0)", problem["W"], "at least 1")
+    if problem.attrs["empty_lse"] not in ("-inf", "+inf"):
+        problem.refuse("empty_lse", "value", repr(problem.attrs["empty_lse"]), "'-inf' or '+inf'")
+
+
+OP = Op(
+    prototype=merge_attention,
+    tensors={"outs": Tensor("W T H L", FLOATS), "lses": Tensor("W T H", F32), "sink": Tensor("H", F32)},
+    outputs={
+        "out": lambda p: Spec((p["T"], p["H"], p["L"]), p.specs["outs"].dtype),
+        "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
+    },
+    check=check,
+    plan=plan,
+    reference=reference,
+    cases=CASES,
+)

@@ -1,0 +1,36 @@
+from math import inf
+
+from xmla.core.device import Device
+from xmla.core.op import Problem
+from xmla.core.ops.merge_attention.kernels import merge_attention_kernel
+from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+
+TILE = 2048  # elements of a program: 4 heads of 512
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    outs, lses = problem.specs["outs"], problem.specs["lses"]
+    heads, latent = problem["H"], problem["L"]
+    block_l = next_power_of_2(max(latent, 1))
+    block_h = max(1, TILE // block_l)
+    launch = Launch(
+        merge_attention_kernel,
+        grid=(problem["T"] * cdiv(heads, block_h),),
+        inputs=("outs", "lses", problem.either("sink", "lses")),
+        sizes=(problem["W"],),
+        outputs=("out", "lse"),
+        constexprs=(
+            ("OUT_STRIDE_W", outs.stride(0)),
+            ("OUT_STRIDE_T", outs.stride(1)),
+            ("OUT_STRIDE_H", outs.stride(2)),
+            ("LSE_STRIDE_W", lses.stride(0)),
+            ("LSE_STRIDE_T", lses.stride(1)),
+            ("HEADS", heads),
+            ("LATENT", latent),
+            ("HAS_SINK", problem.has("sink")),
+            ("EMPTY_LSE", inf if problem.attrs["empty_lse"] == "+inf" else -inf),
+            ("BLOCK_H", block_h),
+            ("BLOCK_L", block_l),
+        ),
+    )
+    return Plan((launch,), problem.op.result_specs(problem), ("out", "lse"))

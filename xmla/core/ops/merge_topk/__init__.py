@@ -1,0 +1,47 @@
+from typing import Any
+
+from xmla.core.op import F32, INDEX, Op, Problem, Tensor
+from xmla.core.ops.merge_topk.cases import CASES
+from xmla.core.ops.merge_topk.plan import plan
+from xmla.core.ops.merge_topk.reference import reference
+from xmla.core.spec import Spec
+
+
+def merge_topk(values, indices, *, k: int) -> Any:
+    """The k best of a row's candidates from several parts: exactly the row's top-k, if each part gave its own.
+
+    Which: the first k in the order of `select_topk`, value descending, then index ascending; −0 equals +0, NaN comes
+    after −inf. Where: listed by ascending index.
+
+    Args:
+        values: [W, T, C] float32, C candidates from each of W parts.
+        indices: [W, T, C] int32, theirs in the whole row. A negative index is padding, wherever it stands: its value may be
+            anything. An index that occurs twice is two candidates.
+        k: K ≥ 1, any size.
+
+    Returns:
+        top_values: [T, K] float32, −inf where there is no index.
+        top_indices: [T, K] int32, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+    """
+
+
+def check(problem: Problem) -> None:
+    if problem.attrs["k"] < 1:
+        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+
+
+OP = Op(
+    prototype=merge_topk,
+    tensors={"values": Tensor("W T C", F32), "indices": Tensor("W T C", INDEX)},
+    outputs={
+        "top_values": lambda p: Spec((p["T"], p.attrs["k"]), "float32"),
+        "top_indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),
+    },
+    check=check,
+    plan=plan,
+    reference=reference,
+    cases=CASES,
+)

@@ -1,0 +1,152 @@
+"""The k best of a row's candidates, in two launches.
+
+`merge_choose_kernel` finds the threshold of the total order bit by bit, first of the values, then, only where more
+candidates tie than there is room for, of the indices, and stores the winners as they stand. `merge_order_kernel` lists
+them by ascending index: a winner's place is the number of winners before it.
+"""
+
+import triton
+import triton.language as tl
+
+from xmla.core.ops.select_topk.kernels import order_key
+
+
+@triton.jit
+def load_candidates(
+    values_ptr, indices_ptr, row, candidate, num_candidates, VALUE_STRIDE_W: tl.constexpr, VALUE_STRIDE_T: tl.constexpr,
+    INDEX_STRIDE_W: tl.constexpr, INDEX_STRIDE_T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Order keys of a row's candidates u32, 0 of padding, their indices and values; `candidate` counts over all parts."""
+    inside = candidate < num_candidates
+    part, place = (candidate // C).to(tl.int64), candidate % C
+    index_ptrs = indices_ptr + part * INDEX_STRIDE_W + row * INDEX_STRIDE_T + place
+    index = tl.load(index_ptrs, mask=inside, other=-1)
+    valid = index >= 0
+    value_ptrs = values_ptr + part * VALUE_STRIDE_W + row * VALUE_STRIDE_T + place
+    value = tl.load(value_ptrs, mask=valid, other=0.0)
+    return tl.where(valid, order_key(value), 0), index, value
+
+
+@triton.jit
+def reversed_index(index):
+    """A larger key for a smaller index ≥ 0; never 0."""
+    return (0x7FFFFFFF - index).to(tl.uint32) + 1
+
+
+@triton.jit(do_not_specialize=["num_candidates"])
+def merge_choose_kernel(
+    values_ptr,  # [W, T, C] f32
+    indices_ptr,  # [W, T, C] i32
+    num_candidates,  # W · C
+    chosen_values_ptr,  # [T, K] f32
+    chosen_ptr,  # [T, K] i32
+    counts_ptr,  # [T] i32, how many were chosen
+    VALUE_STRIDE_W: tl.constexpr,
+    VALUE_STRIDE_T: tl.constexpr,
+    INDEX_STRIDE_W: tl.constexpr,
+    INDEX_STRIDE_T: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # all candidates stay in registers
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, TILE)
+    keys, index, value = load_candidates(
+        values_ptr, indices_ptr, row, offs, num_candidates,
+        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+    )  # fmt: skip
+
+    threshold = tl.full([], 0, tl.uint32)
+    above = 0  # candidates over the threshold
+    equal = 0  # and on it
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in tl.range(0, 32):
+        trial = threshold | bit
+        reached = tl.sum((keys >= trial).to(tl.int32))
+        if not ONE_TILE:
+            for base in tl.range(TILE, num_candidates, TILE):
+                more, _index, _value = load_candidates(
+                    values_ptr, indices_ptr, row, base + offs, num_candidates,
+                    VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+                )  # fmt: skip
+                reached += tl.sum((more >= trial).to(tl.int32))
+        threshold = tl.where(reached >= K, trial, threshold)
+        above = tl.where(reached >= K, above, reached)
+        equal = tl.where(reached >= K, reached, equal)
+        bit = bit >> 1
+    # `equal` counts all that reach the threshold; nothing ties on 0, which is padding.
+    tied = tl.where(threshold > 0, equal - above, 0)
+
+    index_threshold = tl.full([], 1, tl.uint32)
+    index_above = 0  # ties over the threshold of indices
+    if tied > K - above:
+        index_threshold = tl.full([], 0, tl.uint32)
+        bit = tl.full([], 0x80000000, tl.uint32)
+        for _ in tl.range(0, 32):
+            trial = index_threshold | bit
+            reached = tl.sum(((keys == threshold) & (reversed_index(index) >= trial)).to(tl.int32))
+            if not ONE_TILE:
+                for base in tl.range(TILE, num_candidates, TILE):
+                    more, more_index, _value = load_candidates(
+                        values_ptr, indices_ptr, row, base + offs, num_candidates,
+                        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+                    )  # fmt: skip
+                    reached += tl.sum(((more == threshold) & (reversed_index(more_index) >= trial)).to(tl.int32))
+            index_threshold = tl.where(reached >= K - above, trial, index_threshold)
+            index_above = tl.where(reached >= K - above, index_above, reached)
+            bit = bit >> 1
+    room = K - above - index_above  # more than one candidate only if an index occurs twice
+
+    count = 0
+    seen = 0
+    for base in tl.range(0, num_candidates, TILE):
+        if not ONE_TILE:
+            keys, index, value = load_candidates(
+                values_ptr, indices_ptr, row, base + offs, num_candidates,
+                VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+            )  # fmt: skip
+        equal_keys = (keys == threshold) & (keys > 0)
+        last = equal_keys & (reversed_index(index) == index_threshold)
+        rank = seen + tl.cumsum(last.to(tl.int32), 0)
+        over = (keys > threshold) | (equal_keys & (reversed_index(index) > index_threshold))
+        chosen = over | (last & (rank <= room))
+        seen += tl.sum(last.to(tl.int32))
+        place = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(chosen_values_ptr + row * K + place, value, mask=chosen)
+        tl.store(chosen_ptr + row * K + place, index, mask=chosen)
+        count += tl.sum(chosen.to(tl.int32))
+    tl.store(counts_ptr + row, count)
+
+
+@triton.jit
+def merge_order_kernel(
+    chosen_values_ptr,  # [T, K] f32
+    chosen_ptr,  # [T, K] i32, distinct
+    counts_ptr,  # [T] i32
+    values_ptr,  # [T, K] f32
+    indices_ptr,  # [T, K] i32
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * K
+    offs_k = tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
+    count = tl.load(counts_ptr + tl.program_id(0) // BLOCKS)
+    mine = offs_k < count
+    index = tl.load(chosen_ptr + row + offs_k, mask=mine, other=0)
+    value = tl.load(chosen_values_ptr + row + offs_k, mask=mine, other=0.0)
+    place = tl.zeros([BLOCK_K], tl.int32)
+    for base in tl.range(0, K, BLOCK_N):
+        offs_n = base + tl.arange(0, BLOCK_N)
+        other = tl.load(chosen_ptr + row + offs_n, mask=offs_n < count, other=0x7FFFFFFF)
+        # An index that occurs twice gets two places.
+        before = (other[None, :] < index[:, None]) | (
+            (other[None, :] == index[:, None]) & (offs_n[None, :] < offs_k[:, None])
+        )
+        place += tl.sum(before.to(tl.int32), axis=1)
+    # Places from `count` on are padding.
+    place = tl.where(mine, place, offs_k)
+    tl.store(values_ptr + row + place, tl.where(mine, value, float("-inf")), mask=offs_k < K)
+    tl.store(indices_ptr + row + place, tl.where(mine, index, -1), mask=offs_k < K)

@@ -1,0 +1,47 @@
+from xmla.core.device import Device
+from xmla.core.op import Problem
+from xmla.core.ops.merge_topk.kernels import merge_choose_kernel, merge_order_kernel
+from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.spec import Spec
+
+MAX_TILE = 16384  # candidates that one program holds in registers
+BLOCK_K, BLOCK_N = 128, 128
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    rows, k = problem["T"], problem.attrs["k"]
+    candidates = problem["W"] * problem["C"]
+    tile = min(MAX_TILE, max(1024, next_power_of_2(max(candidates, 1))))
+    values, indices = problem.specs["values"], problem.specs["indices"]
+    workspace = {
+        "chosen_values": Spec((rows, k), "float32"),
+        "chosen": Spec((rows, k), "int32"),
+        "counts": Spec((rows,), "int32"),
+    }
+    choose = Launch(
+        merge_choose_kernel,
+        grid=(rows,),
+        inputs=("values", "indices"),
+        sizes=(candidates,),
+        outputs=tuple(workspace),
+        constexprs=(
+            ("VALUE_STRIDE_W", values.stride(0)),
+            ("VALUE_STRIDE_T", values.stride(1)),
+            ("INDEX_STRIDE_W", indices.stride(0)),
+            ("INDEX_STRIDE_T", indices.stride(1)),
+            ("C", problem["C"]),
+            ("K", k),
+            ("TILE", tile),
+            ("ONE_TILE", candidates <= tile),
+        ),
+        num_warps=max(4, min(16, tile // 512)),
+    )
+    order = Launch(
+        merge_order_kernel,
+        grid=(rows * cdiv(k, BLOCK_K),),
+        inputs=tuple(workspace),
+        sizes=(),
+        outputs=("top_values", "top_indices"),
+        constexprs=(("K", k), ("BLOCK_K", BLOCK_K), ("BLOCK_N", BLOCK_N)),
+    )
+    return Plan((choose, order), workspace | problem.op.result_specs(problem), ("top_values", "top_indices"))
