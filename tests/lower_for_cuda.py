@@ -64,8 +64,9 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
         exported = jax.export.export(
             jax.jit(call), platforms=["cuda"],
-            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(CUSTOM_CALL)],
+            disabled_checks=jax_api.EXPORT_CHECKS,
         )(*shapes)  # fmt: skip
+    restored = jax.export.deserialize(exported.serialize())
     by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped(before).items()}
 
     specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
@@ -80,6 +81,7 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
         "op": op.name + (f" {implementation}" if implementation else ""),
         "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
         "launches": len(plan.launches),
+        "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),
         "jax": by_jax,
         "triton": {name: sorted(hashes) for name, hashes in by_triton.items()},
     }

@@ -1,4 +1,4 @@
-"""JAX lowers for CUDA without a GPU, to the very kernels that torch launches."""
+"""JAX lowers and exports for CUDA without a GPU, to the very kernels that torch launches."""
 
 import json
 import os
@@ -26,5 +26,5 @@ def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path) -> 
     ops = {line["op"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert set(ops) == set(registry()) | ({"sparse_mla triton"} if arch == 90 else set())
     for op in ops.values():
-        assert op["custom_calls"] >= op["launches"] > 0, op
+        assert op["custom_calls"] >= op["launches"] > 0 and op["restored"], op
         assert op["jax"] == op["triton"], f"{op['op']}: the two front-ends compile other kernels"

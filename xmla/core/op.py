@@ -39,10 +39,17 @@ BYTES = ("uint8", "int8", "float8_e4m3fn")  # a packed cache, under any one-byte
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Axes by name (equal names have equal sizes across the arguments) and the dtypes accepted."""
+    """Axes by name (equal names have equal sizes across the arguments) and the dtypes accepted.
+
+    Attributes:
+        index_of: Of integers that name places: the axes that they count over, flattened; others name nothing.
+        bound_of: Of integers that bound a range: the axis, to whose size they are clamped.
+    """
 
     axes: str
     dtypes: tuple[str, ...]
+    index_of: str = ""
+    bound_of: str = ""
 
     @property
     def names(self) -> list[str]:

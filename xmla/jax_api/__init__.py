@@ -5,16 +5,20 @@ Every name here is a function of the op's tensors (positional) and attributes (k
     `jax.pure_callback`); "gluon", the kernels written by hand: None takes them for `sparse_mla` and `dsa_attention`
     with bfloat16 queries over V3.2 entries on Hopper; "reference", the NumPy float64 definition behind
     `jax.pure_callback`.
-All work under `jax.jit`. Ops that update a cache take it as a `jax.Ref` (`jax.new_ref`) and update it in place, or as
-an array and return the new one, which under `jit` with a donated argument is updated in place too. Ops that read a
-cache take a Ref as well, and then read it where it lies: `ref[...]` may copy the pool.
+All work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; a cache with a batch axis is each element's
+own) and `jax.shard_map`, and can be lowered ahead of time; a derivative is refused. Ops that update a cache take it as
+a `jax.Ref` (`jax.new_ref`) and update it in place, or as an array and return the new one, which under `jit` with a
+donated argument is updated in place too. Ops that read a cache take a Ref as well, and then read it where it lies:
+`ref[...]` may copy the pool. Several GPUs: `xmla.jax_api.parallel`.
 
 Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not there, use
-`xmla.core.device.assume_device`.
+`xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
 """
 
+from jax import export as _export
+
 from xmla.core import ops
-from xmla.jax_api._run import public
+from xmla.jax_api._ops import public
 
 compress_kv = public(ops.compress_kv.OP)
 convert_mla_cache = public(ops.convert_mla_cache.OP)
@@ -35,6 +39,9 @@ split_batch = public(ops.split_batch.OP)
 window_slots = public(ops.window_slots.OP)
 write_indexer_cache = public(ops.write_indexer_cache.OP)
 write_mla_cache = public(ops.write_mla_cache.OP)
+
+# jax.export has to be told that the custom call of the kernels is a stable one.
+EXPORT_CHECKS = (_export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi"),)
 
 __all__ = [
     "compress_kv",

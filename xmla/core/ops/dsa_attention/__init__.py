@@ -68,9 +68,9 @@ OP = Op(
         "index_weights": Tensor("T I", FLOATS),
         "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES)),
         "indexer_cache": Tensor("P R INDEXER_ROW", BYTES),
-        "block_table": Tensor("B M", INDEX),
+        "block_table": Tensor("B M", INDEX, index_of="P"),
         "lengths": Tensor("T", INDEX),
-        "request_ids": Tensor("T", INDEX),
+        "request_ids": Tensor("T", INDEX, index_of="B"),
         "sink": Tensor("H", F32),
     },
     outputs={

@@ -54,7 +54,7 @@ OP = Op(
     tensors={
         "indices": Tensor("T K", INDEX),
         "block_table": Tensor("B M", INDEX),
-        "request_ids": Tensor("T", INDEX),
+        "request_ids": Tensor("T", INDEX, index_of="B"),
     },
     outputs={"slots": lambda p: Spec((p["T"], p["K"]), "int32"), "counts": lambda p: Spec((p["T"],), "int32")},
     check=check,

@@ -38,5 +38,5 @@ CASES = (
     _case(3, 5, 100, 64, "ties", packed=True),
     _case(8, 4, 65, 70, "special"),
     _case(1, 2, 9, 20),
-    _case(2, 2, 8300, 16, "ties"),  # more than one program holds
+    _case(2, 2, 4200, 16, "ties"),  # more than one program holds
 )

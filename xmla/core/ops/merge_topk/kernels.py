@@ -52,7 +52,7 @@ def merge_choose_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, TILE)
-    keys, index, value = load_candidates(
+    keys, index, _value = load_candidates(
         values_ptr, indices_ptr, row, offs, num_candidates,
         VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
     )  # fmt: skip
@@ -101,11 +101,11 @@ def merge_choose_kernel(
     count = 0
     seen = 0
     for base in tl.range(0, num_candidates, TILE):
-        if not ONE_TILE:
-            keys, index, value = load_candidates(
-                values_ptr, indices_ptr, row, base + offs, num_candidates,
-                VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
-            )  # fmt: skip
+        # Again also where all are in registers, which have no room for the values.
+        keys, index, value = load_candidates(
+            values_ptr, indices_ptr, row, base + offs, num_candidates,
+            VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+        )  # fmt: skip
         equal_keys = (keys == threshold) & (keys > 0)
         last = equal_keys & (reversed_index(index) == index_threshold)
         rank = seen + tl.cumsum(last.to(tl.int32), 0)

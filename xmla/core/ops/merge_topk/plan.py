@@ -4,8 +4,8 @@ from xmla.core.ops.merge_topk.kernels import merge_choose_kernel, merge_order_ke
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 from xmla.core.spec import Spec
 
-MAX_TILE = 16384  # candidates that one program holds in registers
-BLOCK_K, BLOCK_N = 128, 128
+MAX_TILE = 8192  # candidates that one program holds in registers; 16384 spill
+BLOCK_K, BLOCK_N = 128, 32
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -50,7 +50,7 @@ def check(problem: Problem) -> None:
 
 OP = Op(
     prototype=read_indexer_cache,
-    tensors={"cache": Tensor("P R ROW", BYTES), "slots": Tensor("T", ("int32", "int64"))},
+    tensors={"cache": Tensor("P R ROW", BYTES), "slots": Tensor("T", ("int32", "int64"), index_of="P R")},
     outputs={
         "keys": lambda p: Spec((p["T"], layouts_of(p)[0].value_bytes), layouts_of(p)[0].dtypes[0]),
         "key_scales": lambda p: Spec((p["T"],), layouts_of(p)[0].dtypes[1]),

@@ -40,7 +40,7 @@ def check(problem: Problem) -> None:
 
 OP = Op(
     prototype=read_mla_cache,
-    tensors={"cache": Tensor("P R ROW", (*BYTES, *HALVES)), "slots": Tensor("T", ("int32", "int64"))},
+    tensors={"cache": Tensor("P R ROW", (*BYTES, *HALVES)), "slots": Tensor("T", ("int32", "int64"), index_of="P R")},
     outputs={"rows": lambda p: Spec((p["T"], mla_layout(p).dims), p.attrs["dtype"])},
     check=check,
     limits=lambda p, arrays: (Limit("slots", -1, p["P"] * p["R"] - 1),),

@@ -124,7 +124,7 @@ OP = Op(
     tensors={
         "q": Tensor("T H L+E", HALVES),
         "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
-        "slots": Tensor("T K", INDEX),
+        "slots": Tensor("T K", INDEX, index_of="P R"),
         "lengths": Tensor("T", INDEX),
         "sink": Tensor("H", F32),
         "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES)),

@@ -61,7 +61,7 @@ OP = Op(
     prototype=write_indexer_cache,
     tensors={
         "keys": Tensor("T D", FLOATS),
-        "slots": Tensor("T", ("int32", "int64")),
+        "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
         "cache": Tensor("P R ROW", BYTES),
     },
     outputs={},

@@ -53,7 +53,7 @@ OP = Op(
     tensors={
         "latent": Tensor("T L", FLOATS),
         "rope": Tensor("T E", FLOATS),
-        "slots": Tensor("T", ("int32", "int64")),
+        "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
         "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
     },
     outputs={},

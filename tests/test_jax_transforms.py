@@ -1,0 +1,296 @@
+"""JAX's transformations of every op: vmap, grad, ahead of time, export, caches."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import pytest
+
+from xmla import ArgumentError, UnsupportedError, jax_api
+from xmla.core.op import Case, Op, registry
+
+OPS = registry()
+
+
+def smallest(op: Op) -> Case:
+    """The op's smallest case; workspace_bytes is for a whole batch, so none that just has enough for itself."""
+    cases = [case for case in op.cases if "workspace_bytes" not in case.attrs] or list(op.cases)
+    return min(cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
+
+
+SMALL = [(op, smallest(op)) for op in OPS.values()]
+
+
+def function_of(op: Op, case: Case, names: list[str]) -> Callable[..., object]:
+    def call(*arrays: jax.Array) -> object:
+        given = dict(zip(names, arrays, strict=True))
+        return getattr(jax_api, op.name)(*[given.get(name) for name in op.tensors], **case.attrs)
+
+    return call
+
+
+def batch(op: Op, case: Case, size: int) -> dict[str, list[np.ndarray]]:
+    """Inputs of `size` calls with other values, by name; arrays of a call that are the same for all are not."""
+    made = [kit.make(case, seed) for seed in range(size)]
+    return {name: [np.ascontiguousarray(m[name]) for m in made] for name in op.tensors if name in made[0]}
+
+
+def same(op: Op, name: str, got: object, want: object, where: np.ndarray | None) -> None:
+    if name in op.mutates or (tolerance := kit.tolerance_of(op, name)) is None:
+        kit.assert_bits_equal(name, got, want, where)
+    else:
+        kit.assert_close(name, got, np.asarray(want), tolerance, where)
+
+
+def check_vmap(op: Op, case: Case, axes: dict[str, int | None], size: int = 3) -> None:
+    """vmap over the axes given against a call for each element; arguments without one are the first call's."""
+    inputs = batch(op, case, size)
+    names = list(inputs)
+    shared = {name for name in names if axes.get(name) is None}
+    stacked = [
+        jnp.asarray(values[0] if name in shared else np.stack(values, axis=axes[name]))
+        for name, values in inputs.items()
+    ]
+    function = function_of(op, case, names)
+    mapped = jax.jit(jax.vmap(function, in_axes=tuple(axes.get(name) for name in names)))
+    got = kit.as_tuple(mapped(*stacked))
+    for element in range(size):
+        arrays = {name: values[0 if name in shared else element] for name, values in inputs.items()}
+        where = None
+        if op.name == "indexer_logits_paged":
+            where = kit.written(op, op.reference(**arrays, **kit.attributes(op, case)))
+        want = kit.as_tuple(function(*map(jnp.asarray, arrays.values())))
+        for name, mine, theirs in zip([*op.outputs, *op.mutates], got, want, strict=True):
+            same(op, name, mine[element], theirs, where)
+
+
+# Arguments of the whole op, which no batch element can have of its own.
+SHARED = {"sink"}
+
+
+@pytest.mark.parametrize(("op", "case"), [pair for pair in SMALL if pair[0].name != "split_batch"], ids=kit.case_id)
+def test_vmap_over_everything(op: Op, case: Case) -> None:
+    """Every argument has a batch axis, first in one half of them and last in the other: pools of their own too."""
+    arrays = kit.make(case)
+    given = [name for name in op.tensors if name in arrays and name not in SHARED]
+    axes = {name: 0 if index % 2 == 0 else arrays[name].ndim for index, name in enumerate(given)}
+    check_vmap(op, case, axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "mapped"),
+    [
+        ("sparse_mla", ("q",)),
+        ("sparse_mla", ("slots",)),
+        ("sparse_mla", ("cache",)),
+        ("read_mla_cache", ("cache",)),
+        ("write_mla_cache", ("latent", "rope")),
+        ("write_indexer_cache", ("cache",)),
+        ("indexer_logits", ("q8",)),
+        ("indexer_logits", ("keys", "key_scales")),
+        ("indexer_topk", ("keys", "key_scales")),
+        ("indexer_logits_paged", ("lengths",)),
+        ("indexer_topk_paged", ("cache",)),
+        ("indexer_topk_paged", ("block_table", "lengths")),
+        ("map_slots", ("block_table",)),
+        ("select_topk", ("ends",)),
+        ("merge_attention", ("lses",)),
+    ],
+)
+def test_vmap_over_some(name: str, mapped: tuple[str, ...]) -> None:
+    """The others are the same for the whole batch."""
+    op = OPS[name]
+    case = next(case for op_, case in SMALL if op_ is op)
+    check_vmap(op, case, dict.fromkeys(mapped, 0), size=2)
+
+
+def test_vmap_twice_and_over_requests_with_ids() -> None:
+    op = OPS["map_slots"]
+    case = op.cases[2]
+    inputs = batch(op, case, 4)
+    function = function_of(op, case, list(inputs))
+    stacked = [np.stack(values).reshape(2, 2, *values[0].shape) for values in inputs.values()]
+    slots, counts = jax.vmap(jax.vmap(function))(*map(jnp.asarray, stacked))
+    for element in range(4):
+        want = function(*(jnp.asarray(values[element]) for values in inputs.values()))
+        kit.assert_bits_equal("slots", slots[element // 2, element % 2], want[0])
+        kit.assert_bits_equal("counts", counts[element // 2, element % 2], want[1])
+
+
+def test_vmap_is_one_call() -> None:
+    op, case = OPS["sparse_mla"], OPS["sparse_mla"].cases[1]
+    arrays = kit.make(case)
+    stacked = [jnp.asarray(np.stack([a] * 5)) for name, a in arrays.items() if name != "sink"]
+    jaxpr = str(jax.make_jaxpr(jax.vmap(function_of(op, case, [n for n in arrays if n != "sink"])))(*stacked))
+    assert jaxpr.count("xmla[") == 1 and "while" not in jaxpr and "scan" not in jaxpr
+
+
+def test_vmap_of_a_ref_with_a_batch_axis() -> None:
+    """Each element writes its own cache in place, then reads it through the Ref."""
+    op, size = OPS["write_mla_cache"], 3
+    inputs = batch(op, op.cases[1], size)
+    latent, rope, slots, cache = (jnp.asarray(np.stack(values)) for values in inputs.values())
+    ref = jax.new_ref(cache)
+
+    @jax.jit
+    def step(ref: jax.Ref, latent: jax.Array, rope: jax.Array, slots: jax.Array) -> jax.Array:
+        jax.vmap(jax_api.write_mla_cache)(latent, rope, slots, ref)
+        return jax.vmap(jax_api.read_mla_cache)(ref, slots)
+
+    rows = step(ref, latent, rope, slots)
+    for element in range(size):
+        arrays = {name: values[element] for name, values in inputs.items()}
+        op.reference(**arrays)
+        kit.assert_bits_equal("cache", ref[...][element], arrays["cache"])
+        kit.assert_bits_equal("rows", rows[element], jax_api.read_mla_cache(arrays["cache"], arrays["slots"]))
+
+
+def refused(error: type[Exception], message: str, name: str, axes: dict[str, int], case: int = 0) -> None:
+    op = OPS[name]
+    arrays = kit.make(op.cases[case])
+    stacked = [jnp.asarray(np.stack([a] * 2) if n in axes else a) for n, a in arrays.items()]
+    with pytest.raises(error) as caught:
+        function = function_of(op, op.cases[case], list(arrays))
+        jax.vmap(function, in_axes=tuple(axes.get(n) for n in arrays))(*stacked)
+    assert str(caught.value) == message
+
+
+def test_what_vmap_refuses() -> None:
+    refused(
+        UnsupportedError, "sparse_mla: sink has a batch axis under vmap, supported: the same sink for all of a batch",
+        "sparse_mla", {"q": 0, "sink": 0}, case=1,
+    )  # fmt: skip
+    refused(
+        ArgumentError, "dsa_attention: indexer_cache has no batch axis under vmap, expected one, as mla_cache",
+        "dsa_attention", {"q": 0, "mla_cache": 0},
+    )  # fmt: skip
+    refused(
+        UnsupportedError, "split_batch: vmap is given, supported: ops with an axis T", "split_batch", {"lengths": 0}
+    )
+    op = OPS["write_mla_cache"]
+    latent, rope, slots, cache = (jnp.asarray(a) for a in kit.make(op.cases[0]).values())
+    with pytest.raises(UnsupportedError) as caught:
+        ref = jax.new_ref(cache)
+        jax.vmap(lambda x: jax_api.write_mla_cache(x, rope, slots, ref))(latent[None])
+    assert str(caught.value) == (
+        "write_mla_cache: cache is a Ref without a batch axis under vmap, supported: a Ref with one, or an array"
+    )
+    many = jax.ShapeDtypeStruct((40000, 64, 1024, 656), jnp.uint8)
+    with pytest.raises(UnsupportedError, match="slots counts 40000 × 65536 places under vmap, supported: what int32"):
+        jax.eval_shape(
+            jax.vmap(jax_api.read_mla_cache), many, jax.ShapeDtypeStruct((40000, 1), jnp.int32)
+        )  # fmt: skip
+
+
+FLOATING = [(op, case) for op, case in SMALL if any(a.dtype.kind == "f" or a.dtype.name == "bfloat16"
+            for a in kit.make(case).values())]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), FLOATING, ids=kit.case_id)
+def test_grad_names_the_op(op: Op, case: Case) -> None:
+    """Whichever argument is differentiated: an error, never a gradient."""
+    arrays = kit.make(case)
+    names = list(arrays)
+    function = function_of(op, case, names)
+    for name in names:
+        if not jnp.issubdtype(arrays[name].dtype, jnp.floating) or arrays[name].dtype.itemsize == 1:
+            continue
+
+        def loss(x: jax.Array, name: str = name) -> jax.Array:
+            found = kit.as_tuple(function(*(x if n == name else jnp.asarray(a) for n, a in arrays.items())))
+            return sum(jnp.sum(f.astype(jnp.float32)) for f in found)
+
+        with pytest.raises(UnsupportedError) as caught:
+            jax.jit(jax.grad(loss))(jnp.asarray(arrays[name]))
+        assert str(caught.value) == (
+            f"{op.name}: {name} is differentiated, supported: no derivative; "
+            f"jax.lax.stop_gradient({name}) makes it a constant"
+        )
+        with pytest.raises(UnsupportedError):
+            jax.jvp(loss, (jnp.asarray(arrays[name]),), (jnp.ones_like(arrays[name]),))
+
+
+def test_a_constant_is_not_differentiated() -> None:
+    logits = jnp.arange(6.0)[None]
+
+    def loss(x: jax.Array) -> jax.Array:
+        chosen = jax_api.select_topk(jax.lax.stop_gradient(x), jnp.array([6], jnp.int32), k=2)
+        return jnp.sum(jnp.take_along_axis(x, chosen, axis=1) ** 2)
+
+    assert jax.grad(loss)(logits).tolist() == [[0, 0, 0, 0, 8, 10]]
+
+    def beside(x: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * 2, jax_api.select_topk(logits, ends, k=2)
+
+    _, chosen = jax.jvp(beside, (1.0, jnp.array([6], jnp.int32)), (1.0, np.zeros(1, jax.dtypes.float0)))[0]
+    assert chosen.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_ahead_of_time(op: Op) -> None:
+    """lower().compile() of shapes alone, then the values."""
+    case = next(case for op_, case in SMALL if op_ is op)
+    arrays = kit.make(case)
+    function = function_of(op, case, list(arrays))
+    dense = [jnp.asarray(np.ascontiguousarray(a)) for a in arrays.values()]
+    compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in dense)).compile()
+    where = None
+    if op.name == "indexer_logits_paged":
+        where = kit.written(op, op.reference(**arrays, **kit.attributes(op, case)))
+    for name, got, want in zip([*op.outputs, *op.mutates], kit.as_tuple(compiled(*dense)),
+                               kit.as_tuple(function(*dense)), strict=True):  # fmt: skip
+        kit.assert_bits_equal(name, got, want, where)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutates], ids=lambda op: op.name)
+def test_a_donated_cache_is_consumed(op: Op) -> None:
+    inputs = kit.make(op.cases[0])
+    *arrays, cache = kit.jax_inputs(op, inputs)
+    step = jax.jit(getattr(jax_api, op.name), donate_argnums=len(arrays))
+    assert "tf.aliasing_output" in step.lower(*arrays, cache).as_text()
+    updated = step(*arrays, cache)
+    assert cache.is_deleted()
+    op.reference(**inputs)
+    kit.assert_bits_equal("cache", updated, inputs["cache"])
+
+
+@pytest.mark.gpu
+def test_persistent_compilation_cache(tmp_path: Path) -> None:
+    """A second process finds the executable of the first."""
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from xmla import jax_api\n"
+        "hits = []\n"
+        "jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))\n"
+        "call = jax.jit(lambda x, e: jax_api.select_topk(x, e, k=3))\n"
+        "print(call(jnp.arange(9.0)[None], jnp.array([9], jnp.int32)).tolist())\n"
+        "print(hits.count('/jax/compilation_cache/cache_hits') > 0)\n"
+    )
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    said = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert said == ["[[6, 7, 8]]\nFalse\n", "[[6, 7, 8]]\nTrue\n"]
+
+
+@pytest.mark.gpu
+def test_an_export_runs_after_a_round_trip() -> None:
+    op = OPS["sparse_mla"]
+    arrays = kit.make(op.cases[1])
+    function = jax.jit(function_of(op, op.cases[1], list(arrays)))
+    dense = [jnp.asarray(np.ascontiguousarray(a)) for a in arrays.values()]
+    exported = jax.export.export(function, disabled_checks=jax_api.EXPORT_CHECKS)(*dense)
+    restored = jax.export.deserialize(exported.serialize())
+    for name, got, want in zip(op.outputs, restored.call(*dense), function(*dense), strict=True):
+        kit.assert_bits_equal(name, got, want)

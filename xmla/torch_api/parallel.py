@@ -1,0 +1,202 @@
+"""Several GPUs under torch.distributed: context parallel over pages, tensor parallel over heads.
+
+The groups and their collectives are the engine's own (`DeviceMesh`; NCCL, or gloo on the CPU) and can be captured in a
+CUDA graph. An engine's error, such as that of a rank that died or that has other shapes (which NCCL and gloo tell apart
+under TORCH_DISTRIBUTED_DEBUG=DETAIL), is raised again with the op's name before it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from xmla import torch_api
+from xmla.core.errors import ArgumentError
+from xmla.core.parallel import Ownership, heads_of
+
+
+@contextmanager
+def _named(what: str, tensor: torch.Tensor) -> Iterator[None]:
+    """The engine's error with the op named."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError and its kin
+        got = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        raise type(error)(f"{what} of {got} on rank {dist.get_rank()}: {error}") from error
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ArgumentError(f"mesh has {mesh.ndim} axes, expected 1, such as mesh['context']")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's requests as one rank sees them: made once a step, used by every layer."""
+
+    block_table: torch.Tensor  # [B, M] i32, negative where the page is another rank's
+    own_table: torch.Tensor  # [B, ·] i32, this rank's pages alone
+    own_lengths: torch.Tensor  # [T] i32, keys of this rank visible to each token
+    request_ids: torch.Tensor | None  # [T] i32
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Sparse attention over requests whose pages are shared out over the ranks of a mesh.
+
+    Every rank has all tokens' queries and its own pages of both caches, under page ids of its own. Its block table names
+    them where they stand in the request and is negative elsewhere, so that `map_slots` and the write ops need nothing
+    else: positions of other ranks become −1. The keys selected are exactly those of one GPU.
+
+    Attributes:
+        mesh: One axis, such as mesh["context"]; its ranks in order are the owners.
+        ownership: Who has which page.
+    """
+
+    mesh: DeviceMesh
+    ownership: Ownership
+    rank: int = field(init=False)
+    group: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        _check_mesh(self.mesh)
+        self.ownership.check_ranks(self.mesh.size(), "mesh")
+        object.__setattr__(self, "rank", self.mesh.get_local_rank())
+        object.__setattr__(self, "group", self.mesh.get_group())
+
+    def batch(
+        self, block_table: torch.Tensor, lengths: torch.Tensor, request_ids: torch.Tensor | None = None
+    ) -> Batch:
+        """What the indexer needs of a step, from its whole lengths [T] and this rank's block table [B, M]."""
+        pages = self.ownership.own_pages(block_table.shape[1], self.rank)
+        if self.ownership.block_pages == 1:
+            own = block_table[:, self.rank :: self.ownership.ranks].contiguous()
+        elif not pages or pages[-1] - pages[0] == len(pages) - 1:
+            first = pages[0] if pages else 0
+            own = block_table[:, first : first + max(len(pages), 1)]
+        else:
+            own = block_table[:, torch.tensor(pages, device=block_table.device)]
+        if not pages:  # a table of no page would be refused
+            own = torch.full_like(block_table[:, :1], -1)
+        return Batch(block_table, own, self.ownership.count(lengths, self.rank).to(torch.int32), request_ids)
+
+    def select(
+        self, index_q: torch.Tensor, index_weights: torch.Tensor, indexer_cache: torch.Tensor, batch: Batch, *,
+        k: int, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
+    ) -> torch.Tensor:  # fmt: skip
+        """The k best keys of each token over all ranks, as positions [T, K] in its request: ascending, −1 padded.
+
+        Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
+        a time as fit workspace_bytes, and at least one request's.
+        """
+        q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale)
+        tokens, requests = len(q8), len(batch.own_table)
+        columns = batch.own_table.shape[1] * self.ownership.page_size
+        ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)
+        if step < tokens and ids is None:
+            ids = torch.arange(tokens, device=q8.device, dtype=torch.int32) // (tokens // requests)
+        sent = torch.empty((2, tokens, k), dtype=torch.int32, device=q8.device)
+        for first in range(0, tokens, step):
+            rows = slice(first, first + step)
+            lengths = batch.own_lengths[rows]
+            logits = torch_api.indexer_logits_paged(
+                q8[rows], weights[rows], indexer_cache, batch.own_table, lengths, None if ids is None else ids[rows]
+            )
+            own = torch_api.select_topk(logits, lengths, k=k)
+            torch.gather(logits, 1, own.clamp_min(0).long(), out=sent[0, rows].view(torch.float32))
+            sent[1, rows] = self.ownership.position(own, self.rank)
+        with _named("merge_topk: all_gather", sent):
+            gathered = sent.new_empty((self.ownership.ranks, *sent.shape))
+            dist.all_gather_into_tensor(gathered, sent, group=self.group)
+        _, indices = torch_api.merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], k=k)
+        return indices
+
+    def merge(
+        self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None, *, scatter_heads: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over all ranks' keys from each rank's own out [T, H, L] and lse [T, H], computed without a sink.
+
+        With scatter_heads each rank gets its own H / W heads, as a tensor-parallel output projection takes them, for a
+        W-th of the bytes; sink [H] is then still that of all heads.
+
+        Raises:
+            ArgumentError: H is not a multiple of the ranks, with scatter_heads.
+        """
+        ranks = self.ownership.ranks
+        tokens, heads, latent = out.shape
+        parts = 1
+        if scatter_heads:
+            parts, heads = ranks, heads_of(heads, ranks)
+            out = out.view(tokens, ranks, heads, latent).transpose(0, 1)
+            lse = lse.view(tokens, ranks, heads).transpose(0, 1)
+            sink = None if sink is None else sink[self.rank * heads : (self.rank + 1) * heads]
+        flat = [x.contiguous().view(torch.uint8).view(parts, -1) for x in (out, lse)]
+        sent = torch.cat(flat, dim=1)
+        gathered = sent.new_empty((ranks, sent.shape[1]))
+        if scatter_heads:
+            with _named("merge_attention: all_to_all", sent):
+                dist.all_to_all_single(gathered, sent, group=self.group)
+        else:
+            with _named("merge_attention: all_gather", sent):
+                dist.all_gather_into_tensor(gathered, sent, group=self.group)
+        cut = flat[0].shape[1]
+        outs = gathered[:, :cut].view(out.dtype).view(ranks, tokens, heads, latent)
+        lses = gathered[:, cut:].view(torch.float32).view(ranks, tokens, heads)
+        return torch_api.merge_attention(outs, lses, sink)
+
+    def dsa_attention(
+        self, q: torch.Tensor, index_q: torch.Tensor, index_weights: torch.Tensor, mla_cache: torch.Tensor,
+        indexer_cache: torch.Tensor, batch: Batch, sink: torch.Tensor | None = None, *, k: int, softmax_scale: float,
+        index_scale: float | None = None, workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
+
+        The steps are `select`, `map_slots`, `sparse_mla` and `merge`, for callers with other caches to compose.
+        """
+        indices = self.select(
+            index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
+        )
+        slots, _ = torch_api.map_slots(
+            indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size
+        )
+        out, lse = torch_api.sparse_mla(q, mla_cache, slots, softmax_scale=softmax_scale)
+        return *self.merge(out, lse, sink, scatter_heads=scatter_heads), indices
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Heads shared out evenly over the ranks of a mesh; caches and indexer are the same on every rank.
+
+    Attention needs no exchange. With `batch_invariant=True` a rank's heads have the bits they have on one GPU.
+
+    Attributes:
+        mesh: One axis, such as mesh["tensor"].
+    """
+
+    mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        _check_mesh(self.mesh)
+
+    def shard(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """This rank's heads of a tensor with all of them on `axis`: a view.
+
+        Raises:
+            ArgumentError: The heads cannot be dealt out evenly.
+        """
+        heads = heads_of(tensor.shape[axis], self.mesh.size())
+        return tensor.narrow(axis, self.mesh.get_local_rank() * heads, heads)
+
+    def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """All heads, from every rank's own."""
+        ranks = self.mesh.size()
+        front = tensor.movedim(axis, 0).contiguous()
+        gathered = front.new_empty((ranks * front.shape[0], *front.shape[1:]))
+        as_bytes = front.view(torch.uint8)
+        with _named("tensor parallel: all_gather", front):
+            dist.all_gather_into_tensor(gathered.view(torch.uint8), as_bytes, group=self.mesh.get_group())
+        return gathered.movedim(0, axis)
