@@ -19,6 +19,10 @@ from xmla.core.errors import ArgumentError
 from xmla.core.parallel import Ownership, heads_of
 
 
+# torch 2.13 gave it another name.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
 @contextmanager
 def _named(what: str, tensor: torch.Tensor) -> Iterator[None]:
     """The engine's error with the op named."""
@@ -68,20 +72,16 @@ class ContextParallel:
         object.__setattr__(self, "rank", self.mesh.get_local_rank())
         object.__setattr__(self, "group", self.mesh.get_group())
 
-    def batch(
-        self, block_table: torch.Tensor, lengths: torch.Tensor, request_ids: torch.Tensor | None = None
-    ) -> Batch:
+    def batch(self, block_table: torch.Tensor, lengths: torch.Tensor, request_ids: torch.Tensor | None = None) -> Batch:
         """What the indexer needs of a step, from its whole lengths [T] and this rank's block table [B, M]."""
         pages = self.ownership.own_pages(block_table.shape[1], self.rank)
-        if self.ownership.block_pages == 1:
-            own = block_table[:, self.rank :: self.ownership.ranks].contiguous()
-        elif not pages or pages[-1] - pages[0] == len(pages) - 1:
-            first = pages[0] if pages else 0
-            own = block_table[:, first : first + max(len(pages), 1)]
-        else:
-            own = block_table[:, torch.tensor(pages, device=block_table.device)]
-        if not pages:  # a table of no page would be refused
+        if not pages:  # a request has fewer pages than there are ranks; a table of no page would be refused
             own = torch.full_like(block_table[:, :1], -1)
+        else:  # a slice where one names them, so that a CUDA graph may hold it
+            step = pages[1] - pages[0] if len(pages) > 1 else 1
+            even = pages == list(range(pages[0], pages[-1] + 1, step))
+            own = block_table[:, pages[0] : pages[-1] + 1 : step] if even else block_table[:, pages]
+            own = own.contiguous()
         return Batch(block_table, own, self.ownership.count(lengths, self.rank).to(torch.int32), request_ids)
 
     def select(
@@ -111,7 +111,7 @@ class ContextParallel:
             sent[1, rows] = self.ownership.position(own, self.rank)
         with _named("merge_topk: all_gather", sent):
             gathered = sent.new_empty((self.ownership.ranks, *sent.shape))
-            dist.all_gather_into_tensor(gathered, sent, group=self.group)
+            _all_gather(gathered.view(-1), sent.view(-1), group=self.group)
         _, indices = torch_api.merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], k=k)
         return indices
 
@@ -138,11 +138,11 @@ class ContextParallel:
         sent = torch.cat(flat, dim=1)
         gathered = sent.new_empty((ranks, sent.shape[1]))
         if scatter_heads:
-            with _named("merge_attention: all_to_all", sent):
-                dist.all_to_all_single(gathered, sent, group=self.group)
+            with _named("merge_attention: all_to_all", out):
+                dist.all_to_all_single(gathered.view(-1), sent.view(-1), group=self.group)
         else:
-            with _named("merge_attention: all_gather", sent):
-                dist.all_gather_into_tensor(gathered, sent, group=self.group)
+            with _named("merge_attention: all_gather", out):
+                _all_gather(gathered.view(-1), sent.view(-1), group=self.group)
         cut = flat[0].shape[1]
         outs = gathered[:, :cut].view(out.dtype).view(ranks, tokens, heads, latent)
         lses = gathered[:, cut:].view(torch.float32).view(ranks, tokens, heads)
@@ -196,7 +196,6 @@ class TensorParallel:
         ranks = self.mesh.size()
         front = tensor.movedim(axis, 0).contiguous()
         gathered = front.new_empty((ranks * front.shape[0], *front.shape[1:]))
-        as_bytes = front.view(torch.uint8)
         with _named("tensor parallel: all_gather", front):
-            dist.all_gather_into_tensor(gathered.view(torch.uint8), as_bytes, group=self.mesh.get_group())
+            _all_gather(gathered.view(-1), front.view(-1), group=self.mesh.get_group())
         return gathered.movedim(0, axis)

@@ -50,7 +50,8 @@ def sparse_mla(
         lse_base: "e", or "2" for base-2 logarithms.
         lse_sink: Whether exp(sink[h]) is part of the lse's sum, as in FlashInfer's sparse kernels on SM12x; then a row
             without valid keys has the sink for its lse.
-        batch_invariant: Split keys by K and EXTRA_K alone, so that a row's bits do not depend on the rows around it.
+        batch_invariant: Split keys by K and EXTRA_K alone and take the tile of 128 heads, so that a row's bits depend
+            neither on the rows around it nor on the heads beside it, as on ranks that share them out.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.

@@ -12,6 +12,7 @@ from xmla.core.tuned import tuned
 
 INVARIANT_SPLIT_KEYS = 512
 COMBINE_HEADS = 1  # H200, 2026-11-21: 15.6 µs a call at b=1 with 128 heads, 20.6 µs with 4; no slower at b=8
+MAX_HEADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ def plan(problem: Problem, device: Device) -> Plan:
     layout = mla_layout(problem)
     extra = mla_layout(problem, "extra_cache") if problem.has("extra_cache") else None
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
-    config = tuned("sparse_mla", device, f"h{heads}-{layout.name}", configure(heads, layout, device))
+    # A head's bits depend on its tile: tensor-parallel ranks take that of all heads.
+    tile_heads = MAX_HEADS if attrs["batch_invariant"] else heads
+    config = tuned("sparse_mla", device, f"h{tile_heads}-{layout.name}", configure(tile_heads, layout, device))
     unmet = unmet_by_hand(problem, layout, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])

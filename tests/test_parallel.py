@@ -1,0 +1,129 @@
+"""Attention over several ranks: torch processes under gloo (NCCL on GPUs), devices of one JAX process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import HAS_GPU
+
+from xmla import ArgumentError
+from xmla.core.parallel import Ownership, heads_of, received_bytes
+
+FOLDER = Path(__file__).parent / "parallel"
+
+
+def visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_ranks(tmp_path: Path, ranks: int, *checks: str, **environment: str) -> list[dict[str, object]]:
+    """What each of `ranks` processes printed; all of them end within the engine's timeout and some for starting."""
+    if HAS_GPU and visible_gpus() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    command = [sys.executable, str(FOLDER / "torch_ranks.py"), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), *checks], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(out.strip() for out, _ in said), said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torch(ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, ranks, "context", "options", "writes", "heads", "bytes")
+    assert all(rank.get("ok") for rank in found), found
+    assert all(rank["digests"] == found[0]["digests"] for rank in found), "ranks differ"
+    for rank in found:
+        assert rank["uneven"] == (
+            f"tensor parallel: axis H is {2 * ranks + 1}, expected a multiple of {ranks} ranks: every rank runs the "
+            "same kernel, so that its heads have the bits they have on one GPU"
+        )
+        if not HAS_GPU:  # NCCL's do not pass a socket
+            for kind, (measured, predicted) in rank["bytes"].items():
+                assert predicted <= measured <= 1.05 * predicted + 2000, (kind, measured, predicted)
+
+
+def test_a_rank_that_disagrees_on_shapes(tmp_path: Path) -> None:
+    for rank in run_ranks(tmp_path, 2, "shapes", TORCH_DISTRIBUTED_DEBUG="DETAIL"):
+        assert rank["message"].startswith("merge_attention: all_gather of bfloat16[3, "), rank
+        assert "Detected mismatch between collectives on ranks" in rank["message"]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="NCCL tells after its watchdog's timeout")
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    first, second, last = run_ranks(tmp_path, 3, "death")
+    assert last == {"died": True}
+    for rank in (first, second):
+        assert rank["message"].startswith("merge_topk: all_gather of int32[2, 3, 48] on rank "), rank
+        assert "closed by peer" in rank["message"] or "reset by peer" in rank["message"]
+
+
+def test_jax() -> None:
+    ranks = [n for n in (2, 4, 8) if not HAS_GPU or n <= visible_gpus()]
+    if not ranks:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, str(FOLDER / "jax_ranks.py"), *map(str, ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["ranks"] for line in found] == ranks
+    for line in found:
+        assert line["uneven"].startswith(f"tensor parallel: axis H is {line['ranks'] + 1}, expected a multiple of")
+        for kind in ("gathered", "scattered"):
+            measured, predicted = line[kind]
+            assert measured == predicted, (kind, line)
+
+
+@pytest.mark.parametrize(
+    "own", [Ownership(1, 4), Ownership(3, 4), Ownership(2, 5, 3), Ownership.contiguous(4, 2, 9)], ids=str
+)
+def test_every_key_has_one_owner_and_one_place(own: Ownership) -> None:
+    length = 4 * own.ranks * own.block + 3
+    position = np.arange(length)
+    places = [own.position(np.arange(own.count(length, rank)), rank) for rank in range(own.ranks)]
+    assert np.array_equal(np.sort(np.concatenate(places)), position)
+    for rank, place in enumerate(places):
+        assert (own.owner(place) == rank).all() and (np.diff(place) > 0).all()
+        assert own.position(np.array([-1]), rank)[0] < 0
+        for end in (0, 1, own.block, own.block + 1, length):
+            assert own.count(end, rank) == (place < end).sum()
+        assert own.count(np.array([-5, -(2**31)]), rank).tolist() == [0, 0]
+        pages = own.own_pages(13, rank)
+        assert len(pages) <= own.own_width(13) and (own.owner(np.array(pages) * own.page_size) == rank).all()
+
+
+def test_contiguous_shares_are_runs() -> None:
+    own = Ownership.contiguous(4, 64, 10)
+    assert [own.own_pages(10, rank) for rank in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_received_bytes() -> None:
+    assert received_bytes(64, 128, 2048, 4) == {
+        "candidates": 3 * 64 * 2048 * 8, "partial attention": 3 * 64 * 128 * (512 * 2 + 4),
+    }  # fmt: skip
+    assert received_bytes(64, 128, 2048, 4, scatter_heads=True)["partial attention"] == 3 * 64 * 32 * 1028
+    assert sum(received_bytes(64, 128, 2048, 1).values()) == 0
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="Ownership: ranks is 0, expected at least 1"):
+        Ownership(0, 64)
+    with pytest.raises(ArgumentError, match="mesh has 3 ranks, expected 2, as its Ownership"):
+        Ownership(2, 64).check_ranks(3, "mesh")
+    with pytest.raises(ArgumentError, match="axis H is 40, expected a multiple of 16 ranks"):
+        heads_of(40, 16)

@@ -1,0 +1,158 @@
+"""Several GPUs in JAX: context parallel over pages, tensor parallel over heads, with shardings and collectives of JAX.
+
+`ContextParallel` is used inside `jax.shard_map`, where each device sees its own pools and block table;
+`tensor_parallel_attention` takes whole arrays, under `jit` with any NamedSharding or without.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from xmla import jax_api
+from xmla.core.errors import ArgumentError
+from xmla.core.parallel import Ownership, heads_of
+
+
+class Batch(NamedTuple):
+    """A step's requests as one rank sees them: made once a step, used by every layer."""
+
+    block_table: jax.Array  # [B, M] i32, negative where the page is another rank's
+    own_table: jax.Array  # [B, ·] i32, this rank's pages alone
+    own_lengths: jax.Array  # [T] i32, keys of this rank visible to each token
+    request_ids: jax.Array | None  # [T] i32
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Sparse attention over requests whose pages are shared out over the devices of a mesh axis.
+
+    Inside `jax.shard_map` every device has all tokens' queries and its own pages of both caches, under page ids of its
+    own. Its block table names them where they stand in the request and is negative elsewhere, so that `map_slots` and
+    the write ops need nothing else: positions of other ranks become −1. The keys selected are exactly those of one GPU.
+
+    Attributes:
+        axis_name: The mesh axis; its devices in order are the owners.
+        ownership: Who has which page.
+    """
+
+    axis_name: str
+    ownership: Ownership
+
+    def _rank(self) -> jax.Array:
+        self.ownership.check_ranks(jax.lax.axis_size(self.axis_name), f"mesh axis {self.axis_name!r}")
+        return jax.lax.axis_index(self.axis_name)
+
+    def batch(self, block_table: jax.Array, lengths: jax.Array, request_ids: jax.Array | None = None) -> Batch:
+        """What the indexer needs of a step, from its whole lengths [T] and this device's block table [B, M]."""
+        rank, own = self._rank(), self.ownership
+        column = jnp.arange(own.own_width(block_table.shape[1]), dtype=jnp.int32)
+        page = Ownership(own.ranks, 1, own.block_pages).position(column, rank)
+        table = jnp.take(block_table, page, axis=1, mode="fill", fill_value=-1)
+        return Batch(block_table, table, own.count(lengths, rank).astype(jnp.int32), request_ids)
+
+    def select(
+        self, index_q: jax.Array, index_weights: jax.Array, indexer_cache: Any, batch: Batch, *, k: int,
+        index_scale: float | None = None, workspace_bytes: int = 1 << 29,
+    ) -> jax.Array:  # fmt: skip
+        """The k best keys of each token over all ranks, as positions [T, K] in its request: ascending, −1 padded.
+
+        Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
+        a time as fit workspace_bytes, and at least one.
+        """
+        q8, weights = jax_api.quantize_indexer_query(index_q, index_weights, scale=index_scale)
+        tokens, requests = len(q8), len(batch.own_table)
+        columns = batch.own_table.shape[1] * self.ownership.page_size
+        ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)
+        if step < tokens and ids is None:
+            ids = jnp.arange(tokens, dtype=jnp.int32) // (tokens // requests)
+        found = []
+        for first in range(0, tokens, step):
+            rows = slice(first, first + step)
+            lengths = batch.own_lengths[rows]
+            logits = jax_api.indexer_logits_paged(
+                q8[rows], weights[rows], indexer_cache, batch.own_table, lengths, None if ids is None else ids[rows]
+            )
+            own = jax_api.select_topk(logits, lengths, k=k)
+            values = jnp.take_along_axis(logits, jnp.maximum(own, 0), axis=1)
+            found.append((values, self.ownership.position(own, self._rank())))
+        values, indices = (jnp.concatenate(part) for part in zip(*found, strict=True))
+        sent = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), indices])
+        gathered = jax.lax.all_gather(sent, self.axis_name)
+        values = jax.lax.bitcast_convert_type(gathered[:, 0], jnp.float32)
+        return jax_api.merge_topk(values, gathered[:, 1], k=k)[1]
+
+    def merge(
+        self, out: jax.Array, lse: jax.Array, sink: jax.Array | None = None, *, scatter_heads: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention over all ranks' keys from each rank's own out [T, H, L] and lse [T, H], computed without a sink.
+
+        With scatter_heads each rank gets its own H / W heads, as a tensor-parallel output projection takes them, for a
+        W-th of the bytes; sink [H] is then still that of all heads.
+
+        Raises:
+            ArgumentError: H is not a multiple of the ranks, with scatter_heads.
+        """
+        heads = heads_of(out.shape[1], self.ownership.ranks) if scatter_heads else out.shape[1]
+
+        def exchange(x: jax.Array) -> jax.Array:
+            sent = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # XLA widens floats on the CPU
+            if scatter_heads:
+                by_rank = sent.reshape(x.shape[0], -1, heads, *x.shape[2:])  # [T, W, H / W, …]
+                got = jax.lax.all_to_all(by_rank, self.axis_name, split_axis=1, concat_axis=0)
+            else:
+                got = jax.lax.all_gather(sent, self.axis_name)
+            return jax.lax.bitcast_convert_type(got, x.dtype)
+
+        if sink is not None and scatter_heads:
+            sink = jax.lax.dynamic_slice_in_dim(sink, self._rank() * heads, heads)
+        return jax_api.merge_attention(exchange(out), exchange(lse), sink)
+
+    def dsa_attention(
+        self, q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: Any, indexer_cache: Any,
+        batch: Batch, sink: jax.Array | None = None, *, k: int, softmax_scale: float, index_scale: float | None = None,
+        workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+        """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
+
+        The steps are `select`, `map_slots`, `sparse_mla` and `merge`, for callers with other caches to compose.
+        """
+        indices = self.select(
+            index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
+        )
+        slots, _ = jax_api.map_slots(indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size)
+        out, lse = jax_api.sparse_mla(q, mla_cache, slots, softmax_scale=softmax_scale)
+        return *self.merge(out, lse, sink, scatter_heads=scatter_heads), indices
+
+
+def tensor_parallel_attention(
+    q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: jax.Array, indexer_cache: jax.Array,
+    block_table: jax.Array, lengths: jax.Array, request_ids: jax.Array | None = None, sink: jax.Array | None = None, *,
+    mesh: Mesh, axis_name: str, **attrs: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """`dsa_attention` with the heads of q and sink shared out evenly over a mesh axis; everything else is replicated.
+
+    out and lse come back sharded over their heads. With `batch_invariant=True` every head has the bits that it has on
+    one GPU.
+
+    Raises:
+        ArgumentError: The heads cannot be dealt out evenly, or as `dsa_attention`.
+    """
+    if axis_name not in mesh.shape:
+        raise ArgumentError(f"tensor parallel: axis_name is {axis_name!r}, expected one of {tuple(mesh.shape)}")
+    heads_of(q.shape[1], mesh.shape[axis_name])
+    arrays = (q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink)
+    heads = P(None, axis_name)
+    specs = (heads, P(), P(), P(), P(), P(), P(), P(), P(axis_name))
+    given = [index for index, array in enumerate(arrays) if array is not None]
+
+    def attend(*own: jax.Array) -> Any:
+        values = dict(zip(given, own, strict=True))
+        return jax_api.dsa_attention(*(values.get(index) for index in range(len(arrays))), **attrs)
+
+    mapped = partial(jax.shard_map, mesh=mesh, out_specs=(heads, heads, P()), check_vma=False)
+    return mapped(attend, in_specs=tuple(specs[index] for index in given))(*(arrays[index] for index in given))
