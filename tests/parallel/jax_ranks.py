@@ -21,7 +21,7 @@ import kit
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problem import K, PROBLEMS, SCALE, Problem
+from problem import PROBLEMS, SCALE, K, Problem
 
 from xmla import ArgumentError, jax_api
 from xmla.core.op import registry

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from problem import K, PROBLEMS, SCALE, Problem
+from problem import PROBLEMS, SCALE, K, Problem
 from torch.distributed.device_mesh import init_device_mesh
 
 import xmla.core.interpreter  # noqa: F401
@@ -25,7 +25,7 @@ from xmla.core.parallel import Ownership, received_bytes
 from xmla.torch_api.parallel import ContextParallel, TensorParallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import kit  # noqa: E402
+import kit
 
 TIMEOUT = 20
 GPU = torch.cuda.is_available()

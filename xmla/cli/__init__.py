@@ -92,6 +92,7 @@ IndexHeads = Annotated[int, typer.Option(help="Indexer heads.")]
 TopK = Annotated[int, typer.Option("--k", help="Selected keys a token.")]
 PageSize = Annotated[int, typer.Option(help="Entries a page.")]
 Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
+Ranks = Annotated[int, typer.Option(help="Ranks that share each request's pages (context parallel).")]
 Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
 
 
@@ -99,25 +100,26 @@ Target = Annotated[str | None, typer.Option("--device", help="A known device; de
 def plan(
     batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
     heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
-    device: Target = None,
+    ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
     """What a model's steps launch, and the bytes of workspace and caches they need; needs no GPU."""
     from xmla.cli.plan import configure, show_plan
 
-    show_plan(configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed), device)
+    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
+    show_plan(config, device)
 
 
 @app.command()
 def warmup(
     batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
     heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
-    device: Target = None,
+    ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
     """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
     from xmla.cli.plan import configure, find_device
     from xmla.warmup import warmup
 
-    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed)
+    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
     warmup(config, None if device is None else find_device(device))
 
 

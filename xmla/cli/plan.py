@@ -12,12 +12,12 @@ from xmla.warmup import present_device
 
 def configure(
     batches: list[int] | None, max_lens: list[int] | None, next_n: list[int] | None, prefill: list[int] | None,
-    heads: int, index_heads: int, k: int, page_size: int, mixed: bool,
+    heads: int, index_heads: int, k: int, page_size: int, mixed: bool, ranks: int = 1,
 ) -> ModelConfig:  # fmt: skip
     """A model with these sizes; lists that are not given are one typical value each, without prefill."""
     return ModelConfig(
-        heads=heads, index_heads=index_heads, k=k, page_size=page_size, mixed=mixed, batches=tuple(batches or [64]),
-        max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]), prefill_tokens=tuple(prefill or []),
+        heads=heads, index_heads=index_heads, k=k, page_size=page_size, mixed=mixed, ranks=ranks,
+        batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]), prefill_tokens=tuple(prefill or []),
     )  # fmt: skip
 
 
@@ -62,6 +62,11 @@ def show_plan(config: ModelConfig, device_name: str | None) -> None:
     caches = config.caches()
     for name, spec in caches.items():
         console.print(f"{name}: {spec.shape[2]} bytes a key and layer, {spec.shape[1] * spec.shape[2]:,} a page")
+    if config.ranks > 1:
+        console.print(f"{config.ranks} ranks share each request's pages; received a rank, step and layer:")
+        for name, parts in config.exchanged():
+            shown = ", ".join(f"{what} {count:,} B" for what, count in parts.items())
+            console.print(f"  {name}: {sum(parts.values()):,} B ({shown})", soft_wrap=True)
     console.print(f"{len(config.specializations(device))} kernels in all")
 
 

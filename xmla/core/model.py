@@ -8,6 +8,7 @@ from xmla.core.compile import Specialization, specialize
 from xmla.core.device import Device
 from xmla.core.layout import V32, IndexerLayout
 from xmla.core.op import plan_call, registry
+from xmla.core.parallel import received_bytes
 from xmla.core.plan import Plan, cdiv
 from xmla.core.roofline import estimate
 from xmla.core.spec import Spec
@@ -50,6 +51,7 @@ class ModelConfig:
         max_lens: Longest contexts: the block table's width in keys, every value that occurs.
         prefill_tokens: Tokens of a prefill step, and with them the keys: every value that occurs.
         sink: Whether attention has a sink.
+        ranks: Ranks that share each request's pages, interleaved: decode steps are then those of `ContextParallel`.
     """
 
     heads: int = 128
@@ -67,6 +69,7 @@ class ModelConfig:
     max_lens: tuple[int, ...] = (4096, 32768, 131072)
     prefill_tokens: tuple[int, ...] = (2048, 8192)
     sink: bool = False
+    ranks: int = 1
 
     @property
     def indexer(self) -> IndexerLayout:
@@ -105,6 +108,9 @@ class ModelConfig:
             starts = Spec((requests + 1,), "int32")
             batch = {"query_starts": starts, "lengths": Spec((requests,), "int32")}
             yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n})
+        if self.ranks > 1:
+            yield from self.shared(tokens, requests, max_len, mixed)
+            return
         specs = {
             **self.queries(tokens), **self.caches(), "block_table": self.table(requests, max_len),
             "lengths": Spec((tokens,), "int32"),
@@ -115,6 +121,47 @@ class ModelConfig:
             specs["sink"] = Spec((self.heads,), "float32")
         attrs = {"k": self.k, "softmax_scale": self.softmax_scale, "index_scale": self.index_scale}
         yield Call("dsa_attention", specs, attrs)
+
+    def shared(self, tokens: int, requests: int, max_len: int, mixed: bool) -> Iterator[Call]:
+        """What `ContextParallel.dsa_attention` calls on each rank, with the strides that torch's exchanges leave."""
+        queries, caches, ranks = self.queries(tokens), self.caches(), self.ranks
+        ids = {"request_ids": Spec((tokens,), "int32")} if mixed else {}
+        sink = {"sink": Spec((self.heads,), "float32")} if self.sink else {}
+        own = self.table(requests, cdiv(max_len, ranks))
+        lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
+        index = {"q": queries["index_q"], "weights": queries["index_weights"]}
+        yield Call("quantize_indexer_query", index, {"scale": self.index_scale})
+        index = {
+            "q8": Spec(queries["index_q"].shape, "float8_e4m3fn"), "weights": queries["index_weights"],
+            "cache": caches["indexer_cache"], "block_table": own, "lengths": lengths, **ids,
+        }  # fmt: skip
+        yield Call("indexer_logits_paged", index, {})
+        logits = Spec((tokens, own.shape[1] * self.page_size), "float32")
+        yield Call("select_topk", {"logits": logits, "ends": lengths}, {"k": self.k})
+        strides = (2 * tokens * self.k, self.k, 1)
+        candidates = {
+            name: Spec((ranks, *slots.shape), dtype, strides)
+            for name, dtype in (("values", "float32"), ("indices", "int32"))
+        }
+        yield Call("merge_topk", candidates, {"k": self.k})
+        mapped = {"indices": slots, "block_table": self.table(requests, max_len), **ids}
+        yield Call("map_slots", mapped, {"page_size": self.page_size, "compact": True})
+        attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})
+        row = V32.latent * 2  # bytes; a rank sends its rows and then its float32 lses
+        part = tokens * self.heads * (row + 4)
+        outs = Spec(
+            (ranks, tokens, self.heads, V32.latent), self.dtype, (part // 2, self.heads * V32.latent, V32.latent, 1)
+        )
+        lses = Spec((ranks, tokens, self.heads), "float32", (part // 4, self.heads, 1))
+        yield Call("merge_attention", {"outs": outs, "lses": lses, **sink}, {})
+
+    def exchanged(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Bytes that each rank receives in every decode step, a layer, by what they are."""
+        for requests in self.batches:
+            for next_n in self.next_n:
+                step = f"decode {requests} requests × {next_n}"
+                yield step, received_bytes(requests * next_n, self.heads, self.k, self.ranks)
 
     def prefill(self, tokens: int, keys: int) -> Iterator[Call]:
         """A prefill step of `tokens` over `keys` gathered from the indexer's pages."""

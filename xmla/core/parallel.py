@@ -1,4 +1,4 @@
-"""Attention over several ranks: who owns which key or head, and the bytes that a step exchanges. Imports no framework."""
+"""Attention over several ranks: who owns which key or head, and the bytes that a step exchanges."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ from xmla.core.plan import cdiv
 class Ownership:
     """Which rank has which keys of every request: blocks of pages dealt out in turn (block-cyclic).
 
-    Key p belongs to rank p // block % ranks, block = block_pages · page_size. Each rank counts its own keys of a request
-    from 0, in order, and keeps them in its own pools. The methods take numbers or arrays of any framework.
+    Key p belongs to rank p // block % ranks, block = block_pages · page_size. Each rank counts its own keys of a
+    request from 0, in order, and keeps them in its own pools. The methods take numbers or arrays of any framework.
 
     Attributes:
         ranks: W, ranks that share a request.
@@ -76,8 +76,8 @@ def heads_of(heads: int, ranks: int) -> int:
     """
     if heads % ranks:
         raise ArgumentError(
-            f"tensor parallel: axis H is {heads}, expected a multiple of {ranks} ranks: every rank runs the same kernel, "
-            f"so that its heads have the bits they have on one GPU"
+            f"tensor parallel: axis H is {heads}, expected a multiple of {ranks} ranks: every rank runs the same "
+            "kernel, so that its heads have the bits they have on one GPU"
         )
     return heads // ranks
 

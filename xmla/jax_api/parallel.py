@@ -124,8 +124,11 @@ class ContextParallel:
         indices = self.select(
             index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
         )
-        slots, _ = jax_api.map_slots(indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size)
-        out, lse = jax_api.sparse_mla(q, mla_cache, slots, softmax_scale=softmax_scale)
+        # A rank attends to its own keys alone: they come first in a row.
+        slots, counts = jax_api.map_slots(
+            indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size, compact=True
+        )
+        out, lse = jax_api.sparse_mla(q, mla_cache, slots, counts, softmax_scale=softmax_scale)
         return *self.merge(out, lse, sink, scatter_heads=scatter_heads), indices
 
 

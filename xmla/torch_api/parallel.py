@@ -18,9 +18,8 @@ from xmla import torch_api
 from xmla.core.errors import ArgumentError
 from xmla.core.parallel import Ownership, heads_of
 
-
 # torch 2.13 gave it another name.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 @contextmanager
@@ -52,9 +51,9 @@ class Batch:
 class ContextParallel:
     """Sparse attention over requests whose pages are shared out over the ranks of a mesh.
 
-    Every rank has all tokens' queries and its own pages of both caches, under page ids of its own. Its block table names
-    them where they stand in the request and is negative elsewhere, so that `map_slots` and the write ops need nothing
-    else: positions of other ranks become −1. The keys selected are exactly those of one GPU.
+    Every rank has all tokens' queries and its own pages of both caches, under page ids of its own. Its block table
+    names them where they stand in the request and is negative elsewhere, so that `map_slots` and the write ops need
+    nothing else: positions of other ranks become −1. The keys selected are exactly those of one GPU.
 
     Attributes:
         mesh: One axis, such as mesh["context"]; its ranks in order are the owners.
@@ -111,7 +110,7 @@ class ContextParallel:
             sent[1, rows] = self.ownership.position(own, self.rank)
         with _named("merge_topk: all_gather", sent):
             gathered = sent.new_empty((self.ownership.ranks, *sent.shape))
-            _all_gather(gathered.view(-1), sent.view(-1), group=self.group)
+            all_gather(gathered.view(-1), sent.view(-1), group=self.group)
         _, indices = torch_api.merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], k=k)
         return indices
 
@@ -142,7 +141,7 @@ class ContextParallel:
                 dist.all_to_all_single(gathered.view(-1), sent.view(-1), group=self.group)
         else:
             with _named("merge_attention: all_gather", out):
-                _all_gather(gathered.view(-1), sent.view(-1), group=self.group)
+                all_gather(gathered.view(-1), sent.view(-1), group=self.group)
         cut = flat[0].shape[1]
         outs = gathered[:, :cut].view(out.dtype).view(ranks, tokens, heads, latent)
         lses = gathered[:, cut:].view(torch.float32).view(ranks, tokens, heads)
@@ -160,10 +159,11 @@ class ContextParallel:
         indices = self.select(
             index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
         )
-        slots, _ = torch_api.map_slots(
-            indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size
+        # A rank attends to its own keys alone: they come first in a row.
+        slots, counts = torch_api.map_slots(
+            indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size, compact=True
         )
-        out, lse = torch_api.sparse_mla(q, mla_cache, slots, softmax_scale=softmax_scale)
+        out, lse = torch_api.sparse_mla(q, mla_cache, slots, counts, softmax_scale=softmax_scale)
         return *self.merge(out, lse, sink, scatter_heads=scatter_heads), indices
 
 
@@ -197,5 +197,5 @@ class TensorParallel:
         front = tensor.movedim(axis, 0).contiguous()
         gathered = front.new_empty((ranks * front.shape[0], *front.shape[1:]))
         with _named("tensor parallel: all_gather", front):
-            _all_gather(gathered.view(-1), front.view(-1), group=self.mesh.get_group())
+            all_gather(gathered.view(-1), front.view(-1), group=self.mesh.get_group())
         return gathered.movedim(0, axis)

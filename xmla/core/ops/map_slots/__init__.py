@@ -12,7 +12,7 @@ from xmla.core.ops.map_slots.reference import reference
 from xmla.core.spec import Spec
 
 
-def map_slots(indices, block_table, request_ids=None, *, page_size: int) -> Any:
+def map_slots(indices, block_table, request_ids=None, *, page_size: int, compact: bool = False) -> Any:
     """Request-local key indices to slots of the paged cache.
 
         slots[t,k] = block_table[request of t, i // page_size] · page_size + i % page_size,     i = indices[t,k]
@@ -25,11 +25,12 @@ def map_slots(indices, block_table, request_ids=None, *, page_size: int) -> Any:
         request_ids: [T] int32, each token's row of block_table; outside [0, B) the row becomes −1. Without it T is a
             multiple of B and every request has T / B adjacent tokens.
         page_size: R, entries a page.
+        compact: List the valid slots of a row first, in their order.
 
     Returns:
         slots: [T, K] int32.
-        counts: [T] int32, valid slots a row. A length for `sparse_mla` where the valid ones come first, as they do of
-            what `select_topk` picked within a request's pages.
+        counts: [T] int32, valid slots a row: a length for `sparse_mla` where the valid ones come first, with `compact`
+            and wherever they do in `indices`.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.

@@ -3,7 +3,7 @@ import numpy as np
 from xmla.core.op import Case
 
 
-def _case(requests: int, next_n: int, keys: int, page_size: int, with_ids: bool = False) -> Case:
+def _case(requests: int, next_n: int, keys: int, page_size: int, with_ids: bool = False, **attrs: object) -> Case:
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         width = 5
         indices = rng.integers(0, width * page_size, (requests * next_n, keys)).astype(np.int32)
@@ -19,8 +19,14 @@ def _case(requests: int, next_n: int, keys: int, page_size: int, with_ids: bool 
             inputs["request_ids"] = ids.astype(np.int32)
         return inputs
 
-    name = f"b{requests}-next{next_n}-k{keys}-page{page_size}{'-ids' if with_ids else ''}"
-    return Case(name, make, {"page_size": page_size})
+    name = f"b{requests}-next{next_n}-k{keys}-page{page_size}{'-ids' if with_ids else ''}{'-compact' if attrs else ''}"
+    return Case(name, make, {"page_size": page_size, **attrs})
 
 
-CASES = (_case(1, 1, 17, 64), _case(3, 2, 2048, 53), _case(2, 3, 2049, 2, with_ids=True), _case(4, 1, 1, 576))
+CASES = (
+    _case(1, 1, 17, 64),
+    _case(3, 2, 2048, 53),
+    _case(2, 3, 2049, 2, with_ids=True),
+    _case(4, 1, 1, 576),
+    _case(2, 2, 2500, 61, compact=True),
+)

@@ -17,6 +17,7 @@ def map_slots_kernel(
     K: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_REQUEST_IDS: tl.constexpr,
+    COMPACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -33,6 +34,14 @@ def map_slots_kernel(
         page = tl.load(table_row + index // PAGE_SIZE, mask=inside, other=-1)
         slot = page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE
         ok = (page >= 0) & (slot <= 0x7FFFFFFF)
-        tl.store(slots_ptr + token * K + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < K)
+        if COMPACT:
+            place = count + tl.cumsum(ok.to(tl.int32), 0) - 1
+            tl.store(slots_ptr + token * K + place, slot.to(tl.int32), mask=ok)
+        else:
+            tl.store(slots_ptr + token * K + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < K)
         count += tl.sum(ok.to(tl.int32))
+    if COMPACT:
+        for first in tl.range(0, K, BLOCK_K):
+            offs_k = first + tl.arange(0, BLOCK_K)
+            tl.store(slots_ptr + token * K + offs_k, -1, mask=(offs_k >= count) & (offs_k < K))
     tl.store(counts_ptr + token, count)

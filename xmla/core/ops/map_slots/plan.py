@@ -19,6 +19,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("K", problem["K"]),
             ("PAGE_SIZE", problem.attrs["page_size"]),
             ("HAS_REQUEST_IDS", ids),
+            ("COMPACT", problem.attrs["compact"]),
             ("BLOCK_K", min(2048, max(16, next_power_of_2(problem["K"])))),
         ),
     )

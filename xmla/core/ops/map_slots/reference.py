@@ -2,7 +2,12 @@ import numpy as np
 
 
 def reference(
-    indices: np.ndarray, block_table: np.ndarray, request_ids: np.ndarray | None = None, *, page_size: int
+    indices: np.ndarray,
+    block_table: np.ndarray,
+    request_ids: np.ndarray | None = None,
+    *,
+    page_size: int,
+    compact: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Definition of `map_slots`."""
     tokens, (requests, width) = len(indices), block_table.shape
@@ -16,4 +21,6 @@ def reference(
         page = np.where(inside, block_table[request, np.where(inside, index // page_size, 0)], -1).astype(np.int64)
         slot = page * page_size + index % page_size
         slots[token] = np.where((page >= 0) & (slot < 2**31), slot, -1)
+    if compact:
+        slots = np.take_along_axis(slots, np.argsort(slots < 0, axis=1, kind="stable"), axis=1)
     return slots, (slots >= 0).sum(axis=1, dtype=np.int32)

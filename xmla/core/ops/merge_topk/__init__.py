@@ -15,8 +15,8 @@ def merge_topk(values, indices, *, k: int) -> Any:
 
     Args:
         values: [W, T, C] float32, C candidates from each of W parts.
-        indices: [W, T, C] int32, theirs in the whole row. A negative index is padding, wherever it stands: its value may be
-            anything. An index that occurs twice is two candidates.
+        indices: [W, T, C] int32, theirs in the whole row. A negative index is padding, wherever it stands: its value
+            may be anything. An index that occurs twice is two candidates.
         k: K ≥ 1, any size.
 
     Returns:

@@ -16,7 +16,7 @@ def load_candidates(
     values_ptr, indices_ptr, row, candidate, num_candidates, VALUE_STRIDE_W: tl.constexpr, VALUE_STRIDE_T: tl.constexpr,
     INDEX_STRIDE_W: tl.constexpr, INDEX_STRIDE_T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Order keys of a row's candidates u32, 0 of padding, their indices and values; `candidate` counts over all parts."""
+    """Order keys u32, 0 of padding, indices and values of a row's candidates; `candidate` counts over all parts."""
     inside = candidate < num_candidates
     part, place = (candidate // C).to(tl.int64), candidate % C
     index_ptrs = indices_ptr + part * INDEX_STRIDE_W + row * INDEX_STRIDE_T + place
