@@ -6,6 +6,7 @@ is timed, all ranks' selections are compared. Results are JSON lines: the first 
 
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ HEADS, INDEX_HEADS, K, PAGE, SCALE = 128, 64, 2048, 64, 0.1352
 CONTEXTS = (32768, 131072, 1048576)
 BATCHES = (8, 64)
 ROUNDS = 15
+COUNTED = 50  # steps whose bytes are counted
 TIMEOUT = 60
 
 app = typer.Typer(add_completion=False)
@@ -64,6 +66,17 @@ def time_graph(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
     slowest = torch.tensor([statistics.median(samples)], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return round(float(slowest), 2)
+
+
+def nvlink_received(ordinal: int) -> int | None:
+    """Bytes that a GPU's NVLinks have received so far, NCCL's flags included; None where the driver does not tell."""
+    command = ["nvidia-smi", "nvlink", "-gt", "d", "-i", str(ordinal)]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    counts = re.findall(r"Rx: (\d+) KiB", shown)
+    return sum(map(int, counts)) * 1024 if counts else None
 
 
 def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -129,7 +142,8 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
         )
         parts = {"one GPU": whole} | {name: parts[name] for name in ("logits", "topk", "attention")}
     repeats = 10 if context < 1 << 20 else 4
-    times = {"step": time_graph(capture(step), repeats)}
+    graph = capture(step)
+    times = {"step": time_graph(graph, repeats)}
     times |= {name: time_graph(capture(call), repeats) for name, call in parts.items()}
     received = received_bytes(requests, HEADS, K, ranks)
     figures = {"ranks": ranks, "requests": requests, "context": context, "right": right, "us": times,
@@ -137,6 +151,14 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
     if ranks > 1:
         exchange = times["exchange candidates"] + times["exchange attention"]
         figures["share_of_exchange"] = round(exchange / times["step"], 3)
+        before = nvlink_received(rank)
+        for _ in range(COUNTED):
+            graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+        after = nvlink_received(rank)
+        if before is not None and after is not None:
+            figures["nvlink_received_bytes"] = (after - before) // COUNTED
     return figures
 
 

@@ -17,7 +17,8 @@ def configure(
     """A model with these sizes; lists that are not given are one typical value each, without prefill."""
     return ModelConfig(
         heads=heads, index_heads=index_heads, k=k, page_size=page_size, mixed=mixed, ranks=ranks,
-        batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]), prefill_tokens=tuple(prefill or []),
+        batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]),
+        prefill_tokens=tuple(prefill or []),
     )  # fmt: skip
 
 
