@@ -176,7 +176,7 @@ def load(layer: SparseAttention, weights: dict[str, np.ndarray]) -> None:
 
 
 def run(layer: SparseAttention, x: jax.Array, prompt: int, plain: bool) -> tuple[jax.Array, int]:
-    """One request: the prompt in one call, then a token a step. Outputs [T, hidden], and how often a step was traced."""
+    """One request: the prompt in one call, then a token a step. Outputs [T, hidden]; how often a step was traced."""
     graph, state = nnx.split(layer)
     traces = []
 

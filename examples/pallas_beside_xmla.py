@@ -3,8 +3,8 @@
 python examples/pallas_beside_xmla.py
 
 The Pallas kernel does in one go what a model does between its projection and the indexer: RMSNorm, rope, Hadamard
-transform, fp8 quantisation, weights folded. Beside it stands the same in jnp with xmla's `quantize_indexer_query` at the
-end. On a GPU both are timed, as is the quantisation alone; without one Pallas and xmla interpret their kernels.
+transform, fp8 quantisation, weights folded. Beside it stands the same in jnp with xmla's `quantize_indexer_query` at
+the end. On a GPU both are timed, as is the quantisation alone; without one Pallas and xmla interpret their kernels.
 """
 
 import os

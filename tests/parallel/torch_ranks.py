@@ -29,11 +29,12 @@ import kit
 
 TIMEOUT = 20
 GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
 SHARED = ("q", "index_q", "index_weights", "lengths", "request_ids", "sink")
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: kit.to_torch(np.ascontiguousarray(a), "cuda" if GPU else "cpu") for name, a in arrays.items()}
+    return {name: kit.to_torch(np.ascontiguousarray(a), DEVICE) for name, a in arrays.items()}
 
 
 def received() -> int:
@@ -96,10 +97,10 @@ def check_options(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, obj
 def check_writes(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
     """Each rank's block table sends a new key to its owner alone."""
     ownership = Ownership(ranks, 4)
-    table = torch.full((1, 8), -1, dtype=torch.int32)
+    table = torch.full((1, 8), -1, dtype=torch.int32, device=DEVICE)
     for place, page in enumerate(ownership.own_pages(8, rank)):
         table[0, page] = place
-    position = torch.arange(32, dtype=torch.int32)[None]
+    position = torch.arange(32, dtype=torch.int32, device=DEVICE)[None]
     slots, counts = torch_api.map_slots(position, table, page_size=4)
     assert counts.item() == 32 // ranks
     assert ((slots[0] >= 0) == (ownership.owner(position[0]) == rank)).all()
@@ -171,7 +172,7 @@ def main() -> None:
         "nccl" if GPU else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=TIMEOUT),
     )  # fmt: skip
-    mesh = init_device_mesh("cuda" if GPU else "cpu", (ranks,), mesh_dim_names=("context",))
+    mesh = init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("context",))
     found: dict[str, object] = {}
     try:
         for check in checks:

@@ -146,7 +146,7 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
     times = {"step": time_graph(graph, repeats)}
     times |= {name: time_graph(capture(call), repeats) for name, call in parts.items()}
     received = received_bytes(requests, HEADS, K, ranks)
-    figures = {"ranks": ranks, "requests": requests, "context": context, "right": right, "us": times,
+    figures: dict[str, Any] = {"ranks": ranks, "requests": requests, "context": context, "right": right, "us": times,
                "received_bytes": received}  # fmt: skip
     if ranks > 1:
         exchange = times["exchange candidates"] + times["exchange attention"]
