@@ -66,11 +66,10 @@ def test_a_rank_that_disagrees_on_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(HAS_GPU, reason="NCCL tells after its watchdog's timeout")
 def test_a_rank_that_dies(tmp_path: Path) -> None:
-    first, second, last = run_ranks(tmp_path, 3, "death")
-    assert last == {"died": True}
-    for rank in (first, second):
-        assert rank["message"].startswith("merge_topk: all_gather of int32[2, 3, 48] on rank "), rank
-        assert "closed by peer" in rank["message"] or "reset by peer" in rank["message"]
+    alive, dead = run_ranks(tmp_path, 2, "death")
+    assert dead == {"died": True}
+    assert alive["message"].startswith("merge_topk: all_gather of int32[2, 3, 48] on rank 0: "), alive
+    assert "closed by peer" in alive["message"] or "reset by peer" in alive["message"]
 
 
 def test_jax() -> None:

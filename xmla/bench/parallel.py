@@ -96,8 +96,8 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
     batch = parallel.batch(table, lengths)
     attrs = {"k": K, "softmax_scale": SCALE}
 
-    def step() -> tuple[torch.Tensor, ...]:
-        return parallel.dsa_attention(q, index_q, index_weights, mla_cache, indexer_cache, batch, **attrs)
+    def step(**options: bool) -> tuple[torch.Tensor, ...]:
+        return parallel.dsa_attention(q, index_q, index_weights, mla_cache, indexer_cache, batch, **attrs, **options)
 
     _, lse, indices = step()
     chosen = [torch.empty_like(indices) for _ in range(ranks)]
@@ -121,6 +121,7 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
 
     scattered = part.new_zeros(part.numel())
     parts: dict[str, Callable[[], Any]] = {
+        "step, scattered": partial(step, scatter_heads=True),
         "logits": partial(
             torch_api.indexer_logits_paged, q8, weights, indexer_cache, batch.own_table, batch.own_lengths
         ),

@@ -39,4 +39,5 @@ CASES = (
     _case(8, 4, 65, 70, "special"),
     _case(1, 2, 9, 20),
     _case(2, 2, 4200, 16, "ties"),  # more than one program holds
+    _case(2, 1, 700, 4100),  # more than one program sorts
 )

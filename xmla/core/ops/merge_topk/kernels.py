@@ -1,8 +1,9 @@
 """The k best of a row's candidates, in two launches.
 
 `merge_choose_kernel` finds the threshold of the total order bit by bit, first of the values, then, only where more
-candidates tie than there is room for, of the indices, and stores the winners as they stand. `merge_order_kernel` lists
-them by ascending index: a winner's place is the number of winners before it.
+candidates tie than there is room for, of the indices, and stores the winners as they stand. The second launch lists
+them by ascending index: `merge_sort_kernel` where a program holds them all, else `merge_order_kernel`, where a winner's
+place is the number of winners before it.
 """
 
 import triton
@@ -33,6 +34,16 @@ def reversed_index(index):
     return (0x7FFFFFFF - index).to(tl.uint32) + 1
 
 
+@triton.jit
+def count_reached(keys, threshold, bit):
+    """How many keys reach the threshold with its next two bits 01, 10 and 11; `bit` is the lower of the two."""
+    first = (keys >= (threshold | bit)).to(tl.int64)
+    second = (keys >= (threshold | (bit << 1))).to(tl.int64)
+    third = (keys >= (threshold | (bit << 1) | bit)).to(tl.int64)
+    packed = tl.sum(first + (second << 21) + (third << 42))  # a tile has fewer than 2**21
+    return (packed & 0x1FFFFF).to(tl.int32), ((packed >> 21) & 0x1FFFFF).to(tl.int32), (packed >> 42).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["num_candidates"])
 def merge_choose_kernel(
     values_ptr,  # [W, T, C] f32
@@ -60,21 +71,24 @@ def merge_choose_kernel(
     threshold = tl.full([], 0, tl.uint32)
     above = 0  # candidates over the threshold
     equal = 0  # and on it
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in tl.range(0, 32):
-        trial = threshold | bit
-        reached = tl.sum((keys >= trial).to(tl.int32))
+    bit = tl.full([], 0x40000000, tl.uint32)  # two bits at a time, since a step waits for its reduction
+    for _ in tl.range(0, 16):
+        low, middle, high = count_reached(keys, threshold, bit)
         if not ONE_TILE:
             for base in tl.range(TILE, num_candidates, TILE):
                 more, _index, _value = load_candidates(
                     values_ptr, indices_ptr, row, base + offs, num_candidates,
                     VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
                 )  # fmt: skip
-                reached += tl.sum((more >= trial).to(tl.int32))
-        threshold = tl.where(reached >= K, trial, threshold)
-        above = tl.where(reached >= K, above, reached)
-        equal = tl.where(reached >= K, reached, equal)
-        bit = bit >> 1
+                more_low, more_middle, more_high = count_reached(more, threshold, bit)
+                low += more_low
+                middle += more_middle
+                high += more_high
+        above = tl.where(high >= K, above, tl.where(middle >= K, high, tl.where(low >= K, middle, low)))
+        equal = tl.where(high >= K, high, tl.where(middle >= K, middle, tl.where(low >= K, low, equal)))
+        threshold |= tl.where(middle >= K, bit << 1, 0)
+        threshold |= tl.where((high >= K) | ((low >= K) & (middle < K)), bit, 0)
+        bit = bit >> 2
     # `equal` counts all that reach the threshold; nothing ties on 0, which is padding.
     tied = tl.where(threshold > 0, equal - above, 0)
 
@@ -150,3 +164,26 @@ def merge_order_kernel(
     place = tl.where(mine, place, offs_k)
     tl.store(values_ptr + row + place, tl.where(mine, value, float("-inf")), mask=offs_k < K)
     tl.store(indices_ptr + row + place, tl.where(mine, index, -1), mask=offs_k < K)
+
+
+@triton.jit
+def merge_sort_kernel(
+    chosen_values_ptr,  # [T, K] f32
+    chosen_ptr,  # [T, K] i32
+    counts_ptr,  # [T] i32
+    values_ptr,  # [T, K] f32
+    indices_ptr,  # [T, K] i32
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # ≥ K
+):
+    row = tl.program_id(0).to(tl.int64) * K
+    offs_k = tl.arange(0, BLOCK_K)
+    count = tl.load(counts_ptr + tl.program_id(0))
+    index = tl.load(chosen_ptr + row + offs_k, mask=offs_k < count, other=0x7FFFFFFF)
+    # An index that occurs twice keeps its order: the lower half is where a winner stands.
+    order = tl.sort((index.to(tl.int64) << 32) | offs_k.to(tl.int64))
+    mine = offs_k < count
+    place = (order & 0x7FFFFFFF).to(tl.int32)
+    value = tl.load(chosen_values_ptr + row + place, mask=mine, other=float("-inf"))
+    tl.store(values_ptr + row + offs_k, value, mask=offs_k < K)
+    tl.store(indices_ptr + row + offs_k, tl.where(mine, (order >> 32).to(tl.int32), -1), mask=offs_k < K)

@@ -1,15 +1,16 @@
-from xmla.core.device import Device
+from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Problem
-from xmla.core.ops.merge_topk.kernels import merge_choose_kernel, merge_order_kernel
+from xmla.core.ops.merge_topk.kernels import merge_choose_kernel, merge_order_kernel, merge_sort_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 from xmla.core.spec import Spec
 
 MAX_TILE = 8192  # candidates that one program holds in registers; 16384 spill
-BLOCK_K, BLOCK_N = 128, 32
+MAX_SORT = 4096  # winners that one program sorts
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     rows, k = problem["T"], problem.attrs["k"]
+    block_k, block_n = (1024, 1024) if device == INTERPRETER else (128, 32)
     candidates = problem["W"] * problem["C"]
     tile = min(MAX_TILE, max(1024, next_power_of_2(max(candidates, 1))))
     values, indices = problem.specs["values"], problem.specs["indices"]
@@ -37,11 +38,16 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_warps=max(4, min(16, tile // 512)),
     )
     order = Launch(
-        merge_order_kernel,
-        grid=(rows * cdiv(k, BLOCK_K),),
+        merge_sort_kernel if k <= MAX_SORT else merge_order_kernel,
+        grid=(rows if k <= MAX_SORT else rows * cdiv(k, block_k),),
         inputs=tuple(workspace),
         sizes=(),
         outputs=("top_values", "top_indices"),
-        constexprs=(("K", k), ("BLOCK_K", BLOCK_K), ("BLOCK_N", BLOCK_N)),
+        constexprs=(
+            (("K", k), ("BLOCK_K", next_power_of_2(k)))
+            if k <= MAX_SORT
+            else (("K", k), ("BLOCK_K", block_k), ("BLOCK_N", block_n))
+        ),
+        num_warps=8 if k > 512 else 4,
     )
     return Plan((choose, order), workspace | problem.op.result_specs(problem), ("top_values", "top_indices"))
