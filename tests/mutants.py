@@ -55,6 +55,8 @@ MUTANTS = (
            "test_4_unreferenced_memory.py", "sparse_mla"),
     Mutant("base = tl.where(new_maximum == float(\"-inf\"), 0.0, new_maximum)", "base = new_maximum",
            f"{OPS}/sparse_mla/kernels.py", "test_4_unreferenced_memory.py", "empty_rows"),
+    Mutant("mask = (head_ok & has_keys)[:, None] & latent_ok", "mask = head_ok[:, None] & latent_ok",
+           f"{OPS}/merge_attention/kernels.py", "test_1_every_kernel_ends.py", "merge_attention"),
     Mutant("page.to(tl.int64) * PAGE_STRIDE", "page.to(tl.int32) * PAGE_STRIDE", "xmla/core/lang.py",
            "test_5_offsets.py"),
     Mutant("if (page >= 0) & (page < num_pages):", "if page >= 0:", f"{OPS}/compress_kv/kernels.py",

@@ -18,6 +18,7 @@ from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import largest_error
 from xmla.core.device import KNOWN_DEVICES
 from xmla.core.op import registry
+from xmla.core.parallel import received_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +29,16 @@ def test_info() -> None:
     facts = json.loads(as_json.output)
     assert facts["xmla"] == __version__ and facts["kernels"] == ("compiled" if HAS_GPU else "interpreted")
     assert facts["triton"] in plain.output and len(facts["devices"]) >= 1
+
+
+def test_plan_prints_what_ranks_exchange() -> None:
+    words = ["plan", "--batch", "64", "--max-len", "131072", "--device", "H200"]
+    result = CliRunner().invoke(app, [*words, "--ranks", "4"])
+    assert result.exit_code == 0, result.output
+    assert "merge_topk" in result.output and "merge_attention" in result.output
+    predicted = received_bytes(64, 128, 2048, 4)
+    assert f"decode 64 requests × 1: {sum(predicted.values()):,} B" in result.output
+    assert "merge" not in CliRunner().invoke(app, words).output
 
 
 def test_verify_passes() -> None:

@@ -88,6 +88,55 @@ def test_jax() -> None:
             assert measured == predicted, (kind, line)
 
 
+def test_the_model_lists_the_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sys.path.insert(0, str(FOLDER))
+    from problem import PAGE, SCALE, K, make
+    from torch_ranks import DEVICE, attend
+
+    from xmla import ModelConfig
+    from xmla.core.op import Op, registry
+    from xmla.core.spec import Spec, row_major
+    from xmla.torch_api import _run
+    from xmla.torch_api.parallel import ContextParallel
+
+    def key(op: str, specs: list[Spec | None], attrs: tuple[object, ...]) -> tuple[object, ...]:
+        def strides(spec: Spec) -> list[int]:  # that of an axis of one element means nothing
+            real = spec.strides or row_major(spec.shape)
+            return [stride for size, stride in zip(spec.shape, real, strict=True) if size > 1]
+
+        return op, [s and (s.shape, s.dtype, strides(s)) for s in specs], attrs
+
+    called = []
+    real = _run.prepare
+
+    def prepare(op: Op, tensors: list, attrs: tuple, *rest: object) -> object:
+        called.append(key(op.name, [t if t is None else _run.spec_of(t) for t in tensors], attrs))
+        return real(op, tensors, attrs, *rest)
+
+    monkeypatch.setattr(_run, "prepare", prepare)
+    monkeypatch.setattr(_run, "_prepared", {})
+    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        problem = make(Ownership(1, PAGE), (31, 17), 1)
+        attend(ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
+    finally:
+        dist.destroy_process_group()
+    pages, width = len(problem.ranks[0]["mla_cache"]), problem.whole["block_table"].shape[1]
+    model = ModelConfig(heads=8, index_heads=4, k=K, page_size=PAGE, softmax_scale=SCALE, sink=True)
+    listed = []
+    for call in model.shared(2, 2, width * PAGE, mixed=False):
+        op = registry()[call.op]
+        specs = [call.specs.get(name) for name in op.tensors]
+        specs = [s and Spec((pages, *s.shape[1:]), s.dtype) if n.endswith("cache") else s
+                 for n, s in zip(op.tensors, specs, strict=True)]  # fmt: skip
+        listed.append(key(call.op, specs, tuple((op.defaults | dict(call.attrs)).values())))
+    assert listed == called
+
+
 @pytest.mark.parametrize(
     "own", [Ownership(1, 4), Ownership(3, 4), Ownership(2, 5, 3), Ownership.contiguous(4, 2, 9)], ids=str
 )

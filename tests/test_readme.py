@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from xmla.bench import ranks_report
 from xmla.bench.report import insert, report
 
 ROOT = Path(__file__).parent.parent
@@ -13,6 +14,12 @@ def test_numbers_are_the_committed_ones() -> None:
     numbers = report([ROOT / "benchmarks/results/h200" / name for name in ("bench.jsonl", "host.jsonl")])
     assert "FlashMLA" in numbers
     assert insert(README, numbers) == README
+
+
+def test_steps_over_several_gpus_are_the_committed_ones() -> None:
+    table = ranks_report.report(ROOT / "benchmarks/results/h200/parallel.jsonl")
+    assert insert(README, table, ranks_report.MARKERS) == README
+    assert table.count("µs") > 20
 
 
 def test_links_lead_to_files() -> None:

@@ -94,10 +94,12 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
     index_weights = torch.randn(requests, INDEX_HEADS, device="cuda")
     mla_cache, indexer_cache = pools
     batch = parallel.batch(table, lengths)
-    attrs = {"k": K, "softmax_scale": SCALE}
 
-    def step(**options: bool) -> tuple[torch.Tensor, ...]:
-        return parallel.dsa_attention(q, index_q, index_weights, mla_cache, indexer_cache, batch, **attrs, **options)
+    def step(scatter_heads: bool = False) -> tuple[torch.Tensor, ...]:
+        return parallel.dsa_attention(
+            q, index_q, index_weights, mla_cache, indexer_cache, batch, k=K, softmax_scale=SCALE,
+            scatter_heads=scatter_heads,
+        )  # fmt: skip
 
     _, lse, indices = step()
     chosen = [torch.empty_like(indices) for _ in range(ranks)]
@@ -139,8 +141,9 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
     }
     if ranks == 1:
         whole = partial(
-            torch_api.dsa_attention, q, index_q, index_weights, mla_cache, indexer_cache, table, lengths, **attrs
-        )
+            torch_api.dsa_attention, q, index_q, index_weights, mla_cache, indexer_cache, table, lengths, k=K,
+            softmax_scale=SCALE,
+        )  # fmt: skip
         parts = {"one GPU": whole} | {name: parts[name] for name in ("logits", "topk", "attention")}
     repeats = 10 if context < 1 << 20 else 4
     graph = capture(step)

@@ -55,10 +55,11 @@ def report(files: list[Path]) -> str:
     return "\n".join(shown) + "\n"
 
 
-def insert(text: str, numbers: str) -> str:
+def insert(text: str, numbers: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """`text` with what stands between its two markers replaced by `numbers`."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + numbers + END + rest.split(END)[1]
+    begin, end = markers
+    before, rest = text.split(begin)
+    return before + begin + numbers + end + rest.split(end)[1]
 
 
 def main(
