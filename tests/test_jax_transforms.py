@@ -110,6 +110,14 @@ def test_vmap_over_some(name: str, mapped: tuple[str, ...]) -> None:
     check_vmap(op, case, dict.fromkeys(mapped, 0), size=2)
 
 
+@pytest.mark.parametrize("optional", ["extra_cache", "cos_sin"])
+def test_vmap_over_other_pools(optional: str) -> None:
+    """A second source and a table of rotations, each batch element's own."""
+    op = OPS["sparse_mla"]
+    case = next(case for case in op.cases if optional in kit.make(case))
+    check_vmap(op, case, {name: 0 for name in kit.make(case) if name not in SHARED}, size=2)
+
+
 def test_vmap_twice_and_over_requests_with_ids() -> None:
     op = OPS["map_slots"]
     case = op.cases[2]

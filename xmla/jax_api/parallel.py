@@ -115,7 +115,7 @@ class ContextParallel:
     def dsa_attention(
         self, q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: Any, indexer_cache: Any,
         batch: Batch, sink: jax.Array | None = None, *, k: int, softmax_scale: float, index_scale: float | None = None,
-        workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
+        mla_cache_format: str | None = None, workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
 
@@ -128,7 +128,9 @@ class ContextParallel:
         slots, counts = jax_api.map_slots(
             indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size, compact=True
         )
-        out, lse = jax_api.sparse_mla(q, mla_cache, slots, counts, softmax_scale=softmax_scale)
+        out, lse = jax_api.sparse_mla(
+            q, mla_cache, slots, counts, softmax_scale=softmax_scale, cache_format=mla_cache_format
+        )
         return *self.merge(out, lse, sink, scatter_heads=scatter_heads), indices
 
 

@@ -150,7 +150,8 @@ class ContextParallel:
     def dsa_attention(
         self, q: torch.Tensor, index_q: torch.Tensor, index_weights: torch.Tensor, mla_cache: torch.Tensor,
         indexer_cache: torch.Tensor, batch: Batch, sink: torch.Tensor | None = None, *, k: int, softmax_scale: float,
-        index_scale: float | None = None, workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
+        index_scale: float | None = None, mla_cache_format: str | None = None, workspace_bytes: int = 1 << 29,
+        scatter_heads: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
 
@@ -163,7 +164,9 @@ class ContextParallel:
         slots, counts = torch_api.map_slots(
             indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size, compact=True
         )
-        out, lse = torch_api.sparse_mla(q, mla_cache, slots, counts, softmax_scale=softmax_scale)
+        out, lse = torch_api.sparse_mla(
+            q, mla_cache, slots, counts, softmax_scale=softmax_scale, cache_format=mla_cache_format
+        )
         return *self.merge(out, lse, sink, scatter_heads=scatter_heads), indices
 
 

@@ -44,8 +44,8 @@ OP = Op(
     prototype=convert_mla_cache,
     tensors={
         "source": Tensor("SOURCE_P SOURCE_R SOURCE_ROW", (*BYTES, *HALVES)),
-        "source_slots": Tensor("T", ("int32", "int64")),
-        "slots": Tensor("T", ("int32", "int64")),
+        "source_slots": Tensor("T", ("int32", "int64"), index_of="SOURCE_P SOURCE_R"),
+        "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
         "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
     },
     outputs={},

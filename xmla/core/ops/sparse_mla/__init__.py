@@ -129,10 +129,10 @@ OP = Op(
         "lengths": Tensor("T", INDEX),
         "sink": Tensor("H", F32),
         "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES)),
-        "extra_slots": Tensor("T EXTRA_K", INDEX),
+        "extra_slots": Tensor("T EXTRA_K", INDEX, index_of="EXTRA_P EXTRA_R"),
         "extra_lengths": Tensor("T", INDEX),
         "cos_sin": Tensor("S E", FLOATS),
-        "positions": Tensor("T", INDEX),
+        "positions": Tensor("T", INDEX, index_of="S"),
     },
     outputs={
         "out": lambda p: Spec((p["T"], p["H"], VALUE_DIMS), p.specs["q"].dtype),
