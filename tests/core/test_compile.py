@@ -39,7 +39,7 @@ def test_every_configuration_compiles(arch: int) -> None:
         assert len(by_hand) >= 2 and all("wgmma.mma_async" in kernel["mma"] for kernel in by_hand)
         # A few words before and after the loops; inside them a spill costs more than all else, and takes more.
         spilled = [kernel["stack_bytes"] for kernel in by_hand]
-        assert all(HAS_GPU if stack is None else stack <= 64 for stack in spilled), f"registers spill: {spilled}"
+        assert all(not told if stack is None else stack <= 64 for stack in spilled), f"registers spill: {spilled}"
 
     for name, block_h in (("sparse_mla_kernel", 64), ("indexer_logits_kernel", 0), ("indexer_logits_paged_kernel", 0)):
         wide = NATIVE[arch] != "mma.sync"

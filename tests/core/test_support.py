@@ -33,7 +33,9 @@ def test_reasons_are_those_of_the_call() -> None:
 
 
 def test_questions_that_make_no_sense() -> None:
-    with pytest.raises(ArgumentError, match="op is 'sparse', expected one of compress_kv, convert_mla_cache, dsa_attention"):
+    with pytest.raises(
+        ArgumentError, match="op is 'sparse', expected one of compress_kv, convert_mla_cache, dsa_attention"
+    ):
         supports("sparse", KNOWN_DEVICES[0])
     with pytest.raises(ArgumentError, match="axis is 'Z', expected one of"):
         supports("sparse_mla", KNOWN_DEVICES[0], Z=3)

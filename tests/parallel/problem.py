@@ -66,7 +66,7 @@ def share(whole: dict[str, np.ndarray], own: Ownership, rank: int, lengths: np.n
         for page in own.own_pages(-(-int(length) // own.page_size), rank):
             mine[request, page] = len(pages)
             pages.append(table[request, page])
-    room = max(-(-whole["mla_cache"].shape[0] // 1), len(pages)) + 1  # the same on every rank
+    room = len(whole["mla_cache"]) + 1  # the same on every rank
     order = np.random.default_rng(rank).permutation(room)[: len(pages)]
     mine[mine >= 0] = order[mine[mine >= 0]]
     shared = {"block_table": mine}

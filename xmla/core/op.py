@@ -7,7 +7,7 @@ Glossary of axes, the same everywhere:
   L latent dims (512, V4: 448)               E rope dims (64)         ROW bytes or elements of an entry
   S positions of a table of rotations
   r tokens a compressed entry stands for     C series that a token gives a compressor
-  W parts of a result, one a rank            C candidates a part
+  W parts of a result, one a rank
 """
 
 import inspect

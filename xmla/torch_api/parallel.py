@@ -90,7 +90,7 @@ class ContextParallel:
         """The k best keys of each token over all ranks, as positions [T, K] in its request: ascending, −1 padded.
 
         Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
-        a time as fit workspace_bytes, and at least one request's.
+        a time as fit workspace_bytes, and at least one.
         """
         q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale)
         tokens, requests = len(q8), len(batch.own_table)
@@ -133,7 +133,7 @@ class ContextParallel:
             out = out.view(tokens, ranks, heads, latent).transpose(0, 1)
             lse = lse.view(tokens, ranks, heads).transpose(0, 1)
             sink = None if sink is None else sink[self.rank * heads : (self.rank + 1) * heads]
-        flat = [x.contiguous().view(torch.uint8).view(parts, -1) for x in (out, lse)]
+        flat = [x.contiguous().view(torch.uint8).view(parts, x.nbytes // parts) for x in (out, lse)]
         sent = torch.cat(flat, dim=1)
         gathered = sent.new_empty((ranks, sent.shape[1]))
         if scatter_heads:

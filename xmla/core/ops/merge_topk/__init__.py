@@ -14,8 +14,8 @@ def merge_topk(values, indices, *, k: int) -> Any:
     after −inf. Where: listed by ascending index.
 
     Args:
-        values: [W, T, C] float32, C candidates from each of W parts.
-        indices: [W, T, C] int32, theirs in the whole row. A negative index is padding, wherever it stands: its value
+        values: [W, T, N] float32, N candidates from each of W parts.
+        indices: [W, T, N] int32, theirs in the whole row. A negative index is padding, wherever it stands: its value
             may be anything. An index that occurs twice is two candidates.
         k: K ≥ 1, any size.
 
@@ -35,7 +35,7 @@ def check(problem: Problem) -> None:
 
 OP = Op(
     prototype=merge_topk,
-    tensors={"values": Tensor("W T C", F32), "indices": Tensor("W T C", INDEX)},
+    tensors={"values": Tensor("W T N", F32), "indices": Tensor("W T N", INDEX)},
     outputs={
         "top_values": lambda p: Spec((p["T"], p.attrs["k"]), "float32"),
         "top_indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),

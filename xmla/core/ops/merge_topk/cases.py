@@ -4,7 +4,7 @@ from xmla.core.op import Case
 
 
 def _case(parts: int, rows: int, candidates: int, k: int, values: str = "normal", packed: bool = False) -> Case:
-    """`packed`: values and indices are slices of one array [W, 2, T, C], as one collective delivers them."""
+    """`packed`: values and indices are slices of one array [W, 2, T, N], as one collective delivers them."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         shape = (parts, rows, candidates)

@@ -15,11 +15,11 @@ from xmla.core.ops.select_topk.kernels import order_key
 @triton.jit
 def load_candidates(
     values_ptr, indices_ptr, row, candidate, num_candidates, VALUE_STRIDE_W: tl.constexpr, VALUE_STRIDE_T: tl.constexpr,
-    INDEX_STRIDE_W: tl.constexpr, INDEX_STRIDE_T: tl.constexpr, C: tl.constexpr,
+    INDEX_STRIDE_W: tl.constexpr, INDEX_STRIDE_T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Order keys u32, 0 of padding, indices and values of a row's candidates; `candidate` counts over all parts."""
     inside = candidate < num_candidates
-    part, place = (candidate // C).to(tl.int64), candidate % C
+    part, place = (candidate // N).to(tl.int64), candidate % N
     index_ptrs = indices_ptr + part * INDEX_STRIDE_W + row * INDEX_STRIDE_T + place
     index = tl.load(index_ptrs, mask=inside, other=-1)
     valid = index >= 0
@@ -46,9 +46,9 @@ def count_reached(keys, threshold, bit):
 
 @triton.jit(do_not_specialize=["num_candidates"])
 def merge_choose_kernel(
-    values_ptr,  # [W, T, C] f32
-    indices_ptr,  # [W, T, C] i32
-    num_candidates,  # W · C
+    values_ptr,  # [W, T, N] f32
+    indices_ptr,  # [W, T, N] i32
+    num_candidates,  # W · N
     chosen_values_ptr,  # [T, K] f32
     chosen_ptr,  # [T, K] i32
     counts_ptr,  # [T] i32, how many were chosen
@@ -56,7 +56,7 @@ def merge_choose_kernel(
     VALUE_STRIDE_T: tl.constexpr,
     INDEX_STRIDE_W: tl.constexpr,
     INDEX_STRIDE_T: tl.constexpr,
-    C: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     TILE: tl.constexpr,
     ONE_TILE: tl.constexpr,  # all candidates stay in registers
@@ -65,7 +65,7 @@ def merge_choose_kernel(
     offs = tl.arange(0, TILE)
     keys, index, _value = load_candidates(
         values_ptr, indices_ptr, row, offs, num_candidates,
-        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
     )  # fmt: skip
 
     threshold = tl.full([], 0, tl.uint32)
@@ -78,7 +78,7 @@ def merge_choose_kernel(
             for base in tl.range(TILE, num_candidates, TILE):
                 more, _index, _value = load_candidates(
                     values_ptr, indices_ptr, row, base + offs, num_candidates,
-                    VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+                    VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
                 )  # fmt: skip
                 more_low, more_middle, more_high = count_reached(more, threshold, bit)
                 low += more_low
@@ -104,7 +104,7 @@ def merge_choose_kernel(
                 for base in tl.range(TILE, num_candidates, TILE):
                     more, more_index, _value = load_candidates(
                         values_ptr, indices_ptr, row, base + offs, num_candidates,
-                        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+                        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
                     )  # fmt: skip
                     reached += tl.sum(((more == threshold) & (reversed_index(more_index) >= trial)).to(tl.int32))
             index_threshold = tl.where(reached >= K - above, trial, index_threshold)
@@ -118,7 +118,7 @@ def merge_choose_kernel(
         # Again also where all are in registers, which have no room for the values.
         keys, index, value = load_candidates(
             values_ptr, indices_ptr, row, base + offs, num_candidates,
-            VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, C,
+            VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
         )  # fmt: skip
         equal_keys = (keys == threshold) & (keys > 0)
         last = equal_keys & (reversed_index(index) == index_threshold)

@@ -11,7 +11,7 @@ MAX_SORT = 4096  # winners that one program sorts
 def plan(problem: Problem, device: Device) -> Plan:
     rows, k = problem["T"], problem.attrs["k"]
     block_k, block_n = (1024, 1024) if device == INTERPRETER else (128, 32)
-    candidates = problem["W"] * problem["C"]
+    candidates = problem["W"] * problem["N"]
     tile = min(MAX_TILE, max(1024, next_power_of_2(max(candidates, 1))))
     values, indices = problem.specs["values"], problem.specs["indices"]
     workspace = {
@@ -30,7 +30,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("VALUE_STRIDE_T", values.stride(1)),
             ("INDEX_STRIDE_W", indices.stride(0)),
             ("INDEX_STRIDE_T", indices.stride(1)),
-            ("C", problem["C"]),
+            ("N", problem["N"]),
             ("K", k),
             ("TILE", tile),
             ("ONE_TILE", candidates <= tile),

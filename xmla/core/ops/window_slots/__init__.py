@@ -62,7 +62,7 @@ OP = Op(
     tensors={
         "block_table": Tensor("B M", INDEX),
         "lengths": Tensor("T", INDEX),
-        "request_ids": Tensor("T", INDEX),
+        "request_ids": Tensor("T", INDEX, index_of="B"),
     },
     outputs={
         "slots": lambda p: Spec((p["T"], p.attrs["window"]), "int32"),
