@@ -12,9 +12,12 @@ if not HAS_GPU:
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
+# Interpreted kernels take too long to shrink and explain a failure.
+PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
 hypothesis.settings.register_profile(
-    "xmla", derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(hypothesis.HealthCheck)
-)
+    "xmla", derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(hypothesis.HealthCheck),
+    phases=PHASES,
+)  # fmt: skip
 hypothesis.settings.load_profile("xmla")
 
 

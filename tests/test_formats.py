@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import kit
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from xmla import torch_api
 from xmla.core.cases import mla_pool, normal
@@ -11,7 +11,6 @@ from xmla.core.layout import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import registry
 from xmla.core.spec import Spec
 
-SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 layouts = st.sampled_from(MLA_LAYOUTS)
 page_sizes = st.sampled_from([1, 2, 3, 53, 64])
 seeds = st.integers(0, 2**32 - 1)
@@ -21,7 +20,6 @@ def pool_of(rng: np.random.Generator, layout: MlaLayout, entries: int, used: np.
     return mla_pool(rng, layout, pages, entries, used, layout.alignment * int(rng.integers(0, 9)))
 
 
-@SETTINGS
 @given(layouts, page_sizes, st.integers(1, 9), st.sampled_from(["scale", "amax"]), seeds)
 def test_write_then_read(device: str, layout: MlaLayout, entries: int, tokens: int, floor: str, seed: int) -> None:
     """Bytes and rows are the definition's; a read of them gives what their writer rounded to."""
@@ -47,7 +45,6 @@ def test_write_then_read(device: str, layout: MlaLayout, entries: int, tokens: i
     kit.assert_bits_equal("rows", rows, want)
 
 
-@SETTINGS
 @given(st.data(), page_sizes, page_sizes, st.integers(1, 40), st.integers(0, 40), st.booleans(), seeds)
 def test_attention_over_two_sources(
     device: str, data: st.DataObject, entries: int, others: int, keys: int, extra_keys: int, with_lengths: bool,
