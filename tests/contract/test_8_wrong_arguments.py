@@ -177,7 +177,8 @@ MISTAKES = [
             lambda a: {"ape": a["ape"][:0]}),
     Mistake("compress_kv", "compress_kv: norm_weight axis D (axis 0) is 256, expected 512, 128, 64 or 32",
             lambda a: {"norm_weight": np.zeros(256, np.float32)}),
-    Mistake("compress_kv", "compress_kv: cache axis ROW (axis 2) is 584 of uint8, expected 132 bytes (D + 4)",
+    Mistake("compress_kv", "compress_kv: cache axis ROW (axis 2) is 584, expected 132 (fp8: D + 4) or 68 "
+            "(mxfp4: D/2 + 4)",
             lambda a: {"cache": np.zeros((2, 3, 584), np.uint8)}, case=3),
     Mistake("compress_kv", "compress_kv: cache dims an entry is 576 ('v32'), expected 512, as norm_weight",
             lambda a: {"cache": np.zeros((2, 3, 656), np.uint8)}),

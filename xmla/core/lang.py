@@ -157,3 +157,28 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr):
     dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL) * weights[None, :]
     by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))
     return tl.sum(by_token, axis=2) * factors[:, None]
+
+
+@triton.jit
+def store_keys(
+    cache_ptr, slot, ok, x, MXFP4: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Quantise indexer keys x [N, D] f32 and store them at `slot` [N] where `ok`."""
+    D: tl.constexpr = x.shape[1]
+    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    cache = as_bytes(cache_ptr)
+    if MXFP4:
+        values, scales = quantize_mxfp4(x, MIN_EXPONENT)  # [N, D/2] u8, [N, D/32] u8
+        offs_b = tl.arange(0, D // 2)[None, :]
+        tl.store(cache + (base + offset * (D // 2))[:, None] + offs_b, values, mask=ok[:, None])
+        footer = (cache + base + PAGE_SIZE * (D // 2) + offset * 4)[:, None]
+        for unused in tl.static_range(D // 32, 4):
+            tl.store(footer + unused, tl.full([x.shape[0], 1], 127, tl.uint8), mask=ok[:, None])
+        tl.store(footer + tl.arange(0, D // 32)[None, :], scales, mask=ok[:, None])
+    else:
+        values, scales = quantize(x, 1, MIN_EXPONENT)  # [N, D] e4m3, [N] f32
+        offs_d = tl.arange(0, D)[None, :]
+        tl.store(cache + (base + offset * D)[:, None] + offs_d, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
+        tl.store(as_floats(cache + base + PAGE_SIZE * D + offset * 4), scales, mask=ok)

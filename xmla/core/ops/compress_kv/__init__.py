@@ -42,8 +42,8 @@ def compress_kv(
             may repeat: a ring of n positions serves calls with at most n − C·r + 1 tokens a request. A position on no
             page is not kept, and is left out of every window.
         cache: [P, R, ROW]. D = 512: entries of any format of `write_mla_cache` that has 512 dims, one every r tokens.
-            D = 128, 64 or 32: keys of `write_indexer_cache`, [P, R, D+4] bytes. Updated in place. An entry that has
-            no page, or whose position is not in cos_sin, is not written.
+            D = 128, 64 or 32: keys of `write_indexer_cache`, fp8 or mxfp4 as ROW says. Updated in place. An entry that
+            has no page, or whose position is not in cos_sin, is not written.
         block_table: [B, M] int32, pages of `cache`: that of entry j is block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; outside [0, B) nothing is done. Without it T is a
             multiple of B and every request has T / B adjacent tokens.

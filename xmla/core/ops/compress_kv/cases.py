@@ -61,7 +61,7 @@ def _case(
             state_table[0, 0], inputs["block_table"][-1, -1] = requests * owned + 2, -1
         return inputs
 
-    name = layout.name if isinstance(layout, MlaLayout) else f"keys{dim}"
+    name = layout.name if isinstance(layout, MlaLayout) else f"keys{dim}-{layout.format}"
     kind = "ring" if ring else "pages"
     return Case(f"{name}-b{len(starts)}-new{new}-ratio{ratio}-page{entries}-{kind}", make, attrs)
 
@@ -72,6 +72,7 @@ CASES = (
     _case((130, 250), 8, 128, V4, 2, 8, dtype=F16, ring=True),
     _case((11, 6), 2, 4, IndexerLayout(128), 64, 4, padding=4, eps=1e-3),
     _case((3, 17), 7, 4, IndexerLayout(64), 5, 4, dtype=F16, rope=32, with_ids=True),
+    _case((5, 2), 7, 4, IndexerLayout(128, "mxfp4"), 3, 4, padding=8),
     _case((4, 3), 4, 4, V41, 61, 4, ring=True, cache_format="v41"),
     _case((6,), 6, 5, V41_FP4, 2, 3, padding=16),
     _case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),

@@ -2,7 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.entries import LANES, TAIL_LANES, store_entries
-from xmla.core.lang import LOG2E, as_bytes, as_floats, page_base, quantize
+from xmla.core.lang import LOG2E, page_base, store_keys
 
 
 @triton.jit
@@ -98,19 +98,6 @@ def rotate(x, row, D: tl.constexpr, E: tl.constexpr):
     return tl.reshape(tl.join(even, turned), (D,))
 
 
-@triton.jit
-def store_key(cache_ptr, slot, ok, x, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """Quantise indexer keys x [N, D] f32 and store them at `slot` [N] where `ok`."""
-    D: tl.constexpr = x.shape[1]
-    values, scales = quantize(x, 1, MIN_EXPONENT)
-    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
-    offset = slot % PAGE_SIZE
-    cache = as_bytes(cache_ptr)
-    value_ptrs = cache + (base + offset * D)[:, None] + tl.arange(0, D)[None, :]
-    tl.store(value_ptrs, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
-    tl.store(as_floats(cache + base + PAGE_SIZE * D + offset * 4), scales, mask=ok)
-
-
 @triton.jit(
     do_not_specialize=[
         "num_requests", "next_n", "state_stride", "state_width", "state_pages", "table_stride", "table_width",
@@ -172,4 +159,5 @@ def compress_entries_kernel(
             no_tail = tl.zeros([1, TAIL_LANES], tl.float32)
             store_entries(cache_ptr, slot, ok, x[None, :], no_tail, LAYOUT, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
         else:
-            store_key(cache_ptr, slot, ok, x[None, :], PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
+            MXFP4: tl.constexpr = LAYOUT.format == "mxfp4"
+            store_keys(cache_ptr, slot, ok, x[None, :], MXFP4, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)

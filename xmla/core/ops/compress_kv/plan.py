@@ -1,8 +1,8 @@
 from xmla.core.device import Device
-from xmla.core.layout import IndexerLayout, MlaLayout, mla_layout
+from xmla.core.layout import IndexerLayout, MlaLayout, indexer_layouts, mla_layout
 from xmla.core.op import BYTES, Problem
 from xmla.core.ops.compress_kv.kernels import compress_entries_kernel, keep_states_kernel
-from xmla.core.ops.write_indexer_cache import INDEXER_DIMS, check_indexer_pages
+from xmla.core.ops.write_indexer_cache import INDEXER_DIMS, check_indexer_pages, check_indexer_row
 from xmla.core.plan import Launch, Plan, next_power_of_2
 
 POOLED = 8192  # elements of the window that a program holds at once: 64 registers of 256 threads, scores and values
@@ -17,13 +17,14 @@ def entry_layout(problem: Problem) -> MlaLayout | IndexerLayout:
         return layout
     if problem["D"] not in INDEXER_DIMS:
         problem.refuse("norm_weight", "axis D (axis 0)", problem["D"], "512, 128, 64 or 32")
-    if problem["ROW"] != problem["D"] + 4 or problem.specs["cache"].dtype not in BYTES:
-        got = f"{problem['ROW']} of {problem.specs['cache'].dtype}"
-        problem.refuse("cache", "axis ROW (axis 2)", got, f"{problem['D'] + 4} bytes (D + 4)")
+    if problem.specs["cache"].dtype not in BYTES:
+        problem.refuse("cache", "dtype", problem.specs["cache"].dtype, " or ".join(BYTES))
+    check_indexer_row(problem, "cache", "ROW")
     if problem.attrs["cache_format"] is not None:
         problem.refuse("cache_format", "value", repr(problem.attrs["cache_format"]), f"None with D = {problem['D']}")
     check_indexer_pages(problem)
-    return IndexerLayout(problem["D"])
+    (layout,) = indexer_layouts(problem["ROW"], problem["D"])
+    return layout
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.layout import IndexerLayout, mla_layouts, quantize
+from xmla.core.layout import indexer_layouts, mla_layouts
 from xmla.core.spec import Spec
 
 
@@ -58,8 +58,8 @@ def reference(
         return
     values = np.stack(entries).astype(np.float32)
     if dim != 512:
-        layout = IndexerLayout(dim)
-        layout.scatter(cache, np.array(slots), *quantize(values, layout.min_exponent))
+        (keys,) = indexer_layouts(cache.shape[2], dim)
+        keys.scatter(cache, np.array(slots), *keys.quantize(values))
     else:
         (mla,) = mla_layouts(Spec.of_numpy(cache), cache_format)
         mla.scatter(cache, np.array(slots), values[:, : mla.latent], values[:, mla.latent :], scale_floor)
@@ -83,5 +83,6 @@ def stored_values(cache: np.ndarray, dim: int, cache_format: str | None = None) 
     if dim == 512:
         (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
         return layout.gather(cache, slots)
-    values, scales = IndexerLayout(dim).gather(cache, slots)
-    return values.astype(np.float32) * scales[:, None]
+    (keys,) = indexer_layouts(cache.shape[2], dim)
+    values, factors = keys.operands(*keys.gather(cache, slots))
+    return (values * factors[:, None]).astype(np.float32)
