@@ -65,7 +65,7 @@ class Compressor:
         order = torch.arange(LENGTH // self.ratio, device=DEVICE, dtype=torch.int32)[None]
         slots, counts = torch_api.map_slots(order, self.block_table, page_size=self.page)
         assert int(counts) == order.shape[1]
-        values, scales = torch_api.read_indexer_cache(self.cache, slots[0])
+        values, scales = torch_api.read_indexer_cache(self.cache, slots[0], cache_format="fp8")
         return torch.cat([values.view(torch.uint8), scales[:, None].view(torch.uint8)], dim=1)
 
 

@@ -121,7 +121,8 @@ def test_check_passes_what_engines_pass(name: str, device: str, monkeypatch: pyt
 
 
 def test_tuned_directory_replaces_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cache, slots = Spec((3, 64, 576), "bfloat16"), Spec((9, 64, 656), "uint8"), Spec((3, 96), "int32")
+    # float16 queries, for which the Hopper kernel, whose tile is fixed, is not the default
+    q, cache, slots = Spec((3, 64, 576), "float16"), Spec((9, 64, 656), "uint8"), Spec((3, 96), "int32")
     call = Call("sparse_mla", {"q": q, "cache": cache, "slots": slots}, {"softmax_scale": 0.123})
     file = tmp_path / "sparse_mla" / "NVIDIA_H200.json"
     file.parent.mkdir()

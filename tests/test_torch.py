@@ -66,6 +66,8 @@ def test_out_variant_writes_the_given_tensors(op: Op, device: str) -> None:
 def test_compiles_whole_and_dynamic(op: Op, device: str) -> None:
     """fullgraph: no graph break. dynamic: another number of tokens does not compile again."""
     arguments, attrs = call_arguments(op, device)
+    if "workspace_bytes" in attrs:  # for the most tokens below
+        attrs["workspace_bytes"] *= 5
     function = getattr(torch_api, op.name)
     compiled = torch.compile(lambda *a: function(*a, **attrs), fullgraph=True, dynamic=True, backend="aot_eager")
     first_axes = {name: tensor.names[0] for name, tensor in op.tensors.items()}

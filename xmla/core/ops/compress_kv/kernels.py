@@ -46,7 +46,7 @@ def keep_states_kernel(
         offs_c = tl.arange(0, WIDTH)
         kv = tl.load(kv_ptr + token * KV_STRIDE + offs_c).to(tl.float32)
         score = tl.load(score_ptr + token * SCORE_STRIDE + offs_c).to(tl.float32)
-        score += tl.load(ape_ptr + (position % RATIO) * APE_STRIDE + offs_c)
+        score += tl.load(ape_ptr + (position % RATIO).to(tl.int64) * APE_STRIDE + offs_c)
         row = state_ptr + page_base(page, PAGE_STRIDE) + (position % PAGE_SIZE) * (2 * WIDTH)
         tl.store(row + offs_c, kv)
         tl.store(row + WIDTH + offs_c, score)
