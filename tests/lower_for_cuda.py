@@ -8,6 +8,7 @@ Prints a JSON line an op: its custom calls, and for each launch the SHA-256 of t
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from xmla import jax_api
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device, assume_device
 from xmla.core.op import Op, plan_call, registry
+from xmla.core.plan import Plan
 from xmla.core.spec import Spec
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
@@ -37,10 +39,18 @@ def assemble(ptx: str, arch: int) -> str:
         return hashlib.sha256(target.read_bytes()).hexdigest()
 
 
-def dumped(before: set[Path]) -> dict[str, list[str]]:
-    """PTX by kernel name of what jax-triton compiled since `before`."""
+def forget(plan: Plan) -> None:
+    """Have jax-triton make and dump the kernels of `plan` although another op's may have been the same."""
+    for launch in plan.launches:
+        vars(launch.kernel).get("_jT_kernel_cache", {}).clear()
+    for folder in DUMPS.iterdir():
+        shutil.rmtree(folder)
+
+
+def dumped() -> dict[str, list[str]]:
+    """PTX by kernel name of what jax-triton compiled since `forget`."""
     found: dict[str, list[str]] = {}
-    for file in sorted(set(DUMPS.glob("*/*.ptx")) - before):
+    for file in sorted(DUMPS.glob("*/*.ptx")):
         found.setdefault(file.stem, []).append(file.read_text())
     return found
 
@@ -52,7 +62,11 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
     inputs = case.make(np.random.default_rng(0))
     arrays = [inputs[name] for name in op.tensors if name in inputs]
     names = [name for name in op.tensors if name in inputs]
-    before = set(DUMPS.glob("*/*.ptx"))
+    specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
+    attrs = op.defaults | dict(case.attrs)
+    values = tuple(attrs[attr.name] for attr in op.attrs)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
+    forget(plan)
 
     def call(*given: jax.Array) -> object:
         by_name = dict(zip(names, given, strict=True))
@@ -67,12 +81,8 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
             disabled_checks=jax_api.EXPORT_CHECKS,
         )(*shapes)  # fmt: skip
     restored = jax.export.deserialize(exported.serialize())
-    by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped(before).items()}
+    by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
 
-    specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
-    attrs = op.defaults | dict(case.attrs)
-    values = tuple(attrs[attr.name] for attr in op.attrs)
-    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
     by_triton: dict[str, list[str]] = {}
     for launch in plan.launches:
         kernel = compiled(specialize(launch, plan, specs), device.arch)
