@@ -31,9 +31,8 @@ SM90 = Config(64, 64, 4, 1)
 
 def configure(heads: int, layout: MlaLayout, device: Device) -> Config:
     """The tile for this many heads: as wide as registers and shared memory of the architecture allow."""
-    if device.smem_bytes < (
-        128 << 10
-    ):  # SM12x, 99 KB: 87 KB fp8, 55 KB plain; V4's with two sources 116 KB in 2 stages
+    if device.smem_bytes < 128 << 10:
+        # SM12x, 99 KB: 87 KB fp8, 55 KB plain; V4's with two sources would take 116 KB in two stages.
         return Config(16, 32, 8, 1 if layout.rope_in_value else 2)
     if heads <= 16:
         return Config(16, 64, 8, 3)
