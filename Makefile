@@ -11,10 +11,11 @@ READY := .venv/ready
 endif
 
 SECONDS ?= 60
+WORKERS ?= 2
 
 .PHONY: demo test fuzz mutants lint types clean
 test: $(READY)
-	$(ENV) $(PYTHON) -m pytest -n 2
+	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
 fuzz: $(READY)
 	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS)

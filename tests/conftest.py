@@ -9,8 +9,14 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
+from collections.abc import Iterator  # noqa: E402
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# Files that fill much of a GPU take turns: one worker has them all.
+DEVICE_MEMORY = pytest.mark.xdist_group("device memory")
 
 # Interpreted kernels take too long to shrink and explain a failure.
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
@@ -27,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=HAS_GPU)
+def _device_memory_back() -> Iterator[None]:
+    """The other workers have the same GPU."""
+    yield
+    if torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
 
 
 def require_assembler(arch: int) -> None:

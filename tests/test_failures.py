@@ -9,6 +9,7 @@ from pathlib import Path
 import kit
 import pytest
 import torch
+from triton.runtime import driver
 
 from xmla import UnsupportedError, torch_api
 from xmla.core.op import registry
@@ -155,6 +156,24 @@ def test_out_of_memory_on_the_device() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     kit.assert_bits_equal("indices", torch_api.select_topk(logits, ends, k=2048), want)
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_could_not_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has no memory left for the code: its error, and the same call works with room."""
+    logits = torch.randn(3, 77, device="cuda")
+    ends = torch.full((3,), 77, dtype=torch.int32, device="cuda")
+
+    def exhausted(*_: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    monkeypatch.setattr(driver.active.utils, "load_binary", exhausted)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            torch_api.select_topk(logits, ends, k=77)
+    monkeypatch.undo()
+    want = torch_api.select_topk(logits, ends, k=77, implementation="reference")
+    kit.assert_bits_equal("indices", torch_api.select_topk(logits, ends, k=77), want)
 
 
 def fork_once(device: str) -> None:

@@ -1,14 +1,14 @@
 """Clause 5: 64-bit offsets for every page and row product."""
 
 import mmap
-from functools import cache
+from collections.abc import Iterator
 
 import kit
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_GPU
+from conftest import DEVICE_MEMORY, HAS_GPU
 from garbage import DEVICE, OPS
 
 from xmla import UnsupportedError, torch_api
@@ -17,21 +17,25 @@ from xmla.core.model import Call
 from xmla.core.op import Op
 from xmla.core.spec import Spec
 
+pytestmark = DEVICE_MEMORY
+
 FAR = 66 << 30 if HAS_GPU else 9 << 30  # bytes from an array's first row to its last
 
 
-@cache
-def space() -> torch.Tensor:
+@pytest.fixture(scope="module")
+def space() -> Iterator[torch.Tensor]:
     """Memory to lay rows out in; on the CPU it is backed only where it is touched."""
     if HAS_GPU:
-        return torch.empty(FAR, dtype=torch.uint8, device=DEVICE)
-    unreserved = 0x4000  # Linux' MAP_NORESERVE, which Python names from 3.13 on
-    return torch.frombuffer(mmap.mmap(-1, FAR, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved), dtype=torch.uint8)
+        yield torch.empty(FAR, dtype=torch.uint8, device=DEVICE)
+    else:
+        unreserved = 0x4000  # Linux' MAP_NORESERVE, which Python names from 3.13 on
+        mapped = mmap.mmap(-1, FAR, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+        yield torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def spread(tensor: torch.Tensor) -> torch.Tensor:
+def spread(tensor: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
     """A copy whose first axis reaches over all of `space`."""
-    raw = space().view(tensor.dtype)
+    raw = space.view(tensor.dtype)
     step = (raw.numel() - tensor[0].numel()) // (len(tensor) - 1)
     step = min(step, 2**31 - 1) // 256 * 256  # some strides are runtime sizes
     far = raw.as_strided(tensor.shape, (step, *torch.empty(tensor.shape[1:], device="meta").stride()))
@@ -43,7 +47,7 @@ SPREAD = [(op, name) for op in OPS.values() for name, tensor in op.tensors.items
 
 
 @pytest.mark.parametrize(("op", "argument"), SPREAD, ids=lambda value: getattr(value, "name", value))
-def test_rows_and_pages_far_apart(op: Op, argument: str) -> None:
+def test_rows_and_pages_far_apart(space: torch.Tensor, op: Op, argument: str) -> None:
     """Each argument in turn with its rows, or its cache's pages, past 2**32 bytes: the bits of the dense call."""
     case = next(c for c in op.cases if argument in kit.make(c) and len(kit.make(c)[argument]) > 1)
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
@@ -54,7 +58,7 @@ def test_rows_and_pages_far_apart(op: Op, argument: str) -> None:
     for far in (False, True):
         arguments = dict(zip(op.tensors, kit.torch_inputs(op, kit.copies(inputs), DEVICE), strict=True))
         if far:
-            arguments[argument] = spread(arguments[argument])
+            arguments[argument] = spread(arguments[argument], space)
         results = kit.as_tuple(getattr(torch_api, op.name)(*arguments.values(), **case.attrs))
         calls.append([*results, *(arguments[name] for name in op.mutates)])
     for near, far in zip(*calls, strict=True):
@@ -68,12 +72,12 @@ def test_a_stride_past_31_bits_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_a_pool_of_more_than_64_gigabytes() -> None:
+def test_a_pool_of_more_than_64_gigabytes(space: torch.Tensor) -> None:
     """Dense pools, every slot a number of its own: what is written at both ends and between is what is attended to."""
     rng = np.random.default_rng(0)
     for row, write in ((656, torch_api.write_mla_cache), (132, torch_api.write_indexer_cache)):
         pages = FAR // (64 * row)
-        pool = space()[: pages * 64 * row].view(pages, 64, row)
+        pool = space[: pages * 64 * row].view(pages, 64, row)
         assert pool.nbytes > 64 << 30
         total = pages * 64
         places = np.unique([0, total // 2, total - 1, *rng.integers(0, total, 1021)]).astype(np.int32)

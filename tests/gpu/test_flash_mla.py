@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import DEVICE_MEMORY
 
 from xmla import torch_api
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, DEVICE_MEMORY]
 
 LATENT, ROPE = 512, 64
 INVALID = (-(2**31), -123456, -1, 114514000, 2147480000, 2**31 - 1)

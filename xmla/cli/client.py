@@ -11,6 +11,7 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 
 from xmla import torch_api
+from xmla.cli.passes import run_cached, run_with
 from xmla.core.layout import V32, IndexerLayout
 
 PAGE_SIZE = 64
@@ -162,16 +163,12 @@ def run_as_shipped(model: DeepseekV32ForCausalLM, tokens: torch.Tensor, prompt: 
     for module, picked, given in zip(layers, indices, attention, strict=True):
         hooks.append(module.indexer.register_forward_hook(lambda _m, _a, got, picked=picked: picked.append(got[0])))
         hooks.append(module.register_forward_hook(lambda _m, _a, got, given=given: given.append(got[0][0])))
-    logits, past = [], None
-    for part in (tokens[:prompt], *tokens[prompt:].split(1)):
-        result = model(input_ids=part[None], past_key_values=past, use_cache=True)
-        past = result.past_key_values
-        logits.append(result.logits[0])
+    logits = run_cached(model, tokens, prompt)
     for hook in hooks:
         hook.remove()
     width = model.config.index_topk
     padded = [torch.cat([nn.functional.pad(i, (0, width - i.shape[1]), value=-1) for i in layer]) for layer in indices]
-    return Run(torch.cat(logits), padded, [torch.cat(layer) for layer in attention])
+    return Run(logits, padded, [torch.cat(layer) for layer in attention])
 
 
 @torch.no_grad()
@@ -187,20 +184,9 @@ def run_replaced(
     attend = _positional(partial(torch_api.dsa_attention, implementation=implementation))
     filled = caches or [PagedCaches.empty(len(tokens), str(tokens.device)) for _ in layers]
     replaced = [SparseAttention(m, c, caches is None, attend) for m, c in zip(layers, filled, strict=True)]
-    originals = [module.forward for module in layers]
-    for module, forward in zip(layers, replaced, strict=True):
-        module.forward = forward
-    try:
-        logits, start = [], 0
-        for part in (tokens[:prompt], *tokens[prompt:].split(1)):
-            positions = torch.arange(start, start + len(part), device=tokens.device)[None]
-            logits.append(model(input_ids=part[None], position_ids=positions, use_cache=False).logits[0])
-            start += len(part)
-    finally:
-        for module, forward in zip(layers, originals, strict=True):
-            module.forward = forward
+    logits = run_with(model, replaced, tokens, prompt)
     return Run(
-        torch.cat(logits),
+        logits,
         [torch.cat([step.indices for step in layer.steps]) for layer in replaced],
         [torch.cat([step.projected for step in layer.steps]) for layer in replaced],
         [layer.steps for layer in replaced],

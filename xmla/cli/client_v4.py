@@ -10,6 +10,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 from xmla import torch_api
+from xmla.cli.passes import run_cached, run_with
 from xmla.core.layout import PLAIN_V4, V4, IndexerLayout, MlaLayout
 
 LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
@@ -233,15 +234,11 @@ def run_as_shipped(model: DeepseekV4ForCausalLM, tokens: torch.Tensor, prompt: i
                 nn.functional.pad(got[0], (0, width - got.shape[2]), value=-1)
             )
             hooks.append(indexer.register_forward_hook(keep))
-    logits, past = [], None
-    for part in (tokens[:prompt], *tokens[prompt:].split(1)):
-        result = model(input_ids=part[None], past_key_values=past, use_cache=True)
-        past = result.past_key_values
-        logits.append(result.logits[0])
+    logits = run_cached(model, tokens, prompt)
     for hook in hooks:
         hook.remove()
     picks = [torch.cat(picked).to(torch.int32) if picked else None for picked in indices]
-    return Run(torch.cat(logits), [torch.cat(given) for given in attention], picks)
+    return Run(logits, [torch.cat(given) for given in attention], picks)
 
 
 @torch.no_grad()
@@ -262,20 +259,9 @@ def run_replaced(
         PagedAttention(module, tables[module.rope_layer_type], pools, dtype, picked)
         for module, pools, picked in zip(modules, caches, picks or [None] * len(modules), strict=True)
     ]
-    originals = [module.forward for module in modules]
-    for module, forward in zip(modules, layers, strict=True):
-        module.forward = forward
-    try:
-        logits, start = [], 0
-        for part in (tokens[:prompt], *tokens[prompt:].split(1)):
-            positions = torch.arange(start, start + len(part), device=device)[None]
-            logits.append(model(input_ids=part[None], position_ids=positions, use_cache=False).logits[0])
-            start += len(part)
-    finally:
-        for module, forward in zip(modules, originals, strict=True):
-            module.forward = forward
+    logits = run_with(model, layers, tokens, prompt)
     return Run(
-        torch.cat(logits),
+        logits,
         [torch.cat(layer.projected) for layer in layers],
         [torch.cat(layer.indices) if layer.indices else None for layer in layers],
         layers,

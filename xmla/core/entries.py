@@ -8,15 +8,14 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import (
-    E2M1_GREATEST_BITS,
-    E4M3_GREATEST_BITS,
     as_bytes,
     as_floats,
-    decode_e2m1,
-    encode_e2m1,
+    decode_ue8m0,
+    encode_ue8m0,
     page_base,
-    power_of_two,
-    power_of_two_exponent,
+    quantize,
+    quantize_e2m1,
+    unpack_e2m1,
 )
 
 LANES = tl.constexpr(512)
@@ -54,10 +53,7 @@ def load_scales(cache, scales, ok, LAYOUT: tl.constexpr):
     if LAYOUT.scale == "float32":
         return tl.load(as_floats(ptrs), mask=mask, other=0.0)
     elif LAYOUT.scale == "ue8m0":
-        exponent = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
-        # Byte 0 is 2**-127, below the normal numbers; byte 255 is NaN.
-        bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
-        return bits.to(tl.float32, bitcast=True)
+        return decode_ue8m0(tl.load(ptrs, mask=mask, other=0))
     else:
         return tl.load(ptrs, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
@@ -71,8 +67,7 @@ def load_quantized(cache, data, scales, ok, LAYOUT: tl.constexpr):
         offs_b = tl.arange(0, LANES // 2)[None, :]
         if LAYOUT.quantized < LANES:
             mask = ok[:, None] & (offs_b < LAYOUT.quantized // 2)
-        raw = tl.load(cache + data[:, None] + offs_b, mask=mask, other=0).to(tl.int32)
-        values = tl.join(decode_e2m1(raw), decode_e2m1(raw >> 4)).to(tl.float32)
+        values = unpack_e2m1(tl.load(cache + data[:, None] + offs_b, mask=mask, other=0))
     else:
         offs_d = tl.arange(0, LANES)[None, :]
         if LAYOUT.quantized < LANES:
@@ -116,33 +111,21 @@ def load_entries(cache_ptr, data, scales, ok, dtype: tl.constexpr, LAYOUT: tl.co
 @triton.jit
 def store_quantized(cache, data, scales, ok, x, LAYOUT: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """Quantise the first dims of x [N, LANES] f32, as many as have scales, and store both where `ok`."""
-    GROUPS: tl.constexpr = LANES // LAYOUT.tile
-    GREATEST: tl.constexpr = 6.0 if LAYOUT.values == "e2m1" else 448.0
-    GREATEST_BITS: tl.constexpr = E2M1_GREATEST_BITS if LAYOUT.values == "e2m1" else E4M3_GREATEST_BITS
-    tiled = tl.reshape(x, (x.shape[0], GROUPS, LAYOUT.tile))
-    broken = tiled != tiled
-    amax = tl.max(tl.where(broken, 0.0, tl.abs(tiled)), axis=2)
-    exponent = power_of_two_exponent(amax, GREATEST_BITS, MIN_EXPONENT)  # [N, GROUPS]
-    exponent = tl.minimum(exponent, LAYOUT.max_exponent)
-    tiled = tiled * power_of_two(-exponent)[:, :, None]  # exact
-    tiled = tl.minimum(tl.maximum(tiled, -GREATEST, tl.PropagateNan.ALL), GREATEST, tl.PropagateNan.ALL)
-    scale = power_of_two(exponent)
-    if LAYOUT.values == "e2m1":  # has no NaN: the scale tells
-        scale = tl.where(tl.max(broken.to(tl.int32), axis=2) != 0, float("nan"), scale)
-        code = encode_e2m1(tl.reshape(tl.where(broken, GREATEST, tiled), (x.shape[0], LANES // 2, 2)))
-        low, high = tl.split(code)
+    tiled = tl.reshape(x, (x.shape[0], LANES // LAYOUT.tile, LAYOUT.tile))
+    if LAYOUT.values == "e2m1":
+        packed, scale = quantize_e2m1(tiled, MIN_EXPONENT, LAYOUT.max_exponent)
         offs_b = tl.arange(0, LANES // 2)[None, :]
-        stored = ok[:, None] & (offs_b < LAYOUT.quantized // 2)
-        tl.store(cache + data[:, None] + offs_b, (low | (high << 4)).to(tl.uint8), mask=stored)
+        tl.store(cache + data[:, None] + offs_b, packed, mask=ok[:, None] & (offs_b < LAYOUT.quantized // 2))
     else:
-        values = tl.reshape(tiled, (x.shape[0], LANES)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        values, scale = quantize(tiled, 2, MIN_EXPONENT)
         offs_d = tl.arange(0, LANES)[None, :]
-        tl.store(cache + data[:, None] + offs_d, values, mask=ok[:, None] & (offs_d < LAYOUT.quantized))
+        stored = tl.reshape(values, (x.shape[0], LANES)).to(tl.uint8, bitcast=True)
+        tl.store(cache + data[:, None] + offs_d, stored, mask=ok[:, None] & (offs_d < LAYOUT.quantized))
     ptrs, present = scale_pointers(cache, scales, LAYOUT)
     if LAYOUT.scale == "float32":
         tl.store(as_floats(ptrs), scale, mask=ok[:, None] & present)
     elif LAYOUT.scale == "ue8m0":
-        tl.store(ptrs, (exponent + 127).to(tl.uint8), mask=ok[:, None] & present)
+        tl.store(ptrs, encode_ue8m0(scale), mask=ok[:, None] & present)
     else:
         tl.store(ptrs, scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=ok[:, None] & present)
 

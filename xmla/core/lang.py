@@ -81,29 +81,66 @@ def encode_e2m1(x):
 
 
 @triton.jit
+def unpack_e2m1(raw):
+    """float32 [N, 2B] of bytes [N, B], each two e2m1 values with the first in the low nibble."""
+    code = raw.to(tl.int32)
+    return tl.reshape(tl.join(decode_e2m1(code), decode_e2m1(code >> 4)), (raw.shape[0], raw.shape[1] * 2)).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def decode_ue8m0(byte):
+    """float32 scales of UE8M0 bytes: 0 is 2**-127, below the normal numbers, and 255 is NaN."""
+    exponent = byte.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_ue8m0(scale):
+    """UE8M0 bytes of float32 scales that are normal powers of two, or NaN: the exponent's bits."""
+    return ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def quantize_e2m1(tiled, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr):
+    """Bytes [N, G · TILE / 2] of two e2m1 values each, and power-of-two scales [N, G] f32, of float32 [N, G, TILE].
+
+    e2m1 has no NaN: it makes its tile's scale NaN, and is itself stored as 6, as the conversion instruction has it.
+    """
+    whole = tiled == tiled
+    amax = tl.max(tl.where(whole, tl.abs(tiled), 0.0), axis=2)
+    exponent = tl.minimum(power_of_two_exponent(amax, E2M1_GREATEST_BITS, MIN_EXPONENT), MAX_EXPONENT)
+    scaled = tl.where(whole, tiled * power_of_two(-exponent)[:, :, None], 6.0)
+    code = encode_e2m1(tl.minimum(tl.maximum(scaled, -6.0), 6.0))
+    low, high = tl.split(tl.reshape(code, (tiled.shape[0], tiled.shape[1] * tiled.shape[2] // 2, 2)))
+    scale = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, float("nan"), power_of_two(exponent))
+    return (low | (high << 4)).to(tl.uint8), scale
+
+
+@triton.jit
 def quantize_mxfp4(x, MIN_EXPONENT: tl.constexpr):
     """Packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8 of float32 `x` [N, D]; rules in `layout.quantize_mxfp4`."""
-    blocks = tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32))
-    whole = blocks == blocks
-    amax = tl.max(tl.where(whole, tl.abs(blocks), 0.0), axis=2)
-    exponent = power_of_two_exponent(amax, E2M1_GREATEST_BITS, MIN_EXPONENT)
-    scaled = tl.where(whole, blocks * power_of_two(-exponent)[:, :, None], 6.0)
-    code = encode_e2m1(tl.minimum(tl.maximum(scaled, -6.0), 6.0))
-    low, high = tl.split(tl.reshape(code, (x.shape[0], x.shape[1] // 2, 2)))
-    scales = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, 255, exponent + 127)
-    return (low | high << 4).to(tl.uint8), scales.to(tl.uint8)
+    packed, scale = quantize_e2m1(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32)), MIN_EXPONENT, 127)
+    return packed, encode_ue8m0(scale)
 
 
 @triton.jit
 def dequantize_mxfp4(packed, scales):
     """bf16 [N, D] of packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8, exactly: two bits and any exponent fit."""
-    raw = packed.to(tl.int32)
-    values = tl.join(decode_e2m1(raw), decode_e2m1(raw >> 4)).to(tl.float32)
-    values = tl.reshape(values, (packed.shape[0], scales.shape[1], 32))
-    exponent = scales.to(tl.int32)
-    bits = tl.maximum(exponent << 23, 0x400000)  # byte 0 is 2**-127
-    factor = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    return tl.reshape((values * factor[:, :, None]).to(tl.bfloat16), (packed.shape[0], packed.shape[1] * 2))
+    values = tl.reshape(unpack_e2m1(packed), (packed.shape[0], scales.shape[1], 32))
+    scaled = (values * decode_ue8m0(scales)[:, :, None]).to(tl.bfloat16)
+    return tl.reshape(scaled, (packed.shape[0], packed.shape[1] * 2))
+
+
+@triton.jit
+def request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS: tl.constexpr):
+    """The request of the token that is this program's, −1 if there is none."""
+    request = tl.program_id(0) // next_n
+    if HAS_REQUEST_IDS:
+        request = tl.load(request_ids_ptr + tl.program_id(0))
+    return tl.where((request >= 0) & (request < num_requests), request, -1)
 
 
 @triton.jit

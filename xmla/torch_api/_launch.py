@@ -19,7 +19,8 @@ NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", 
 
 def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) -> Start:
     """Load `kernel` onto the current device; a function that launches `programs` of it."""
-    run: Any = kernel.run  # loads it
+    kernel._init_handles()  # `run` alone loads it only once, be it that that failed
+    run: Any = kernel.run
     function, packed = kernel.function, kernel.packed_metadata
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if scratch or not all(hasattr(run, name) for name in NEEDED):

@@ -2,16 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.entries import LANES, TAIL_LANES, store_entries
-from xmla.core.lang import LOG2E, page_base, store_keys
-
-
-@triton.jit
-def request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS: tl.constexpr):
-    """The program's token's request, −1 if there is none."""
-    request = tl.program_id(0) // next_n
-    if HAS_REQUEST_IDS:
-        request = tl.load(request_ids_ptr + tl.program_id(0))
-    return tl.where((request >= 0) & (request < num_requests), request, -1)
+from xmla.core.lang import LOG2E, page_base, request_of, store_keys
 
 
 @triton.jit(do_not_specialize=["num_requests", "next_n", "table_stride", "table_width", "num_pages"])

@@ -1,6 +1,8 @@
 import triton
 import triton.language as tl
 
+from xmla.core.lang import request_of
+
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
 def window_slots_kernel(
@@ -20,10 +22,8 @@ def window_slots_kernel(
     BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    request = tl.program_id(0) // next_n
-    if HAS_REQUEST_IDS:
-        request = tl.load(request_ids_ptr + token)
-    width = tl.where((request >= 0) & (request < num_requests), table_width, 0)
+    request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
+    width = tl.where(request >= 0, table_width, 0)
     table_row = block_table_ptr + request.to(tl.int64) * table_stride
     visible = tl.maximum(tl.load(lengths_ptr + token), 0) // RATIO
     visible = tl.minimum(visible.to(tl.int64), width.to(tl.int64) * PAGE_SIZE)
