@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 
 from xmla import ArgumentError, layouts
-from xmla.core.cases import mla_pool
-from xmla.core.layout import MLA_LAYOUTS, NOPE, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.cases import indexer_pool, mla_pool
+from xmla.core.layout import (
+    INDEXER_DIMS,
+    INDEXER_LAYOUTS,
+    MLA_LAYOUTS,
+    NOPE,
+    PLAIN_V4,
+    V4,
+    V32,
+    V41,
+    V41_FP4,
+    IndexerLayout,
+    MlaLayout,
+)
 
 PACKED = [layout for layout in MLA_LAYOUTS if layout.packed]
 KINDS = {"numpy": lambda pool: pool, "torch": lambda pool: kit.to_torch(pool, "cpu"), "jax": jnp.asarray}
@@ -28,6 +40,29 @@ def test_inspect_names_what_a_writer_stored(layout: MlaLayout, entries: int) -> 
     assert found.power_of_two is (True if layout.scale == "float32" else None)
 
 
+@pytest.mark.parametrize("layout", INDEXER_LAYOUTS, ids=lambda layout: layout.name)
+def test_inspect_names_indexer_keys(layout: IndexerLayout) -> None:
+    """Also where rows of two formats have as many bytes."""
+    rng = np.random.default_rng(0)
+    pool = indexer_pool(rng, layout, 3, 16, rng.permutation(48)[:24], padding=8)
+    found = layouts.inspect(pool)
+    assert (found.format, found.power_of_two) == (layout.name, None), found.reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forms", [("fp8", "mxfp4"), ("mxfp4", "fp8")], ids="-to-".join)
+@pytest.mark.parametrize("dim", INDEXER_DIMS)
+def test_convert_indexer_keys(dim: int, forms: tuple[str, str], kind: str) -> None:
+    source, target = (IndexerLayout(dim, form) for form in forms)
+    every = np.arange(48)
+    pool = indexer_pool(np.random.default_rng(0), source, 3, 16, every)
+    got = kit.as_numpy(layouts.convert(KINDS[kind](pool), target.name))
+    want = np.zeros((3, 16, target.row), np.uint8)
+    values, factors = source.operands(*source.gather(pool, every))
+    target.scatter(want, every, *target.quantize((values * factors[:, None]).astype(np.float32)))
+    kit.assert_bits_equal("pool", got, want)
+
+
 def test_inspect_tells_scales_that_are_no_powers_of_two() -> None:
     pool = pool_of(V32)
     pool[0, :, 512:516] = np.frombuffer(np.float32(0.3).tobytes(), np.uint8)
@@ -39,7 +74,7 @@ def test_inspect_does_not_guess() -> None:
         None, None, "v41: nothing is written in the pages read; nope: nothing is written in the pages read"
     )
     assert layouts.inspect(np.zeros((2, 4, 600), np.uint8)).reason == (
-        "no format has rows of 600 bytes; known are 656, 584, 528, 288, 528, 352"
+        "no format has rows of 600 bytes; known are 656, 584, 528, 288, 352, 36, 20, 68, 132"
     )
     garbage = np.random.default_rng(0).integers(0, 256, (2, 64, 656), np.uint8)
     found = layouts.inspect(garbage)
@@ -73,5 +108,7 @@ def test_convert_refuses() -> None:
         layouts.convert(np.zeros((2, 4, 528), np.uint8), "v4")
     with pytest.raises(ArgumentError, match="cache format is 'v4', expected one with the dims of 'v32'"):
         layouts.convert(pool_of(V32), "v4")
+    with pytest.raises(ArgumentError, match="cache_format is 'indexer_fp8_d64', expected one with the dims of 'v32'"):
+        layouts.convert(pool_of(V32), "indexer_fp8_d64")
     with pytest.raises(ArgumentError, match="scale_floor is 'none', expected 'scale' or 'amax'"):
         layouts.convert(pool_of(V32), "nvfp4", scale_floor="none")

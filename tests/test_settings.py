@@ -126,12 +126,12 @@ def test_tuned_directory_replaces_the_heuristic(tmp_path: Path, monkeypatch: pyt
     call = Call("sparse_mla", {"q": q, "cache": cache, "slots": slots}, {"softmax_scale": 0.123})
     file = tmp_path / "sparse_mla" / "NVIDIA_H200.json"
     file.parent.mkdir()
-    file.write_text(json.dumps({"h64-v32": {"block_n": 32, "num_warps": 4}}))
+    file.write_text(json.dumps({"choices": {"h64-v32": {"block_n": 32, "num_warps": 4}}}))
     monkeypatch.setattr(settings, "tuned_dir", tmp_path)
     tuned._read.cache_clear()
     launch = call.plan(H200).launches[0]
     assert dict(launch.constexprs)["BLOCK_N"] == 32 and launch.num_warps == 4
-    file.write_text(json.dumps({"h64-v32": {"block_m": 32}}))
+    file.write_text(json.dumps({"choices": {"h64-v32": {"block_m": 32}}}))
     tuned._read.cache_clear()
     other = Call("sparse_mla", call.specs, {"softmax_scale": 0.456})
     with pytest.raises(ArgumentError, match=r"NVIDIA_H200.json names block_m under h64-v32, expected"):

@@ -1,6 +1,7 @@
-"""Pools of the latent cache as wholes: which format one holds, told from its bytes, and the same pool in another.
+"""Paged caches as wholes: which format one holds, told from its bytes, and the same pool in another.
 
-The formats and their names are those of `write_mla_cache`; their bytes stand in `xmla.core.layout`.
+The formats are those of `write_mla_cache`, by the same names, and of `write_indexer_cache`, by names such as
+`indexer_fp8_d128`; their bytes stand in `xmla.core.layout`.
 """
 
 from dataclasses import dataclass
@@ -10,14 +11,24 @@ from typing import Any
 import numpy as np
 
 from xmla.core.errors import ArgumentError
-from xmla.core.layout import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
-from xmla.core.ops import convert_mla_cache
+from xmla.core.layout import (
+    INDEXER_LAYOUTS,
+    MLA_LAYOUTS,
+    SCALE_FLOORS,
+    IndexerLayout,
+    MlaLayout,
+    indexer_layouts,
+    mla_layouts,
+)
+from xmla.core.op import registry
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
 # Scales of keys lie in this range, by many orders of magnitude; other bytes taken for scales do not.
 USUAL_SCALES = 2.0**-40, 2.0**40
 SAMPLED_PAGES = 64
+Layout = MlaLayout | IndexerLayout
+LAYOUTS: tuple[Layout, ...] = (*MLA_LAYOUTS, *INDEXER_LAYOUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +38,7 @@ class Inspection:
     Attributes:
         format: The one format that fits, or None.
         power_of_two: Whether all scales seen are powers of two, as FlashMLA's kernels for Blackwell need; None where
-            the format is not known or has no float32 scales.
+            the format is not known or is none of the latent cache with float32 scales.
         reason: Each format of this row size and dtype, and what speaks for or against it.
     """
 
@@ -37,10 +48,11 @@ class Inspection:
 
 
 def inspect(pool: Any) -> Inspection:
-    """Name the format of a latent cache [P, R, ROW], a torch, JAX or NumPy array, from its row size, dtype and bytes.
+    """Name the format of a latent or an indexer cache [P, R, ROW], a torch, JAX or NumPy array.
 
-    Up to 64 of its pages are read back. Entries of one byte value throughout count as never written. A format is ruled
-    out if most of the others have scales in it that no key has; where not exactly one is left, none is named.
+    It is told from row size, dtype and bytes, of which up to 64 pages are read back. Entries of one byte value
+    throughout count as never written. A format is ruled out if most of the others have scales in it that no key has;
+    where not exactly one is left, none is named.
 
     Raises:
         ArgumentError: The array has no three axes.
@@ -48,25 +60,27 @@ def inspect(pool: Any) -> Inspection:
     spec = _spec_of(pool)
     sample = _to_host(pool, np.unique(np.linspace(0, max(spec.shape[0] - 1, 0), SAMPLED_PAGES).astype(np.int64)))
     fitting, reasons = [], []
-    for layout in mla_layouts(spec):
+    indexers = indexer_layouts(spec.shape[2]) if spec.itemsize == 1 else []
+    for layout in (*mla_layouts(spec), *indexers):
         fits, reason = _judge(layout, sample)
         fitting += [layout] * fits
         reasons.append(f"{layout.name}: {reason}")
     if not reasons:
         kind = "bytes" if spec.itemsize == 1 else "elements"
-        known = ", ".join(str(layout.row) for layout in MLA_LAYOUTS if layout.packed == (spec.itemsize == 1))
+        rows = dict.fromkeys(layout.row for layout in LAYOUTS if layout.packed == (spec.itemsize == 1))
+        known = ", ".join(map(str, rows))
         return Inspection(None, None, f"no format has rows of {spec.shape[2]} {kind}; known are {known}")
     if len(fitting) != 1:
         return Inspection(None, None, "; ".join(reasons))
     (layout,) = fitting
     power_of_two = None
-    if layout.scale == "float32" and layout.packed:
+    if isinstance(layout, MlaLayout) and layout.packed and layout.scale == "float32":
         scales = layout.used_scales(sample)
         power_of_two = bool((np.frexp(scales)[0] == 0.5).all())
     return Inspection(layout.name, power_of_two, "; ".join(reasons))
 
 
-def _judge(layout: MlaLayout, sample: np.ndarray) -> tuple[bool, str]:
+def _judge(layout: Layout, sample: np.ndarray) -> tuple[bool, str]:
     if not layout.packed:
         return True, f"rows of {layout.row} {sample.dtype.name}"
     scales = layout.used_scales(sample)
@@ -74,27 +88,26 @@ def _judge(layout: MlaLayout, sample: np.ndarray) -> tuple[bool, str]:
         return True, "nothing is written in the pages read"
     low, high = USUAL_SCALES
     usual = int(((scales >= low) & (scales <= high)).all(axis=1).sum())
-    return 2 * usual > len(scales), f"{usual} of {len(scales)} entries have usual {layout.scale} scales"
+    return 2 * usual > len(scales), f"{usual} of {len(scales)} entries have usual scales"
 
 
 def convert(pool: Any, cache_format: str, *, source_format: str | None = None, scale_floor: str = "scale") -> Any:
-    """A new pool of the same pages and slots in another format of the same dims, with `convert_mla_cache`.
+    """A new pool of the same pages and slots in another format of the same dims.
+
+    With `convert_mla_cache`, or `convert_indexer_cache` where both are formats of indexer keys.
 
     Args:
         pool: [P, R, ROW], a torch, JAX or NumPy array; the result is of the same kind and on the same device.
         cache_format: The name of the new format. Its page stride in torch is the multiple that the format's allocators
             use; plain rows are bfloat16.
         source_format: The present one. Default: what `inspect` finds.
-        scale_floor: As in `write_mla_cache`.
+        scale_floor: As in `write_mla_cache`; indexer keys have one rule.
 
     Raises:
         ArgumentError: A name is unknown, the formats hold other dims, or `inspect` names none.
     """
     spec = _spec_of(pool)
-    layout = next((known for known in MLA_LAYOUTS if known.name == cache_format), None)
-    if layout is None:
-        known = ", ".join(known.name for known in MLA_LAYOUTS)
-        raise ArgumentError(f"convert: cache_format is {cache_format!r}, expected one of {known}")
+    layout = _named("cache_format", cache_format)
     if scale_floor not in SCALE_FLOORS:
         raise ArgumentError(f"convert: scale_floor is {scale_floor!r}, expected 'scale' or 'amax'")
     if source_format is None:
@@ -102,9 +115,17 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
         if found.format is None:
             raise ArgumentError(f"convert: source_format is None, expected a name, because {found.reason}")
         source_format = found.format
+    origin = _named("source_format", source_format)
     pages, entries, _ = spec.shape
     dtype = "uint8" if layout.packed else "bfloat16"
-    attrs = {"source_format": source_format, "cache_format": cache_format, "scale_floor": scale_floor}
+    if isinstance(layout, MlaLayout) and isinstance(origin, MlaLayout):
+        name, multiple = "convert_mla_cache", layout.page_multiple
+        attrs = {"source_format": origin.name, "cache_format": layout.name, "scale_floor": scale_floor}
+    elif isinstance(layout, IndexerLayout) and isinstance(origin, IndexerLayout) and layout.dim == origin.dim:
+        name, multiple = "convert_indexer_cache", 1
+        attrs = {"source_format": origin.format, "cache_format": layout.format}
+    else:
+        raise ArgumentError(f"convert: cache_format is {layout.name!r}, expected one with the dims of {origin.name!r}")
     kind = _framework(pool)
     if kind == "torch":
         import torch
@@ -112,11 +133,11 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
         from xmla import torch_api
 
         dense = entries * layout.row
-        stride = cdiv(dense, layout.page_multiple) * layout.page_multiple
+        stride = cdiv(dense, multiple) * multiple
         memory = torch.zeros(pages, stride, dtype=getattr(torch, dtype), device=pool.device)
         cache = memory[:, :dense].view(pages, entries, layout.row)
         slots = torch.arange(pages * entries, device=pool.device)
-        torch_api.convert_mla_cache(pool, slots, slots, cache, **attrs)
+        getattr(torch_api, name)(pool, slots, slots, cache, **attrs)
         return cache
     if kind == "jax":
         import jax.numpy as jnp
@@ -124,15 +145,24 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
         from xmla import jax_api
 
         slots = jnp.arange(pages * entries, dtype=jnp.int32)
-        return jax_api.convert_mla_cache(pool, slots, slots, jnp.zeros((pages, entries, layout.row), dtype), **attrs)
+        cache = jnp.zeros((pages, entries, layout.row), dtype)
+        return getattr(jax_api, name)(pool, slots, slots, cache, **attrs)
     from xmla.core.spec import DTYPES
 
     slots = np.arange(pages * entries)
     cache = np.zeros((pages, entries, layout.row), DTYPES[dtype][0])
-    op = convert_mla_cache.OP
+    op = registry()[name]
     op.bind({name: Spec.of_numpy(a) for name, a in zip(op.tensors, (pool, slots, slots, cache), strict=True)}, attrs)
     op.reference(pool, slots, slots, cache, **attrs)
     return cache
+
+
+def _named(argument: str, name: str) -> Layout:
+    layout = next((known for known in LAYOUTS if known.name == name), None)
+    if layout is None:
+        known = ", ".join(known.name for known in LAYOUTS)
+        raise ArgumentError(f"convert: {argument} is {name!r}, expected one of {known}")
+    return layout
 
 
 def _framework(pool: Any) -> str:

@@ -86,6 +86,12 @@ MISTAKES = [
             lambda a: {"source": np.zeros((3, 64, 528), np.uint8)}),
     Mistake("convert_mla_cache", "convert_mla_cache: scale_floor value is 'none', expected 'scale' or 'amax'",
             attrs={"scale_floor": "none"}),
+    Mistake("convert_indexer_cache", "convert_indexer_cache: source_format value is None, expected 'fp8' (D 64) or "
+            "'mxfp4' (D 128): rows of 68 and 68 bytes are those of both", case=7, attrs={"source_format": None}),
+    Mistake("convert_indexer_cache", "convert_indexer_cache: cache axis ROW (axis 2) is 36, expected that of a format "
+            "with the dims of source, whose rows have 132 bytes", lambda a: {"cache": np.zeros((3, 64, 36), np.uint8)}),
+    Mistake("convert_indexer_cache", "convert_indexer_cache: cache_format value is 'fp4', expected 'fp8' or 'mxfp4'",
+            attrs={"cache_format": "fp4"}),
     Mistake("sparse_mla", "sparse_mla: cache dtype is float16, expected bfloat16, as q",
             lambda a: {"cache": np.zeros((3, 64, 576), np.float16)}),
     Mistake("sparse_mla", "sparse_mla: q axis H (axis 1) is 129, supported: at most 128 heads", heads(129),

@@ -58,10 +58,14 @@ def decode() -> Iterator[Benchmark]:
         def ours(i: int, q: Any = q, slots: Any = slots) -> torch.Tensor:
             return torch_api.sparse_mla(q[i], pool, slots[i], softmax_scale=SCALE)[0]
 
-        peers, check = {}, lambda: 0.0
+        def invariant(i: int, q: Any = q, slots: Any = slots) -> torch.Tensor:
+            return torch_api.sparse_mla(q[i], pool, slots[i], softmax_scale=SCALE, batch_invariant=True)[0]
+
+        peers: dict[str, Callable[[int], Any]] = {"itself with batch_invariant": invariant}
+        check = lambda ours=ours, invariant=invariant: relative_error(ours(0), invariant(0))
         if peer is not None:
             calls = [baselines.flash_mla_decode(q[i], pool, slots[i], requests, SCALE) for i in range(sets)]
-            peers = {"FlashMLA": lambda i, calls=calls: calls[i]()}
+            peers = {"FlashMLA": lambda i, calls=calls: calls[i](), **peers}
             check = lambda ours=ours, calls=calls: relative_error(ours(0), calls[0]())
         yield Benchmark(
             "sparse_mla", f"decode b={requests} h={heads} s_q={s_q} k={k}", ours, peers,

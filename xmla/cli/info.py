@@ -3,10 +3,12 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 from xmla import __version__
 from xmla.cli._environment import HAS_GPU
 from xmla.core.config import variables
+from xmla.core.tuned import OPS, built_in
 
 PACKAGES = ("triton", "numpy", "ml_dtypes", "torch", "jax", "jax-triton", "transformers")
 
@@ -18,13 +20,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _devices() -> list[str]:
+def _properties() -> list[Any]:
     try:
         import torch
     except ImportError:
         return []
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs)" for p in found]
+    return [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+
+
+def _devices() -> list[str]:
+    return [f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs)" for p in _properties()]
 
 
 def _supported() -> list[str]:
@@ -39,6 +44,16 @@ def _supported() -> list[str]:
     return facts
 
 
+def _tuned() -> list[str]:
+    """Which ops have measured tiles on the devices here."""
+    ops = sorted(folder.parent.name for folder in OPS.glob("*/tuned"))
+    return [
+        f"{name}: "
+        + (", ".join(op for op in ops if built_in(op, name).exists()) or "no, every tile is the heuristic's")
+        for name in dict.fromkeys(found.name for found in _properties())
+    ]
+
+
 def collect() -> dict[str, str | list[str]]:
     """What a bug report needs, by name."""
     versions = {package: _version(package) for package in PACKAGES}
@@ -49,5 +64,6 @@ def collect() -> dict[str, str | list[str]]:
         "devices": _devices() or ["none"],
         "kernels": "compiled" if HAS_GPU else "interpreted",
         "supported": _supported(),
+        "tuned": _tuned() or ["no device"],
         "settings": [f"{variable}={value}" for variable, _, value in variables()],
     }

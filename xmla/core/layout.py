@@ -345,6 +345,15 @@ class IndexerLayout:
     format: str = "fp8"
 
     @property
+    def name(self) -> str:
+        return f"indexer_{self.format}_d{self.dim}"
+
+    @property
+    def packed(self) -> bool:
+        """Bytes, as every format of indexer keys."""
+        return True
+
+    @property
     def value_bytes(self) -> int:
         return self.dim if self.format == "fp8" else self.dim // 2
 
@@ -394,6 +403,14 @@ class IndexerLayout:
         all_values[page, offset] = values
         all_scales[page, offset] = scales
 
+    def used_scales(self, cache: np.ndarray) -> np.ndarray:
+        """Scales [entries, 1], or [entries, 4] of blocks, of the entries with values of more than one byte value."""
+        values, footer = self._sections(cache)
+        scales = footer[(values.view(np.uint8) != values.view(np.uint8)[..., :1]).any(axis=-1)][:, None]
+        if self.format == "fp8":
+            return scales
+        return np.ascontiguousarray(scales).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+
     def _sections(self, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Views of the values [P, R, value_bytes] and the scales [P, R] of all pages."""
         pages, entries, row = cache.shape
@@ -404,7 +421,18 @@ class IndexerLayout:
         return values.reshape(pages, entries, self.value_bytes, copy=False), footer
 
 
-def indexer_layouts(row: int, dim: int | None = None) -> list[IndexerLayout]:
-    """Every layout with rows of `row` bytes, of keys of `dim` dims if that is known: then there is at most one."""
-    found = [IndexerLayout(d, f) for d in INDEXER_DIMS if dim is None or d == dim for f in INDEXER_FORMATS]
-    return [layout for layout in found if layout.row == row]
+INDEXER_LAYOUTS = tuple(IndexerLayout(dim, form) for dim in INDEXER_DIMS for form in INDEXER_FORMATS)
+
+
+def indexer_layouts(row: int, dim: int | None = None, form: str | None = None) -> list[IndexerLayout]:
+    """Every layout with rows of `row` bytes, of keys of `dim` dims and of a format if those are known."""
+    return [known for known in INDEXER_LAYOUTS
+            if known.row == row and dim in (None, known.dim) and form in (None, known.format)]  # fmt: skip
+
+
+def indexer_pairs(
+    source_row: int, row: int, source_format: str | None, cache_format: str | None
+) -> list[tuple[IndexerLayout, IndexerLayout]]:
+    """The layouts of the same dims that two caches with such rows can have."""
+    origins = indexer_layouts(source_row, form=source_format)
+    return [(origin, layout) for origin in origins for layout in indexer_layouts(row, origin.dim, cache_format)]

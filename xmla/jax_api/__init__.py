@@ -21,6 +21,7 @@ from xmla.core import ops
 from xmla.jax_api._ops import public
 
 compress_kv = public(ops.compress_kv.OP)
+convert_indexer_cache = public(ops.convert_indexer_cache.OP)
 convert_mla_cache = public(ops.convert_mla_cache.OP)
 dsa_attention = public(ops.dsa_attention.OP)
 indexer_logits = public(ops.indexer_logits.OP)
@@ -45,6 +46,7 @@ EXPORT_CHECKS = (_export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi
 
 __all__ = [
     "compress_kv",
+    "convert_indexer_cache",
     "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",

@@ -18,6 +18,7 @@ from xmla.core import ops
 from xmla.torch_api._ops import public
 
 compress_kv = public(ops.compress_kv.OP)
+convert_indexer_cache = public(ops.convert_indexer_cache.OP)
 convert_mla_cache = public(ops.convert_mla_cache.OP)
 dsa_attention = public(ops.dsa_attention.OP)
 indexer_logits = public(ops.indexer_logits.OP)
@@ -39,6 +40,7 @@ write_mla_cache = public(ops.write_mla_cache.OP)
 
 __all__ = [
     "compress_kv",
+    "convert_indexer_cache",
     "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",

@@ -2,6 +2,7 @@
 
 from xmla.core.ops import (
     compress_kv,
+    convert_indexer_cache,
     convert_mla_cache,
     dsa_attention,
     indexer_logits,
@@ -24,6 +25,7 @@ from xmla.core.ops import (
 
 __all__ = [
     "compress_kv",
+    "convert_indexer_cache",
     "convert_mla_cache",
     "dsa_attention",
     "indexer_logits",

@@ -1,14 +1,32 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.layout import IndexerLayout
 from xmla.core.op import E4M3, Problem
 from xmla.core.ops.indexer_logits.kernels import indexer_logits_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.tuned import tuned
 
-# 128 rows of heads (2 tokens of 64) × 128 keys a product, 4 warps, 3 stages, 64 tokens a program: best of the tiles
-# probed on an H200, 2026-11-21; 256 keys with 8 warps reach 0.93 of it.
-BLOCK_T = 64
-BLOCK_N = 128
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A program has `block_n` keys and `block_t` tokens, as many a product as `max_rows` rows of heads hold."""
+
+    block_t: int
+    block_n: int
+    max_rows: int
+    warps: int
+    stages: int
+    max_registers: int | None = None
+
+
+def configure(mxfp4: bool, device: Device) -> Config:
+    # Best of the tiles probed on an H200, 2026-11-21: 256 keys with 8 warps reach 0.93 of it; 939 against 851 TFLOP/s
+    # at 2048 × 65536 with 168 registers, three programs an SM.
+    warps = 8 if device.arch >= 120 or mxfp4 else 4  # with 4 it spills on sm_121, MXFP4 everywhere
+    return Config(64, 128, MAX_ROWS, warps, 3, 168 if device.arch == 90 and not mxfp4 else None)
 
 
 def keys_are_mxfp4(problem: Problem) -> bool:
@@ -35,10 +53,12 @@ def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     block_i = max(16, next_power_of_2(problem["I"]))
     mxfp4 = keys_are_mxfp4(problem)
-    block_t = min(BLOCK_T, next_power_of_2(max(problem["T"], 1)))
+    key = f"i{block_i}-{'mxfp4' if mxfp4 else 'fp8'}"
+    config = tuned("indexer_logits", device, key, configure(mxfp4, device))
+    block_t = min(config.block_t, next_power_of_2(max(problem["T"], 1)))
     launch = Launch(
         indexer_logits_kernel,
-        grid=(cdiv(problem["T"], block_t) * cdiv(problem["N"], BLOCK_N),),
+        grid=(cdiv(problem["T"], block_t) * cdiv(problem["N"], config.block_n),),
         inputs=("q8", "weights", "keys", "key_scales", "starts", "ends"),
         sizes=(problem["T"], problem["N"]),
         outputs=("logits",),
@@ -46,13 +66,12 @@ def plan(problem: Problem, device: Device) -> Plan:
             *query_constexprs(problem),
             ("KEY_STRIDE", specs["keys"].stride(0)),
             ("BLOCK_T", block_t),
-            ("GROUP", min(block_t, MAX_ROWS // block_i)),
-            ("BLOCK_N", BLOCK_N),
+            ("GROUP", min(block_t, config.max_rows // block_i)),
+            ("BLOCK_N", config.block_n),
             ("BLOCK_I", block_i),
         ),
-        num_warps=8 if device.arch >= 120 or mxfp4 else 4,  # with 4 it spills on sm_121, MXFP4 everywhere
-        num_stages=3,
-        # Three programs an SM: 939 against 851 TFLOP/s at 2048 × 65536 (H200, 2026-11-21).
-        max_registers=168 if device.arch == 90 and not mxfp4 else None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        max_registers=config.max_registers,
     )
     return Plan((launch,), problem.op.result_specs(problem), ("logits",))

@@ -5,6 +5,7 @@ from xmla.core.op import Problem
 from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_constexprs
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.tuned import tuned
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
 
@@ -68,7 +69,9 @@ def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     mxfp4 = keys_are_mxfp4(problem)
     grouping = group_tokens(problem, HOPPER_MAX_ROWS if device.arch == 90 and not mxfp4 else MAX_ROWS)
-    config = configure(grouping.group * grouping.block_i, mxfp4, device)
+    rows = grouping.group * grouping.block_i
+    key = f"rows{rows}-{'mxfp4' if mxfp4 else 'fp8'}"
+    config = tuned("indexer_logits_paged", device, key, configure(rows, mxfp4, device))
     results = problem.op.result_specs(problem)
     max_len = results["logits"].shape[1]
     tiles = grouping.groups * cdiv(min(max_len, problem["M"] * problem["R"]), config.block_n)

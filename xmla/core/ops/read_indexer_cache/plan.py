@@ -9,8 +9,7 @@ BLOCK_T = 16
 
 def layouts_of(problem: Problem) -> list[IndexerLayout]:
     """The layouts that the cache's rows and the `cache_format` asked for allow."""
-    chosen = problem.attrs["cache_format"]
-    return [layout for layout in indexer_layouts(problem["ROW"]) if chosen in (None, layout.format)]
+    return indexer_layouts(problem["ROW"], form=problem.attrs["cache_format"])
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -8,7 +8,7 @@ def reference(
     cache: np.ndarray, slots: np.ndarray, *, cache_format: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Definition of `read_indexer_cache`."""
-    (layout,) = (layout for layout in indexer_layouts(cache.shape[2]) if cache_format in (None, layout.format))
+    (layout,) = indexer_layouts(cache.shape[2], form=cache_format)
     value_dtype, scale_dtype = (DTYPES[name][0] for name in layout.dtypes)
     keys = np.zeros((len(slots), layout.value_bytes), value_dtype)
     scales = np.zeros(len(slots), scale_dtype)

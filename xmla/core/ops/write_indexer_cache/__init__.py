@@ -51,10 +51,11 @@ def check_indexer_row(problem: Problem, cache: str, axis: str) -> None:
         problem.refuse(cache, f"axis {axis} (axis 2)", problem[axis], expected)
 
 
-def check_indexer_pages(problem: Problem) -> None:
-    problem.require_dense_entries("cache")
-    if problem.specs["cache"].stride(0) % 4:
-        problem.refuse("cache", "stride of axis P (axis 0)", problem.specs["cache"].stride(0), "a multiple of 4 bytes")
+def check_indexer_pages(problem: Problem, cache: str = "cache") -> None:
+    problem.require_dense_entries(cache)
+    stride = problem.specs[cache].stride(0)
+    if stride % 4:
+        problem.refuse(cache, "stride of axis P (axis 0)", stride, "a multiple of 4 bytes")
 
 
 OP = Op(

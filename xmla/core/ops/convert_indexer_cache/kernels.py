@@ -1,0 +1,38 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang import as_bytes, load_keys, page_base, store_keys
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
+def convert_indexer_cache_kernel(
+    source_ptr,  # SOURCE_P pages of SOURCE_R rows of values and SOURCE_R times 4 bytes of scales
+    source_slots_ptr,  # [T] i32 | i64
+    slots_ptr,  # [T] i32 | i64
+    cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales, updated in place
+    num_tokens,
+    num_source_slots,
+    num_slots,
+    SOURCE_SLOT_STRIDE: tl.constexpr,
+    SOURCE_PAGE_STRIDE: tl.constexpr,
+    SOURCE_PAGE_SIZE: tl.constexpr,
+    SOURCE_MXFP4: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MXFP4: tl.constexpr,
+    D: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
+    source_slot = tl.load(source_slots_ptr + token * SOURCE_SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    ok = (source_slot >= 0) & (source_slot < num_source_slots) & (slot >= 0) & (slot < num_slots)
+    VALUES: tl.constexpr = D // 2 if SOURCE_MXFP4 else D
+    base = page_base(source_slot // SOURCE_PAGE_SIZE, SOURCE_PAGE_STRIDE)
+    offset = source_slot % SOURCE_PAGE_SIZE
+    scale_ptrs = as_bytes(source_ptr) + base + SOURCE_PAGE_SIZE * VALUES + offset * 4
+    keys, factors = load_keys(source_ptr, base + offset * VALUES, scale_ptrs, ok, D, SOURCE_MXFP4)
+    x = keys.to(tl.float32) * factors[:, None]  # [BLOCK_T, D]
+    store_keys(cache_ptr, slot, ok, x, MXFP4, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
