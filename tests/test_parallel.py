@@ -11,6 +11,7 @@ import pytest
 from conftest import HAS_GPU
 
 from xmla import ArgumentError
+from xmla.core.op import registry
 from xmla.core.parallel import Ownership, heads_of, received_bytes
 
 FOLDER = Path(__file__).parent / "parallel"
@@ -58,10 +59,18 @@ def test_torch(ranks: int, tmp_path: Path) -> None:
                 assert predicted <= measured <= 1.05 * predicted + 2000, (kind, measured, predicted)
 
 
-def test_a_rank_that_disagrees_on_shapes(tmp_path: Path) -> None:
-    for rank in run_ranks(tmp_path, 2, "shapes", TORCH_DISTRIBUTED_DEBUG="DETAIL"):
-        assert rank["message"].startswith("merge_attention: all_gather of bfloat16[3, "), rank
-        assert "Detected mismatch between collectives on ranks" in rank["message"]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_disagrees_on_shapes(ranks: int, tmp_path: Path) -> None:
+    """On a shape that is new, and on one that the others have had: then both sides wait until the timeout."""
+    for rank, found in enumerate(run_ranks(tmp_path, ranks, "shapes")):
+        own, other, who = (8, 4, ranks - 1) if rank < ranks - 1 else (4, 8, 0)
+        first, *later = found["messages"]
+        named = f"merge_attention: all_gather of bfloat16[3, {own}, 512] on rank {rank}"
+        assert first == (
+            f"ArgumentError: {named}, expected the same on every rank: rank {who} has merge_attention: all_gather of "
+            f"bfloat16[3, {other}, 512]"
+        )
+        assert [message.startswith(f"RuntimeError: {named}: ") for message in later] == ([] if HAS_GPU else [True])
 
 
 @pytest.mark.skipif(HAS_GPU, reason="NCCL tells after its watchdog's timeout")
@@ -88,6 +97,33 @@ def test_jax() -> None:
             assert measured == predicted, (kind, line)
 
 
+def test_jit() -> None:
+    """Tokens and heads that are shared out stay so, with one device's bits and no exchange; the rest is replicated."""
+    if HAS_GPU and visible_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    devices = "2" if HAS_GPU else "8"
+    command = [sys.executable, str(FOLDER / "jax_jit.py"), devices]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {line.pop("call"): line for line in map(json.loads, done.stdout.splitlines())}
+
+    def spread(call: str, place: int, over: str) -> bool:
+        specs = found[call]["specs"]
+        return not found[call]["collectives"] and all(spec[place] == over for spec in specs[:2] if len(spec) > place)
+
+    for op in registry().values():
+        axes = {axis for tensor in op.tensors.values() for axis in tensor.names}
+        for place, axis in enumerate("TH"):
+            if axis in axes and not op.mutates:
+                assert spread(call := f"{op.name} over {axis}", place, "x"), found[call]
+    for kind in ("auto", "explicit"):
+        for call in (f"step, {kind}", f"shard_map, {kind}"):
+            assert spread(call, 0, "tokens") and (devices == "2" or spread(call, 1, "heads")), found[call]
+    assert spread(call := "vmap over the tokens' mesh axis", 0, "tokens"), found[call]
+    for call in ("write", "donated", "Ref", "requests without ids"):
+        assert not any(found[call]["specs"][-1]), found[call]
+
+
 def test_the_model_lists_the_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included."""
     import torch.distributed as dist
@@ -98,7 +134,7 @@ def test_the_model_lists_the_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
     from torch_ranks import DEVICE, attend
 
     from xmla import ModelConfig
-    from xmla.core.op import Op, registry
+    from xmla.core.op import Op
     from xmla.core.spec import Spec, row_major
     from xmla.torch_api import _run
     from xmla.torch_api.parallel import ContextParallel

@@ -9,7 +9,13 @@ All work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; a c
 own) and `jax.shard_map`, and can be lowered ahead of time; a derivative is refused. Ops that update a cache take it as
 a `jax.Ref` (`jax.new_ref`) and update it in place, or as an array and return the new one, which under `jit` with a
 donated argument is updated in place too. Ops that read a cache take a Ref as well, and then read it where it lies:
-`ref[...]` may copy the pool. Several GPUs: `xmla.jax_api.parallel`.
+`ref[...]` may copy the pool.
+
+Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) where they are, in one op or
+many, with one mesh in the program: each device computes its own, nothing is exchanged, every other axis is replicated.
+Replicated are also all axes of ops that update a cache, the tokens of requests without request_ids, everything in an
+export and `implementation="reference"`; an export over an AbstractMesh needs a `shard_map` around the ops. A part of
+the heads has the bits of the whole with `batch_invariant=True`. Requests shared out by pages: `xmla.jax_api.parallel`.
 
 Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not there, use
 `xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.

@@ -1,10 +1,10 @@
-"""One JAX primitive for all ops, and its rules: shapes, Refs, lowering, vmap, no derivative.
+"""The JAX primitive of all ops, and its rules: shapes, Refs, lowering, vmap, no derivative.
 
 The operands are the given tensors in the order of the declaration; a mutated one is a Ref, updated in place, or an
 array, whose new value is then a further result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,47 +12,60 @@ import jax
 import jax.numpy as jnp
 from jax._src import core, dispatch
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.mesh import get_abstract_mesh
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef, ReadEffect, WriteEffect
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits, indexer_logits_paged
 from xmla.core.spec import Spec
-from xmla.jax_api import _batching
-from xmla.jax_api._run import execute
+from xmla.jax_api import _batching, _sharding
+from xmla.jax_api._run import execute, host_function, on_host
 
 call_p = core.Primitive("xmla")
-call_p.multiple_results = True
+# The same for a call that `jit` may share out over devices: JAX tells its lowering which they are, and then refuses an
+# AbstractMesh and a second mesh in the program. So a call that cannot be shared out, as in a shard_map, is the other.
+jit_p = core.Primitive("xmla")
 
-# The parameters of every bind: op, given (names of the operands), attrs, implementation, device.
+
+def bind(*operands: Any, op: Op, given: tuple[str, ...], **params: Any) -> list[Any]:
+    """A call; params are attrs, implementation and device."""
+    split = _sharding.shared_axes(op, given) and not get_abstract_mesh().are_all_axes_manual
+    return (jit_p if split else call_p).bind(*operands, op=op, given=given, **params)
 
 
 def is_ref(value: Any) -> bool:
     return isinstance(core.typeof(value), AbstractRef)
 
 
-def _impl(*operands: Any, **params: Any) -> Any:
+def _impl(primitive: core.Primitive, *operands: Any, **params: Any) -> Any:
     if any(map(is_ref, operands)):
-        return jax.jit(partial(call_p.bind, **params))(*operands)
-    return dispatch.apply_primitive(call_p, *operands, **params)
+        return jax.jit(partial(primitive.bind, **params))(*operands)
+    return dispatch.apply_primitive(primitive, *operands, **params)
+
+
+def _specs(given: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
+    return {name: Spec(tuple(aval.shape), aval.dtype.name) for name, aval in zip(given, avals, strict=True)}
 
 
 def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], **_: Any) -> tuple[list[Any], set]:
-    inner: dict[str, Any] = {
-        name: aval.inner_aval if isinstance(aval, AbstractRef) else aval
-        for name, aval in zip(given, avals, strict=True)
-    }
-    specs = {name: Spec(tuple(aval.shape), aval.dtype.name) for name, aval in inner.items()}
-    problem = op.bind(specs, dict(zip(op.defaults, attrs, strict=True)))
+    inner: list[Any] = [aval.inner_aval if isinstance(aval, AbstractRef) else aval for aval in avals]
+    problem = op.bind(_specs(given, inner), dict(zip(op.defaults, attrs, strict=True)))
     # Inside a shard_map, a result varies over every mesh axis that an argument varies over.
-    varying = frozenset[Any]().union(*(aval.mat.varying for aval in inner.values()))
-    manual = core.ManualAxisType(varying=varying)
-    out = [
-        core.ShapedArray(spec.shape, jnp.dtype(spec.dtype), manual_axis_type=manual)
-        for spec in op.result_specs(problem).values()
-    ]
+    manual = core.ManualAxisType(varying=frozenset[Any]().union(*(aval.mat.varying for aval in inner)))
+    # Over a mesh of explicit axes, it has the shared axes as the arguments have them.
+    mesh = next((aval.sharding.mesh for aval in inner if not aval.sharding.mesh.empty), get_abstract_mesh())
+    specs = _sharding.result_specs(problem, [aval.sharding.spec for aval in inner])
+
+    def value(shape: Sequence[int], dtype: Any, spec: P) -> core.ShapedArray:
+        return core.ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec), manual_axis_type=manual)
+
+    results = op.result_specs(problem).values()
+    out = [value(x.shape, jnp.dtype(x.dtype), spec) for x, spec in zip(results, specs, strict=True)]
     effects: set[Any] = set()
     for index, (name, aval) in enumerate(zip(given, avals, strict=True)):
         if isinstance(aval, AbstractRef):
@@ -60,13 +73,13 @@ def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...],
             if name in op.mutates:
                 effects.add(WriteEffect(index))
         elif name in op.mutates:
-            out.append(core.ShapedArray(aval.shape, aval.dtype, manual_axis_type=manual))
+            out.append(value(aval.shape, aval.dtype, P()))
     return out, effects
 
 
 def _discharge(context: discharge.DischargeContext, *operands: Any, op: Op, given: tuple[str, ...], **params: Any):
     """Refs that have become values: the new ones of those that the op updates, and the results."""
-    found = call_p.bind(*operands, op=op, given=given, **params)
+    found = bind(*operands, op=op, given=given, **params)
     results, updated = found[: len(op.outputs)], iter(found[len(op.outputs) :])
     new: list[Any] = [None] * len(operands)
     returned = []
@@ -80,8 +93,28 @@ def _discharge(context: discharge.DischargeContext, *operands: Any, op: Op, give
     return new, [*results, *returned]
 
 
-def _lower(*operands: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], **params: Any) -> Sequence[Any]:
-    return execute(op, dict(zip(given, operands, strict=True)), dict(zip(op.defaults, attrs, strict=True)), **params)
+def _compute(
+    *operands: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], implementation: str | None, device: Device,
+    callback: Callable[..., Any] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    arrays = dict(zip(given, operands, strict=True))
+    return execute(op, arrays, dict(zip(op.defaults, attrs, strict=True)), implementation, device, callback)
+
+
+def _lower(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    op, given, implementation = (params[name] for name in ("op", "given", "implementation"))
+    if implementation == "reference" or not _sharding.over_a_mesh(context.module_context):
+        return mlir.lower_fun(_compute)(context, *operands, **params)
+    values = dict(zip(op.defaults, params["attrs"], strict=True))
+    callback = None
+    if on_host(implementation, params["device"]):
+        callback = _sharding.callback_of(context.module_context, host_function(op, given, values, implementation))
+
+    def compute(*own: Any) -> tuple[Any, ...]:
+        return _compute(*own, **params, callback=callback)
+
+    problem = op.bind(_specs(given, context.avals_in), values)
+    return mlir.lower_fun(_sharding.partitioned(compute, problem))(context, *operands)
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):
@@ -103,7 +136,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple
         if dims[name] is None:
             arrays[name], dims[name] = jnp.broadcast_to(arrays[name], (size, *arrays[name].shape)), 0
     folded = _batching.fold(op, arrays, dims, size)
-    found = [_batching.unfold(r, size) for r in call_p.bind(*folded.values(), op=op, given=given, **params)]
+    found = [_batching.unfold(r, size) for r in bind(*folded.values(), op=op, given=given, **params)]
     results, updated = found[: len(op.outputs)], dict(zip(op.mutates, found[len(op.outputs) :], strict=True))
     for name, ref in refs.items():
         if name in updated:
@@ -116,7 +149,7 @@ def _batch_logits(arrays: dict[str, Any], dims: dict[str, int | None], size: int
     folded, count = _batching.keys_as_pages(arrays, dims, size)
     op = indexer_logits_paged.OP
     attrs = tuple((op.defaults | {"max_len": count}).values())
-    (logits,) = call_p.bind(*folded.values(), op=op, given=tuple(folded), **params | {"attrs": attrs})
+    (logits,) = bind(*folded.values(), op=op, given=tuple(folded), **params | {"attrs": attrs})
     starts = jnp.broadcast_to(arrays["starts"], (size, logits.shape[0] // size))
     if dims["starts"] is not None:
         starts = _batching.move(arrays["starts"], dims["starts"], 0)
@@ -132,23 +165,27 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
                 f"{op.name}: {name} is differentiated, supported: no derivative; "
                 f"jax.lax.stop_gradient({name}) makes it a constant"
             )
-    out = call_p.bind(*primals, op=op, given=given, **params)
+    out = bind(*primals, op=op, given=given, **params)
     return out, [ad.p2tz(value) for value in out]
 
 
-call_p.def_impl(_impl)
-call_p.def_effectful_abstract_eval(_shapes)
-discharge.register_discharge_rule(call_p)(_discharge)
-mlir.register_lowering(call_p, mlir.lower_fun(_lower))
-batching.primitive_batchers[call_p] = _batch
-ad.primitive_jvps[call_p] = _differentiate
+for primitive in (call_p, jit_p):
+    primitive.multiple_results = True
+    primitive.def_impl(partial(_impl, primitive))
+    primitive.def_effectful_abstract_eval(_shapes)
+    discharge.register_discharge_rule(primitive)(_discharge)
+    batching.primitive_batchers[primitive] = _batch
+    ad.primitive_jvps[primitive] = _differentiate
+mlir.register_lowering(call_p, mlir.lower_fun(_compute))
+mlir.register_lowering(jit_p, _lower)
+dispatch.prim_requires_devices_during_lowering.add(jit_p)
 
 
 def call(
     op: Op, arrays: dict[str, Any], attrs: tuple[Any, ...], implementation: str | None, device: Device
 ) -> tuple[Any, ...]:
     """Results, then the new values of mutated arguments that are not Refs."""
-    found = call_p.bind(
+    found = bind(
         *arrays.values(), op=op, given=tuple(arrays), attrs=attrs, implementation=implementation, device=device
     )
     return tuple(found)

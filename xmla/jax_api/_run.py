@@ -1,6 +1,7 @@
 """Runs plans inside JAX computations, on arrays alone: Refs have become values here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.spec import DTYPES, Spec
 
+HostFunction = Callable[..., tuple[np.ndarray, ...]]
+
 
 def _spec(array: Any) -> Spec:
     return Spec(tuple(array.shape), jnp.dtype(array.dtype).name)
@@ -22,6 +25,11 @@ def describe(device: Any) -> Device:
     if device.platform == "cpu":
         return INTERPRETER
     return Device.of(device.device_kind, round(float(device.compute_capability) * 10), device.core_count)
+
+
+def on_host(implementation: str | None, device: Device) -> bool:
+    """Whether a call is computed behind a callback, by the interpreter or the definition."""
+    return implementation == "reference" or device is INTERPRETER
 
 
 def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], device: Device) -> tuple[jax.Array, ...]:
@@ -36,46 +44,44 @@ def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], d
     )
 
 
-def _run_on_host(
-    compute: Callable[[dict[str, np.ndarray]], tuple[np.ndarray, ...]],
-    arrays: Mapping[str, Any],
-    mutated: tuple[str, ...],
-    results: Mapping[str, Spec],
-) -> tuple[jax.Array, ...]:
-    """`compute` on NumPy copies behind a pure callback: its results, then the new values of the mutated arguments."""
-    specs = [*results.values(), *(_spec(arrays[name]) for name in mutated)]
+def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implementation: str | None) -> HostFunction:
+    """A call of any sizes on NumPy arrays in the order of `given`: results, then the new values of the mutated."""
 
-    def callback(*operands: Any) -> tuple[np.ndarray, ...]:
-        host = {name: np.array(value, order="C") for name, value in zip(arrays, operands, strict=True)}
-        outputs = compute(host)
-        found = [*outputs, *(host[name] for name in mutated)]
-        return tuple(np.asarray(a).astype(DTYPES[s.dtype][0], copy=False) for a, s in zip(found, specs, strict=True))
+    def compute(*operands: Any) -> tuple[np.ndarray, ...]:
+        host = {name: np.array(value, order="C") for name, value in zip(given, operands, strict=True)}
+        specs = {name: _spec(host[name]) if name in host else None for name in op.tensors}
+        if implementation == "reference":
+            results = op.result_specs(op.bind(specs, attrs)).values()
+            found = op.reference(**host, **attrs)
+            outputs = found if isinstance(found, tuple) else () if found is None else (found,)
+        else:
+            from xmla.core import interpreter
 
-    types = tuple(jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in specs)
-    return jax.pure_callback(callback, types, *arrays.values())
+            plan, results = plan_call(op, tuple(specs.values()), tuple(attrs.values()), INTERPRETER, implementation)
+            outputs = interpreter.run(plan, host)
+        rounded = (np.asarray(a).astype(DTYPES[s.dtype][0], copy=False) for a, s in zip(outputs, results, strict=True))
+        return *rounded, *(host[name] for name in op.mutates)
+
+    return compute
 
 
 def execute(
-    op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None, device: Device
-) -> tuple[Any, ...]:
-    """The computation of a call: results, then the new values of the mutated arguments."""
+    op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None, device: Device,
+    callback: Callable[..., Any] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The computation of a call: results, then the new values of the mutated arguments.
+
+    On the host it is a callback of `host_function`; `callback(types, *arrays)` takes the place of `jax.pure_callback`.
+    """
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     kernels = None if implementation == "reference" else implementation
     plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, kernels)
-    results = dict(zip(op.outputs, outputs, strict=True))
-    if implementation != "reference" and device is not INTERPRETER:
+    if not on_host(implementation, device):
         refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
         given = {name: spec for name, spec in specs.items() if spec is not None}
         return *_run_on_gpu(plan, arrays | refs, given, device), *(ref[...] for ref in refs.values())
-
-    def interpret(host: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-        from xmla.core import interpreter
-
-        return interpreter.run(plan, host)
-
-    def define(host: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-        found = op.reference(**host, **attrs)
-        return found if isinstance(found, tuple) else () if found is None else (found,)
-
-    compute = define if implementation == "reference" else interpret
-    return _run_on_host(compute, arrays, op.mutates, results)
+    results = [*outputs, *(_spec(arrays[name]) for name in op.mutates)]
+    types = tuple(jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in results)
+    if callback is None:
+        callback = partial(jax.pure_callback, host_function(op, list(arrays), attrs, implementation))
+    return tuple(callback(types, *arrays.values()))

@@ -1,7 +1,8 @@
 """Several GPUs in JAX: context parallel over pages, tensor parallel over heads, with shardings and collectives of JAX.
 
 `ContextParallel` is used inside `jax.shard_map`, where each device sees its own pools and block table;
-`tensor_parallel_attention` takes whole arrays, under `jit` with any NamedSharding or without.
+`tensor_parallel_attention` takes whole arrays, under `jit` with any NamedSharding or without. Arrays that are sharded
+over tokens or heads already need neither: `jit` of the ops themselves keeps them so.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,20 @@
 """Several GPUs under torch.distributed: context parallel over pages, tensor parallel over heads.
 
 The groups and their collectives are the engine's own (`DeviceMesh`; NCCL, or gloo on the CPU) and can be captured in a
-CUDA graph. An engine's error, such as that of a rank that died or that has other shapes (which NCCL and gloo tell apart
-under TORCH_DISTRIBUTED_DEBUG=DETAIL), is raised again with the op's name before it.
+CUDA graph.
+
+Faults are errors that name the op, on every rank and within the timeout of the group. An engine's error, such as that
+of a rank that died, is raised again with op, dtype and shape before it (NCCL's watchdog ends the process instead). Of
+ranks with other shapes engines say nothing: they hang, end the process or go on with wrong bytes. So the first exchange
+of a shape, unless it is captured or compiled, follows one of its description, over a gloo group of the same ranks:
+about a millisecond between two processes of one host, and some microseconds at every later exchange. That leaves ranks
+that mix up shapes which all of them have had: TORCH_DISTRIBUTED_DEBUG=DETAIL compares at every call.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,13 +29,36 @@ from xmla.core.parallel import Ownership, heads_of
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
+@lru_cache
+def _control_group(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A gloo group of the same ranks and timeout: whoever waits there takes no bytes for other ranks' data."""
+    timeout = group._get_backend(device).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+
+@lru_cache(maxsize=1 << 14)
+def _agree(group: dist.ProcessGroup, device: torch.device, what: str, got: str) -> None:
+    """Refuse to exchange what is not the same on every rank; memoised."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (what, got), group=_control_group(group, device))
+    for rank, other in zip(dist.get_process_group_ranks(group), said, strict=True):
+        if other != (what, got):
+            raise ArgumentError(
+                f"{what} of {got} on rank {dist.get_rank()}, expected the same on every rank: "
+                f"rank {rank} has {other[0]} of {other[1]}"
+            )
+
+
 @contextmanager
-def _named(what: str, tensor: torch.Tensor) -> Iterator[None]:
-    """The engine's error with the op named."""
+def _exchange(what: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    """Around a collective: ranks agree on it, and the engine's error has the op named."""
+    got = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     try:
+        if not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _agree(group, tensor.device, what, got)
         yield
     except RuntimeError as error:  # DistBackendError and its kin
-        got = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         raise type(error)(f"{what} of {got} on rank {dist.get_rank()}: {error}") from error
 
 
@@ -108,7 +138,7 @@ class ContextParallel:
             own = torch_api.select_topk(logits, lengths, k=k)
             torch.gather(logits, 1, own.clamp_min(0).long(), out=sent[0, rows].view(torch.float32))
             sent[1, rows] = self.ownership.position(own, self.rank)
-        with _named("merge_topk: all_gather", sent):
+        with _exchange("merge_topk: all_gather", sent, self.group):
             gathered = sent.new_empty((self.ownership.ranks, *sent.shape))
             all_gather(gathered.view(-1), sent.view(-1), group=self.group)
         _, indices = torch_api.merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], k=k)
@@ -137,10 +167,10 @@ class ContextParallel:
         sent = torch.cat(flat, dim=1)
         gathered = sent.new_empty((ranks, sent.shape[1]))
         if scatter_heads:
-            with _named("merge_attention: all_to_all", out):
+            with _exchange("merge_attention: all_to_all", out, self.group):
                 dist.all_to_all_single(gathered.view(-1), sent.view(-1), group=self.group)
         else:
-            with _named("merge_attention: all_gather", out):
+            with _exchange("merge_attention: all_gather", out, self.group):
                 all_gather(gathered.view(-1), sent.view(-1), group=self.group)
         cut = flat[0].shape[1]
         outs = gathered[:, :cut].view(out.dtype).view(ranks, tokens, heads, latent)
@@ -199,6 +229,7 @@ class TensorParallel:
         ranks = self.mesh.size()
         front = tensor.movedim(axis, 0).contiguous()
         gathered = front.new_empty((ranks * front.shape[0], *front.shape[1:]))
-        with _named("tensor parallel: all_gather", front):
-            all_gather(gathered.view(-1), front.view(-1), group=self.mesh.get_group())
+        group = self.mesh.get_group()
+        with _exchange("tensor parallel: all_gather", front, group):
+            all_gather(gathered.view(-1), front.view(-1), group=group)
         return gathered.movedim(0, axis)

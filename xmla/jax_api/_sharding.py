@@ -1,0 +1,117 @@
+"""`jit` over several devices: where tokens or heads are shared out, each device computes its own, without an exchange.
+
+All other axes are replicated. So are all axes of an op that writes a cache, since each copy takes every token, and the
+tokens of requests without ids, which are counted off from the first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.sharding_impls import ShardingContext
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xmla.core.op import Op, Problem
+from xmla.jax_api._run import HostFunction
+
+Axes = Sequence[str | None]  # an array's, None where a result's is not shared
+
+
+def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
+    """The axes that devices can share out in a call with the operands `given`."""
+    names = {axis for name in given for axis in op.tensors[name].names}
+    counted = "B" in names and "request_ids" not in given
+    return [axis for axis in ("T", "H") if axis in names and not op.mutates and not (axis == "T" and counted)]
+
+
+def _result_axes(problem: Problem) -> list[Axes]:
+    """The shared axes of each result, which are found by sizes that no array has."""
+    marks = {axis: -1 - index for index, axis in enumerate(shared_axes(problem.op, list(problem.specs)))}
+    names = {mark: axis for axis, mark in marks.items()}
+    marked = Problem(problem.op, problem.specs, problem.attrs, {**problem.axes, **marks})
+    return [[names.get(size) for size in spec.shape] for spec in problem.op.result_specs(marked).values()]
+
+
+def _mesh_axes(problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
+    """What the operands' `specs` share each axis out over; a mesh axis serves one."""
+    shared = shared_axes(problem.op, list(problem.specs))
+    found: dict[str, Any] = {}
+    taken: set[str] = set()
+    for name, spec in zip(problem.specs, specs, strict=True):
+        for axis, entry in zip(problem.op.tensors[name].names, spec, strict=False):  # a spec may be shorter
+            over = {entry} if isinstance(entry, str) else set(entry or ())
+            if axis in shared and axis not in found and over and not over & taken:
+                found[axis] = entry
+                taken |= over
+    return found
+
+
+def _spec(axes: Axes, found: Mapping[str, Any]) -> P:
+    return P(*(found.get(axis) if axis else None for axis in axes))
+
+
+def result_specs(problem: Problem, specs: Sequence[P]) -> list[P]:
+    """How the results are shared out where the operands have `specs`."""
+    found = _mesh_axes(problem, specs)
+    return [_spec(axes, found) for axes in _result_axes(problem)]
+
+
+def over_a_mesh(module: mlir.ModuleContext) -> bool:
+    """Whether `module` is `jit`'s over several devices of a known mesh; an export cannot name what partitions it."""
+    where = module.axis_context
+    return (
+        isinstance(where, ShardingContext)
+        and where.num_devices > 1
+        and where.abstract_mesh is not None
+        and not module.lowering_parameters.for_export
+        and jax.config.jax_use_shardy_partitioner
+    )
+
+
+def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[..., Any]:
+    """`jax.pure_callback` of `function` in a part of `module` that XLA partitions.
+
+    The part is lowered as a module of its own and the callbacks of that are lost: XLA takes their numbers for those of
+    `module`. So the function is put there, and called by its number.
+    """
+    number = np.uint64(len(module.host_callbacks))
+    module.add_host_callback(function)
+
+    def callback(types: Sequence[jax.ShapeDtypeStruct], *operands: Any) -> Any:
+        return jax.ffi.ffi_call("xla_ffi_python_cpu_callback", types)(*operands, index=number)
+
+    return callback
+
+
+def partitioned(function: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
+    """`function` of the operands of `problem`, of each device's own part along the shared axes."""
+    shared = shared_axes(problem.op, list(problem.specs))
+    operands: list[Axes] = [problem.op.tensors[name].names for name in problem.specs]
+    results = _result_axes(problem)
+    whole: list[str] = []
+
+    def factor(axis: str | None) -> str:
+        if axis in shared:
+            return axis
+        whole.append(f"whole{len(whole)}")
+        return whole[-1]
+
+    def rule(arrays: Sequence[Axes]) -> str:
+        return ", ".join(" ".join(map(factor, axes)) for axes in arrays)
+
+    def partition(mesh: Mesh, arguments: Sequence[Any], _: Any) -> tuple[Any, ...]:
+        found = _mesh_axes(problem, [argument.sharding.spec for argument in arguments])
+
+        def place(arrays: Sequence[Axes]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, _spec(axes, found)) for axes in arrays)
+
+        return mesh, function, place(results), place(operands)
+
+    call = custom_partitioning(function)
+    sharding_rule = f"{rule(operands)} -> {rule(results)}"
+    call.def_partition(partition, sharding_rule=sharding_rule, need_replication_factors=tuple(whole))
+    return call
