@@ -1,5 +1,7 @@
 """`python -m xmla.bench.ranks_report FILE [--readme README.md]`: steps over several GPUs, measured and projected.
 
+A run of the benchmark is a table; more than two numbers of ranks are projected.
+
 A projection adds up terms that were measured: logits and top-k at the same local context (or the shortest measured),
 attention as on the most ranks measured, merges and exchanges along the line through the two largest numbers of ranks.
 """
@@ -19,15 +21,21 @@ PROJECTED = (8, 64)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The cases of one file, by (ranks, requests, context)."""
+    """The cases of one run, by (ranks, requests, context)."""
 
     head: dict[str, Any]
     cases: dict[tuple[int, int, int], dict[str, Any]]
 
     @classmethod
-    def read(cls, file: Path) -> "Results":
-        head, *lines = (json.loads(line) for line in file.read_text().splitlines())
-        return cls(head, {(line["ranks"], line["requests"], line["context"]): line for line in lines})
+    def read(cls, file: Path) -> "list[Results]":
+        """The runs of a file, each of which begins with where it comes from."""
+        runs: list[Results] = []
+        for line in map(json.loads, file.read_text().splitlines()):
+            if "command" in line:
+                runs.append(cls(line, {}))
+            else:
+                runs[-1].cases[line["ranks"], line["requests"], line["context"]] = line
+        return runs
 
     @property
     def ranks(self) -> list[int]:
@@ -60,14 +68,12 @@ class Results:
         )
 
 
-def report(file: Path) -> str:
-    """Markdown: where the figures come from, then a line a case."""
-    results = Results.read(file)
-    most = results.ranks[-1]
+def _table(results: Results) -> str:
     versions = results.head["versions"]
-    several = [ranks for ranks in results.ranks if ranks > 1]
+    *_, most = several = [ranks for ranks in results.ranks if ranks > 1]
+    projected = PROJECTED if len(several) > 1 else ()
     columns = [f"{ranks} GPUs" for ranks in several]
-    columns += ["exchange", "bytes, predicted", "by NVLink", *(f"{ranks} GPUs, projected" for ranks in PROJECTED)]
+    columns += ["exchange", "bytes, predicted", "by NVLink", *(f"{ranks} GPUs, projected" for ranks in projected)]
     shown = [
         f"{versions['devices'][0]} × {len(versions['devices'])}, {results.head['date']}, commit "
         f"{results.head['commit'][:12]}, torch {versions['torch']}, Triton {versions['triton']}, NCCL.",
@@ -75,26 +81,30 @@ def report(file: Path) -> str:
         f"| context | requests | 1 GPU | {' | '.join(columns)} |",
         "|" + "---|" * (3 + len(columns)),
     ]
-    for ranks, requests, context in sorted(results.cases, key=lambda key: (key[2], key[1])):
-        if ranks != 1:
-            continue
-        cells = [f"{context:,}", str(requests), f"{results.cases[1, requests, context]['us']['one GPU']:.0f} µs"]
+    for context, requests in sorted({(context, requests) for _, requests, context in results.cases}):
+        alone = results.cases.get((1, requests, context))  # a run that was short of time has it on more ranks alone
+        cells = [f"{context:,}", str(requests), f"{alone['us']['one GPU']:.0f} µs" if alone else ""]
         for count in several:
             times = results.cases[count, requests, context]["us"]
             cells.append(f"{times['step']:.0f} / {times['step, scattered']:.0f} µs")
         last = results.cases[most, requests, context]
         cells += [f"{last['share_of_exchange']:.0%}", f"{sum(last['received_bytes'].values()) / 1e6:.2f} MB"]
         cells.append(f"{last['nvlink_received_bytes'] / 1e6:.2f} MB" if "nvlink_received_bytes" in last else "")
-        cells += [f"{results.projected(requests, context, count):.0f} µs" for count in PROJECTED]
+        cells += [f"{results.projected(requests, context, count):.0f} µs" for count in projected]
         shown.append(f"| {' | '.join(cells)} |")
     return "\n".join(shown) + "\n"
+
+
+def report(file: Path) -> str:
+    """Markdown: of each run where the figures come from, then a line a case."""
+    return "\n".join(map(_table, Results.read(file)))
 
 
 def main(
     file: Annotated[Path, typer.Argument(help="JSON lines written by `python -m xmla.bench.parallel run`.")],
     readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.")] = None,
 ) -> None:
-    """Print the table in Markdown, or put it in its place."""
+    """Print the tables in Markdown, or put them in their place."""
     if readme is None:
         typer.echo(report(file))
     else:

@@ -7,8 +7,8 @@ Faults are errors that name the op, on every rank and within the timeout of the 
 of a rank that died, is raised again with op, dtype and shape before it (NCCL's watchdog ends the process instead). Of
 ranks with other shapes engines say nothing: they hang, end the process or go on with wrong bytes. So the first exchange
 of a shape, unless it is captured or compiled, follows one of its description, over a gloo group of the same ranks:
-about a millisecond between two processes of one host, and some microseconds at every later exchange. That leaves ranks
-that mix up shapes which all of them have had: TORCH_DISTRIBUTED_DEBUG=DETAIL compares at every call.
+about a millisecond between two processes of one host, then 2 µs of host time an exchange. That leaves ranks that mix up
+shapes which all of them have had: TORCH_DISTRIBUTED_DEBUG=DETAIL compares at every call.
 """
 
 from collections.abc import Iterator
