@@ -62,7 +62,8 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
     inputs = case.make(np.random.default_rng(0))
     arrays = [inputs[name] for name in op.tensors if name in inputs]
     names = [name for name in op.tensors if name in inputs]
-    specs = {name: Spec(inputs[name].shape, inputs[name].dtype.name) for name in names}
+    # JAX has no 64-bit integers by default.
+    specs = {name: Spec(inputs[name].shape, jax.dtypes.canonicalize_dtype(inputs[name].dtype).name) for name in names}
     attrs = op.defaults | dict(case.attrs)
     values = tuple(attrs[attr.name] for attr in op.attrs)
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
