@@ -128,6 +128,16 @@ def test_mxfp4_products_are_exact(dim: int) -> None:
         assert want.any() and np.array_equal(kit.as_numpy(got), want.astype(np.float32))
 
 
+def test_where_no_slot_is_valid_nothing_is_written(device: str) -> None:
+    """By kernel and definition, in both formats."""
+    for form in INDEXER_FORMATS:
+        cache = torch.full((3, 16, IndexerLayout(64, form).row), 7, dtype=torch.uint8, device=device)
+        slots = torch.full((5,), -1, dtype=torch.int32, device=device)
+        for implementation in (None, "reference"):
+            torch_api.write_indexer_cache(torch.ones(5, 64, device=device), slots, cache, implementation=implementation)
+            assert bool((cache == 7).all())
+
+
 def test_a_nan_key_ranks_last(device: str) -> None:
     """In both formats a key with one NaN element is NaN, is picked last, and harms no other."""
     for form in INDEXER_FORMATS:

@@ -311,7 +311,7 @@ def quantize_mxfp4(values: np.ndarray, min_exponent: int) -> tuple[np.ndarray, n
     NaN: the block of a NaN gets the scale 255, which makes all of it NaN; NaN itself is stored as +6, as by that
     instruction.
     """
-    blocks = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
+    blocks = values.reshape(*values.shape[:-1], values.shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK)
     rounded, factors = quantize(blocks, min_exponent, kind="e2m1")
     codes = rounded.view(np.uint8).reshape(values.shape)
     scales = np.where(np.isnan(factors), NAN_SCALE, np.frexp(factors)[1] + 126)
