@@ -13,7 +13,9 @@ import torch
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, assume_device
+from xmla.core.layout import V4, V32, V41_FP4
 from xmla.core.op import registry
+from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
 
 Arrays = dict[str, np.ndarray]
@@ -292,14 +294,27 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
                      for is_packed in (True, False))  # fmt: skip
     for case, device, message in (
         (packed, B200, "sparse_mla: implementation value is 'gluon' on NVIDIA B200 over 'v32' entries, supported: "
-                       "'v32' entries on compute capability 9.0"),
+                       "'v32' or 'v4' entries on compute capability 9.0"),
         (plain, H200, "sparse_mla: implementation value is 'gluon' on NVIDIA H200 over 'plain' entries, supported: "
-                      "'v32' entries on compute capability 9.0"),
+                      "'v32' or 'v4' entries on compute capability 9.0"),
     ):  # fmt: skip
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(device), pytest.raises(UnsupportedError) as refused:
             torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
         assert str(refused.value) == message
+    for case, message in (
+        (make_case(2, 5, 40, 61, V4, padding=2), "over pages of cache 35626 bytes apart, supported: multiples of 16"),
+        (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 61)), "over pages of extra_cache 35624 bytes apart, supported: "),
+        (make_case(2, 5, 40, 64, V4, extra=(V41_FP4, 20, 64)), "with 'v41_fp4' entries beside 'v4' ones, supported: "),
+        (make_case(2, 5, 40, 64, extra=(V32, 20, 64)), "with 'v32' entries beside 'v32' ones, supported: one source"),
+        (make_case(2, 5, 40, 64, V4, rotate=True), "with cos_sin, supported: none"),
+    ):
+        arguments = kit.torch_inputs(op, kit.make(case), "cpu")
+        with assume_device(H200), pytest.raises(UnsupportedError, match=f"implementation value is 'gluon' {message}"):
+            torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
+        with assume_device(H200):
+            plan = torch_api.sparse_mla.plan(*arguments, **case.attrs)
+        assert plan.launches[0].name == "sparse_mla_kernel", "None takes the portable kernel"
     half = next(c for c in op.cases if kit.make(c)["q"].dtype == np.float16 and kit.make(c)["cache"].dtype == np.uint8)
     arguments = kit.torch_inputs(op, kit.make(half), "cpu")
     with assume_device(H200), pytest.raises(UnsupportedError, match="'gluon' for float16 queries, supported: bfloat16"):
@@ -308,17 +323,17 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
 
 def test_gluon_is_the_default_where_it_is_written_for() -> None:
     op = registry()["sparse_mla"]
-    packed = next(c for c in op.cases if kit.make(c)["cache"].dtype == np.uint8)
-    arguments = kit.torch_inputs(op, kit.make(packed), "cpu")
-    for device, implementation, kernel in (
-        (H200, "gluon", "sparse_mla_sm90_kernel"),
-        (H200, None, "sparse_mla_sm90_kernel"),
-        (H200, "triton", "sparse_mla_kernel"),
-        (B200, None, "sparse_mla_kernel"),
-    ):
-        with assume_device(device):
-            plan = torch_api.sparse_mla.plan(*arguments, **packed.attrs, implementation=implementation)
-        assert plan.launches[0].name == kernel
+    for case in (make_case(2, 5, 40, 64), make_case(2, 5, 40, 64, V4), make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2))):
+        arguments = kit.torch_inputs(op, kit.make(case), "cpu")
+        for device, implementation, kernel in (
+            (H200, "gluon", "sparse_mla_sm90_kernel"),
+            (H200, None, "sparse_mla_sm90_kernel"),
+            (H200, "triton", "sparse_mla_kernel"),
+            (B200, None, "sparse_mla_kernel"),
+        ):
+            with assume_device(device):
+                plan = torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation=implementation)
+            assert plan.launches[0].name == kernel
 
 
 @pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from xmla import jax_api, torch_api
 from xmla.core.device import H200
 from xmla.core.errors import UnsupportedError
+from xmla.core.layout import V4
 from xmla.core.op import Case, plan_call, registry
+from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
 
 pytestmark = [
@@ -44,13 +46,61 @@ def attend(inputs: dict[str, np.ndarray], attrs: dict[str, object]) -> tuple[tor
     return torch_api.sparse_mla(*kit.torch_inputs(OP, inputs, "cuda"), **attrs, implementation="gluon")
 
 
-@by_case
-def test_agrees_with_the_definition(case: Case) -> None:
-    inputs = kit.make(case)
+def agrees(inputs: dict[str, np.ndarray], case: Case) -> None:
     got = attend(kit.copies(inputs), dict(case.attrs))
-    want = OP.reference(**inputs, **kit.attributes(OP, case))
+    with np.errstate(invalid="ignore"):
+        want = OP.reference(**inputs, **kit.attributes(OP, case))
     for (name, value), result in zip(kit.results(OP, want), got, strict=True):
         kit.assert_close(name, result, value, kit.tolerance_of(OP, name))
+
+
+@by_case
+def test_agrees_with_the_definition(case: Case) -> None:
+    agrees(kit.make(case), case)
+
+
+@pytest.mark.parametrize("heads", [3, 64, 128])
+@pytest.mark.parametrize(("keys", "extra"), [(1, 1), (1, 130), (63, 64), (64, 1), (64, 64), (65, 63), (129, 128)])
+def test_tile_edges_of_two_sources(keys: int, extra: int, heads: int) -> None:
+    """Lengths of 0, below it and past the capacity, in one source, the other and both; a row without a valid slot."""
+    case = make_case(4, heads, keys, 64, V4, with_lengths=True, with_sink=True, extra=(V4, extra, 2))
+    agrees(kit.make(case), case)
+
+
+def test_v4_when_every_multiprocessor_has_several_programs() -> None:
+    case = make_case(300, 128, 130, 64, V4, with_lengths=True, with_sink=True, extra=(V4, 100, 64))
+    agrees(kit.make(case), case)
+
+
+@pytest.mark.parametrize(("spread", "rope"), [(4, 0), (2, 18), (2, -18), (40, 20)])
+def test_scales_far_apart_in_v4(spread: int, rope: int) -> None:
+    """Tiles of an entry up to 2**±spread apart, roped dims at 2**rope of one: what float16 alone could not hold."""
+    case = make_case(4, 64, 200, 64, V4, with_sink=True, extra=(V4, 130, 64))
+    inputs, rng = kit.make(case), np.random.default_rng(1)
+    for name in ("cache", "extra_cache"):
+        count = inputs[name].shape[0] * inputs[name].shape[1]
+        factors = np.exp2(rng.integers(-spread, spread + 1, (count, 7))).repeat(64, axis=1)
+        latent, roped = rng.standard_normal((count, 448)) * factors, rng.standard_normal((count, 64)) * 2.0**rope
+        V4.scatter(inputs[name], np.arange(count), latent, roped)
+    inputs["q"] = (inputs["q"].astype(np.float32) * 2.0 ** -max(spread, rope)).astype(inputs["q"].dtype)
+    inputs["sink"][:2] = 0.0
+    want = [np.asarray(x, np.float64) for x in OP.reference(**inputs, **kit.attributes(OP, case))]
+    got = [kit.as_numpy(x).astype(np.float64) for x in attend(kit.copies(inputs), dict(case.attrs))]
+    error = np.linalg.norm(got[0] - want[0], axis=-1)
+    assert (error <= 2**-8 * np.linalg.norm(want[0], axis=-1)).all(), error.max()
+    assert np.allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("place", "byte"), [("value", 0x7F), ("scale", 0xFF), ("rope", 0xFF)])
+def test_a_key_that_is_nan_in_v4(place: str, byte: int) -> None:
+    case = make_case(4, 64, 100, 64, V4)
+    inputs = kit.make(case)
+    cache = inputs["cache"]
+    page, entry = divmod(int(inputs["slots"][0][inputs["slots"][0] >= 0][0]), cache.shape[1])
+    first = {"value": entry * 576 + 5, "scale": cache.shape[1] * 576 + entry * 8 + 3, "rope": entry * 576 + 448}[place]
+    cache[page].reshape(-1)[first : first + 2] = byte
+    got = attend(kit.copies(inputs), dict(case.attrs))
+    assert got[0][0].isnan().all() and got[1][0].isnan().all()
 
 
 @given(garbage_inputs(OP).filter(lambda drawn: supported(*drawn)))
@@ -73,9 +123,12 @@ def test_jax_gives_the_same_bits(case: Case) -> None:
         kit.assert_bits_equal(name, a, b)
 
 
-def test_repeated_calls_and_graph_replays_give_the_same_bits() -> None:
-    inputs = kit.torch_inputs(OP, kit.make(CASES[0]), "cuda")
-    attrs = dict(CASES[0].attrs)
+@pytest.mark.parametrize(
+    "case", [next(c for c in CASES if kind in c.name) for kind in ("v32", "v4+v4")], ids=kit.case_id
+)
+def test_repeated_calls_and_graph_replays_give_the_same_bits(case: Case) -> None:
+    inputs = kit.torch_inputs(OP, kit.make(case), "cuda")
+    attrs = dict(case.attrs)
     want = torch_api.sparse_mla(*inputs, **attrs, implementation="gluon")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -29,7 +29,7 @@ def _source(
     return mla_pool(rng, layout, pages, entries, used, padding, dtype), slots, lengths
 
 
-def _case(
+def make_case(
     tokens: int, heads: int, keys: int, entries: int, layout: MlaLayout = V32, dtype: np.dtype = BF16,
     with_lengths: bool = False, with_sink: bool = False, padding: int = 0,
     extra: tuple[MlaLayout, int, int] | None = None, rotate: bool = False, **attrs: object,
@@ -64,19 +64,21 @@ def _case(
 
 
 CASES = (
-    _case(1, 128, 130, 64),
-    _case(4, 16, 70, 2, with_lengths=True, with_sink=True, padding=656),
-    _case(3, 5, 257, 61, with_lengths=True, empty_lse="+inf"),
-    _case(2, 40, 64, 576, with_sink=True, batch_invariant=True),
-    _case(2, 64, 100, 1, PLAIN, with_sink=True),
-    _case(5, 8, 600, 69, PLAIN, with_lengths=True, padding=8, batch_invariant=True),
-    _case(2, 3, 33, 53, PLAIN, F16),
-    _case(2, 9, 40, 64, dtype=F16, with_sink=True),
-    _case(4, 20, 130, 64, V4, with_lengths=True, with_sink=True, padding=64, extra=(V4, 70, 2), rotate=True),
-    _case(3, 64, 70, 61, V4, with_sink=True, padding=2, lse_base="2", lse_sink=True),
-    _case(3, 7, 33, 2, V4, with_lengths=True, extra=(V41_FP4, 150, 53), rotate=True, batch_invariant=True),
-    _case(2, 5, 40, 64, V41, F16, with_sink=True, extra=(V41_FP4, 20, 64), cache_format="v41", lse_sink=True),
-    _case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
-    _case(3, 4, 40, 64, NVFP4, with_sink=True, lse_base="2"),
-    _case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
+    make_case(1, 128, 130, 64),
+    make_case(4, 16, 70, 2, with_lengths=True, with_sink=True, padding=656),
+    make_case(3, 5, 257, 61, with_lengths=True, empty_lse="+inf"),
+    make_case(2, 40, 64, 576, with_sink=True, batch_invariant=True),
+    make_case(2, 64, 100, 1, PLAIN, with_sink=True),
+    make_case(5, 8, 600, 69, PLAIN, with_lengths=True, padding=8, batch_invariant=True),
+    make_case(2, 3, 33, 53, PLAIN, F16),
+    make_case(2, 9, 40, 64, dtype=F16, with_sink=True),
+    make_case(4, 20, 130, 64, V4, with_lengths=True, with_sink=True, padding=64, extra=(V4, 70, 2), rotate=True),
+    make_case(3, 64, 70, 61, V4, with_sink=True, padding=2, lse_base="2", lse_sink=True),
+    make_case(3, 7, 33, 2, V4, with_lengths=True, extra=(V41_FP4, 150, 53), rotate=True, batch_invariant=True),
+    make_case(4, 70, 200, 64, V4, with_lengths=True, with_sink=True, padding=16, extra=(V4, 130, 2), lse_sink=True),
+    make_case(3, 5, 70, 4, V4, with_lengths=True, empty_lse="+inf", lse_base="2"),
+    make_case(2, 5, 40, 64, V41, F16, with_sink=True, extra=(V41_FP4, 20, 64), cache_format="v41", lse_sink=True),
+    make_case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
+    make_case(3, 4, 40, 64, NVFP4, with_sink=True, lse_base="2"),
+    make_case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
 )

@@ -1,25 +1,30 @@
-"""Attention over V3.2 pages on Hopper, in Gluon.
+"""Attention over V3.2's and V4's pages on Hopper, in Gluon.
 
 One program: 64 heads of a token against its keys, 64 at a time, on three warpgroups that hand tiles to each other
-through shared memory and mbarriers.
-- `produce` gathers entries into registers, converts e4m3 to float16 and stores them in one of two stages.
+through shared memory and mbarriers. A second source's tiles follow those of the first.
+- `produce` and `produce_v4` gather entries, convert e4m3 to float16 and store them in one of two stages.
 - `attend_left` computes S = Q·Kᵀ and its softmax, hands P and the factor that earlier sums shrink by to the other, and
   has the left 256 columns of P·V.
 - `attend_right` has the right 256 columns, and fetches entries into the L2 cache three tiles ahead.
-The halves of a stage are handed over one by one: the left one is free as soon as its P·V is, while the right one's runs
-under the next softmax, when nobody else needs the tensor cores.
+The halves of a stage are handed over one by one: the left one is free as soon as its P·V is. Over V3.2 the right one's
+runs under the next softmax, when nobody else needs the tensor cores.
 
 Numbers: float16 holds e4m3 exactly. An entry comes divided by 2**e, the largest of its scales rounded down to a power
 of two, and a row of Q by such a power too; scores get both back in float32. The values keep the divisor, so the
-probabilities carry 2**e instead: they are 2**(score + e − maximum) with the maximum over score + e.
+probabilities carry 2**e instead: they are 2**(score + e − maximum) with the maximum over score + e. V4's roped dims are
+values too and in float16 as well: there 2**e is also at least 2**-8 of the largest of them.
 
 What the compiler makes of it decides: a register that spills inside a loop waits for every load in flight (they share
-few scoreboards, and gathers leave nothing in the L1 cache), and so does a conversion on the slow unit. See
-benchmarks/log/sparse_mla_decode.md.
+few scoreboards, and gathers leave nothing in the L1 cache), and so does a conversion on the slow unit. Without roped
+rows V4 has room for raw bytes in shared memory: most of an entry comes by `cp.async`, which takes neither. See
+benchmarks/log/sparse_mla_decode.md and sparse_mla_v4.md.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,13 +32,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from xmla.core.lang import LN2, LOG2E
+from xmla.core.lang import LOG2E
 
 AHEAD = gl.constexpr(3)  # tiles; 5 is slower
 # A thread's registers in `attend_right` and `produce`; `attend_left` has the 216 that remain. With fewer than 176, or
 # fewer than 112, loops spill.
 RIGHT_REGISTERS = gl.constexpr(176)
 PRODUCER_REGISTERS = gl.constexpr(112)
+
+
+class Source(NamedTuple):
+    """Keys first … end − 1 of a token's slots in tiles of 64, and the cache that they name entries of."""
+
+    cache: Any  # [P, R, ROW] u8
+    slots: Any  # [K] i32
+    num_slots: Any
+    first: Any
+    end: Any
+    PAGE_STRIDE: Any
+    PAGE_SIZE: Any
 
 
 @gluon.jit
@@ -60,17 +77,42 @@ def finite_abs(x):
 
 
 @gluon.jit
-def load_slots(slots_row, start, end, LAYOUT: gl.constexpr):
-    """The slots of 64 entries, −1 past the end."""
+def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr):
+    """The slots of a tile's 64 entries, −1 past the end."""
+    slots, start, end = main.slots, main.first + tile * 64, main.end
+    if extra is not None:
+        is_extra = tile >= main_tiles
+        slots = gl.where(is_extra, extra.slots, slots)
+        start = gl.where(is_extra, extra.first + (tile - main_tiles) * 64, start)
+        end = gl.where(is_extra, extra.end, end)
     offs = start + gl.arange(0, 64, layout=LAYOUT)
-    return gl.load(slots_row + offs, mask=offs < end, other=-1)
+    return gl.load(slots + offs, mask=offs < end, other=-1)
 
 
 @gluon.jit
-def entry_pointers(cache, slot, num_slots, PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, ROW: gl.constexpr):
-    """Where each of 64 entries starts, and which of them are valid."""
-    ok = (slot >= 0) & (slot < num_slots)
-    return cache + ((slot // PAGE_SIZE).to(gl.int64) * PAGE_STRIDE + (slot % PAGE_SIZE) * ROW), ok
+def offsets(slot, source, LAYOUT: gl.constexpr):
+    """Where entries begin in their cache, and where their scales do."""
+    page = (slot // source.PAGE_SIZE).to(gl.int64) * source.PAGE_STRIDE
+    offset = slot % source.PAGE_SIZE
+    data = page + offset * LAYOUT.data
+    if LAYOUT.footer:
+        return data, page + (source.PAGE_SIZE * LAYOUT.data + offset * LAYOUT.footer)
+    else:
+        return data, data + LAYOUT.scale_offset
+
+
+@gluon.jit
+def entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
+    """Where each of a tile's 64 entries starts, where its scales do, and which entries are valid."""
+    cache, num_slots = main.cache, main.num_slots
+    data, scales = offsets(slot, main, LAYOUT)
+    if extra is not None:
+        is_extra = tile >= main_tiles
+        cache = gl.where(is_extra, extra.cache, cache)
+        num_slots = gl.where(is_extra, extra.num_slots, num_slots)
+        extra_data, extra_scales = offsets(slot, extra, LAYOUT)
+        data, scales = gl.where(is_extra, extra_data, data), gl.where(is_extra, extra_scales, scales)
+    return cache + data, cache + scales, (slot >= 0) & (slot < num_slots)
 
 
 @gluon.jit
@@ -103,10 +145,10 @@ def load_rope(entries, ok, OFFSET: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(entries, ok, OFFSET: gl.constexpr, WORDS: gl.constexpr):
+def load_scales(scales, ok, OFFSET: gl.constexpr, WORDS: gl.constexpr):
     """Two scales of each entry, [64, 2] f32."""
     group = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-    ptrs = gl.expand_dims((entries + OFFSET).to(gl.pointer_type(gl.float32), bitcast=True), 1)
+    ptrs = gl.expand_dims((scales + OFFSET).to(gl.pointer_type(gl.float32), bitcast=True), 1)
     return gl.load(ptrs + gl.expand_dims(group, 0), mask=gl.expand_dims(ok, 1), other=0.0)
 
 
@@ -122,8 +164,15 @@ def scale_pairs(scales, exponent):
 @gluon.jit
 def to_half(words, twice):
     """e4m3 words [64, 2, 2, 16] times scale pairs [64, 2] in float16: pairs [64, 128] i32."""
-    twice, words = gl.broadcast(gl.expand_dims(gl.expand_dims(twice, 2), 3), words)
-    low, high = gl.inline_asm_elementwise(
+    low, high = scale_words(words, gl.expand_dims(gl.expand_dims(twice, 2), 3))
+    return gl.reshape(gl.join(low, high), (64, 128))
+
+
+@gluon.jit
+def scale_words(words, twice):
+    """e4m3 words times pairs of factors in float16: of each word the low pair and the high one."""
+    twice, words = gl.broadcast(twice, words)
+    return gl.inline_asm_elementwise(
         """
         {
         .reg .b16 a, b;
@@ -137,7 +186,6 @@ def to_half(words, twice):
         """,
         "=r,=r,r,r", [words, twice], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    return gl.reshape(gl.join(low, high), (64, 128))
 
 
 @gluon.jit
@@ -155,13 +203,16 @@ def scale_rope(words, exponent, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def prefetch(cache, slot, num_slots, PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, ROW: gl.constexpr):
+def prefetch(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
     """Entries on their way to the L2 cache, a line of 128 bytes at a time."""
     LINES: gl.constexpr = slot.type.layout.parent
-    entries, ok = entry_pointers(cache, slot, num_slots, PAGE_STRIDE, PAGE_SIZE, ROW)
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
     line = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, LINES)), 0) * 128
-    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < ROW).to(gl.int32)
-    ptrs, wanted = gl.broadcast(gl.expand_dims(entries, 1) + line, wanted)
+    ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
+    END: gl.constexpr = LAYOUT.data + 128 * (LAYOUT.footer > 0)
+    if LAYOUT.footer:
+        ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
+    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
     gl.inline_asm_elementwise(
         """
         {
@@ -175,21 +226,20 @@ def prefetch(cache, slot, num_slots, PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.co
 
 
 @gluon.jit
-def produce(cache, slots_row, num_slots, first, end, tiles, latent_smem, rope_smem, exponent_smem, valid_smem,
-            seen_smem, full_left, full_right, empty_left, empty_right, PAGE_STRIDE: gl.constexpr,
-            PAGE_SIZE: gl.constexpr, ROW: gl.constexpr, SCALE_OFFSET: gl.constexpr,
-            ROPE_OFFSET: gl.constexpr):  # fmt: skip
+def produce(main, extra, main_tiles, tiles, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem, full_left,
+            full_right, empty_left, empty_right, LAYOUT: gl.constexpr):  # fmt: skip
     N: gl.constexpr = 64
     # Eight lanes of a row pair store 16 bytes each without a bank conflict: even chunks of one, odd ones of the other.
     WORDS: gl.constexpr = gl.BlockedLayout([1, 2, 2, 4], [8, 1, 1, 4], [4, 1, 1, 1], [3, 2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS)))
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
-    entries, ok = entry_pointers(cache, load_slots(slots_row, first, end, ROWS), num_slots, PAGE_STRIDE, PAGE_SIZE, ROW)
-    scales0 = load_scales(entries, ok, SCALE_OFFSET, WORDS)
-    scales1 = load_scales(entries, ok, SCALE_OFFSET + 8, WORDS)
+    slot = load_slots(main, extra, main_tiles, 0, ROWS)
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, LAYOUT)
+    scales0 = load_scales(scales, ok, 0, WORDS)
+    scales1 = load_scales(scales, ok, 8, WORDS)
     words0 = load_words(entries, ok, 0, WORDS)
-    slot = load_slots(slots_row, first + N, end, ROWS)
+    slot = load_slots(main, extra, main_tiles, 1, ROWS)
     seen = gl.zeros([N], gl.int32, ROWS)
     for tile in range(0, tiles):
         stage = tile % 2
@@ -208,47 +258,192 @@ def produce(cache, slots_row, num_slots, first, end, tiles, latent_smem, rope_sm
         latent_smem.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words0, factor0))
         fence_async_shared()
         mbarrier.arrive(full_left.index(stage), count=1)
-        rope = load_rope(entries, ok, ROPE_OFFSET, WORDS)
+        rope = load_rope(entries, ok, LAYOUT.rope_offset, WORDS)
         mbarrier.wait(empty_right.index(stage), (tile // 2 & 1) ^ 1)
         latent_smem.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words1, factor1))
         rope_smem.index(stage)._reinterpret(gl.int32, [N, 32], SMEM_W).store(scale_rope(rope, exponent, WORDS))
         fence_async_shared()
         mbarrier.arrive(full_right.index(stage), count=1)
-        entries, ok = entry_pointers(cache, slot, num_slots, PAGE_STRIDE, PAGE_SIZE, ROW)
-        scales0 = load_scales(entries, ok, SCALE_OFFSET, WORDS)
-        scales1 = load_scales(entries, ok, SCALE_OFFSET + 8, WORDS)
+        entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
+        scales0 = load_scales(scales, ok, 0, WORDS)
+        scales1 = load_scales(scales, ok, 8, WORDS)
         words0 = load_words(entries, ok, 0, WORDS)
-        slot = load_slots(slots_row, first + (tile + 2) * N, end, ROWS)
+        slot = load_slots(main, extra, main_tiles, tile + 2, ROWS)
+
+
+@gluon.jit
+def copy_blocks(entries, ok, smem, OFFSET: gl.constexpr, BLOCKS: gl.constexpr):
+    """64 bytes of each entry a block on their way to `smem` [BLOCKS, 64, 16] i32, zeros where there is no key."""
+    COPY: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, COPY)))
+    ptrs = gl.expand_dims(gl.convert_layout(entries, ROWS, assert_trivial=True), 0) + OFFSET
+    ptrs = gl.expand_dims(ptrs + gl.expand_dims(block, 1) * 64, 2).to(gl.pointer_type(gl.int32), bitcast=True)
+    mask = gl.expand_dims(gl.expand_dims(gl.convert_layout(ok, ROWS, assert_trivial=True), 0), 2)
+    ptrs += gl.expand_dims(gl.expand_dims(word, 0), 0)
+    mask, ptrs = gl.broadcast(mask, ptrs)
+    ALL: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0])
+    async_copy.async_copy_global_to_shared(smem._reinterpret(gl.int32, [BLOCKS, 64, 16], ALL), ptrs, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_row(entries, ok, OFFSET: gl.constexpr, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """LENGTH words of each entry from byte OFFSET on, [64, LENGTH] i32."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    ptrs = gl.convert_layout(entries, ROWS, assert_trivial=True) + OFFSET
+    ptrs = gl.expand_dims(ptrs.to(gl.pointer_type(gl.int32), bitcast=True), 1)
+    ptrs += gl.expand_dims(gl.arange(0, LENGTH, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    return gl.load(ptrs, mask=gl.expand_dims(gl.convert_layout(ok, ROWS, assert_trivial=True), 1), other=0)
+
+
+@gluon.jit
+def load_scale_bytes(scales, ok):
+    """The 8 bytes [64] i64 of each entry's UE8M0 scales."""
+    return gl.load(scales.to(gl.pointer_type(gl.int64), bitcast=True), mask=ok, other=0)
+
+
+@gluon.jit
+def scale_byte(scales, BLOCK: gl.constexpr):
+    """The biased exponent [64] i32 of a block's scales; 255 is NaN, and 0 is taken for 0."""
+    word = scales.to(gl.int32) if BLOCK < 4 else (scales >> 32).to(gl.int32)
+    return (word >> BLOCK % 4 * 8) & 255
+
+
+@gluon.jit
+def largest_of(pairs):
+    """The largest magnitude in each row of bf16 pairs, as the bits of a float32: NaN is larger than numbers."""
+    return gl.max(gl.maximum(pairs & 0x7FFF0000, (pairs & 0x7FFF) << 16), 1)
+
+
+@gluon.jit
+def scale_block(words, scales, exponent, BLOCK: gl.constexpr, PAIRS: gl.constexpr):
+    """e4m3 words [64, 16] of a block times its scale over 2**exponent in float16: pairs [64, 32] i32."""
+    factor = (gl.maximum(scale_byte(scales, BLOCK) - exponent, 0) << 23).to(gl.float32, bitcast=True)
+    twice = gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factor], dtype=gl.int32, is_pure=True, pack=1
+    )
+    low, high = scale_words(words, gl.expand_dims(twice, 1))
+    return gl.convert_layout(gl.reshape(gl.join(low, high), (64, 32)), PAIRS, assert_trivial=True)
+
+
+@gluon.jit
+def scale_halves(words, factor):
+    """bf16 pairs [N, M] i32 times `factor` [N] f32 in float16."""
+    factor, words = gl.broadcast(gl.expand_dims(factor, 1), words)
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 x, y;
+        shl.b32 x, $1, 16;
+        and.b32 y, $1, 0xFFFF0000;
+        mul.f32 x, x, $2;
+        mul.f32 y, y, $2;
+        cvt.rn.f16x2.f32 $0, y, x;
+        }
+        """,
+        "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce_v4(main, extra, main_tiles, tiles, latent_smem, raw_smem, exponent_smem, valid_smem, seen_smem, full_left,
+               full_right, empty_left, empty_right, LAYOUT: gl.constexpr):  # fmt: skip
+    N: gl.constexpr = 64
+    BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # 64 bytes a row, of the cache
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # 64 dims of it in float16
+    ROWS: gl.constexpr = gl.SliceLayout(1, BLOCK)
+    ROPES: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+
+    # Blocks of 64 dims share a scale. Raw bytes of the first six come through shared memory, a thread reading what it
+    # has copied; the seventh and the roped dims through registers.
+    raw_left_smem, raw_right_smem = raw_smem
+    slot = load_slots(main, extra, main_tiles, 0, ROWS)
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, LAYOUT)
+    copy_blocks(entries, ok, raw_left_smem, 0, 4)
+    copy_blocks(entries, ok, raw_right_smem, 256, 2)
+    scale_bytes = load_scale_bytes(scales, ok)
+    rope = load_row(entries, ok, LAYOUT.rope_offset, 32, PAIRS)
+    slot = load_slots(main, extra, main_tiles, 1, ROWS)
+    seen = gl.zeros([N], gl.int32, ROWS)
+    for tile in range(0, tiles):
+        stage = tile % 2
+        last = load_row(entries, ok, 384, 16, BLOCK)
+        most = scale_byte(scale_bytes, 0)
+        for block in gl.static_range(1, 7):
+            most = gl.maximum(most, scale_byte(scale_bytes, block))
+        # e4m3 passes its scale by up to 2**8, roped dims do not have one.
+        rope_exponent = gl.convert_layout((largest_of(rope) >> 23) - 127 - 8, ROWS, assert_trivial=True)
+        exponent = gl.minimum(gl.maximum(gl.maximum(most - 127, rope_exponent), -126), 126)
+        mbarrier.wait(empty_left.index(stage), (tile // 2 & 1) ^ 1)
+        seen |= ok.to(gl.int32)
+        exponent_smem.index(stage).store(exponent)
+        valid = gl.where(most == 255, float("nan"), small_float(exponent))  # one NaN makes the whole score NaN
+        valid_smem.index(stage).store(gl.where(ok, valid, float("-inf")))
+        seen_smem.store(seen)
+        async_copy.wait_group(1)
+        left = latent_smem.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W)
+        for block in gl.static_range(0, 4):
+            words = raw_left_smem.index(block).load(BLOCK)
+            left.slice(block * 32, 32, 1).store(scale_block(words, scale_bytes, exponent, block, PAIRS))
+        fence_async_shared()
+        mbarrier.arrive(full_left.index(stage), count=1)
+        entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
+        copy_blocks(entries, ok, raw_left_smem, 0, 4)
+        mbarrier.wait(empty_right.index(stage), (tile // 2 & 1) ^ 1)
+        async_copy.wait_group(1)
+        right = latent_smem.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W)
+        right.slice(64, 32, 1).store(scale_block(last, scale_bytes, exponent, 6, PAIRS))
+        factor = gl.convert_layout(power_of_two(-exponent), ROPES, assert_trivial=True)
+        right.slice(96, 32, 1).store(scale_halves(rope, factor))
+        next_scales = load_scale_bytes(scales, ok)
+        rope = load_row(entries, ok, LAYOUT.rope_offset, 32, PAIRS)
+        slot = load_slots(main, extra, main_tiles, tile + 2, ROWS)
+        for block in gl.static_range(0, 2):
+            words = raw_right_smem.index(block).load(BLOCK)
+            right.slice(block * 32, 32, 1).store(scale_block(words, scale_bytes, exponent, block + 4, PAIRS))
+        fence_async_shared()
+        mbarrier.arrive(full_right.index(stage), count=1)
+        copy_blocks(entries, ok, raw_right_smem, 256, 2)
+        scale_bytes = next_scales
+    async_copy.wait_group(0)
 
 
 @gluon.jit
 def store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, PART: gl.constexpr, HEADS: gl.constexpr,
-                  Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr):  # fmt: skip
+                  Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """32 queries into shared memory, each row divided by a power of two; the factors of its scores beside them."""
-    QUERIES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     offs_h = head_block * 64 + PART * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, QUERIES))
-    rows = q_row + gl.expand_dims(offs_h, 1) * Q_STRIDE_H
+    rows = gl.expand_dims((q_row + offs_h * Q_STRIDE_H).to(gl.pointer_type(gl.int32), bitcast=True), 1)
+    rows += gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, QUERIES)), 0)
     head_ok = gl.expand_dims(offs_h < HEADS, 1)
-    offs_l = gl.arange(0, 256, layout=gl.SliceLayout(0, QUERIES))
-    offs_e = gl.arange(0, 64, layout=gl.SliceLayout(0, QUERIES))
-    q0 = gl.load(rows + gl.expand_dims(offs_l, 0), mask=head_ok, other=0.0)
-    q1 = gl.load(rows + 256 + gl.expand_dims(offs_l, 0), mask=head_ok, other=0.0)
-    q2 = gl.load(rows + 512 + gl.expand_dims(offs_e, 0), mask=head_ok, other=0.0)
-    largest = gl.maximum(
-        gl.max(finite_abs(q0.to(gl.float32)), 1),
-        gl.maximum(gl.max(finite_abs(q1.to(gl.float32)), 1), gl.max(finite_abs(q2.to(gl.float32)), 1)),
-    )
-    exponent = exponent_of(largest)
-    divisor = gl.expand_dims(power_of_two(-exponent), 1)
-    q_latent_smem.index(0).slice(PART * 32, 32, 0).store((q0.to(gl.float32) * divisor).to(gl.float16))
-    q_latent_smem.index(1).slice(PART * 32, 32, 0).store((q1.to(gl.float32) * divisor).to(gl.float16))
-    q_rope_smem.slice(PART * 32, 32, 0).store((q2.to(gl.float32) * divisor).to(gl.bfloat16))
+    q0 = gl.load(rows, mask=head_ok, other=0)
+    q1 = gl.load(rows + 128, mask=head_ok, other=0)
+    largest = gl.maximum(largest_of(q0), largest_of(q1))
+    if LAYOUT.tail:
+        roped = gl.expand_dims(q_row + offs_h * Q_STRIDE_H + 512, 1)
+        roped += gl.expand_dims(gl.arange(0, LAYOUT.tail, layout=gl.SliceLayout(0, QUERIES)), 0)
+        q2 = gl.load(roped, mask=head_ok, other=0.0).to(gl.float32)
+        largest = gl.maximum(largest, gl.max(finite_abs(q2), 1).to(gl.int32, bitcast=True))
+    exponent = exponent_of(largest.to(gl.float32, bitcast=True))
+    divisor = power_of_two(-exponent)
+    left = q_latent_smem.index(0)._reinterpret(gl.int32, [64, 128], SMEM_W)
+    right = q_latent_smem.index(1)._reinterpret(gl.int32, [64, 128], SMEM_W)
+    left.slice(PART * 32, 32, 0).store(scale_halves(q0, divisor))
+    right.slice(PART * 32, 32, 0).store(scale_halves(q1, divisor))
+    if LAYOUT.tail:
+        q_rope_smem.slice(PART * 32, 32, 0).store((q2 * gl.expand_dims(divisor, 1)).to(gl.bfloat16))
     factor_smem.slice(PART * 32, 32, 0).store(power_of_two(exponent) * (SCALE * LOG2E))
     fence_async_shared()
 
 
 @gluon.jit
-def start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, tile, empty_scores):
+def start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, tile, empty_scores,
+                 LAYOUT: gl.constexpr):  # fmt: skip
     stage = tile % 2
     left = latent_smem.index(stage * 2).permute((1, 0))
     right = latent_smem.index(stage * 2 + 1).permute((1, 0))
@@ -256,7 +451,9 @@ def start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, 
     s = warpgroup_mma(q_latent_smem.index(0), left, empty_scores, use_acc=False, is_async=True)
     mbarrier.wait(full_right.index(stage), tile // 2 & 1)
     s = warpgroup_mma(q_latent_smem.index(1), right, s, is_async=True)
-    return warpgroup_mma(q_rope_smem, rope_smem.index(stage).permute((1, 0)), s, is_async=True)
+    if LAYOUT.tail:
+        s = warpgroup_mma(q_rope_smem, rope_smem.index(stage).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -297,8 +494,9 @@ def weigh(s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, 
 @gluon.jit
 def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
                 rope_smem, exponent_smem, valid_smem, seen_smem, p_smem, factor_smem, q_full, full_left, full_right,
-                empty_left, s_done, p_full, p_empty, HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr,
-                SCALE: gl.constexpr, HAS_SINK: gl.constexpr, EMPTY_LSE: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+                empty_left, s_done, p_full, p_empty, LAYOUT: gl.constexpr, HEADS: gl.constexpr,
+                Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr, EMPTY_LSE: gl.constexpr,
+                LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     H: gl.constexpr = 64
     N: gl.constexpr = 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -307,7 +505,7 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     KEYS_S: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
 
-    store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, 0, HEADS, Q_STRIDE_H, SCALE)
+    store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, 0, HEADS, Q_STRIDE_H, SCALE, LAYOUT)
     mbarrier.arrive(q_full, count=1)
     mbarrier.wait(q_full, 0)
     scale = factor_smem.load(HEADS_S)
@@ -316,7 +514,7 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
     denominator = sum_in_threads(gl.zeros([H, N], gl.float32, S_LAYOUT))
     out = gl.zeros([H, 256], gl.float32, O_LAYOUT)
     empty_scores = gl.zeros([H, N], gl.float32, S_LAYOUT)
-    s = start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, 0, empty_scores)
+    s = start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, 0, empty_scores, LAYOUT)
     for tile in range(0, tiles - 1):
         out, maximum, denominator = weigh(
             s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, p_smem, factor_smem, s_done, p_full,
@@ -324,9 +522,9 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
         )  # fmt: skip
         running = warpgroup_mma(p_smem, latent_smem.index(tile % 2 * 2), out, is_async=True)
         s = start_scores(
-            q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, tile + 1, empty_scores
+            q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, tile + 1, empty_scores, LAYOUT
         )
-        out = warpgroup_mma_wait(3, deps=[running])
+        out = warpgroup_mma_wait(3 if LAYOUT.tail else 2, deps=[running])
         mbarrier.arrive(empty_left.index(tile % 2), count=1)
     tile = tiles - 1
     out, maximum, denominator = weigh(
@@ -348,7 +546,13 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
             sink = gl.load(sink_ptr + rows, mask=rows < HEADS, other=0.0) * LOG2E
             total += gl.exp2(sink - base)
         inverse = gl.where(has_keys, 1.0 / total, -1.0)
-        lse = gl.where(has_keys, (base + gl.log2(denominator)) * LN2, EMPTY_LSE)
+        lse = gl.where(has_keys, (base + gl.log2(denominator)) * LSE_UNIT, EMPTY_LSE)
+        if HAS_SINK and LSE_SINK:
+            lse = gl.where(has_keys, base + gl.log2(denominator), float("-inf"))
+            top = gl.maximum(lse, sink)
+            top = gl.where(gl.abs(top) == float("inf"), 0.0, top)
+            lse = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
+            lse = gl.where(lse == float("-inf"), EMPTY_LSE, lse * LSE_UNIT)
     gl.store(lse_row + rows, lse, mask=rows < HEADS)
     mbarrier.wait(p_empty, tile & 1)
     mbarrier.arrive(s_done, count=1)
@@ -359,17 +563,19 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
 
 
 @gluon.jit
-def attend_right(cache, slots_row, num_slots, first, end, q_row, out_row, head_block, tiles, q_latent_smem, q_rope_smem,
-                 latent_smem, p_smem, factor_smem, q_full, full_right, empty_right, s_done, p_full, p_empty,
-                 HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
-                 PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
+def attend_right(main, extra, main_tiles, q_row, out_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
+                 p_smem, factor_smem, q_full, full_right, empty_right, s_done, p_full, p_empty, LAYOUT: gl.constexpr,
+                 HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    # While the other consumer computes the next tile's softmax nobody else needs the tensor cores; but V4's producer is
+    # fast enough to be waiting for this half.
+    HOLD_BACK: gl.constexpr = LAYOUT.tail > 0
     AHEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
-    for tile in gl.static_range(1, AHEAD):
-        ahead = load_slots(slots_row, first + tile * 64, end, AHEADS)
-        prefetch(cache, ahead, num_slots, PAGE_STRIDE, PAGE_SIZE, ROW)
-    ahead = load_slots(slots_row, first + AHEAD * 64, end, AHEADS)
-    store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, 1, HEADS, Q_STRIDE_H, SCALE)
+    store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, 1, HEADS, Q_STRIDE_H, SCALE, LAYOUT)
     mbarrier.arrive(q_full, count=1)
+    for tile in gl.static_range(1, AHEAD):
+        ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
+        prefetch(main, extra, main_tiles, tile, ahead, LAYOUT)
+    ahead = load_slots(main, extra, main_tiles, AHEAD, AHEADS)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
@@ -380,14 +586,18 @@ def attend_right(cache, slots_row, num_slots, first, end, q_row, out_row, head_b
         factor = factor_smem.load(HEADS_O)
         mbarrier.arrive(p_empty, count=1)
         out = out * gl.expand_dims(factor, 1)
-        # While the other consumer computes the next tile's softmax nobody else needs the tensor cores.
-        mbarrier.wait(s_done, (tile + 1) & 1)
+        if HOLD_BACK:
+            mbarrier.wait(s_done, (tile + 1) & 1)
         mbarrier.wait(full_right.index(stage), tile // 2 & 1)
         running = warpgroup_mma(p, latent_smem.index(stage * 2 + 1), out, is_async=True)
-        prefetch(cache, ahead, num_slots, PAGE_STRIDE, PAGE_SIZE, ROW)
-        ahead = load_slots(slots_row, first + (tile + AHEAD + 1) * 64, end, AHEADS)
+        if HOLD_BACK:
+            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, LAYOUT)
+            ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
         out = warpgroup_mma_wait(0, deps=[running])
         mbarrier.arrive(empty_right.index(stage), count=1)
+        if not HOLD_BACK:
+            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, LAYOUT)
+            ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
     mbarrier.wait(p_full, tiles & 1)
     store_half(out, factor_smem.load(HEADS_O), out_row, 256, head_block, latent_smem.index(1), HEADS, SPLIT)
 
@@ -415,32 +625,42 @@ def store_rows(result, out_row, head_block, HEADS: gl.constexpr):
     gl.store(out_ptrs, result, mask=gl.expand_dims(offs_h < HEADS, 1))
 
 
-@gluon.jit(do_not_specialize=["num_slots", "num_keys", "num_splits", "split_keys"])
+@gluon.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_splits", "split_keys"])
 def sparse_mla_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
     sink_ptr,  # [H] f32 if HAS_SINK
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA_LAYOUT
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
+    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
     num_slots,
     num_keys,  # K
+    num_extra_slots,
+    num_extra_keys,  # EXTRA_K
     num_splits,
-    split_keys,
-    out_ptr,  # [T, H, L]; if SPLIT [T, num_splits, H, L] f32, normalised
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K
+    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     Q_STRIDE_T: gl.constexpr,
     Q_STRIDE_H: gl.constexpr,
     SLOT_STRIDE: gl.constexpr,
     PAGE_STRIDE: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    ROW: gl.constexpr,
-    SCALE_OFFSET: gl.constexpr,
-    ROPE_OFFSET: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    EXTRA_SLOT_STRIDE: gl.constexpr,
+    EXTRA_PAGE_STRIDE: gl.constexpr,
+    EXTRA_PAGE_SIZE: gl.constexpr,
+    EXTRA_LAYOUT: gl.constexpr,
     HEADS: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
+    HAS_EXTRA_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SCALE: gl.constexpr,
     EMPTY_LSE: gl.constexpr,
+    LSE_UNIT: gl.constexpr,
+    LSE_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
     H: gl.constexpr = 64
@@ -448,14 +668,13 @@ def sparse_mla_sm90_kernel(
     L: gl.constexpr = 512
     SMEM_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SMEM_R: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
 
     HEAD_BLOCKS: gl.constexpr = (HEADS + H - 1) // H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    cache = cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-    slots_row = slots_ptr + token * SLOT_STRIDE
     place = token * HEADS
     if SPLIT:
         place = (token * num_splits + split) * HEADS
@@ -465,12 +684,36 @@ def sparse_mla_sm90_kernel(
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
     first = split * split_keys
     end = gl.minimum(end, first + split_keys)
-    tiles = gl.maximum(gl.cdiv(end - first, N), 1)  # one without a key where there is none
+    cache = cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
+    main = Source(cache, slots_ptr + token * SLOT_STRIDE, num_slots, first, end, PAGE_STRIDE, PAGE_SIZE)
+    main_tiles = gl.cdiv(gl.maximum(end, first) - first, N)  # a length may be the least integer
+    tiles = main_tiles
+    if EXTRA_LAYOUT is not None:
+        extra_first = first - gl.cdiv(num_keys, N) * N
+        extra_end = num_extra_keys
+        if HAS_EXTRA_LENGTHS:
+            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+        extra_end = gl.minimum(extra_end, extra_first + split_keys)
+        extra_first = gl.maximum(extra_first, 0)
+        extra_cache = extra_cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
+        extra_slots = extra_slots_ptr + token * EXTRA_SLOT_STRIDE
+        extra = Source(
+            extra_cache, extra_slots, num_extra_slots, extra_first, extra_end, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE
+        )
+        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, N)
+    else:
+        extra: gl.constexpr = None
+    tiles = gl.maximum(tiles, 1)  # one without a key where there is none
 
     q_latent_smem = gl.allocate_shared_memory(gl.float16, [2, H, L // 2], SMEM_L)
-    q_rope_smem = gl.allocate_shared_memory(gl.bfloat16, [H, 64], SMEM_L)
     latent_smem = gl.allocate_shared_memory(gl.float16, [4, N, L // 2], SMEM_L)  # stage, half
-    rope_smem = gl.allocate_shared_memory(gl.bfloat16, [2, N, 64], SMEM_L)
+    if LAYOUT.tail:
+        q_rope_smem = gl.allocate_shared_memory(gl.bfloat16, [H, LAYOUT.tail], SMEM_L)
+        rope_smem = gl.allocate_shared_memory(gl.bfloat16, [2, N, LAYOUT.tail], SMEM_L)
+    else:
+        q_rope_smem = q_latent_smem
+        raw_left_smem = gl.allocate_shared_memory(gl.int32, [4, N, 16], SMEM_R)
+        rope_smem = raw_left_smem, gl.allocate_shared_memory(gl.int32, [2, N, 16], SMEM_R)  # raw bytes instead
     p_smem = gl.allocate_shared_memory(gl.float16, [H, N], SMEM_L)
     exponent_smem = gl.allocate_shared_memory(gl.int32, [2, N], SMEM_V)
     valid_smem = gl.allocate_shared_memory(gl.float32, [2, N], SMEM_V)
@@ -501,17 +744,17 @@ def sparse_mla_sm90_kernel(
             (attend_left, (
                 q_row, sink_ptr, out_row, lse_ptr + place, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
                 rope_smem, exponent_smem, valid_smem, seen_smem, p_smem, factor_smem, q_full, full_left, full_right,
-                empty_left, s_done, p_full, p_empty, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, SPLIT,
+                empty_left, s_done, p_full, p_empty, LAYOUT, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE,
+                LSE_UNIT, LSE_SINK, SPLIT,
             )),
             (attend_right, (
-                cache, slots_row, num_slots, first, end, q_row, out_row, head_block, tiles, q_latent_smem, q_rope_smem,
-                latent_smem, p_smem, factor_smem, q_full, full_right, empty_right, s_done, p_full, p_empty, HEADS,
-                Q_STRIDE_H, SCALE, SPLIT, PAGE_STRIDE, PAGE_SIZE, ROW,
+                main, extra, main_tiles, q_row, out_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
+                p_smem, factor_smem, q_full, full_right, empty_right, s_done, p_full, p_empty, LAYOUT, HEADS,
+                Q_STRIDE_H, SCALE, SPLIT,
             )),
-            (produce, (
-                cache, slots_row, num_slots, first, end, tiles, latent_smem, rope_smem, exponent_smem, valid_smem,
-                seen_smem, full_left, full_right, empty_left, empty_right, PAGE_STRIDE, PAGE_SIZE, ROW, SCALE_OFFSET,
-                ROPE_OFFSET,
+            (produce if LAYOUT.tail else produce_v4, (
+                main, extra, main_tiles, tiles, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem,
+                full_left, full_right, empty_left, empty_right, LAYOUT,
             )),
         ],
         [4, 4],

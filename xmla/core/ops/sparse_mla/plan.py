@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from math import inf, log
 
 from xmla.core.device import Device
-from xmla.core.layout import V32, VALUE_DIMS, MlaLayout, mla_layout
+from xmla.core.layout import V4, V32, VALUE_DIMS, MlaLayout, mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.gluon_sm90 import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
@@ -63,7 +63,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     # A head's bits depend on its tile: tensor-parallel ranks take that of all heads.
     tile_heads = MAX_HEADS if attrs["batch_invariant"] else heads
     config = tuned("sparse_mla", device, f"h{tile_heads}-{layout.name}", configure(tile_heads, layout, device))
-    unmet = unmet_by_hand(problem, layout, device)
+    unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
     by_hand = not unmet and problem.implementation != "triton"
@@ -86,62 +86,43 @@ def plan(problem: Problem, device: Device) -> Plan:
     rotation = (("ROTATE", rotate), ("COS_SIN_STRIDE", specs["cos_sin"].stride(0) if rotate else 0))
     empty = (("EMPTY_LSE", inf if attrs["empty_lse"] == "+inf" else -inf),)
     units = (("LSE_UNIT", 1.0 if attrs["lse_base"] == "2" else log(2)), ("LSE_SINK", attrs["lse_sink"]))
-    strides = (
+    inputs = ["q", "cache", "slots", problem.either("lengths", "slots"), problem.either("sink", "slots")]
+    inputs += [problem.either(f"extra_{name}", name) for name in ("cache", "slots")]
+    inputs.append(problem.either("extra_lengths", "slots"))
+    sizes = [problem["P"] * problem["R"], problem["K"]]
+    sizes += [0, 0] if extra is None else [problem["EXTRA_P"] * problem["EXTRA_R"], problem["EXTRA_K"]]
+    shared = (
         ("Q_STRIDE_T", specs["q"].stride(0)),
         ("Q_STRIDE_H", specs["q"].stride(1)),
         ("SLOT_STRIDE", specs["slots"].stride(0)),
         ("PAGE_STRIDE", specs["cache"].stride(0)),
         ("PAGE_SIZE", problem["R"]),
+        ("LAYOUT", layout),
+        ("EXTRA_SLOT_STRIDE", 0 if extra is None else specs["extra_slots"].stride(0)),
+        ("EXTRA_PAGE_STRIDE", 0 if extra is None else specs["extra_cache"].stride(0)),
+        ("EXTRA_PAGE_SIZE", 1 if extra is None else problem["EXTRA_R"]),
+        ("EXTRA_LAYOUT", extra),
+        ("HEADS", heads),
+        ("HAS_LENGTHS", problem.has("lengths")),
+        ("HAS_EXTRA_LENGTHS", problem.has("extra_lengths")),
+        *sink,
+        ("SCALE", float(attrs["softmax_scale"])),
+        *empty,
+        *units,
+        ("SPLIT", splits > 1),
     )
-    lengths = (("HAS_LENGTHS", problem.has("lengths")),)
-    scale, split = (("SCALE", float(attrs["softmax_scale"])),), (("SPLIT", splits > 1),)
-    inputs: tuple[str, ...] = (
-        "q",
-        "cache",
-        "slots",
-        problem.either("lengths", "slots"),
-        problem.either("sink", "slots"),
-    )
-    sizes: tuple[int, ...] = (problem["P"] * problem["R"], problem["K"])
     kernel: Kernel
     if by_hand:
-        bytes_of = (("ROW", layout.row), ("SCALE_OFFSET", layout.scale_offset), ("ROPE_OFFSET", layout.rope_offset))
-        kernel = sparse_mla_sm90_kernel
-        constexprs = (*strides, *bytes_of, ("HEADS", heads), *lengths, *sink, *scale, *empty, *split)
+        kernel, constexprs = sparse_mla_sm90_kernel, shared
     else:
         kernel = sparse_mla_kernel
-        inputs += (
-            problem.either("extra_cache", "cache"),
-            problem.either("extra_slots", "slots"),
-            problem.either("extra_lengths", "slots"),
-            problem.either("cos_sin", "slots"),
-            problem.either("positions", "slots"),
-        )
-        sizes += (0, 0) if extra is None else (problem["EXTRA_P"] * problem["EXTRA_R"], problem["EXTRA_K"])
-        sizes += (problem["S"] if rotate else 0,)
-        constexprs = (
-            *strides,
-            ("LAYOUT", layout),
-            ("EXTRA_SLOT_STRIDE", 0 if extra is None else specs["extra_slots"].stride(0)),
-            ("EXTRA_PAGE_STRIDE", 0 if extra is None else specs["extra_cache"].stride(0)),
-            ("EXTRA_PAGE_SIZE", 1 if extra is None else problem["EXTRA_R"]),
-            ("EXTRA_LAYOUT", extra),
-            ("HEADS", heads),
-            *lengths,
-            ("HAS_EXTRA_LENGTHS", problem.has("extra_lengths")),
-            *sink,
-            *rotation,
-            *scale,
-            *empty,
-            *units,
-            *split,
-            ("BLOCK_H", config.block_h),
-            ("BLOCK_N", config.block_n),
-        )
+        inputs += [problem.either("cos_sin", "slots"), problem.either("positions", "slots")]
+        sizes.append(problem["S"] if rotate else 0)
+        constexprs = (*shared, *rotation, ("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n))
     attend = Launch(
         kernel,
         grid=(tokens * head_blocks * splits,),
-        inputs=inputs,
+        inputs=tuple(inputs),
         sizes=(*sizes, splits, split_keys),
         outputs=(out, lse),
         constexprs=constexprs,
@@ -181,14 +162,19 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((attend, combine), workspace | results, ("out", "lse"))
 
 
-def unmet_by_hand(problem: Problem, layout: MlaLayout, device: Device) -> tuple[str, str] | None:
+def unmet_by_hand(
+    problem: Problem, layout: MlaLayout, extra: MlaLayout | None, device: Device
+) -> tuple[str, str] | None:
     """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
-    if device.arch != 90 or layout != V32:
-        return f"on {device.name} over {layout.name!r} entries", "'v32' entries on compute capability 9.0"
+    if device.arch != 90 or layout not in (V32, V4):
+        return f"on {device.name} over {layout.name!r} entries", "'v32' or 'v4' entries on compute capability 9.0"
     if problem.specs["q"].dtype != "bfloat16":
         return f"for {problem.specs['q'].dtype} queries", "bfloat16"
-    if problem.has("extra_cache"):
-        return "with extra_cache", "one source"
-    if problem.attrs["lse_base"] != "e" or problem.attrs["lse_sink"]:
-        return "with lse_base or lse_sink", "their defaults"
+    if extra is not None and (layout, extra) != (V4, V4):
+        return f"with {extra.name!r} entries beside {layout.name!r} ones", "one source, or two of 'v4'"
+    if problem.has("cos_sin"):
+        return "with cos_sin", "none"
+    for cache in ("cache", "extra_cache"):  # 16 bytes are copied at a time
+        if layout == V4 and problem.has(cache) and problem.specs[cache].stride(0) % 16:
+            return f"over pages of {cache} {problem.specs[cache].stride(0)} bytes apart", "multiples of 16 bytes"
     return None
