@@ -321,13 +321,17 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
         torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
 
 
-def test_gluon_is_the_default_where_it_is_written_for() -> None:
+def test_gluon_is_the_default_over_v32_pages_and_there_for_the_asking_over_v4_pages() -> None:
     op = registry()["sparse_mla"]
-    for case in (make_case(2, 5, 40, 64), make_case(2, 5, 40, 64, V4), make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2))):
+    for case, default in (
+        (make_case(2, 5, 40, 64), "sparse_mla_sm90_kernel"),
+        (make_case(2, 5, 40, 64, V4), "sparse_mla_kernel"),
+        (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2)), "sparse_mla_kernel"),
+    ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         for device, implementation, kernel in (
             (H200, "gluon", "sparse_mla_sm90_kernel"),
-            (H200, None, "sparse_mla_sm90_kernel"),
+            (H200, None, default),
             (H200, "triton", "sparse_mla_kernel"),
             (B200, None, "sparse_mla_kernel"),
         ):
