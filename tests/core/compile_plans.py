@@ -20,6 +20,7 @@ import triton
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
+from xmla.core.layout import NVFP4, PLAIN, V4, V32, V41_FP4
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
@@ -69,6 +70,19 @@ def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Spec
         yield "sparse_mla", f"{name}-{kind}", specs, {"softmax_scale": 0.1}
 
 
+def of_two_sources() -> Iterator[tuple[str, str, Specs, dict[str, object]]]:
+    """Attention over two formats at once, with all heads: the most that a tile's registers and shared memory hold."""
+    tokens, heads, k = 64, 128, 512
+    slots, lengths = Spec((tokens, k), "int32"), Spec((tokens,), "int32")
+    turned = {"cos_sin": Spec((65536, 64), "float32"), "positions": lengths}
+    for first, second, more in ((V32, NVFP4, {}), (PLAIN, NVFP4, {}), (V4, V41_FP4, turned)):
+        caches = [Spec((4096, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (first, second)]
+        specs = {"q": Spec((tokens, heads, first.dims), "bfloat16"), "cache": caches[0], "slots": slots}
+        extra = {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
+        name = f"h{heads}-{first.name}+{second.name}"
+        yield "sparse_mla", name, specs | {"lengths": lengths} | extra | more, {"softmax_scale": 0.1}
+
+
 def planned(name: str, case: str, specs: Specs, given: dict[str, object], device: Device, by: str | None) -> Planned:
     op = registry()[name]
     attrs = op.defaults | given
@@ -87,6 +101,7 @@ def plans(device: Device) -> Iterator[Planned]:
     calls = [(name, *call) for name, op in ops.items() for call in of_cases(op)]
     for tokens, heads, k in ((64, 128, 2048), (128, 16, 512), (2048, 32, 1024), (64, 8, 8192)):
         calls += of_serving(tokens, heads, k)
+    calls += of_two_sources()
     for call in calls:
         yield planned(*call, device, None)
     for name, op in ops.items():
@@ -95,17 +110,23 @@ def plans(device: Device) -> Iterator[Planned]:
                 yield planned(name, *call, device, implementation)
 
 
-def stack_bytes(cubin: bytes) -> int | None:
-    """Bytes of stack a thread, which is where registers spill; None where this Triton has no cuobjdump."""
+def spilled_bytes(cubin: bytes) -> int | None:
+    """Bytes of local memory that a thread's registers spill to; None where this Triton has no cuobjdump.
+
+    They are its stack if an instruction stores there: LLVM may leave an array on it that nothing uses.
+    """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         return None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", shown)[1])
+
+        def dump(what: str) -> str:
+            return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
+
+        stack = max(int(found) for found in re.findall(r"STACK:(\d+)", dump("--dump-resource-usage")))
+        return stack if stack and re.search(r"\bSTL\b", dump("--dump-sass")) else 0
 
 
 def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[str, object]:
@@ -122,7 +143,7 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
         "cubin_bytes": len(kernel.asm["cubin"]),
         # Triton turns a kernel that does not fit tensor memory into one that only traps.
         "trap": "trap;" in ptx,
-        "stack_bytes": stack_bytes(kernel.asm["cubin"]),
+        "spilled_bytes": spilled_bytes(kernel.asm["cubin"]),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
     }
 

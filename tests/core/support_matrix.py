@@ -23,9 +23,10 @@ HEAD = """# Support
 Made by `python tests/core/support_matrix.py` and held against the compiled kernels, cell by cell, by
 [test_compile.py](../tests/core/test_compile.py). Every plan of the ops' cases and of serving sizes is compiled for each
 architecture: it fits the part's shared and tensor memory, and a cell shows the tensor-core instructions found in it
-(`yes`: it needs none). `spills` is the stack of a thread, in bytes, of the worst kernel; on sm_90, where tiles are
-measured, a few bytes of it are the price of more programs an SM. `no` is what `xmla supports` answers too. Formats are
-the dtype and the last axis of the caches.
+(`yes`: it needs none). `spills` is the local memory of a thread, in bytes, of the worst kernel that stores registers
+there (STL in its SASS; a stack that no instruction touches does not count). Only sm_90 has such: tiles are measured
+there, and a few words are the price of more programs an SM. `no` is what `xmla supports` answers too. Formats are the
+dtype and the last axis of the caches.
 
 sm_90 also runs, on an H200; the others are compiled only. sm_89 and sm_80 are extras without tiles of their own; sm_80
 converts neither from nor to e4m3, so that only ops over 16-bit rows, logits and integers are there.
@@ -56,8 +57,8 @@ def _cell(lines: list[Line]) -> str:
     if any("refused" in line for line in lines):
         return "no"
     used = {SHORT[name] for line in lines for name in line["mma"]}
-    stack = max(line["stack_bytes"] or 0 for line in lines)
-    return (", ".join(sorted(used, reverse=True)) or "yes") + (f"; spills {stack} B" if stack else "")
+    spilled = max(line["spilled_bytes"] or 0 for line in lines)
+    return (", ".join(sorted(used, reverse=True)) or "yes") + (f"; spills {spilled} B" if spilled else "")
 
 
 def table(columns: Mapping[int, Mapping[tuple[str, str], str]]) -> str:

@@ -25,6 +25,11 @@ class Device:
         """A device as its driver describes it; shared memory comes from the table of its architecture."""
         return cls(name, arch, num_sms, SMEM_BYTES.get(arch, 99 << 10))
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether accumulators of matrix products stand outside of registers (tcgen05)."""
+        return self.arch // 10 in (10, 11)
+
 
 H100 = Device.of("NVIDIA H100", 90, 132)
 H200 = Device.of("NVIDIA H200", 90, 132)

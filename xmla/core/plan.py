@@ -27,6 +27,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def most_registers(warps: int) -> int:
+    """Registers of a thread where one program of so many warps has an SM's 65536 to itself; an instruction names 255.
+
+    As `Launch.max_registers` it keeps ptxas from what it does unasked: spill a few words to fit one more program.
+    """
+    return min(255, 65536 // (32 * warps))
+
+
 # What `triton.jit` and `gluon.jit` make of a function.
 Kernel = JITFunction | InterpretedFunction
 
@@ -48,7 +56,7 @@ class Launch:
     constexprs: tuple[tuple[str, Hashable], ...]
     num_warps: int = 4
     num_stages: int = 2
-    max_registers: int | None = None  # a thread; below what the compiler would take, to fit more programs on an SM
+    max_registers: int | None = None  # a thread; without, the compiler weighs them against programs an SM itself
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_constexprs
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.tuned import tuned
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
@@ -21,10 +21,14 @@ class Config:
 
 def configure(rows: int, mxfp4: bool, device: Device) -> Config:
     """The tile of a product with `rows` rows of heads."""
-    if mxfp4:
-        return Config(128, 8, 2, 2)  # with 4 warps it spills everywhere
     if device.arch != 90:
-        return Config(128, 8 if rows >= MAX_ROWS else 4, 2, 4)  # with 4 warps 128 rows spill on sm_100 and sm_121
+        # Products that stand in registers leave room for 64 keys. With 4 warps 128 rows spill on sm_100, and MXFP4 does
+        # everywhere; so does what the compiler would take to fit more programs on an SM.
+        block_n = 128 if device.has_tensor_memory else 64
+        warps = 8 if mxfp4 or rows >= MAX_ROWS else 4
+        return Config(block_n, warps, 2, 2 if mxfp4 else 4, most_registers(warps))
+    if mxfp4:
+        return Config(128, 8, 2, 2)  # with 4 warps it spills
     # H200, 2026-11-21, b=64, 65536 keys: 150 µs with one token a request, 200 with two, 347 with four; the tile before
     # them (128 keys, 4 warps, 2 stages, 4 programs, pages not read ahead, at most 128 rows) took 163, 204 and 397.
     if rows <= 64:

@@ -1,14 +1,14 @@
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Op, Problem
 from xmla.core.ops import indexer_logits, select_topk
-from xmla.core.ops.indexer_logits.plan import MAX_ROWS, query_constexprs
+from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_constexprs
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
-from xmla.core.plan import Launch, Plan, cdiv, join, next_power_of_2
+from xmla.core.plan import Launch, Plan, cdiv, join, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
-BLOCK_N = 128
 BLOCKS = (2048, 1024, 512)  # keys between two looks at their scores, best first
 MAX_K = 8192  # candidates of one program are sorted out in registers
 PROGRAMS_A_SM = 2
@@ -19,9 +19,24 @@ def capacity(k: int, block: int) -> int:
     return next_power_of_2(k + 2 * block)
 
 
-def scoring_warps(device: Device) -> int:
-    """4: 4.0 against 5.0 ms at 2048 × 65536 (H200, 2026-11-21). Elsewhere 4 spill."""
-    return 4 if device.arch in (INTERPRETER.arch, 90) else 8
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A tile of scores: `block_n` keys against the rows of heads of a program's tokens."""
+
+    block_n: int
+    warps: int
+    stages: int = 3
+    max_registers: int | None = None
+
+
+def configure(mxfp4: bool, device: Device) -> Config:
+    if device.arch in (INTERPRETER.arch, 90):
+        return Config(128, 4)  # 4.0 against 5.0 ms with 8 warps at 2048 × 65536 (H200, 2026-11-21); elsewhere 4 spill
+    # Before sm_90 the compiler would spill for a second program on the SM.
+    registers = most_registers(8) if device.arch < 90 else None
+    if mxfp4 and not device.has_tensor_memory:  # beside products in registers there is room for few keys of 16 bits
+        return Config(32 if device.arch >= 120 else 64, 8, 2, registers)
+    return Config(128, 8, max_registers=registers)
 
 
 def check_workspace(problem: Problem) -> None:
@@ -56,7 +71,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "scores": Spec((programs, group, block), "float32"),
         }
 
-    warps = scoring_warps(device)
+    config = configure(keys_are_mxfp4(problem), device)
     given = problem.attrs["workspace_bytes"]
     require_capacity(problem, space(workspace(1, BLOCKS[-1])))
     wanted = max(1, min(groups, device.num_sms * PROGRAMS_A_SM))
@@ -75,13 +90,14 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("GROUP", group),
             ("CAPACITY", capacity(k, block)),
             ("BLOCK", block),
-            ("BLOCK_N", BLOCK_N),
+            ("BLOCK_N", config.block_n),
             ("BLOCK_I", block_i),
             ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))),
-            ("WARPS", warps),
+            ("WARPS", config.warps),
         ),
-        num_warps=warps,
-        num_stages=3,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        max_registers=config.max_registers,
     )
     return Plan((launch,), problem.op.result_specs(problem) | workspace(programs, block), ("indices",))
 

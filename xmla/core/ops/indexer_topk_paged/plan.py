@@ -1,12 +1,12 @@
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops import indexer_logits_paged
-from xmla.core.ops.indexer_logits.plan import MAX_ROWS
+from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4
 from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexprs
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
-from xmla.core.ops.indexer_topk.plan import BLOCK_N, BLOCKS, capacity, require_capacity, scoring_warps, space, stored
+from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_capacity, space, stored
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
-from xmla.core.ops.select_topk.plan import choosing_warps
+from xmla.core.ops.select_topk.plan import choosing_registers, choosing_warps
 from xmla.core.plan import Launch, Plan, next_power_of_2
 from xmla.core.spec import Spec
 
@@ -38,6 +38,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         segments *= 2
     shared = (("K", k), ("SEGMENTS", segments), ("CAPACITY", capacity(k, block)))
     buffers = workspace(segments, block)
+    config = configure(keys_are_mxfp4(problem), device)
     score = Launch(
         indexer_topk_paged_kernel,
         grid=(grouping.groups * segments,),
@@ -56,12 +57,13 @@ def plan(problem: Problem, device: Device) -> Plan:
             *shared,
             ("GROUP", grouping.group),
             ("BLOCK", block),
-            ("BLOCK_N", BLOCK_N),
+            ("BLOCK_N", config.block_n),
             ("BLOCK_I", grouping.block_i),
-            ("WARPS", scoring_warps(device)),
+            ("WARPS", config.warps),
         ),
-        num_warps=scoring_warps(device),
-        num_stages=3,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        max_registers=config.max_registers,
     )
     lanes = max(1024, next_power_of_2(segments * k))
     warps = choosing_warps(lanes, tokens, device)
@@ -74,5 +76,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=(*shared, ("LANES", lanes), ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))), ("WARPS", warps)),
         num_warps=warps,
         num_stages=2,
+        max_registers=choosing_registers(lanes, warps, device),
     )
     return Plan((score, merge), problem.op.result_specs(problem) | buffers, ("indices",))

@@ -1,7 +1,7 @@
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Problem
 from xmla.core.ops.merge_topk.kernels import merge_choose_kernel, merge_order_kernel, merge_sort_kernel
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 MAX_TILE = 8192  # candidates that one program holds in registers; 16384 spill
@@ -19,6 +19,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         "chosen": Spec((rows, k), "int32"),
         "counts": Spec((rows,), "int32"),
     }
+    # Elsewhere 16 warps, and what registers the compiler would take, spill a few words.
+    on_hopper = device.arch == 90
+    choosing_warps = max(4, min(16, tile // 512)) if on_hopper else 8
     choose = Launch(
         merge_choose_kernel,
         grid=(rows,),
@@ -35,7 +38,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("TILE", tile),
             ("ONE_TILE", candidates <= tile),
         ),
-        num_warps=max(4, min(16, tile // 512)),
+        num_warps=choosing_warps,
+        max_registers=None if on_hopper else most_registers(choosing_warps),
     )
     order = Launch(
         merge_sort_kernel if k <= MAX_SORT else merge_order_kernel,

@@ -15,6 +15,7 @@ import triton.language as tl
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 CHUNK = tl.constexpr(32)  # adjacent elements of a sample
 COLUMNS_A_WARP = tl.constexpr(512)  # of a tile
+HELD_PAIRS = tl.constexpr(4096)  # candidates of a row that stay in registers with their columns; more spill
 
 
 @triton.jit
@@ -250,21 +251,52 @@ def topk_candidates_kernel(
 
 
 @triton.jit
+def candidate_places(lane, counts_row, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr):
+    """Where the candidates at `lane` of a row stand: the first counts_row[s] of each of SEGMENTS spaces of CAPACITY."""
+    place = lane
+    before = tl.load(counts_row)
+    for segment in tl.static_range(1, SEGMENTS):
+        place = tl.where(lane >= before, segment * CAPACITY + lane - before, place)
+        before += tl.load(counts_row + segment)
+    return place
+
+
+@triton.jit
+def write_chosen(
+    candidates_ptr, counts_row, total, out, threshold, ties, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of the candidates over the order key `threshold` and of the first `ties` that equal it."""
+    written = 0
+    seen_equal = 0
+    part = tl.arange(0, WARPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    for base in tl.range(0, total, WARPS * 128):
+        lane = base + part
+        in_use = lane < total
+        place = candidate_places(lane, counts_row, SEGMENTS, CAPACITY)
+        pair = tl.load(candidates_ptr + place, mask=in_use, other=0)
+        key = tl.where(in_use, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)
+        equal = (key == threshold) & in_use
+        rank, equals = running_count(equal)
+        chosen = (key > threshold) | (equal & (seen_equal + rank <= ties))
+        rank, more = running_count(chosen)
+        tl.store(out + written + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
+        seen_equal += equals
+        written += more
+
+
+@triton.jit
 def choose_candidates(
     candidates_ptr, counts_row, total, out, K: tl.constexpr, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Write the columns of the K largest of a row's `total` candidates, which stand by ascending column.
 
-    They are the first counts_row[s] of each of SEGMENTS spaces of CAPACITY; LANES is a bound of `total`.
+    They lie at `candidate_places`; LANES is a bound of `total`.
     """
     WIDTH: tl.constexpr = LANES // WARPS
     lane = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    place = lane
-    before = tl.load(counts_row)
-    for segment in tl.static_range(1, SEGMENTS):
-        place = tl.where(lane >= before, segment * CAPACITY + lane - before, place)
-        before += tl.load(counts_row + segment)
+    place = candidate_places(lane, counts_row, SEGMENTS, CAPACITY)
     in_use = lane < total
     pair = tl.load(candidates_ptr + place, mask=in_use, other=0)
     keys = order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
@@ -274,13 +306,15 @@ def choose_candidates(
     span = tl.max(keys)
     bits = tl.minimum((((span | 1).to(tl.float32).to(tl.int32, bitcast=True)) >> 23) - 126, 32)
     threshold = kth_largest(keys, K, tl.full([], 1, tl.uint32) << (bits - 1).to(tl.uint32), bits)
-    above = keys > threshold
-    ties = K - tl.sum(above.to(tl.int32))
-    equal = (keys == threshold) & in_use
-    rank, _ = running_count(equal)
-    chosen = above | (equal & (rank <= ties))
-    rank, _ = running_count(chosen)
-    tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
+    ties = K - tl.sum((keys > threshold).to(tl.int32))
+    if LANES <= HELD_PAIRS:
+        equal = (keys == threshold) & in_use
+        rank, _ = running_count(equal)
+        chosen = (keys > threshold) | (equal & (rank <= ties))
+        rank, _ = running_count(chosen)
+        tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
+    else:
+        write_chosen(candidates_ptr, counts_row, total, out, threshold + least, ties, SEGMENTS, CAPACITY, WARPS)
 
 
 @triton.jit

@@ -3,8 +3,8 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
-from xmla.core.ops.select_topk.kernels import COLUMNS_A_WARP, topk_candidates_kernel, topk_select_kernel
-from xmla.core.plan import Launch, Plan, next_power_of_2
+from xmla.core.ops.select_topk.kernels import COLUMNS_A_WARP, HELD_PAIRS, topk_candidates_kernel, topk_select_kernel
+from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
@@ -43,7 +43,7 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     # far as segments keep a tile of their own: 303 against 338 µs at 2048 × 65536, 25 against 27 at 64 × 65536 (H200,
     # 2026-11-21).
     if rows > device.num_sms:
-        return Config(1, capacity, rank, lanes, step, 4)
+        return Config(1, capacity, rank, lanes, step, 4 if lanes <= 4096 else 8)  # 8192 lanes spill with 4
     segments, warps = 1, 8
     while rows * segments * 2 <= 2 * device.num_sms and columns >= 2 * segments * warps * COLUMNS_A_WARP.value:
         segments *= 2
@@ -97,6 +97,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         max_registers=80 if many else None,
     )  # fmt: skip
     warps = choosing_warps(config.capacity, rows, device)
+    select_registers = 128 if many else choosing_registers(config.capacity, warps, device)
     select = Launch(
         topk_select_kernel,
         grid=(rows,),
@@ -106,7 +107,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=(*shared, ("WARPS", warps), ("TILE", 2048)),
         num_warps=warps,
         num_stages=3,
-        max_registers=128 if many else None,
+        max_registers=select_registers,
     )
     return Plan((candidates, select), workspace | results, ("indices",))
 
@@ -115,3 +116,8 @@ def choosing_warps(candidates: int, rows: int, device: Device) -> int:
     """Warps of a program that holds the candidates of a row in registers: more where rows are few and wait alone."""
     elements = 256 if rows <= device.num_sms else 1024  # a warp
     return max(4, min(16, candidates // elements))
+
+
+def choosing_registers(candidates: int, warps: int, device: Device) -> int | None:
+    """Registers of its threads: the compiler's choice spills for the most candidates, and before sm_90."""
+    return most_registers(warps) if candidates > HELD_PAIRS.value or device.arch < 90 else None

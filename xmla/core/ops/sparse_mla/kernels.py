@@ -19,7 +19,7 @@ def attend(
     q, q_tail, maximum, denominator, accumulator, cache_ptr, slots_ptr, first, end, num_slots, extra_cache_ptr,
     extra_slots_ptr, extra_first, extra_end, num_extra_slots, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BOTH: tl.constexpr, EXTRA_PAGE_STRIDE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     """Add keys to the running sums of a tile of heads, Σ 2**(s − maximum) v and Σ 2**(s − maximum).
 
@@ -29,7 +29,7 @@ def attend(
     all_tiles = tiles
     if BOTH:
         all_tiles += tl.cdiv(tl.maximum(extra_end, extra_first) - extra_first, BLOCK_N)
-    for tile in tl.range(0, all_tiles):
+    for tile in tl.range(0, all_tiles, disable_licm=not HOIST):
         offs_n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if BOTH:
             is_extra = tile >= tiles
@@ -91,15 +91,19 @@ def load_sink(sink_ptr, offs_h, head_ok, HAS_SINK: tl.constexpr):
 @triton.jit
 def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.constexpr, STRIDE: tl.constexpr):
     """The last ROPE lanes of out [BLOCK_H, LANES], as pairs of neighbours, turned back by the token's position."""
+    GROUP: tl.constexpr = LANES // ROPE
     position = tl.load(positions_ptr + token)
     known = (position >= 0) & (position < num_positions)
-    offs = tl.arange(0, LANES // 2) - (LANES - ROPE) // 2  # of the pair
-    mask = (offs >= 0) & (offs < tl.where(known, ROPE // 2, 0))
+    offs = tl.arange(0, ROPE // 2)  # of the pair
     row = cos_sin_ptr + position.to(tl.int64) * STRIDE + offs
-    cos = tl.load(row, mask=mask, other=1.0).to(tl.float32)[None, :]
-    sin = tl.load(row + ROPE // 2, mask=mask, other=0.0).to(tl.float32)[None, :]
-    even, odd = tl.split(tl.reshape(out, (out.shape[0], LANES // 2, 2)))
-    return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (out.shape[0], LANES))
+    mask = offs < tl.where(known, ROPE // 2, 0)
+    cos = tl.load(row, mask=mask, other=1.0).to(tl.float32)[None, None, :]
+    sin = tl.load(row + ROPE // 2, mask=mask, other=0.0).to(tl.float32)[None, None, :]
+    even, odd = tl.split(tl.reshape(out, (out.shape[0], GROUP, ROPE // 2, 2)))
+    is_rope = tl.arange(0, GROUP)[None, :, None] == GROUP - 1
+    turned_even = tl.where(is_rope, even * cos + odd * sin, even)
+    turned_odd = tl.where(is_rope, odd * cos - even * sin, odd)
+    return tl.reshape(tl.join(turned_even, turned_odd), (out.shape[0], LANES))
 
 
 @triton.jit(
@@ -150,6 +154,7 @@ def sparse_mla_kernel(
     COS_SIN_STRIDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HOIST: tl.constexpr,  # whether the compiler may move what stays the same out of the loop over keys
 ):
     # Head blocks of one split are neighbours: they read the same entries.
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -188,13 +193,13 @@ def sparse_mla_kernel(
     maximum, denominator, accumulator = attend(
         q, q_tail, maximum, denominator, accumulator, cache_ptr, slots, first, end, num_slots, extra_cache_ptr,
         extra_slots, extra_first, extra_end, num_extra_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, BOTH,
-        EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, BLOCK_N,
+        EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, BLOCK_N, HOIST,
     )  # fmt: skip
     if EXTRA_LAYOUT is not None and not BOTH:
         maximum, denominator, accumulator = attend(
             q, q_tail, maximum, denominator, accumulator, extra_cache_ptr, extra_slots, extra_first, extra_end,
             num_extra_slots, cache_ptr, slots, first, end, num_slots, EXTRA_LAYOUT, EXTRA_PAGE_STRIDE,
-            EXTRA_PAGE_SIZE, False, PAGE_STRIDE, PAGE_SIZE, SCALE, BLOCK_N,
+            EXTRA_PAGE_SIZE, False, PAGE_STRIDE, PAGE_SIZE, SCALE, BLOCK_N, HOIST,
         )  # fmt: skip
 
     if SPLIT:

@@ -17,31 +17,39 @@ MAX_HEADS = 128
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`."""
+    """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`.
+
+    `hoist`: what does not change from tile to tile, mostly descriptors of operands, may wait in registers.
+    """
 
     block_h: int
     block_n: int
     num_warps: int
     num_stages: int
+    hoist: bool = False
 
 
 # The shape of the Hopper kernel's tile, which is written into it; the warps of its first partition.
 SM90 = Config(64, 64, 4, 1)
 
 
-def configure(heads: int, layout: MlaLayout, device: Device) -> Config:
-    """The tile for this many heads: as wide as registers and shared memory of the architecture allow."""
+def configure(heads: int, query: str, layout: MlaLayout, extra: MlaLayout | None, device: Device) -> Config:
+    """The tile for this many heads and queries of this dtype: as wide as registers and shared memory allow."""
     if device.smem_bytes < 128 << 10:
-        # SM12x, 99 KB: 87 KB fp8, 55 KB plain; V4's with two sources would take 116 KB in two stages.
-        return Config(16, 32, 8, 1 if layout.rope_in_value else 2)
+        # SM12x, 99 KB: 87 KB fp8, 55 KB plain. In two stages V4's would take 100 KB; so would 32 keys of two sources.
+        if layout.rope_in_value:
+            return Config(16, 32, 8, 1)
+        return Config(16, 32, 8, 2) if extra is None else Config(16, 16, 8, 2)
+    # These are measured on an H200 as they are; all else spills with it, on sm_90 and on sm_100.
+    hoist = device.arch == 90 and extra is None and query == "bfloat16" and (layout == V32 or not layout.packed)
     if heads <= 16:
-        return Config(16, 64, 8, 3)
+        return Config(16, 64, 8, 3 if extra is None else 2, hoist)
     if device.arch >= 100:  # accumulators in tensor memory; 64 keys of plain rows pass 227 KB
         return Config(64, 32, 8, 2)
-    if layout.packed and layout != V32:  # 64 keys spill
+    if extra is not None or (layout.packed and layout != V32):  # 64 keys spill
         return Config(64, 32, 8, 3)
     # sm_90: 206 TFLOP/s on an H200, 2026-11-21. Tiles of 32 heads spill and miss wgmma; plain rows take 72 KB a stage.
-    return Config(64, 64, 8, 3 if layout.packed else 2)
+    return Config(64, 64, 8, 3 if layout.packed else 2, hoist)
 
 
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
@@ -62,7 +70,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
     # A head's bits depend on its tile: tensor-parallel ranks take that of all heads.
     tile_heads = MAX_HEADS if attrs["batch_invariant"] else heads
-    config = tuned("sparse_mla", device, f"h{tile_heads}-{layout.name}", configure(tile_heads, layout, device))
+    chosen = configure(tile_heads, specs["q"].dtype, layout, extra, device)
+    config = tuned("sparse_mla", device, f"h{tile_heads}-{layout.name}", chosen)
     unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
@@ -119,7 +128,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         kernel = sparse_mla_kernel
         inputs += [problem.either("cos_sin", "slots"), problem.either("positions", "slots")]
         sizes.append(problem["S"] if rotate else 0)
-        constexprs = (*shared, *rotation, ("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n))
+        tile = (("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n), ("HOIST", config.hoist))
+        constexprs = (*shared, *rotation, *tile)
     attend = Launch(
         kernel,
         grid=(tokens * head_blocks * splits,),
