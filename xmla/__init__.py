@@ -9,6 +9,7 @@ from xmla.core.errors import ArgumentError as ArgumentError
 from xmla.core.errors import CompileError as CompileError
 from xmla.core.errors import UnsupportedError as UnsupportedError
 from xmla.core.model import ModelConfig as ModelConfig
+from xmla.core.model_v4 import ModelConfigV4 as ModelConfigV4
 from xmla.core.support import Support as Support
 from xmla.core.support import supports as supports
 from xmla.warmup import Warmup as Warmup

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from xmla.core.compile import Specialization, compiled, compiling_allowed
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.model import ModelConfig
+from xmla.core.model import Model
 
 log = logging.getLogger("xmla")
 
@@ -55,9 +55,7 @@ def present_device() -> tuple[Device, int]:
     raise UnsupportedError("warmup: no GPU is present; name a device to fill the cache on disk for it")
 
 
-def warmup(
-    config: ModelConfig, device: Device | None = None, *, workers: int | None = None, progress: bool = True
-) -> Warmup:
+def warmup(config: Model, device: Device | None = None, *, workers: int | None = None, progress: bool = True) -> Warmup:
     """Compile every kernel that serving `config` launches, in parallel, for PyTorch and JAX alike.
 
     The list is closed: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 asserts. What was
@@ -65,7 +63,7 @@ def warmup(
     processes may fill one cache. XLA's own compilation of a jitted function is not part of it.
 
     Args:
-        config: The model and the sizes that occur.
+        config: The model and the sizes that occur: a `ModelConfig` or `ModelConfigV4`.
         device: Fill the cache on disk for this device, which need not be present. Default: the current GPU, onto which
             the kernels are loaded too.
         workers: Threads, by default one a CPU core.

@@ -126,3 +126,17 @@ def test_reference_agrees_with_loops_over_keys() -> None:
             assert np.allclose(out[token], value / total[:, None]) and np.allclose(lse[token], np.log(total))
         else:
             assert not out[token].any() and np.isposinf(lse[token]).all()
+
+
+def test_the_stride_of_a_single_row_is_of_no_matter() -> None:
+    """Views of one token or page come with any: [1, 4, 576] of a [4, 1, 576], transposed, has (576, 576, 1)."""
+    op = registry()["sparse_mla"]
+    attrs = tuple({**op.defaults, "softmax_scale": 0.1}.values())
+    given = {"cache": Spec((1, 64, 656), "uint8", (99, 656, 1)), "slots": Spec((1, 64), "int32", (1, 1))}
+    plans = []
+    for strides in ((576, 576, 1), (2304, 576, 1), None):
+        specs = {"q": Spec((1, 4, 576), "bfloat16", strides), **given}
+        plans.append(plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, H200)[0])
+    assert plans[0] == plans[1] == plans[2]
+    assert dict(plans[0].launches[0].constexprs)["Q_STRIDE_T"] == 2304
+    assert dict(plans[0].launches[0].constexprs)["PAGE_STRIDE"] == 64 * 656

@@ -1,5 +1,6 @@
 """The calls that serving one model makes, as specs: what `warmup` compiles and `xmla plan` prints."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,27 @@ class Call:
         return estimate(op.bind(self.specs, op.defaults | dict(self.attrs)), self.plan(device), device, keys)
 
 
+class Model(ABC):
+    """What serving a model calls."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def steps(self) -> Iterator[tuple[str, list[Call]]]:
+        """Every step, by what it is, and its calls."""
+
+    def specializations(self, device: Device) -> list[Specialization]:
+        """The closed list of kernels that these steps launch on `device`, each once, in order of first use."""
+        found: dict[Specialization, None] = {}
+        for _, calls in self.steps():
+            for call in calls:
+                plan = call.plan(device)
+                found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
+        return list(found)
+
+
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Model):
     """A DeepSeek-V3.2 model as an engine serves it; arrays are dense, as engines allocate them.
 
     Attributes:
@@ -203,12 +223,3 @@ class ModelConfig:
             for tokens in self.prefill_tokens:
                 keys = max(max_len, tokens)
                 yield f"prefill {tokens} tokens, {keys} keys", list(self.prefill(tokens, keys))
-
-    def specializations(self, device: Device) -> list[Specialization]:
-        """The closed list of kernels that these steps launch on `device`, each once, in order of first use."""
-        found: dict[Specialization, None] = {}
-        for _, calls in self.steps():
-            for call in calls:
-                plan = call.plan(device)
-                found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
-        return list(found)

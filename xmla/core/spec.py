@@ -37,7 +37,14 @@ class Spec:
     device: str | None = None
 
     def stride(self, axis: int) -> int:
-        """Distance in elements between neighbours along `axis`."""
+        """Distance in elements between neighbours along `axis`.
+
+        Where there is but one element no kernel depends on it, and frameworks leave anything there: then it is a dense
+        array's, so that one kernel serves all.
+        """
+        axis %= len(self.shape)
+        if self.shape[axis] == 1:
+            return self.stride(axis + 1) * self.shape[axis + 1] if axis + 1 < len(self.shape) else 1
         return (self.strides or row_major(self.shape))[axis]
 
     @property

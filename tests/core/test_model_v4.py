@@ -1,0 +1,66 @@
+"""ModelConfigV4 lists the kernels that serving DeepSeek-V4 launches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from xmla import ArgumentError, ModelConfigV4
+from xmla.cli import client_v4
+from xmla.core.compile import Specialization
+from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.model import Call
+from xmla.core.op import registry
+from xmla.torch_api._arrays import spec_of
+
+SMALL = ModelConfigV4(
+    heads=8, index_heads=16, index_dim=64, k=64, next_n=(1, 2, 3), mixed=True, batches=tuple(range(1, 9)),
+    max_lens=(512, 4096), prefill_tokens=(64, 256),
+)  # fmt: skip
+
+
+def code(specializations: list[Specialization]) -> set[tuple[object, ...]]:
+    """What of them does not depend on the dtypes of a model's weights."""
+    return {(s.kernel.__name__, s.constexprs, s.num_warps, s.num_stages) for s in specializations}
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    "formats", [("v4", "v4", "fp8"), ("v41", "v41_fp4", "mxfp4"), ("plain_v4", "v4", "fp8")], ids="-".join
+)
+def test_sizes_between_those_listed_add_no_kernel(formats: tuple[str, str, str], device: Device) -> None:
+    cache, extra, index = formats
+    config = replace(SMALL, cache_format=cache, extra_format=extra, index_format=index)
+    listed = set(config.specializations(device))
+    between = replace(config, batches=(1, 3, 5, 7), prefill_tokens=(100, 200))
+    assert set(between.specializations(device)) <= listed
+    assert not set(replace(config, k=65, batches=(1,)).specializations(device)) <= listed
+
+
+def test_a_decoding_model_calls_nothing_else() -> None:
+    """The client's decode steps over its own caches, on the CPU, planned for an H200."""
+    torch.manual_seed(0)
+    model = client_v4.build("cpu")
+    run = client_v4.run_replaced(model, torch.arange(14), 12, packed=False)
+    scale = float(model.model.layers[0].self_attn.scaling)
+    config = ModelConfigV4(
+        heads=4, index_heads=4, k=16, cache_format="plain_v4", extra_format="plain_v4", page_size=client_v4.PAGE,
+        entry_pages=(client_v4.ENTRY_PAGE[4], client_v4.ENTRY_PAGE[128]), state_page=client_v4.STATE_PAGE,
+        softmax_scale=scale, dtype="float16", batches=(1,), max_lens=(256,), prefill_tokens=(),
+    )  # fmt: skip
+    device = KNOWN_DEVICES[1]
+    listed, called = code(config.specializations(device)), set()
+    for layer in run.layers:
+        for step in layer.steps[1:]:
+            for call in step:
+                op = registry()[call.op]
+                specs = {n: spec_of(t) for n, t in zip(op.tensors, call.tensors, strict=False) if t is not None}
+                plan = Call(call.op, specs, call.attrs).plan(device)
+                called |= {(k.name, k.constexprs, k.num_warps, k.num_stages) for k in plan.active}
+    assert len(called) > 10
+    assert called <= listed
+
+
+def test_an_unknown_format() -> None:
+    with pytest.raises(ArgumentError, match="a cache's format is 'v32', expected one of v4, v41, v41_fp4, plain_v4"):
+        list(replace(SMALL, cache_format="v32").steps())

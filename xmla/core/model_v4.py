@@ -1,0 +1,177 @@
+"""The calls that serving a DeepSeek-V4 model makes, as specs: a layer of each kind a step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xmla.core.errors import ArgumentError
+from xmla.core.layout import MLA_LAYOUTS, VALUE_DIMS, IndexerLayout, MlaLayout
+from xmla.core.model import Call, Model
+from xmla.core.plan import cdiv
+from xmla.core.spec import Spec
+
+RATIOS = (4, 128)  # tokens an entry stands for: picked by the indexer, all attended to
+SERIES = {4: 2, 128: 1}
+PAGES = 1024  # of every pool: their number changes no kernel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfigV4(Model):
+    """A DeepSeek-V4 model as an engine serves it: sliding layers, compressed ones with an indexer, and without.
+
+    Arrays are dense but for the pages of the latent caches, which stand at the multiple that allocators of their format
+    use. Weights, angles and states are float32.
+
+    Attributes:
+        heads: Query heads of this rank, H.
+        index_heads: Indexer heads, I, of D = `index_dim` dims.
+        index_format: Of the indexer's cache, "fp8" or "mxfp4".
+        k: Entries that the indexer selects for a token.
+        window: Tokens of the sliding window.
+        cache_format, extra_format: Of the window's cache and of the compressed entries': "v4", "v41", "plain_v4" or,
+            of the latter, "v41_fp4".
+        page_size: Entries a page of the window's cache, R.
+        entry_pages: Entries a page of the caches of ratio 4 and of ratio 128.
+        state_page: Positions a page of the compressors' states.
+        softmax_scale, index_scale: As `sparse_mla` and `quantize_indexer_query`; both are compiled in.
+        next_n: Tokens a decoding request has at once (1 + speculative), every value that occurs.
+        mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
+        batches: Requests of a decode batch, every value that occurs.
+        max_lens: Longest contexts in tokens, every value that occurs: entries of ratio 128 that one can see are
+            compiled in.
+        prefill_tokens: Tokens of a prefill step, every value that occurs.
+    """
+
+    heads: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    index_format: str = "fp8"
+    k: int = 1024
+    window: int = 128
+    cache_format: str = "v4"
+    extra_format: str = "v4"
+    page_size: int = 256
+    entry_pages: tuple[int, int] = (64, 2)
+    state_page: int = 8
+    softmax_scale: float = VALUE_DIMS**-0.5
+    index_scale: float | None = None
+    dtype: str = "bfloat16"
+    next_n: tuple[int, ...] = (1,)
+    mixed: bool = False
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    max_lens: tuple[int, ...] = (4096, 32768, 131072)
+    prefill_tokens: tuple[int, ...] = (2048, 8192)
+
+    def _pool(self, name: str, page_size: int) -> Spec:
+        layout = _layout(name)
+        dense = page_size * layout.row
+        stride = cdiv(dense, layout.page_multiple) * layout.page_multiple
+        dtype = "uint8" if layout.packed else self.dtype
+        return Spec((PAGES, page_size, layout.row), dtype, (stride, layout.row, 1))
+
+    def caches(self) -> dict[str, Spec]:
+        """The pools; the number of pages changes no kernel."""
+        row = IndexerLayout(self.index_dim, self.index_format).row
+        pools = {"window": self._pool(self.cache_format, self.page_size)}
+        for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
+            pools[f"ratio {ratio}"] = self._pool(self.extra_format, page_size)
+        return pools | {"indexer": Spec((PAGES, self.entry_pages[0], row), "uint8")}
+
+    def table(self, requests: int, max_len: int, tokens_a_page: int) -> Spec:
+        return Spec((requests, cdiv(max_len, tokens_a_page)), "int32")
+
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A layer of each kind in a decode step of `requests`, with `next_n` tokens each, or `mixed` up to so many."""
+        tokens = requests * next_n
+        if mixed:
+            starts = Spec((requests + 1,), "int32")
+            batch = {"query_starts": starts, "lengths": Spec((requests,), "int32")}
+            yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n})
+        yield from self.layers(tokens, requests, max_len, mixed)
+
+    def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
+        a_token = Spec((tokens,), "int32")
+        ids = {"request_ids": a_token} if with_ids else {}
+        caches, layout = self.caches(), _layout(self.cache_format)
+        parts = {"latent": Spec((tokens, layout.latent), self.dtype), "rope": Spec((tokens, layout.rope), self.dtype)}
+        yield Call("write_mla_cache", {**parts, "slots": a_token, "cache": caches["window"]},
+                   {"cache_format": self.cache_format})  # fmt: skip
+        windowed = {"block_table": self.table(requests, max_len, self.page_size), "lengths": a_token, **ids}
+        yield Call("window_slots", windowed, {"window": self.window, "page_size": self.page_size})
+        attended = {
+            "q": Spec((tokens, self.heads, VALUE_DIMS), self.dtype), "cache": caches["window"],
+            "slots": Spec((tokens, self.window), "int32"), "lengths": a_token, "sink": Spec((self.heads,), "float32"),
+            "cos_sin": Spec((max_len, layout.rope), "float32"), "positions": a_token,
+        }  # fmt: skip
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format}
+        yield Call("sparse_mla", attended, attrs)
+
+        for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
+            entries = self.table(requests, max_len, ratio * page_size)
+            yield self.compress(tokens, requests, max_len, ratio, VALUE_DIMS, caches[f"ratio {ratio}"], entries, ids)
+            if ratio == 4:
+                yield from self.pick(tokens, requests, max_len, entries, ids)
+                width = self.k
+            else:
+                width = entries.shape[1] * page_size
+                every = {"window": width, "page_size": page_size, "ratio": ratio}
+                yield Call("window_slots", {"block_table": entries, "lengths": a_token, **ids}, every)
+            second = {
+                "extra_cache": caches[f"ratio {ratio}"], "extra_slots": Spec((tokens, width), "int32"),
+                "extra_lengths": a_token,
+            }  # fmt: skip
+            yield Call("sparse_mla", attended | second, attrs | {"extra_cache_format": self.extra_format})
+
+    def compress(
+        self, tokens: int, requests: int, max_len: int, ratio: int, dim: int, cache: Spec, table: Spec,
+        ids: dict[str, Spec],
+    ) -> Call:  # fmt: skip
+        """A compressor's call: of latent entries, or of the indexer's keys."""
+        width = SERIES[ratio] * dim
+        projected = Spec((tokens, width), self.dtype)
+        specs = {
+            "kv": projected, "score": projected, "ape": Spec((ratio, width), "float32"),
+            "norm_weight": Spec((dim,), "float32"), "cos_sin": Spec((max_len, 64), "float32"),
+            "positions": Spec((tokens,), "int32"), "state": Spec((PAGES, self.state_page, 2 * width), "float32"),
+            "state_table": self.table(requests, max_len, self.state_page), "cache": cache, "block_table": table, **ids,
+        }  # fmt: skip
+        return Call("compress_kv", specs, {"cache_format": self.extra_format} if dim == VALUE_DIMS else {})
+
+    def pick(
+        self, tokens: int, requests: int, max_len: int, entries: Spec, ids: dict[str, Spec]
+    ) -> Iterator[Call]:  # fmt: skip
+        """The indexer: its keys, queries and picks, and these as slots."""
+        cache = self.caches()["indexer"]
+        yield self.compress(tokens, requests, max_len, 4, self.index_dim, cache, entries, ids)
+        query = Spec((tokens, self.index_heads, self.index_dim), self.dtype)
+        weights = Spec((tokens, self.index_heads), "float32")
+        attrs = {"scale": self.index_scale, "format": self.index_format}
+        yield Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
+        q8 = Spec(query.shape, "float8_e4m3fn" if self.index_format == "fp8" else "bfloat16")
+        picked = {
+            "q8": q8, "weights": weights, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"),
+            **ids,
+        }  # fmt: skip
+        yield Call("indexer_topk_paged", picked, {"k": self.k})
+        mapped = {"indices": Spec((tokens, self.k), "int32"), "block_table": entries, **ids}
+        yield Call("map_slots", mapped, {"page_size": self.entry_pages[0]})
+
+    def steps(self) -> Iterator[tuple[str, list[Call]]]:
+        """Every step that the lists describe, by what it is, and its calls."""
+        for max_len in self.max_lens:
+            for requests in self.batches:
+                for next_n in self.next_n:
+                    step = f"decode {requests} requests × {next_n}, max_len {max_len}"
+                    yield step, list(self.decode(requests, next_n, max_len))
+                if self.mixed:
+                    step = f"decode {requests} requests × {max(self.next_n)}, mixed, max_len {max_len}"
+                    yield step, list(self.decode(requests, max(self.next_n), max_len, mixed=True))
+            for tokens in self.prefill_tokens:
+                step = f"prefill {tokens} tokens, max_len {max_len}"
+                yield step, list(self.layers(tokens, 1, max_len, with_ids=True))
+
+
+def _layout(name: str) -> MlaLayout:
+    known = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value}
+    if name not in known:
+        raise ArgumentError(f"ModelConfigV4: a cache's format is {name!r}, expected one of {', '.join(known)}")
+    return known[name]
