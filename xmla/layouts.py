@@ -21,7 +21,6 @@ from xmla.core.layout import (
     mla_layouts,
 )
 from xmla.core.op import registry
-from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
 # Scales of keys lie in this range, by many orders of magnitude; other bytes taken for scales do not.
@@ -119,10 +118,10 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
     pages, entries, _ = spec.shape
     dtype = "uint8" if layout.packed else "bfloat16"
     if isinstance(layout, MlaLayout) and isinstance(origin, MlaLayout):
-        name, multiple = "convert_mla_cache", layout.page_multiple
+        name = "convert_mla_cache"
         attrs = {"source_format": origin.name, "cache_format": layout.name, "scale_floor": scale_floor}
     elif isinstance(layout, IndexerLayout) and isinstance(origin, IndexerLayout) and layout.dim == origin.dim:
-        name, multiple = "convert_indexer_cache", 1
+        name = "convert_indexer_cache"
         attrs = {"source_format": origin.format, "cache_format": layout.format}
     else:
         raise ArgumentError(f"convert: cache_format is {layout.name!r}, expected one with the dims of {origin.name!r}")
@@ -132,10 +131,8 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
 
         from xmla import torch_api
 
-        dense = entries * layout.row
-        stride = cdiv(dense, multiple) * multiple
-        memory = torch.zeros(pages, stride, dtype=getattr(torch, dtype), device=pool.device)
-        cache = memory[:, :dense].view(pages, entries, layout.row)
+        memory = torch.zeros(pages, layout.page_stride(entries), dtype=getattr(torch, dtype), device=pool.device)
+        cache = memory[:, : entries * layout.row].view(pages, entries, layout.row)
         slots = torch.arange(pages * entries, device=pool.device)
         getattr(torch_api, name)(pool, slots, slots, cache, **attrs)
         return cache

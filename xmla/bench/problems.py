@@ -11,8 +11,7 @@ DEVICE = "cuda"
 
 def latent_pool(tokens: int, entries: int = 64, layout: MlaLayout = V32) -> torch.Tensor:
     """A cache [P, R, ROW] in which every entry holds a key; pages lie as allocators of the format have them."""
-    page_bytes = cdiv(entries * layout.row, layout.page_multiple) * layout.page_multiple
-    pool = torch.empty(cdiv(tokens, entries), page_bytes, dtype=torch.uint8, device=DEVICE)
+    pool = torch.empty(cdiv(tokens, entries), layout.page_stride(entries), dtype=torch.uint8, device=DEVICE)
     cache = pool[:, : entries * layout.row].view(-1, entries, layout.row)
     for first in range(0, tokens, 1 << 18):
         count = min(1 << 18, tokens - first)

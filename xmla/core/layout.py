@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from xmla.core.plan import cdiv
 from xmla.core.spec import DTYPES, Spec
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class MlaLayout:
     def data(self) -> int:
         """Distance of neighbouring entries' data within a page."""
         return self.row - self.footer
+
+    def page_stride(self, entries: int) -> int:
+        """Elements from page to page as allocators of the format have them."""
+        return cdiv(entries * self.row, self.page_multiple) * self.page_multiple
 
     @property
     def value_bits(self) -> int:
@@ -360,6 +365,15 @@ class IndexerLayout:
     @property
     def row(self) -> int:
         return self.value_bytes + 4
+
+    @property
+    def query_dtype(self) -> str:
+        """Of the quantised queries that such keys are multiplied with."""
+        return "float8_e4m3fn" if self.format == "fp8" else "bfloat16"
+
+    def page_stride(self, entries: int) -> int:
+        """Bytes from page to page as allocators have them."""
+        return entries * self.row
 
     @property
     def min_exponent(self) -> int:

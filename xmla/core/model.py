@@ -35,14 +35,57 @@ class Call:
         return estimate(op.bind(self.specs, op.defaults | dict(self.attrs)), self.plan(device), device, keys)
 
 
+def split(requests: int, next_n: int) -> Call:
+    """What tells a mixed batch of up to `next_n` tokens a request apart."""
+    batch = {"query_starts": Spec((requests + 1,), "int32"), "lengths": Spec((requests,), "int32")}
+    return Call("split_batch", batch, {"num_tokens": requests * next_n, "decode_threshold": next_n})
+
+
 class Model(ABC):
-    """What serving a model calls."""
+    """What serving a model calls, at every size that occurs."""
 
     __slots__ = ()
 
+    @property
     @abstractmethod
+    def next_n(self) -> tuple[int, ...]: ...
+
+    @property
+    @abstractmethod
+    def mixed(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def batches(self) -> tuple[int, ...]: ...
+
+    @property
+    @abstractmethod
+    def max_lens(self) -> tuple[int, ...]: ...
+
+    @property
+    @abstractmethod
+    def prefill_tokens(self) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A decode step of `requests`, with `next_n` tokens each, or `mixed` up to so many."""
+
+    @abstractmethod
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A prefill step of `tokens`."""
+
     def steps(self) -> Iterator[tuple[str, list[Call]]]:
-        """Every step, by what it is, and its calls."""
+        """Every step that the lists describe, by what it is, and its calls."""
+        for max_len in self.max_lens:
+            for requests in self.batches:
+                for next_n in self.next_n:
+                    step = f"decode {requests} requests × {next_n}, max_len {max_len}"
+                    yield step, list(self.decode(requests, next_n, max_len))
+                if self.mixed:
+                    step = f"decode {requests} requests × {max(self.next_n)}, mixed, max_len {max_len}"
+                    yield step, list(self.decode(requests, max(self.next_n), max_len, mixed=True))
+            for tokens in self.prefill_tokens:
+                yield f"prefill {tokens} tokens, max_len {max_len}", list(self.prefill(tokens, max_len))
 
     def specializations(self, device: Device) -> list[Specialization]:
         """The closed list of kernels that these steps launch on `device`, each once, in order of first use."""
@@ -125,9 +168,7 @@ class ModelConfig(Model):
         tokens = requests * next_n
         yield from self.writes(tokens)
         if mixed:
-            starts = Spec((requests + 1,), "int32")
-            batch = {"query_starts": starts, "lengths": Spec((requests,), "int32")}
-            yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n})
+            yield split(requests, next_n)
         if self.ranks > 1:
             yield from self.shared(tokens, requests, max_len, mixed)
             return
@@ -183,8 +224,9 @@ class ModelConfig(Model):
                 step = f"decode {requests} requests × {next_n}"
                 yield step, received_bytes(requests * next_n, self.heads, self.k, self.ranks)
 
-    def prefill(self, tokens: int, keys: int) -> Iterator[Call]:
-        """A prefill step of `tokens` over `keys` gathered from the indexer's pages."""
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A prefill step of `tokens`, over as many keys as fit, gathered from the indexer's pages."""
+        keys = max(max_len, tokens)
         queries, caches, rows = self.queries(tokens), self.caches(), Spec((tokens,), "int32")
         yield from self.writes(tokens)
         yield Call("read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")},
@@ -194,7 +236,7 @@ class ModelConfig(Model):
             {"scale": self.index_scale, "format": self.index_format},
         )  # fmt: skip
         logits = {
-            "q8": Spec(queries["index_q"].shape, "float8_e4m3fn" if self.index_format == "fp8" else "bfloat16"),
+            "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype),
             "weights": Spec(queries["index_weights"].shape, "float32"),
             "keys": Spec((keys, self.indexer.value_bytes), self.indexer.dtypes[0]),
             "key_scales": Spec((keys,), self.indexer.dtypes[1]),
@@ -209,17 +251,3 @@ class ModelConfig(Model):
         if self.sink:
             attended["sink"] = Spec((self.heads,), "float32")
         yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})
-
-    def steps(self) -> Iterator[tuple[str, list[Call]]]:
-        """Every step that the lists describe, by what it is, and its calls."""
-        for max_len in self.max_lens:
-            for requests in self.batches:
-                for next_n in self.next_n:
-                    step = f"decode {requests} requests × {next_n}, max_len {max_len}"
-                    yield step, list(self.decode(requests, next_n, max_len))
-                if self.mixed:
-                    step = f"decode {requests} requests × {max(self.next_n)}, mixed, max_len {max_len}"
-                    yield step, list(self.decode(requests, max(self.next_n), max_len, mixed=True))
-            for tokens in self.prefill_tokens:
-                keys = max(max_len, tokens)
-                yield f"prefill {tokens} tokens, {keys} keys", list(self.prefill(tokens, keys))

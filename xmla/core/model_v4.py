@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from xmla.core.errors import ArgumentError
 from xmla.core.layout import MLA_LAYOUTS, VALUE_DIMS, IndexerLayout, MlaLayout
-from xmla.core.model import Call, Model
+from xmla.core.model import Call, Model, split
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
@@ -61,32 +61,30 @@ class ModelConfigV4(Model):
     max_lens: tuple[int, ...] = (4096, 32768, 131072)
     prefill_tokens: tuple[int, ...] = (2048, 8192)
 
+    @property
+    def indexer(self) -> IndexerLayout:
+        return IndexerLayout(self.index_dim, self.index_format)
+
     def _pool(self, name: str, page_size: int) -> Spec:
         layout = _layout(name)
-        dense = page_size * layout.row
-        stride = cdiv(dense, layout.page_multiple) * layout.page_multiple
         dtype = "uint8" if layout.packed else self.dtype
-        return Spec((PAGES, page_size, layout.row), dtype, (stride, layout.row, 1))
+        return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
 
     def caches(self) -> dict[str, Spec]:
         """The pools; the number of pages changes no kernel."""
-        row = IndexerLayout(self.index_dim, self.index_format).row
         pools = {"window": self._pool(self.cache_format, self.page_size)}
         for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
             pools[f"ratio {ratio}"] = self._pool(self.extra_format, page_size)
-        return pools | {"indexer": Spec((PAGES, self.entry_pages[0], row), "uint8")}
+        return pools | {"indexer": Spec((PAGES, self.entry_pages[0], self.indexer.row), "uint8")}
 
     def table(self, requests: int, max_len: int, tokens_a_page: int) -> Spec:
         return Spec((requests, cdiv(max_len, tokens_a_page)), "int32")
 
     def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
         """A layer of each kind in a decode step of `requests`, with `next_n` tokens each, or `mixed` up to so many."""
-        tokens = requests * next_n
         if mixed:
-            starts = Spec((requests + 1,), "int32")
-            batch = {"query_starts": starts, "lengths": Spec((requests,), "int32")}
-            yield Call("split_batch", batch, {"num_tokens": tokens, "decode_threshold": next_n})
-        yield from self.layers(tokens, requests, max_len, mixed)
+            yield split(requests, next_n)
+        yield from self.layers(requests * next_n, requests, max_len, mixed)
 
     def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
         a_token = Spec((tokens,), "int32")
@@ -146,7 +144,7 @@ class ModelConfigV4(Model):
         weights = Spec((tokens, self.index_heads), "float32")
         attrs = {"scale": self.index_scale, "format": self.index_format}
         yield Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
-        q8 = Spec(query.shape, "float8_e4m3fn" if self.index_format == "fp8" else "bfloat16")
+        q8 = Spec(query.shape, self.indexer.query_dtype)
         picked = {
             "q8": q8, "weights": weights, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"),
             **ids,
@@ -155,19 +153,9 @@ class ModelConfigV4(Model):
         mapped = {"indices": Spec((tokens, self.k), "int32"), "block_table": entries, **ids}
         yield Call("map_slots", mapped, {"page_size": self.entry_pages[0]})
 
-    def steps(self) -> Iterator[tuple[str, list[Call]]]:
-        """Every step that the lists describe, by what it is, and its calls."""
-        for max_len in self.max_lens:
-            for requests in self.batches:
-                for next_n in self.next_n:
-                    step = f"decode {requests} requests × {next_n}, max_len {max_len}"
-                    yield step, list(self.decode(requests, next_n, max_len))
-                if self.mixed:
-                    step = f"decode {requests} requests × {max(self.next_n)}, mixed, max_len {max_len}"
-                    yield step, list(self.decode(requests, max(self.next_n), max_len, mixed=True))
-            for tokens in self.prefill_tokens:
-                step = f"prefill {tokens} tokens, max_len {max_len}"
-                yield step, list(self.layers(tokens, 1, max_len, with_ids=True))
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A layer of each kind in a prefill step of `tokens`."""
+        yield from self.layers(tokens, 1, max_len, with_ids=True)
 
 
 def _layout(name: str) -> MlaLayout:
