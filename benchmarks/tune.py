@@ -3,8 +3,8 @@
     python benchmarks/tune.py [--op OP] [--out FOLDER] [--commit COMMIT]
 
 A key's choice is the candidate with the least product of times over its cases, if that beats the heuristic by 3 %; else
-the key is left to the heuristic. All timings stand in the file. Kernels are compiled first, on all
-cores.
+the key is left to the heuristic. All timings stand in the file. Kernels are compiled
+first, on all cores.
 """
 
 import json

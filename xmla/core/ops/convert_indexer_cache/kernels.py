@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, load_keys, page_base, store_keys
+from xmla.core.lang import load_page_keys, store_keys
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
@@ -29,10 +29,10 @@ def convert_indexer_cache_kernel(
     source_slot = tl.load(source_slots_ptr + token * SOURCE_SLOT_STRIDE, mask=token < num_tokens, other=-1)
     slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
     ok = (source_slot >= 0) & (source_slot < num_source_slots) & (slot >= 0) & (slot < num_slots)
-    VALUES: tl.constexpr = D // 2 if SOURCE_MXFP4 else D
-    base = page_base(source_slot // SOURCE_PAGE_SIZE, SOURCE_PAGE_STRIDE)
-    offset = source_slot % SOURCE_PAGE_SIZE
-    scale_ptrs = as_bytes(source_ptr) + base + SOURCE_PAGE_SIZE * VALUES + offset * 4
-    keys, factors = load_keys(source_ptr, base + offset * VALUES, scale_ptrs, ok, D, SOURCE_MXFP4)
+    page = tl.where(ok, source_slot // SOURCE_PAGE_SIZE, -1)
+    keys, factors, _ = load_page_keys(
+        source_ptr, page, source_slot, num_source_slots // SOURCE_PAGE_SIZE, SOURCE_PAGE_STRIDE, SOURCE_PAGE_SIZE, D,
+        SOURCE_MXFP4,
+    )  # fmt: skip
     x = keys.to(tl.float32) * factors[:, None]  # [BLOCK_T, D]
     store_keys(cache_ptr, slot, ok, x, MXFP4, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
