@@ -2,10 +2,10 @@ from dataclasses import dataclass
 from math import inf, log
 
 from xmla.core.device import Device
-from xmla.core.layout import V4, V32, VALUE_DIMS, MlaLayout, mla_layout
+from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, VALUE_DIMS, MlaLayout, mla_layout
 from xmla.core.op import Problem
-from xmla.core.ops.sparse_mla.gluon_sm90 import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
+from xmla.core.ops.sparse_mla.sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.plan import Kernel, Launch, Plan, cdiv
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
@@ -76,7 +76,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
     # Over V4's entries by its name only: of its tests a part has run on an H200.
-    by_hand = not unmet and problem.implementation in ((None, "gluon") if layout == V32 else ("gluon",))
+    by_hand = not unmet and problem.implementation in (None, "gluon")
     if by_hand:
         config = SM90
     head_blocks = cdiv(heads, config.block_h)
@@ -177,11 +177,11 @@ def unmet_by_hand(
     problem: Problem, layout: MlaLayout, extra: MlaLayout | None, device: Device
 ) -> tuple[str, str] | None:
     """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
-    if device.arch != 90 or layout not in (V32, V4):
+    if device.arch != 90 or layout not in (V32, V4, PLAIN, PLAIN_V4):
         return f"on {device.name} over {layout.name!r} entries", "'v32' or 'v4' entries on compute capability 9.0"
     if problem.specs["q"].dtype != "bfloat16":
         return f"for {problem.specs['q'].dtype} queries", "bfloat16"
-    if extra is not None and (layout, extra) != (V4, V4):
+    if extra is not None and (layout, extra) not in ((V4, V4), (PLAIN_V4, PLAIN_V4)):
         return f"with {extra.name!r} entries beside {layout.name!r} ones", "one source, or two of 'v4'"
     if problem.has("cos_sin"):
         return "with cos_sin", "none"

@@ -20,8 +20,6 @@ rows V4 has room for raw bytes in shared memory: most of an entry comes by `cp.a
 benchmarks/log/sparse_mla_decode.md and sparse_mla_v4.md.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -33,24 +31,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang import LOG2E
+from xmla.core.ops.sparse_mla.sm90.common import (
+    AHEAD,
+    close_sums,
+    entry_pointers,
+    load_slots,
+    prefetch,
+    store_half,
+    sum_in_threads,
+)
 
-AHEAD = gl.constexpr(3)  # tiles; 5 is slower
 # A thread's registers in `attend_right` and `produce`; `attend_left` has the 216 that remain. With fewer than 176, or
 # fewer than 112, loops spill.
 RIGHT_REGISTERS = gl.constexpr(176)
 PRODUCER_REGISTERS = gl.constexpr(112)
-
-
-class Source(NamedTuple):
-    """Keys first … end − 1 of a token's slots in tiles of 64, and the cache that they name entries of."""
-
-    cache: Any  # [P, R, ROW] u8
-    slots: Any  # [K] i32
-    num_slots: Any
-    first: Any
-    end: Any
-    PAGE_STRIDE: Any
-    PAGE_SIZE: Any
 
 
 @gluon.jit
@@ -74,45 +68,6 @@ def small_float(x):
 @gluon.jit
 def finite_abs(x):
     return gl.where(x == x, gl.abs(x), 0.0)
-
-
-@gluon.jit
-def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr):
-    """The slots of a tile's 64 entries, −1 past the end."""
-    slots, start, end = main.slots, main.first + tile * 64, main.end
-    if extra is not None:
-        is_extra = tile >= main_tiles
-        slots = gl.where(is_extra, extra.slots, slots)
-        start = gl.where(is_extra, extra.first + (tile - main_tiles) * 64, start)
-        end = gl.where(is_extra, extra.end, end)
-    offs = start + gl.arange(0, 64, layout=LAYOUT)
-    return gl.load(slots + offs, mask=offs < end, other=-1)
-
-
-@gluon.jit
-def offsets(slot, source, LAYOUT: gl.constexpr):
-    """Where entries begin in their cache, and where their scales do."""
-    page = (slot // source.PAGE_SIZE).to(gl.int64) * source.PAGE_STRIDE
-    offset = slot % source.PAGE_SIZE
-    data = page + offset * LAYOUT.data
-    if LAYOUT.footer:
-        return data, page + (source.PAGE_SIZE * LAYOUT.data + offset * LAYOUT.footer)
-    else:
-        return data, data + LAYOUT.scale_offset
-
-
-@gluon.jit
-def entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
-    """Where each of a tile's 64 entries starts, where its scales do, and which entries are valid."""
-    cache, num_slots = main.cache, main.num_slots
-    data, scales = offsets(slot, main, LAYOUT)
-    if extra is not None:
-        is_extra = tile >= main_tiles
-        cache = gl.where(is_extra, extra.cache, cache)
-        num_slots = gl.where(is_extra, extra.num_slots, num_slots)
-        extra_data, extra_scales = offsets(slot, extra, LAYOUT)
-        data, scales = gl.where(is_extra, extra_data, data), gl.where(is_extra, extra_scales, scales)
-    return cache + data, cache + scales, (slot >= 0) & (slot < num_slots)
 
 
 @gluon.jit
@@ -200,29 +155,6 @@ def scale_rope(words, exponent, WORDS: gl.constexpr):
         "mul.bf16x2 $0, $1, $2;", "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1
     )
     return gl.reshape(scaled, (64, 32))
-
-
-@gluon.jit
-def prefetch(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
-    """Entries on their way to the L2 cache, a line of 128 bytes at a time."""
-    LINES: gl.constexpr = slot.type.layout.parent
-    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
-    line = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, LINES)), 0) * 128
-    ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
-    END: gl.constexpr = LAYOUT.data + 128 * (LAYOUT.footer > 0)
-    if LAYOUT.footer:
-        ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
-    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        setp.ne.s32 p, $2, 0;
-        @p prefetch.global.L2 [$1];
-        mov.u32 $0, 0;
-        }
-        """, "=r,l,r", [ptrs.to(gl.int64, bitcast=True), wanted], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -457,12 +389,6 @@ def start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, 
 
 
 @gluon.jit
-def sum_in_threads(x):
-    """Sums over the keys that a thread holds: [64, 64] → [64, 4]."""
-    return gl.sum(gl.sum(gl.reshape(x, (64, 8, 4, 2)), 3), 1)
-
-
-@gluon.jit
 def weigh(s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, p_smem, factor_smem, s_done, p_full,
           p_empty):  # fmt: skip
     """Softmax of a tile's scores: P and the factor that sums so far change by go to shared memory."""
@@ -536,23 +462,9 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
     denominator = gl.convert_layout(gl.sum(denominator, 1), HEADS_S)
     rows = gl.arange(0, H, layout=HEADS_S) + head_block * H
     has_keys = (gl.max(seen_smem.load(KEYS_S), 0) > 0) & (rows < HEADS)
-    if SPLIT:
-        inverse = gl.where(has_keys, 1.0 / denominator, -1.0)
-        lse = gl.where(has_keys, maximum + gl.log2(denominator), float("-inf"))
-    else:
-        base = gl.where(has_keys, maximum, 0.0)
-        total = denominator
-        if HAS_SINK:
-            sink = gl.load(sink_ptr + rows, mask=rows < HEADS, other=0.0) * LOG2E
-            total += gl.exp2(sink - base)
-        inverse = gl.where(has_keys, 1.0 / total, -1.0)
-        lse = gl.where(has_keys, (base + gl.log2(denominator)) * LSE_UNIT, EMPTY_LSE)
-        if HAS_SINK and LSE_SINK:
-            lse = gl.where(has_keys, base + gl.log2(denominator), float("-inf"))
-            top = gl.maximum(lse, sink)
-            top = gl.where(gl.abs(top) == float("inf"), 0.0, top)
-            lse = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
-            lse = gl.where(lse == float("-inf"), EMPTY_LSE, lse * LSE_UNIT)
+    inverse, lse = close_sums(
+        maximum, denominator, has_keys, sink_ptr, rows, HEADS, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT
+    )
     gl.store(lse_row + rows, lse, mask=rows < HEADS)
     mbarrier.wait(p_empty, tile & 1)
     mbarrier.arrive(s_done, count=1)
@@ -603,110 +515,18 @@ def attend_right(main, extra, main_tiles, q_row, out_row, head_block, tiles, q_l
 
 
 @gluon.jit
-def store_half(out, share, out_row, FIRST: gl.constexpr, head_block, smem, HEADS: gl.constexpr, SPLIT: gl.constexpr):
-    """Half of the output's columns; the narrow type through `smem`, which nobody needs any more, to whole sectors."""
-    share = gl.expand_dims(share, 1)
-    result = gl.where(share < 0.0, 0.0, out * share).to(out_row.dtype.element_ty)
-    if SPLIT:
-        store_rows(result, out_row + FIRST, head_block, HEADS)
-    else:
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        staged = smem._reinterpret(out_row.dtype.element_ty, [64, 256], smem.layout)
-        staged.store(result)
-        gl.barrier()
-        store_rows(staged.load(ROWS), out_row + FIRST, head_block, HEADS)
-
-
-@gluon.jit
-def store_rows(result, out_row, head_block, HEADS: gl.constexpr):
-    offs_h = head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, result.type.layout))
-    offs_l = gl.arange(0, 256, layout=gl.SliceLayout(0, result.type.layout))
-    out_ptrs = out_row + gl.expand_dims(offs_h * 512, 1) + gl.expand_dims(offs_l, 0)
-    gl.store(out_ptrs, result, mask=gl.expand_dims(offs_h < HEADS, 1))
-
-
-@gluon.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_splits", "split_keys"])
-def sparse_mla_sm90_kernel(
-    q_ptr,  # [T, H, L+E]
-    cache_ptr,  # [P, R, ROW]
-    slots_ptr,  # [T, K] i32
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
-    sink_ptr,  # [H] f32 if HAS_SINK
-    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA_LAYOUT
-    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
-    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
-    num_slots,
-    num_keys,  # K
-    num_extra_slots,
-    num_extra_keys,  # EXTRA_K
-    num_splits,
-    split_keys,  # of K rounded up to whole tiles, then EXTRA_K
-    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
-    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_H: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr,
-    PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    EXTRA_SLOT_STRIDE: gl.constexpr,
-    EXTRA_PAGE_STRIDE: gl.constexpr,
-    EXTRA_PAGE_SIZE: gl.constexpr,
-    EXTRA_LAYOUT: gl.constexpr,
-    HEADS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
-    HAS_EXTRA_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    SCALE: gl.constexpr,
-    EMPTY_LSE: gl.constexpr,
-    LSE_UNIT: gl.constexpr,
-    LSE_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
+def attend_packed(main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_row, head_block, LAYOUT: gl.constexpr,
+                  HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
+                  EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr,
+                  SPLIT: gl.constexpr):  # fmt: skip
+    """Attention of 64 heads of a token over V3.2's or V4's entries."""
     H: gl.constexpr = 64
     N: gl.constexpr = 64
-    L: gl.constexpr = 512
     SMEM_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SMEM_R: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-
-    HEAD_BLOCKS: gl.constexpr = (HEADS + H - 1) // H
-    pid = gl.program_id(0)
-    head_block = pid % HEAD_BLOCKS
-    split = pid // HEAD_BLOCKS % num_splits
-    token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    place = token * HEADS
-    if SPLIT:
-        place = (token * num_splits + split) * HEADS
-
-    end = num_keys
-    if HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
-    first = split * split_keys
-    end = gl.minimum(end, first + split_keys)
-    cache = cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-    main = Source(cache, slots_ptr + token * SLOT_STRIDE, num_slots, first, end, PAGE_STRIDE, PAGE_SIZE)
-    main_tiles = gl.cdiv(gl.maximum(end, first) - first, N)  # a length may be the least integer
-    tiles = main_tiles
-    if EXTRA_LAYOUT is not None:
-        extra_first = first - gl.cdiv(num_keys, N) * N
-        extra_end = num_extra_keys
-        if HAS_EXTRA_LENGTHS:
-            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
-        extra_end = gl.minimum(extra_end, extra_first + split_keys)
-        extra_first = gl.maximum(extra_first, 0)
-        extra_cache = extra_cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-        extra_slots = extra_slots_ptr + token * EXTRA_SLOT_STRIDE
-        extra = Source(
-            extra_cache, extra_slots, num_extra_slots, extra_first, extra_end, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE
-        )
-        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, N)
-    else:
-        extra: gl.constexpr = None
-    tiles = gl.maximum(tiles, 1)  # one without a key where there is none
-
-    q_latent_smem = gl.allocate_shared_memory(gl.float16, [2, H, L // 2], SMEM_L)
-    latent_smem = gl.allocate_shared_memory(gl.float16, [4, N, L // 2], SMEM_L)  # stage, half
+    q_latent_smem = gl.allocate_shared_memory(gl.float16, [2, H, 256], SMEM_L)
+    latent_smem = gl.allocate_shared_memory(gl.float16, [4, N, 256], SMEM_L)  # stage, half
     if LAYOUT.tail:
         q_rope_smem = gl.allocate_shared_memory(gl.bfloat16, [H, LAYOUT.tail], SMEM_L)
         rope_smem = gl.allocate_shared_memory(gl.bfloat16, [2, N, LAYOUT.tail], SMEM_L)
@@ -737,12 +557,10 @@ def sparse_mla_sm90_kernel(
     mbarrier.init(p_full, count=1)
     mbarrier.init(p_empty, count=1)
 
-    q_row = q_ptr + token * Q_STRIDE_T
-    out_row = out_ptr + place * L
     gl.warp_specialize(
         [
             (attend_left, (
-                q_row, sink_ptr, out_row, lse_ptr + place, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
+                q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
                 rope_smem, exponent_smem, valid_smem, seen_smem, p_smem, factor_smem, q_full, full_left, full_right,
                 empty_left, s_done, p_full, p_empty, LAYOUT, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE,
                 LSE_UNIT, LSE_SINK, SPLIT,

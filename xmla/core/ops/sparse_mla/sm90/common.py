@@ -1,0 +1,146 @@
+"""What the attention kernels for Hopper share: where entries are, and how sums of values become results."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from xmla.core.lang import LOG2E
+
+AHEAD = gl.constexpr(3)  # tiles that entries are fetched into the L2 cache before they are wanted; 5 is slower
+
+
+class Source(NamedTuple):
+    """Keys first … end − 1 of a token's slots in tiles of 64, and the cache that they name entries of."""
+
+    cache: Any  # [P, R, ROW], u8 if packed
+    slots: Any  # [K] i32
+    num_slots: Any
+    first: Any
+    end: Any
+    PAGE_STRIDE: Any
+    PAGE_SIZE: Any
+
+
+@gluon.jit
+def exp2(x):
+    """2**x, and 0 below 2**-126: a denormal result would take five instructions."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr):
+    """The slots of a tile's 64 entries, −1 past the end."""
+    slots, start, end = main.slots, main.first + tile * 64, main.end
+    if extra is not None:
+        is_extra = tile >= main_tiles
+        slots = gl.where(is_extra, extra.slots, slots)
+        start = gl.where(is_extra, extra.first + (tile - main_tiles) * 64, start)
+        end = gl.where(is_extra, extra.end, end)
+    offs = start + gl.arange(0, 64, layout=LAYOUT)
+    return gl.load(slots + offs, mask=offs < end, other=-1)
+
+
+@gluon.jit
+def offsets(slot, source, LAYOUT: gl.constexpr):
+    """Where entries begin in their cache, and where their scales do."""
+    page = (slot // source.PAGE_SIZE).to(gl.int64) * source.PAGE_STRIDE
+    offset = slot % source.PAGE_SIZE
+    data = page + offset * LAYOUT.data
+    if LAYOUT.footer:
+        return data, page + (source.PAGE_SIZE * LAYOUT.data + offset * LAYOUT.footer)
+    else:
+        return data, data + LAYOUT.scale_offset
+
+
+@gluon.jit
+def entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
+    """Where each of a tile's 64 entries starts, where its scales do, and which entries are valid."""
+    cache, num_slots = main.cache, main.num_slots
+    data, scales = offsets(slot, main, LAYOUT)
+    if extra is not None:
+        is_extra = tile >= main_tiles
+        cache = gl.where(is_extra, extra.cache, cache)
+        num_slots = gl.where(is_extra, extra.num_slots, num_slots)
+        extra_data, extra_scales = offsets(slot, extra, LAYOUT)
+        data, scales = gl.where(is_extra, extra_data, data), gl.where(is_extra, extra_scales, scales)
+    return cache + data, cache + scales, (slot >= 0) & (slot < num_slots)
+
+
+@gluon.jit
+def prefetch(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
+    """Entries on their way to the L2 cache, a line of 128 bytes at a time."""
+    LINES: gl.constexpr = slot.type.layout.parent
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
+    STEP: gl.constexpr = 128 if LAYOUT.packed else 64
+    END: gl.constexpr = LAYOUT.data + 128 * (LAYOUT.footer > 0)
+    COUNT: gl.constexpr = 8 if END <= 8 * STEP else 16
+    line = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(0, LINES)), 0) * STEP
+    ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
+    if LAYOUT.footer:
+        ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
+    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        setp.ne.s32 p, $2, 0;
+        @p prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }
+        """, "=r,l,r", [ptrs.to(gl.int64, bitcast=True), wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sum_in_threads(x):
+    """Sums over the keys that a thread holds: [64, 64] → [64, 4]."""
+    return gl.sum(gl.sum(gl.reshape(x, (64, 8, 4, 2)), 3), 1)
+
+
+@gluon.jit
+def close_sums(maximum, denominator, has_keys, sink_ptr, rows, HEADS: gl.constexpr, HAS_SINK: gl.constexpr,
+               EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr,
+               SPLIT: gl.constexpr):  # fmt: skip
+    """What sums of values are multiplied by, −1 where a head has no key, and the lse."""
+    if SPLIT:
+        inverse = gl.where(has_keys, 1.0 / denominator, -1.0)
+        lse = gl.where(has_keys, maximum + gl.log2(denominator), float("-inf"))
+    else:
+        base = gl.where(has_keys, maximum, 0.0)
+        total = denominator
+        if HAS_SINK:
+            sink = gl.load(sink_ptr + rows, mask=rows < HEADS, other=0.0) * LOG2E
+            total += gl.exp2(sink - base)
+        inverse = gl.where(has_keys, 1.0 / total, -1.0)
+        lse = gl.where(has_keys, (base + gl.log2(denominator)) * LSE_UNIT, EMPTY_LSE)
+        if HAS_SINK and LSE_SINK:
+            lse = gl.where(has_keys, base + gl.log2(denominator), float("-inf"))
+            top = gl.maximum(lse, sink)
+            top = gl.where(gl.abs(top) == float("inf"), 0.0, top)
+            lse = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
+            lse = gl.where(lse == float("-inf"), EMPTY_LSE, lse * LSE_UNIT)
+    return inverse, lse
+
+
+@gluon.jit
+def store_half(out, share, out_row, FIRST: gl.constexpr, head_block, smem, HEADS: gl.constexpr, SPLIT: gl.constexpr):
+    """Half of the output's columns; the narrow type through `smem`, which nobody needs any more, to whole sectors."""
+    share = gl.expand_dims(share, 1)
+    result = gl.where(share < 0.0, 0.0, out * share).to(out_row.dtype.element_ty)
+    if SPLIT:
+        store_rows(result, out_row + FIRST, head_block, HEADS)
+    else:
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        staged = smem._reinterpret(out_row.dtype.element_ty, [64, 256], smem.layout)
+        staged.store(result)
+        gl.barrier()
+        store_rows(staged.load(ROWS), out_row + FIRST, head_block, HEADS)
+
+
+@gluon.jit
+def store_rows(result, out_row, head_block, HEADS: gl.constexpr):
+    offs_h = head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, result.type.layout))
+    offs_l = gl.arange(0, 256, layout=gl.SliceLayout(0, result.type.layout))
+    out_ptrs = out_row + gl.expand_dims(offs_h * 512, 1) + gl.expand_dims(offs_l, 0)
+    gl.store(out_ptrs, result, mask=gl.expand_dims(offs_h < HEADS, 1))

@@ -1,0 +1,97 @@
+"""The attention kernel for Hopper: which keys a program has. What it does with them is in packed.py and plain.py."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from xmla.core.ops.sparse_mla.sm90.common import Source
+from xmla.core.ops.sparse_mla.sm90.packed import attend_packed
+from xmla.core.ops.sparse_mla.sm90.plain import attend_plain
+
+
+@gluon.jit
+def pool(cache_ptr, LAYOUT: gl.constexpr):
+    """Entries as bytes where they are packed."""
+    return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
+
+
+@gluon.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_splits", "split_keys"])
+def sparse_mla_sm90_kernel(
+    q_ptr,  # [T, H, L+E]
+    cache_ptr,  # [P, R, ROW]
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    sink_ptr,  # [H] f32 if HAS_SINK
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA_LAYOUT
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
+    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
+    num_slots,
+    num_keys,  # K
+    num_extra_slots,
+    num_extra_keys,  # EXTRA_K
+    num_splits,
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K
+    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
+    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
+    Q_STRIDE_T: gl.constexpr,
+    Q_STRIDE_H: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr,
+    PAGE_STRIDE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    EXTRA_SLOT_STRIDE: gl.constexpr,
+    EXTRA_PAGE_STRIDE: gl.constexpr,
+    EXTRA_PAGE_SIZE: gl.constexpr,
+    EXTRA_LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
+    HAS_EXTRA_LENGTHS: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    SCALE: gl.constexpr,
+    EMPTY_LSE: gl.constexpr,
+    LSE_UNIT: gl.constexpr,
+    LSE_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    N: gl.constexpr = 64
+    HEAD_BLOCKS: gl.constexpr = (HEADS + 63) // 64
+    pid = gl.program_id(0)
+    head_block = pid % HEAD_BLOCKS
+    split = pid // HEAD_BLOCKS % num_splits
+    token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
+    place = token * HEADS
+    if SPLIT:
+        place = (token * num_splits + split) * HEADS
+
+    end = num_keys
+    if HAS_LENGTHS:
+        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
+    first = split * split_keys
+    end = gl.minimum(end, first + split_keys)
+    cache = pool(cache_ptr, LAYOUT)
+    main = Source(cache, slots_ptr + token * SLOT_STRIDE, num_slots, first, end, PAGE_STRIDE, PAGE_SIZE)
+    main_tiles = gl.cdiv(gl.maximum(end, first) - first, N)  # a length may be the least integer
+    tiles = main_tiles
+    if EXTRA_LAYOUT is not None:
+        extra_first = first - gl.cdiv(num_keys, N) * N
+        extra_end = num_extra_keys
+        if HAS_EXTRA_LENGTHS:
+            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+        extra_end = gl.minimum(extra_end, extra_first + split_keys)
+        extra_first = gl.maximum(extra_first, 0)
+        extra_cache = pool(extra_cache_ptr, LAYOUT)
+        extra_slots = extra_slots_ptr + token * EXTRA_SLOT_STRIDE
+        extra = Source(
+            extra_cache, extra_slots, num_extra_slots, extra_first, extra_end, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE
+        )
+        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, N)
+    else:
+        extra: gl.constexpr = None
+    tiles = gl.maximum(tiles, 1)  # one without a key where there is none
+
+    q_row = q_ptr + token * Q_STRIDE_T
+    out_row, lse_row = out_ptr + place * 512, lse_ptr + place
+    ATTEND: gl.constexpr = attend_packed if LAYOUT.packed else attend_plain
+    ATTEND(
+        main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_row, head_block, LAYOUT, HEADS, Q_STRIDE_H, SCALE,
+        HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
+    )  # fmt: skip

@@ -1,0 +1,316 @@
+"""Attention over plain rows on Hopper, in Gluon.
+
+One program: 64 heads of a token against its keys, 64 at a time, on three warpgroups.
+- `gather` copies entries into one of two stages, the first for tiles of even number.
+- `attend`, twice: one has S = Q·Kᵀ and the softmax of the even tiles and the left 256 columns of every tile's P·V, the
+  other those of the odd tiles and the right 256 columns. While one computes a softmax, the other's products run.
+They tell each other a tile's maximum as soon as it is known, so that sums are rescaled before P is there. P is put
+where the roped dims of its tile were, which S alone needs.
+
+The warpgroup that multiplies a half of a stage by P hands it back, and it is copied to at once: how fast a tile can be
+is decided by the L2 cache. See benchmarks/log/sparse_mla_prefill.md.
+"""
+
+from typing import Any, NamedTuple
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from xmla.core.lang import LOG2E
+from xmla.core.ops.sparse_mla.sm90.common import (
+    close_sums,
+    entry_pointers,
+    exp2,
+    load_slots,
+    store_half,
+    sum_in_threads,
+)
+
+# A thread's registers in `gather` and in either `attend`; all three warpgroups together have 504.
+PRODUCER_REGISTERS = gl.constexpr(72)
+CONSUMER_REGISTERS = gl.constexpr(216)
+
+
+class Shared(NamedTuple):
+    """Shared memory and its barriers; left and right are halves of the latent dims."""
+
+    q: Any  # left, right: [64, 256]
+    q_tail: Any  # [64, 64]
+    entries: Any  # [stage · 2 + half, 64, 256]
+    p: Any  # [stage, 64, 64]: roped dims of the entries until S is computed
+    valid: Any  # [stage, 64] f32: −inf where there is no key, else 0
+    seen: Any  # [64] i32: whether there was a key in this row of any tile
+    maximum: Any  # [stage, 64] f32
+    sums: Any  # [PART, 64] f32
+    q_full: Any
+    full: Any  # left, right: [stage]
+    empty: Any  # left, right: [stage]
+    maximum_full: Any  # [stage]
+    p_full: Any  # [stage]
+    sums_full: Any
+
+
+@gluon.jit
+def copy_columns(rows, ok, smem, FIRST: gl.constexpr):
+    """Columns FIRST … of `rows` on their way to `smem` [rows, columns], zeros where not `ok`."""
+    COPY: gl.constexpr = rows.type.layout.parent
+    column = gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, COPY))
+    ptrs = gl.expand_dims(rows + FIRST, 1) + gl.expand_dims(column, 0)
+    mask, ptrs = gl.broadcast(gl.expand_dims(ok, 1), ptrs)
+    async_copy.async_copy_global_to_shared(smem, ptrs, mask=mask)
+
+
+@gluon.jit
+def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Copies of a tile, that half first which is handed back first; the slots of the next tile of this stage."""
+    FIRST: gl.constexpr = STAGE
+    LAST: gl.constexpr = 1 - STAGE
+    tile = pair * 2 + STAGE
+    entries, _, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
+    slot = load_slots(main, extra, main_tiles, tile + 2, slot.type.layout)
+    seen |= ok.to(gl.int32)
+    mbarrier.wait(shared.empty[FIRST].index(STAGE), (pair & 1) ^ 1)
+    copy_columns(entries, ok, shared.entries.index(STAGE * 2 + FIRST), FIRST * 256)
+    async_copy.mbarrier_arrive(shared.full[FIRST].index(STAGE), increment_count=False)
+    mbarrier.wait(shared.empty[LAST].index(STAGE), (pair & 1) ^ 1)
+    copy_columns(entries, ok, shared.entries.index(STAGE * 2 + LAST), LAST * 256)
+    if LAYOUT.tail:
+        copy_columns(entries, ok, shared.p.index(STAGE), 512)
+    async_copy.mbarrier_arrive(shared.full[LAST].index(STAGE), increment_count=False)
+    shared.valid.index(STAGE).store(gl.where(ok, 0.0, float("-inf")))
+    shared.seen.store(seen)
+    mbarrier.arrive(shared.full[LAST].index(STAGE), count=1)
+    return slot, seen
+
+
+@gluon.jit
+def gather(main, extra, main_tiles, pairs, shared, LAYOUT: gl.constexpr):
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
+    even = load_slots(main, extra, main_tiles, 0, ROWS)
+    odd = load_slots(main, extra, main_tiles, 1, ROWS)
+    seen = gl.zeros([64], gl.int32, ROWS)
+    for pair in range(0, pairs):
+        even, seen = gather_tile(main, extra, main_tiles, even, seen, pair, shared, 0, LAYOUT)
+        odd, seen = gather_tile(main, extra, main_tiles, odd, seen, pair, shared, 1, LAYOUT)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def store_queries(q_row, head_block, shared, PART: gl.constexpr, HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr,
+                  LAYOUT: gl.constexpr):  # fmt: skip
+    """Half of the queries into shared memory."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    offs_h = head_block * 64 + PART * 32 + gl.arange(0, 32, layout=ROWS)
+    rows, ok = q_row + offs_h * Q_STRIDE_H, offs_h < HEADS
+    for half in gl.static_range(2):
+        copy_columns(rows, ok, shared.q.index(half).slice(PART * 32, 32, 0), half * 256)
+    if LAYOUT.tail:
+        copy_columns(rows, ok, shared.q_tail.slice(PART * 32, 32, 0), 512)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(shared.q_full, count=1)
+    mbarrier.wait(shared.q_full, 0)
+
+
+@gluon.jit
+def start_scores(shared, pair, empty_scores, STAGE: gl.constexpr, LAYOUT: gl.constexpr):
+    """S of this stage's tile of a pair, under way when this returns."""
+    FIRST: gl.constexpr = STAGE
+    LAST: gl.constexpr = 1 - STAGE
+    # Descriptors of operands are the same for every pair, but to keep them takes 72 registers: they must not be known.
+    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
+    entries = zero + STAGE * 2
+    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)
+    fence_async_shared()
+    keys = shared.entries.index(entries + FIRST).permute((1, 0))
+    s = warpgroup_mma(shared.q.index(zero + FIRST), keys, empty_scores, use_acc=False, is_async=True)
+    mbarrier.wait(shared.full[LAST].index(STAGE), pair & 1)
+    fence_async_shared()
+    keys = shared.entries.index(entries + LAST).permute((1, 0))
+    s = warpgroup_mma(shared.q.index(zero + LAST), keys, s, is_async=True)
+    if LAYOUT.tail:
+        s = warpgroup_mma(shared.q_tail, shared.p.index(zero + STAGE).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def base_of(maximum):
+    """What scores are taken relative to: −inf − −inf, before the first valid key, would be NaN."""
+    return gl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@gluon.jit
+def scaled(sums, factor):
+    return sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def raise_maximum(scores, valid, maximum, shared, STAGE: gl.constexpr, SCALE: gl.constexpr):
+    """Scores in base 2, −inf where there is no key, and the maximum, which the other warpgroup is told."""
+    scores = scores * (SCALE * LOG2E) + gl.expand_dims(valid, 0)
+    later = gl.maximum(maximum, gl.max(scores, 1))
+    shared.maximum.index(STAGE).store(later)
+    mbarrier.arrive(shared.maximum_full.index(STAGE), count=1)
+    return scores, later, exp2(maximum - base_of(later))
+
+
+@gluon.jit
+def maximum_of_other(maximum, shared, pair, STAGE: gl.constexpr):
+    """The maximum after the other warpgroup's tile, and what sums so far are multiplied by."""
+    mbarrier.wait(shared.maximum_full.index(STAGE), pair & 1)
+    later = shared.maximum.index(STAGE).load(maximum.type.layout)
+    return later, exp2(maximum - base_of(later))
+
+
+@gluon.jit
+def weights(scores, maximum, shared, O_LAYOUT: gl.constexpr, STAGE: gl.constexpr):
+    """P, which the other warpgroup gets too, and its sums."""
+    p = exp2(scores - gl.expand_dims(base_of(maximum), 1))
+    rounded = p.to(shared.p.dtype)
+    shared.p.index(STAGE).store(rounded)
+    fence_async_shared()
+    mbarrier.arrive(shared.p_full.index(STAGE), count=1)
+    rounded = gl.convert_layout(rounded, gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
+    return rounded, sum_in_threads(p)
+
+
+@gluon.jit
+def multiply(p, out, shared, STAGE: gl.constexpr, PART: gl.constexpr):
+    """Half of a tile's P·V on its way."""
+    return warpgroup_mma(p, shared.entries.index(STAGE * 2 + PART), out, is_async=True)
+
+
+@gluon.jit
+def hand_back(running, shared, STAGE: gl.constexpr, PART: gl.constexpr):
+    out = warpgroup_mma_wait(0, deps=[running])
+    mbarrier.arrive(shared.empty[PART].index(STAGE), count=1)
+    return out
+
+
+@gluon.jit
+def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, SCALE: gl.constexpr):
+    """The softmax of tile 2·pair + PART, and this half of both tiles' P·V."""
+    O_LAYOUT: gl.constexpr = out.type.layout
+    valid = shared.valid.index(PART).load(gl.SliceLayout(0, s.type.tensor_type.layout))
+    if PART == 0:
+        scores = warpgroup_mma_wait(0, deps=[s])
+        scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 0, SCALE)
+        out = scaled(out, factor)
+        p, shares = weights(scores, maximum, shared, O_LAYOUT, 0)
+        running = multiply(p, out, shared, 0, PART)
+        denominator = scaled(denominator, factor) + shares
+        maximum, factor = maximum_of_other(maximum, shared, pair, 1)
+        denominator = scaled(denominator, factor)
+        out = scaled(hand_back(running, shared, 0, PART), factor)
+        mbarrier.wait(shared.p_full.index(1), pair & 1)
+        out = hand_back(multiply(shared.p.index(1), out, shared, 1, PART), shared, 1, PART)
+    else:
+        maximum, factor = maximum_of_other(maximum, shared, pair, 0)
+        denominator = scaled(denominator, factor)
+        out = scaled(out, factor)
+        mbarrier.wait(shared.p_full.index(0), pair & 1)
+        running = multiply(shared.p.index(0), out, shared, 0, PART)
+        scores = warpgroup_mma_wait(1, deps=[s])
+        scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 1, SCALE)
+        p, shares = weights(scores, maximum, shared, O_LAYOUT, 1)
+        denominator = scaled(denominator, factor) + shares
+        out = scaled(hand_back(running, shared, 0, PART), factor)
+        out = hand_back(multiply(p, out, shared, 1, PART), shared, 1, PART)
+    return out, maximum, denominator
+
+
+@gluon.jit
+def attend(q_row, sink_ptr, out_row, lse_row, head_block, pairs, shared, PART: gl.constexpr, LAYOUT: gl.constexpr,
+           HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
+           EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+
+    store_queries(q_row, head_block, shared, PART, HEADS, Q_STRIDE_H, LAYOUT)
+    maximum = gl.full([64], float("-inf"), gl.float32, ROWS)
+    denominator = sum_in_threads(gl.zeros([64, 64], gl.float32, S_LAYOUT))
+    out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
+    empty_scores = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    s = start_scores(shared, 0, empty_scores, PART, LAYOUT)
+    for pair in tl.range(0, pairs - 1, disable_licm=True):
+        out, maximum, denominator = attend_pair(s, out, maximum, denominator, pair, shared, PART, SCALE)
+        s = start_scores(shared, pair + 1, empty_scores, PART, LAYOUT)
+    out, maximum, denominator = attend_pair(s, out, maximum, denominator, pairs - 1, shared, PART, SCALE)
+
+    shared.sums.index(PART).store(gl.convert_layout(gl.sum(denominator, 1), ROWS))
+    mbarrier.arrive(shared.sums_full, count=1)
+    mbarrier.wait(shared.sums_full, 0)
+    denominator = shared.sums.index(0).load(ROWS) + shared.sums.index(1).load(ROWS)
+    rows = head_block * 64 + gl.arange(0, 64, layout=ROWS)
+    has_keys = (gl.max(shared.seen.load(gl.SliceLayout(0, S_LAYOUT)), 0) > 0) & (rows < HEADS)
+    inverse, lse = close_sums(
+        maximum, denominator, has_keys, sink_ptr, rows, HEADS, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT
+    )
+    if PART == 0:
+        gl.store(lse_row + rows, lse, mask=rows < HEADS)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+    store_half(out, inverse, out_row, PART * 256, head_block, shared.entries.index(PART), HEADS, SPLIT)
+
+
+@gluon.jit
+def attend_plain(main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_row, head_block, LAYOUT: gl.constexpr,
+                 HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
+                 EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr,
+                 SPLIT: gl.constexpr):  # fmt: skip
+    """Attention of 64 heads of a token over plain entries."""
+    DTYPE: gl.constexpr = q_row.dtype.element_ty
+    SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM)
+    shared = Shared(
+        q=q_smem,
+        q_tail=gl.allocate_shared_memory(DTYPE, [64, LAYOUT.tail], SMEM) if LAYOUT.tail else q_smem,
+        entries=gl.allocate_shared_memory(DTYPE, [4, 64, 256], SMEM),
+        p=gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMEM),
+        valid=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
+        seen=gl.allocate_shared_memory(gl.int32, [64], SMEM_V),
+        maximum=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
+        sums=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
+        q_full=mbarrier.allocate_mbarrier(),
+        full=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
+        empty=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
+        maximum_full=mbarrier.allocate_mbarrier(batch=2),
+        p_full=mbarrier.allocate_mbarrier(batch=2),
+        sums_full=mbarrier.allocate_mbarrier(),
+    )
+    mbarrier.init(shared.q_full, count=2)
+    mbarrier.init(shared.sums_full, count=2)
+    for stage in gl.static_range(2):
+        for half in gl.static_range(2):
+            # The copies of 128 threads; the half that comes last, also what they have stored.
+            mbarrier.init(shared.full[half].index(stage), count=128 + (half != stage))
+            mbarrier.init(shared.empty[half].index(stage), count=1)
+        mbarrier.init(shared.maximum_full.index(stage), count=1)
+        mbarrier.init(shared.p_full.index(stage), count=1)
+
+    pairs = gl.cdiv(tiles, 2)  # the last tile may be without a key
+    gl.warp_specialize(
+        [
+            (attend, (
+                q_row, sink_ptr, out_row, lse_row, head_block, pairs, shared, gl.constexpr(0), LAYOUT, HEADS,
+                Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
+            )),
+            (attend, (
+                q_row, sink_ptr, out_row, lse_row, head_block, pairs, shared, gl.constexpr(1), LAYOUT, HEADS,
+                Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
+            )),
+            (gather, (main, extra, main_tiles, pairs, shared, LAYOUT)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
