@@ -14,7 +14,7 @@ from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, assume_device
 from xmla.core.layout import V4, V32, V41_FP4
-from xmla.core.op import registry
+from xmla.core.op import Op, registry
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
 
@@ -255,6 +255,55 @@ def test_strides(device: str, no_launch: None) -> None:
     ):
         pool = torch.zeros(3 * 8449, device=device, dtype=torch.uint8).as_strided((3, 64, 132), (8449, 132, 1))
         torch_api.read_indexer_cache(pool, slots[0])
+
+
+def beside(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """A dense copy of bytes that starts `first` bytes past a multiple of 16."""
+    memory = torch.zeros(first + tensor.numel(), dtype=torch.uint8, device=tensor.device)[first:]
+    return memory.view(tensor.shape).copy_(tensor)
+
+
+def test_addresses(device: str, no_launch: None) -> None:
+    """Only torch has pools of bytes that start anywhere: what is wider in them is aligned."""
+    slots = torch.zeros(8, device=device, dtype=torch.int32)
+    pools = {row: torch.zeros(2, 64, row, device=device, dtype=torch.uint8) for row in (656, 584, 352, 132)}
+    for op, row, first, got, expected in (
+        ("read_mla_cache", 656, 1, 1, 4),
+        ("read_mla_cache", 656, 6, 2, 4),
+        ("read_mla_cache", 584, 3, 1, 2),
+        ("read_indexer_cache", 132, 2, 2, 4),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            getattr(torch_api, op)(beside(pools[row], first), slots)
+        assert str(refused.value) == (
+            f"{op}: cache alignment of the first byte is {got}, expected a multiple of {expected} bytes"
+        )
+    for op, row, first in (("read_mla_cache", 656, 4), ("read_mla_cache", 584, 2), ("read_mla_cache", 352, 1),
+                           ("read_indexer_cache", 132, 12)):  # fmt: skip
+        getattr(torch_api, op).plan(beside(pools[row], first), slots)
+
+
+POOLS = [(op, name) for op in registry().values() for name in op.pools if len(op.tensors[name].names) == 3]
+
+
+@pytest.mark.parametrize(("op", "name"), POOLS, ids=kit.case_id)
+def test_the_address_of_every_pool(op: Op, name: str, device: str, no_launch: None) -> None:
+    made = ((case, kit.make(case)) for case in op.cases)
+    case, inputs = next((case, inputs) for case, inputs in made if name in inputs and inputs[name].itemsize == 1)
+    arguments = dict(zip(op.tensors, kit.torch_inputs(op, inputs, device), strict=True))
+    arguments[name] = beside(arguments[name], 1)
+    with pytest.raises(ArgumentError, match=r"alignment of the first byte is 1, expected a multiple of [24] bytes"):
+        getattr(torch_api, op.name)(**arguments, **case.attrs)
+
+
+def test_calls_of_the_same_shapes_differ_by_address(device: str) -> None:
+    pool = torch.randint(0, 120, (2, 64, 132), device=device).to(torch.uint8)
+    slots = torch.arange(128, device=device)
+    want, got = (torch_api.read_indexer_cache(given, slots) for given in (pool, beside(pool, 4)))
+    kit.assert_bits_equal("keys", got[0], want[0])
+    kit.assert_bits_equal("key_scales", got[1], want[1])
+    with pytest.raises(ArgumentError, match="cache alignment of the first byte is 2"):
+        torch_api.read_indexer_cache(beside(pool, 2), slots)
 
 
 def test_devices() -> None:
