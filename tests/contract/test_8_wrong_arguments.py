@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 import kit
@@ -370,17 +371,46 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
         torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
 
 
-def test_gluon_is_the_default_over_v32_pages_and_there_for_the_asking_over_v4_pages() -> None:
-    op = registry()["sparse_mla"]
-    for case, default in (
-        (make_case(2, 5, 40, 64), "sparse_mla_sm90_kernel"),
-        (make_case(2, 5, 40, 64, V4), "sparse_mla_kernel"),
-        (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2)), "sparse_mla_kernel"),
+def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
+    slots = torch.zeros(2, 40, dtype=torch.int32)
+    numbers = torch.zeros(1 << 13, dtype=torch.bfloat16)
+
+    def query(dims: int = 512, first: int = 0, more_t: int = 0, more_h: int = 0) -> torch.Tensor:
+        return numbers[first:].as_strided((2, 5, dims), (5 * (dims + more_h) + more_t, dims + more_h, 1))
+
+    def pool(row: int = 584, first: int = 0) -> torch.Tensor:
+        return beside(torch.zeros(2, 64, row, dtype=torch.uint8), first)
+
+    between = "for rows of q between multiples of 4 bytes, supported: rows on multiples of 4 bytes"
+    apart = "at a multiple of {} bytes, supported: multiples of 16 bytes"
+    for q, cache, extra, message in (
+        (query(), pool(first=8), None, "over cache " + apart.format(8)),
+        (query(), pool(), pool(first=2), "over extra_cache " + apart.format(2)),
+        (query(first=1), pool(), None, between),
+        (query(more_t=1), pool(), None, between),
+        (query(576, more_h=1), pool(656), None, between),
+        (query(first=2, more_t=4, more_h=2), pool(first=16), pool(first=32), None),
+        (query(576, first=6, more_t=2), pool(656, first=4), None, None),
     ):
+        plan = partial(
+            torch_api.sparse_mla.plan, q, cache, slots, None, None, extra, slots if extra is not None else None,
+            softmax_scale=0.1,
+        )  # fmt: skip
+        with assume_device(H200):
+            assert plan().launches[0].name == ("sparse_mla_kernel" if message else "sparse_mla_sm90_kernel")
+            if message:
+                with pytest.raises(UnsupportedError) as refused:
+                    plan(implementation="gluon")
+                assert str(refused.value) == f"sparse_mla: implementation value is 'gluon' {message}"
+
+
+def test_gluon_is_the_default_where_it_is_written_for() -> None:
+    op = registry()["sparse_mla"]
+    for case in (make_case(2, 5, 40, 64), make_case(2, 5, 40, 64, V4), make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2))):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         for device, implementation, kernel in (
             (H200, "gluon", "sparse_mla_sm90_kernel"),
-            (H200, None, default),
+            (H200, None, "sparse_mla_sm90_kernel"),
             (H200, "triton", "sparse_mla_kernel"),
             (B200, None, "sparse_mla_kernel"),
         ):

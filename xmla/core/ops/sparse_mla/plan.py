@@ -75,8 +75,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
-    # Over V4's entries by its name only: of its tests a part has run on an H200.
-    by_hand = not unmet and problem.implementation in ((None, "gluon") if layout == V32 else ("gluon",))
+    by_hand = not unmet and problem.implementation in (None, "gluon")
     if by_hand:
         config = SM90
     head_blocks = cdiv(heads, config.block_h)
@@ -179,13 +178,20 @@ def unmet_by_hand(
     """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
     if device.arch != 90 or layout not in (V32, V4):
         return f"on {device.name} over {layout.name!r} entries", "'v32' or 'v4' entries on compute capability 9.0"
-    if problem.specs["q"].dtype != "bfloat16":
-        return f"for {problem.specs['q'].dtype} queries", "bfloat16"
+    q = problem.specs["q"]
+    if q.dtype != "bfloat16":
+        return f"for {q.dtype} queries", "bfloat16"
+    if q.alignment < 4 or q.stride(0) % 2 or q.stride(1) % 2:  # pairs are read as words
+        return "for rows of q between multiples of 4 bytes", "rows on multiples of 4 bytes"
     if extra is not None and (layout, extra) != (V4, V4):
         return f"with {extra.name!r} entries beside {layout.name!r} ones", "one source, or two of 'v4'"
     if problem.has("cos_sin"):
         return "with cos_sin", "none"
     for cache in ("cache", "extra_cache"):  # 16 bytes are copied at a time
-        if layout == V4 and problem.has(cache) and problem.specs[cache].stride(0) % 16:
-            return f"over pages of {cache} {problem.specs[cache].stride(0)} bytes apart", "multiples of 16 bytes"
+        if layout == V4 and problem.has(cache):
+            spec = problem.specs[cache]
+            if spec.stride(0) % 16:
+                return f"over pages of {cache} {spec.stride(0)} bytes apart", "multiples of 16 bytes"
+            if spec.alignment < 16:
+                return f"over {cache} at a multiple of {spec.alignment} bytes", "multiples of 16 bytes"
     return None
