@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 import kit
@@ -14,7 +15,7 @@ from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, assume_device
 from xmla.core.layout import V4, V32, V41_FP4
-from xmla.core.op import registry
+from xmla.core.op import Op, registry
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
 
@@ -257,6 +258,55 @@ def test_strides(device: str, no_launch: None) -> None:
         torch_api.read_indexer_cache(pool, slots[0])
 
 
+def beside(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """A dense copy of bytes that starts `first` bytes past a multiple of 16."""
+    memory = torch.zeros(first + tensor.numel(), dtype=torch.uint8, device=tensor.device)[first:]
+    return memory.view(tensor.shape).copy_(tensor)
+
+
+def test_addresses(device: str, no_launch: None) -> None:
+    """Only torch has pools of bytes that start anywhere: what is wider in them is aligned."""
+    slots = torch.zeros(8, device=device, dtype=torch.int32)
+    pools = {row: torch.zeros(2, 64, row, device=device, dtype=torch.uint8) for row in (656, 584, 352, 132)}
+    for op, row, first, got, expected in (
+        ("read_mla_cache", 656, 1, 1, 4),
+        ("read_mla_cache", 656, 6, 2, 4),
+        ("read_mla_cache", 584, 3, 1, 2),
+        ("read_indexer_cache", 132, 2, 2, 4),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            getattr(torch_api, op)(beside(pools[row], first), slots)
+        assert str(refused.value) == (
+            f"{op}: cache alignment of the first byte is {got}, expected a multiple of {expected} bytes"
+        )
+    for op, row, first in (("read_mla_cache", 656, 4), ("read_mla_cache", 584, 2), ("read_mla_cache", 352, 1),
+                           ("read_indexer_cache", 132, 12)):  # fmt: skip
+        getattr(torch_api, op).plan(beside(pools[row], first), slots)
+
+
+POOLS = [(op, name) for op in registry().values() for name in op.pools if len(op.tensors[name].names) == 3]
+
+
+@pytest.mark.parametrize(("op", "name"), POOLS, ids=kit.case_id)
+def test_the_address_of_every_pool(op: Op, name: str, device: str, no_launch: None) -> None:
+    made = ((case, kit.make(case)) for case in op.cases)
+    case, inputs = next((case, inputs) for case, inputs in made if name in inputs and inputs[name].itemsize == 1)
+    arguments = dict(zip(op.tensors, kit.torch_inputs(op, inputs, device), strict=True))
+    arguments[name] = beside(arguments[name], 1)
+    with pytest.raises(ArgumentError, match=r"alignment of the first byte is 1, expected a multiple of [24] bytes"):
+        getattr(torch_api, op.name)(**arguments, **case.attrs)
+
+
+def test_calls_of_the_same_shapes_differ_by_address(device: str) -> None:
+    pool = torch.randint(0, 120, (2, 64, 132), device=device).to(torch.uint8)
+    slots = torch.arange(128, device=device)
+    want, got = (torch_api.read_indexer_cache(given, slots) for given in (pool, beside(pool, 4)))
+    kit.assert_bits_equal("keys", got[0], want[0])
+    kit.assert_bits_equal("key_scales", got[1], want[1])
+    with pytest.raises(ArgumentError, match="cache alignment of the first byte is 2"):
+        torch_api.read_indexer_cache(beside(pool, 2), slots)
+
+
 def test_devices() -> None:
     """Arrays on several devices are refused by the declaration itself, so alike in both front-ends."""
     op = registry()["select_topk"]
@@ -321,17 +371,46 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
         torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
 
 
-def test_gluon_is_the_default_over_v32_pages_and_there_for_the_asking_over_v4_pages() -> None:
-    op = registry()["sparse_mla"]
-    for case, default in (
-        (make_case(2, 5, 40, 64), "sparse_mla_sm90_kernel"),
-        (make_case(2, 5, 40, 64, V4), "sparse_mla_kernel"),
-        (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2)), "sparse_mla_kernel"),
+def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
+    slots = torch.zeros(2, 40, dtype=torch.int32)
+    numbers = torch.zeros(1 << 13, dtype=torch.bfloat16)
+
+    def query(dims: int = 512, first: int = 0, more_t: int = 0, more_h: int = 0) -> torch.Tensor:
+        return numbers[first:].as_strided((2, 5, dims), (5 * (dims + more_h) + more_t, dims + more_h, 1))
+
+    def pool(row: int = 584, first: int = 0) -> torch.Tensor:
+        return beside(torch.zeros(2, 64, row, dtype=torch.uint8), first)
+
+    between = "for rows of q between multiples of 4 bytes, supported: rows on multiples of 4 bytes"
+    apart = "at a multiple of {} bytes, supported: multiples of 16 bytes"
+    for q, cache, extra, message in (
+        (query(), pool(first=8), None, "over cache " + apart.format(8)),
+        (query(), pool(), pool(first=2), "over extra_cache " + apart.format(2)),
+        (query(first=1), pool(), None, between),
+        (query(more_t=1), pool(), None, between),
+        (query(576, more_h=1), pool(656), None, between),
+        (query(first=2, more_t=4, more_h=2), pool(first=16), pool(first=32), None),
+        (query(576, first=6, more_t=2), pool(656, first=4), None, None),
     ):
+        plan = partial(
+            torch_api.sparse_mla.plan, q, cache, slots, None, None, extra, slots if extra is not None else None,
+            softmax_scale=0.1,
+        )  # fmt: skip
+        with assume_device(H200):
+            assert plan().launches[0].name == ("sparse_mla_kernel" if message else "sparse_mla_sm90_kernel")
+            if message:
+                with pytest.raises(UnsupportedError) as refused:
+                    plan(implementation="gluon")
+                assert str(refused.value) == f"sparse_mla: implementation value is 'gluon' {message}"
+
+
+def test_gluon_is_the_default_where_it_is_written_for() -> None:
+    op = registry()["sparse_mla"]
+    for case in (make_case(2, 5, 40, 64), make_case(2, 5, 40, 64, V4), make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2))):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         for device, implementation, kernel in (
             (H200, "gluon", "sparse_mla_sm90_kernel"),
-            (H200, None, default),
+            (H200, None, "sparse_mla_sm90_kernel"),
             (H200, "triton", "sparse_mla_kernel"),
             (B200, None, "sparse_mla_kernel"),
         ):

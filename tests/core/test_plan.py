@@ -4,8 +4,10 @@ import kit
 import numpy as np
 import pytest
 
+from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
+from xmla.core.model import Call
 from xmla.core.op import Case, Op, plan_call, registry
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -126,6 +128,17 @@ def test_reference_agrees_with_loops_over_keys() -> None:
             assert np.allclose(out[token], value / total[:, None]) and np.allclose(lse[token], np.log(total))
         else:
             assert not out[token].any() and np.isposinf(lse[token]).all()
+
+
+def test_pointers_beside_16_bytes_are_told_to_the_compiler() -> None:
+    specs = {
+        "q": Spec((3, 16, 576), "bfloat16", alignment=8), "cache": Spec((9, 64, 656), "uint8", alignment=4),
+        "slots": Spec((3, 2048), "int32"),
+    }  # fmt: skip
+    plan = Call("sparse_mla", specs, {"softmax_scale": 0.1}).plan(H200)
+    attend, combine = (specialize(launch, plan, specs).unaligned for launch in plan.launches)
+    assert attend == {"q_ptr", "cache_ptr", "extra_cache_ptr"}, "the cache stands in for the second source's"
+    assert not combine, "results and workspace are aligned"
 
 
 def test_the_stride_of_a_single_row_is_of_no_matter() -> None:

@@ -117,41 +117,49 @@ def random_lengths(requests: int, topk: int) -> torch.Tensor:
     return torch.randint(0, topk + 1, (requests,), device="cuda", dtype=torch.int32)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "gluon"])
 @pytest.mark.parametrize("with_lengths", [False, True])
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize("requests", [4, 74, 321])
 @pytest.mark.parametrize(("main", "extra"), zip(MAIN, EXTRA, strict=True))
 def test_two_sources(
-    main: tuple[int, int, int], extra: tuple[int, int, int], requests: int, s_q: int, heads: int, with_lengths: bool
-) -> None:
+    main: tuple[int, int, int], extra: tuple[int, int, int], requests: int, s_q: int, heads: int, with_lengths: bool,
+    implementation: str,
+) -> None:  # fmt: skip
     torch.manual_seed(sum(main) + sum(extra) + requests + s_q + heads)
     sources = []
     for shape in (main, extra):
         lengths = random_lengths(requests, shape[1]) if with_lengths else None
         sources.append(source(shape, requests, s_q, lengths))
-    got, want = both(query(requests * s_q, heads), sources, make_sink(heads), with_lengths)
+    got, want = both(
+        query(requests * s_q, heads), sources, make_sink(heads), with_lengths, implementation=implementation
+    )
     check("out", got[0], want[0], DECODE_OUT)
     check("lse", got[1], want[1], DECODE_LSE)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "gluon"])
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("requests", [4, 321])
 @pytest.mark.parametrize("shape", MAIN)
-def test_one_source(shape: tuple[int, int, int], requests: int, heads: int) -> None:
+def test_one_source(shape: tuple[int, int, int], requests: int, heads: int, implementation: str) -> None:
     torch.manual_seed(sum(shape) + requests + heads)
     made = [source(shape, requests, 3, random_lengths(requests, shape[1]))]
-    got, want = both(query(requests * 3, heads), made, make_sink(heads), with_lengths=True)
+    got, want = both(query(requests * 3, heads), made, make_sink(heads), True, implementation=implementation)
     check("out", got[0], want[0], DECODE_OUT)
     check("lse", got[1], want[1], DECODE_LSE)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "gluon"])
 @pytest.mark.parametrize("with_extra", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("shape", [(512, 64, 61), (650, 576, 53)])
 @pytest.mark.parametrize("corner", ["all invalid", "zero lengths"])
-def test_corners(corner: str, shape: tuple[int, int, int], heads: int, with_sink: bool, with_extra: bool) -> None:
+def test_corners(
+    corner: str, shape: tuple[int, int, int], heads: int, with_sink: bool, with_extra: bool, implementation: str
+) -> None:
     torch.manual_seed(0)
     requests, s_q = 74, 3
     sources = []
@@ -160,7 +168,8 @@ def test_corners(corner: str, shape: tuple[int, int, int], heads: int, with_sink
         sources.append(source(shape, requests, s_q, some.to(torch.int32) if corner == "zero lengths" else None))
         if corner == "all invalid":
             sources[-1].slots[:] = -1
-    got, want = both(query(requests * s_q, heads), sources, make_sink(heads) if with_sink else None, True)
+    sink = make_sink(heads) if with_sink else None
+    got, want = both(query(requests * s_q, heads), sources, sink, True, implementation=implementation)
     check("out", got[0], want[0], DECODE_OUT)
     check("lse", got[1], want[1], DECODE_LSE)
     if corner == "all invalid":

@@ -59,10 +59,8 @@ class Specialization:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
-def specialize(
-    launch: Launch, plan: Plan, specs: Mapping[str, Spec], unaligned: frozenset[str] = frozenset()
-) -> Specialization:
-    """The specialisation of one launch of `plan`; `specs` and `unaligned` speak of the call's arguments by name."""
+def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Specialization:
+    """The specialisation of one launch of `plan`; `specs` are the call's arguments by name."""
     arrays = {**specs, **plan.buffers}
     constexprs = dict(launch.constexprs)
     runtime = [name for name in launch.kernel.arg_names if name not in constexprs]
@@ -71,7 +69,9 @@ def specialize(
         (parameter, "i32" if name is None else f"*{DTYPES[arrays[name].dtype][1]}")
         for parameter, name in zip(runtime, bound, strict=True)
     ]
-    missed = frozenset(parameter for parameter, name in zip(runtime, bound, strict=True) if name in unaligned)
+    unaligned = frozenset(
+        parameter for parameter, name in zip(runtime, bound, strict=True) if name and arrays[name].alignment < 16
+    )
     return Specialization(
         launch.kernel,
         tuple(types),
@@ -79,7 +79,7 @@ def specialize(
         launch.num_warps,
         launch.num_stages,
         launch.max_registers,
-        missed,
+        unaligned,
     )
 
 

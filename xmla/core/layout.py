@@ -282,7 +282,7 @@ def mla_layout(problem: "Problem", cache: str = "cache") -> MlaLayout:
     """The layout of the argument `cache`, whose format the attribute `<cache>_format` may name.
 
     Raises:
-        ArgumentError: No layout has such rows, or several have and none is named; a stride or a name is wrong.
+        ArgumentError: No layout has such rows, or several have and none is named; a stride, address or name is wrong.
     """
     spec, attribute = problem.specs[cache], f"{cache}_format"
     name = problem.attrs[attribute]
@@ -296,9 +296,7 @@ def mla_layout(problem: "Problem", cache: str = "cache") -> MlaLayout:
     if len(fitting) > 1:
         problem.refuse(attribute, "value", None, " or ".join(repr(layout.name) for layout in fitting))
     (layout,) = fitting
-    problem.require_dense_entries(cache)
-    if spec.shape[0] > 1 and spec.stride(0) % layout.alignment:
-        problem.refuse(cache, "stride of axis P (axis 0)", spec.stride(0), f"a multiple of {layout.alignment} bytes")
+    problem.require_pages(cache, layout.alignment)
     return layout
 
 

@@ -99,6 +99,15 @@ class Problem:
         if spec.shape[1] > 1 and spec.stride(1) != spec.shape[2]:
             self.refuse(cache, "stride of axis R (axis 1)", spec.stride(1), f"{spec.shape[2]} (dense entries)")
 
+    def require_pages(self, cache: str, alignment: int) -> None:
+        """Entries of a page are dense, and every page starts on a multiple of `alignment` bytes."""
+        self.require_dense_entries(cache)
+        spec, expected = self.specs[cache], f"a multiple of {alignment} bytes"
+        if spec.stride(0) % alignment:
+            self.refuse(cache, "stride of axis P (axis 0)", spec.stride(0), expected)
+        if spec.alignment % alignment:
+            self.refuse(cache, "alignment of the first byte", spec.alignment, expected)
+
     def refuse(self, argument: str, what: str, got: object, expected: object) -> NoReturn:
         """Raise the one kind of message wrong arguments get."""
         raise ArgumentError(f"{self.op.name}: {argument} {what} is {got}, expected {expected}")

@@ -1,7 +1,7 @@
-"""What a plan knows of an array: shape, dtype, strides, device. Never its values."""
+"""What a plan knows of an array: shape, dtype, strides, device, alignment. Never its values."""
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 import ml_dtypes
 import numpy as np
@@ -27,14 +27,20 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def alignment_of(address: int) -> int:
+    """The largest power of two up to 16 that an address is a multiple of."""
+    return gcd(address, 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape, dtype, strides in elements (None: row-major) and device name (None: not known) of one array."""
+    """Shape, dtype, strides in elements (None: row-major), device name (None: not known) and alignment of one array."""
 
     shape: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] | None = None
     device: str | None = None
+    alignment: int = 16  # of the first element, in bytes, as `alignment_of` has it
 
     def stride(self, axis: int) -> int:
         """Distance in elements between neighbours along `axis`.
@@ -58,4 +64,4 @@ class Spec:
     @classmethod
     def of_numpy(cls, array: np.ndarray) -> "Spec":
         strides = tuple(step // array.itemsize for step in array.strides)
-        return cls(array.shape, array.dtype.name, strides, "cpu")
+        return cls(array.shape, array.dtype.name, strides, "cpu", alignment_of(array.ctypes.data))

@@ -4,16 +4,18 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from xmla.core.device import INTERPRETER, Device
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.spec import DTYPES, Spec, alignment_of
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
     name = NAMES.get(tensor.dtype, str(tensor.dtype))
-    return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device))
+    address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()  # a meta tensor's is 0 too
+    return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device), alignment_of(address))
 
 
 @lru_cache

@@ -87,9 +87,7 @@ def refuse_fork(op: Op) -> None:
         )
 
 
-def prepare(
-    op: Op, tensors: Tensors, attrs: tuple[Any, ...], pointers: Sequence[int], implementation: str | None
-) -> Prepared:
+def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Prepared:
     """Check, plan and compile a call, the first of its shapes."""
     if tensors[0].is_cuda:
         refuse_fork(op)
@@ -99,10 +97,9 @@ def prepare(
     steps = []
     if device.type != "cpu":
         specs = {name: spec_of(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
-        unaligned = frozenset(name for name, address in zip(op.tensors, pointers, strict=True) if address % 16)
 
         def bind(launch: Launch) -> Step:
-            specialization = specialize(launch, plan, specs, unaligned)
+            specialization = specialize(launch, plan, specs)
             kernel = compiled(specialization, device_of(device).arch, device.index)
             start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexprs))
             inputs, outputs = (tuple(places[name] for name in names) for names in (launch.inputs, launch.outputs))
@@ -170,7 +167,7 @@ def call(
             else:
                 address = tensor.data_ptr()
                 pointers.append(address)
-                key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % 16 == 0))
+                key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % 16))
         elsewhere = ordinal >= 0 and ordinal != torch._C._cuda_getDevice()
     except AttributeError:
         check_tensors(op, tensors)
@@ -185,7 +182,7 @@ def call(
     if prepared is None:
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
-        prepared = _prepared[tuple(key)] = prepare(op, tensors, attrs, pointers, implementation)
+        prepared = _prepared[tuple(key)] = prepare(op, tensors, attrs, implementation)
     taken = None
     if settings.live:
         taken = _before(op, tensors, attrs)

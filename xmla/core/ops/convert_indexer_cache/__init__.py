@@ -17,8 +17,8 @@ def convert_indexer_cache(
         cache[slots[t]] = what write_indexer_cache stores of the float32 key that source[source_slots[t]] stands for
 
     Args:
-        source: [SOURCE_P, SOURCE_R, SOURCE_ROW] in a format of `write_indexer_cache`; any page size, page stride a
-            multiple of 4 bytes.
+        source: [SOURCE_P, SOURCE_R, SOURCE_ROW] in a format of `write_indexer_cache`; any page size, pages start on
+            multiples of 4 bytes.
         source_slots: [T] int32 or int64, page · R + offset of `source`. Entries that no slot names are never read.
         slots: [T] int32 or int64, of `cache`. A token of which either slot is out of range is skipped. Valid
             slots must be distinct.

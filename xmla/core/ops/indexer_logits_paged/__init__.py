@@ -23,7 +23,7 @@ def indexer_logits_paged(
             request's tokens adjacent.
         weights: [T, I] float32, scales of q folded in.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, ROW of D+4 (fp8) or D/2+4 (mxfp4), scales in the page's footer
-            (`write_indexer_cache`); any page size, page stride a multiple of 4 bytes.
+            (`write_indexer_cache`); any page size, pages start on multiples of 4 bytes.
         block_table: [B, M] int32, page ids. Entries past a token's length are never read. A key on a page outside
             [0, P) gets −inf, as does every key of a token whose request does not exist.
         lengths: [T] int32, keys visible to each token, clamped to [0, min(max_len, M · R)].

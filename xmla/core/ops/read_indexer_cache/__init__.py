@@ -18,7 +18,7 @@ def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:
 
     Args:
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, scales in the page's footer (`write_indexer_cache`). ROW is D+4
-            (fp8) or D/2+4 (mxfp4), D of 32, 64 or 128. Any page size, page stride a multiple of 4 bytes.
+            (fp8) or D/2+4 (mxfp4), D of 32, 64 or 128. Any page size, pages start on multiples of 4 bytes.
         slots: [T] int32 or int64. A slot outside [0, P·R) gives a key and scales of zero bytes. Entries no slot names
             are never read.
         cache_format: "fp8" or "mxfp4". Needed where rows of both have ROW bytes: 36 and 68.

@@ -75,7 +75,6 @@ def plan(problem: Problem, device: Device) -> Plan:
     unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
-    # Over V4's entries by its name only: of its tests a part has run on an H200.
     by_hand = not unmet and problem.implementation in (None, "gluon")
     if by_hand:
         config = SM90
@@ -98,10 +97,11 @@ def plan(problem: Problem, device: Device) -> Plan:
     units = (("LSE_UNIT", 1.0 if attrs["lse_base"] == "2" else log(2)), ("LSE_SINK", attrs["lse_sink"]))
     inputs = ["q", "cache", "slots", problem.either("lengths", "slots"), problem.either("sink", "slots")]
     inputs += [problem.either(f"extra_{name}", name) for name in ("cache", "slots")]
-    inputs.append(problem.either("extra_lengths", "slots"))
+    inputs += [problem.either(name, "slots") for name in ("extra_lengths", "cos_sin", "positions")]
     sizes = [problem["P"] * problem["R"], problem["K"]]
     sizes += [0, 0] if extra is None else [problem["EXTRA_P"] * problem["EXTRA_R"], problem["EXTRA_K"]]
-    shared = (
+    sizes.append(problem["S"] if rotate else 0)
+    constexprs = (
         ("Q_STRIDE_T", specs["q"].stride(0)),
         ("Q_STRIDE_H", specs["q"].stride(1)),
         ("SLOT_STRIDE", specs["slots"].stride(0)),
@@ -120,16 +120,12 @@ def plan(problem: Problem, device: Device) -> Plan:
         *empty,
         *units,
         ("SPLIT", splits > 1),
+        *rotation,
     )
-    kernel: Kernel
-    if by_hand:
-        kernel, constexprs = sparse_mla_sm90_kernel, shared
-    else:
+    kernel: Kernel = sparse_mla_sm90_kernel
+    if not by_hand:
         kernel = sparse_mla_kernel
-        inputs += [problem.either("cos_sin", "slots"), problem.either("positions", "slots")]
-        sizes.append(problem["S"] if rotate else 0)
-        tile = (("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n), ("HOIST", config.hoist))
-        constexprs = (*shared, *rotation, *tile)
+        constexprs += (("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n), ("HOIST", config.hoist))
     attend = Launch(
         kernel,
         grid=(tokens * head_blocks * splits,),
@@ -178,14 +174,19 @@ def unmet_by_hand(
 ) -> tuple[str, str] | None:
     """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
     if device.arch != 90 or layout not in (V32, V4, PLAIN, PLAIN_V4):
-        return f"on {device.name} over {layout.name!r} entries", "'v32' or 'v4' entries on compute capability 9.0"
-    if problem.specs["q"].dtype != "bfloat16":
+        known = "'v32', 'v4', 'plain' or 'plain_v4' entries on compute capability 9.0"
+        return f"on {device.name} over {layout.name!r} entries", known
+    if layout.packed and problem.specs["q"].dtype != "bfloat16":
         return f"for {problem.specs['q'].dtype} queries", "bfloat16"
-    if extra is not None and (layout, extra) not in ((V4, V4), (PLAIN_V4, PLAIN_V4)):
-        return f"with {extra.name!r} entries beside {layout.name!r} ones", "one source, or two of 'v4'"
-    if problem.has("cos_sin"):
-        return "with cos_sin", "none"
-    for cache in ("cache", "extra_cache"):  # 16 bytes are copied at a time
-        if layout == V4 and problem.has(cache) and problem.specs[cache].stride(0) % 16:
-            return f"over pages of {cache} {problem.specs[cache].stride(0)} bytes apart", "multiples of 16 bytes"
+    if extra is not None and (extra != layout or layout == V32):
+        return f"with {extra.name!r} entries beside {layout.name!r} ones", "one source, or two of one format but 'v32'"
+    # Copies are of 16 bytes. V3.2's entries are read by words, which every reader of them needs, and so are queries
+    # that are converted on their way.
+    units = {"q": 4 if layout.packed else 16} | ({} if layout == V32 else {"cache": 16, "extra_cache": 16})
+    for name, unit in units.items():
+        if problem.has(name):
+            spec = problem.specs[name]
+            steps = [spec.stride(axis) * spec.itemsize for axis in ((0, 1) if name == "q" else (0,))]
+            if any(step % unit for step in (spec.alignment, *steps)):
+                return f"over rows of {name} between multiples of {unit} bytes", f"rows on multiples of {unit} bytes"
     return None

@@ -17,10 +17,10 @@ def write_indexer_cache(keys, slots, cache) -> Any:
     Args:
         keys: [T, D] bfloat16, float16 or float32, D of 32, 64 or 128. Normalised and roped.
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped. Valid slots must be distinct.
-        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, page stride a
-            multiple of 4 bytes. Within a page stand first the values of all R entries, then 4 bytes each of scales: the
-            last axis counts bytes an entry, not places. mxfp4: two dims a byte, the even one in the low nibble; scale
-            bytes UE8M0, one a block, those that D leaves unused 127.
+        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
+            on multiples of 4 bytes. Within a page stand first the values of all R entries, then 4 bytes each of scales:
+            the last axis counts bytes an entry, not places. mxfp4: two dims a byte, the even one in the low nibble;
+            scale bytes UE8M0, one a block, those that D leaves unused 127.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
@@ -52,10 +52,7 @@ def check_indexer_row(problem: Problem, cache: str, axis: str) -> None:
 
 
 def check_indexer_pages(problem: Problem, cache: str = "cache") -> None:
-    problem.require_dense_entries(cache)
-    stride = problem.specs[cache].stride(0)
-    if stride % 4:
-        problem.refuse(cache, "stride of axis P (axis 0)", stride, "a multiple of 4 bytes")
+    problem.require_pages(cache, 4)  # an entry's scales are one word
 
 
 OP = Op(

@@ -20,8 +20,8 @@ def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = No
         rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope".
         slots: [T] int32 or int64. page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
             Valid slots must be distinct.
-        cache: [P, R, ROW], any page size R, any page stride that keeps elements aligned. Updated in place; only the
-            entries named by `slots` are touched.
+        cache: [P, R, ROW], any page size R, any address and page stride that keep elements aligned. Updated in place;
+            only the entries named by `slots` are touched.
         cache_format: How entries are stored (`xmla.core.layout` has the bytes). Default: what ROW and dtype tell.
             Packed formats (uint8, int8 or float8_e4m3fn), greatest value 448 in e4m3 and 6 in e2m1:
             "v32" 656 B: e4m3, a float32 scale a 128 dims, bfloat16 rope.       "nope" 528 B: the same without rope.

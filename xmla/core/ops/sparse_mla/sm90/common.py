@@ -1,5 +1,6 @@
 """What the attention kernels for Hopper share: where entries are, and how sums of values become results."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -20,6 +21,39 @@ class Source(NamedTuple):
     end: Any
     PAGE_STRIDE: Any
     PAGE_SIZE: Any
+
+
+class Turn(NamedTuple):
+    """By which roped dims of the result are turned back: half a row of cosines, then of sines; none if not `known`."""
+
+    cos_sin: Any
+    known: Any
+
+
+class Task(NamedTuple):
+    """What a program computes: 64 heads of a token."""
+
+    q_row: Any  # [HEADS, L+E]
+    sink: Any  # [HEADS] f32 if HAS_SINK
+    turn: Any  # Turn or None
+    out_row: Any  # [HEADS, 512]
+    lse_row: Any  # [HEADS] f32
+    head_block: Any
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The kernel's parameters of these names that all of its parts need."""
+
+    LAYOUT: Any
+    HEADS: int
+    Q_STRIDE_H: int
+    SCALE: float
+    HAS_SINK: bool
+    EMPTY_LSE: float
+    LSE_UNIT: float
+    LSE_SINK: bool
+    SPLIT: bool
 
 
 @gluon.jit
@@ -99,48 +133,65 @@ def sum_in_threads(x):
 
 
 @gluon.jit
-def close_sums(maximum, denominator, has_keys, sink_ptr, rows, HEADS: gl.constexpr, HAS_SINK: gl.constexpr,
-               EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr,
-               SPLIT: gl.constexpr):  # fmt: skip
-    """What sums of values are multiplied by, −1 where a head has no key, and the lse."""
-    if SPLIT:
+def close_sums(maximum, denominator, seen, rows, task, C: gl.constexpr):
+    """What sums of values are multiplied by, −1 where a head has no key, and the lse; `seen` > 0 if there is a key."""
+    head_ok = rows < C.HEADS
+    has_keys = (seen > 0) & head_ok
+    if C.SPLIT:
         inverse = gl.where(has_keys, 1.0 / denominator, -1.0)
         lse = gl.where(has_keys, maximum + gl.log2(denominator), float("-inf"))
     else:
         base = gl.where(has_keys, maximum, 0.0)
         total = denominator
-        if HAS_SINK:
-            sink = gl.load(sink_ptr + rows, mask=rows < HEADS, other=0.0) * LOG2E
+        if C.HAS_SINK:
+            sink = gl.load(task.sink + rows, mask=head_ok, other=0.0) * LOG2E
             total += gl.exp2(sink - base)
         inverse = gl.where(has_keys, 1.0 / total, -1.0)
-        lse = gl.where(has_keys, (base + gl.log2(denominator)) * LSE_UNIT, EMPTY_LSE)
-        if HAS_SINK and LSE_SINK:
+        lse = gl.where(has_keys, (base + gl.log2(denominator)) * C.LSE_UNIT, C.EMPTY_LSE)
+        if C.HAS_SINK and C.LSE_SINK:
             lse = gl.where(has_keys, base + gl.log2(denominator), float("-inf"))
             top = gl.maximum(lse, sink)
             top = gl.where(gl.abs(top) == float("inf"), 0.0, top)
             lse = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
-            lse = gl.where(lse == float("-inf"), EMPTY_LSE, lse * LSE_UNIT)
+            lse = gl.where(lse == float("-inf"), C.EMPTY_LSE, lse * C.LSE_UNIT)
     return inverse, lse
 
 
 @gluon.jit
-def store_half(out, share, out_row, FIRST: gl.constexpr, head_block, smem, HEADS: gl.constexpr, SPLIT: gl.constexpr):
-    """Half of the output's columns; the narrow type through `smem`, which nobody needs any more, to whole sectors."""
-    share = gl.expand_dims(share, 1)
-    result = gl.where(share < 0.0, 0.0, out * share).to(out_row.dtype.element_ty)
-    if SPLIT:
-        store_rows(result, out_row + FIRST, head_block, HEADS)
-    else:
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        staged = smem._reinterpret(out_row.dtype.element_ty, [64, 256], smem.layout)
-        staged.store(result)
-        gl.barrier()
-        store_rows(staged.load(ROWS), out_row + FIRST, head_block, HEADS)
+def turn_back(out, turn):
+    """The last 64 of the columns of out [64, 256], as pairs of neighbours, turned back by the token's position."""
+    even, odd = gl.split(gl.reshape(out, (64, 4, 32, 2)))
+    PAIRS: gl.constexpr = even.type.layout
+    offs = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, PAIRS)))
+    mask = offs < gl.where(turn.known, 32, 0)
+    cos = gl.load(turn.cos_sin + offs, mask=mask, other=1.0).to(gl.float32)
+    sin = gl.load(turn.cos_sin + 32 + offs, mask=mask, other=0.0).to(gl.float32)
+    cos = gl.expand_dims(gl.expand_dims(cos, 0), 0)
+    sin = gl.expand_dims(gl.expand_dims(sin, 0), 0)
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
+    roped = gl.expand_dims(gl.expand_dims(group, 0), 2) == 3
+    turned_even = gl.where(roped, even * cos + odd * sin, even)
+    turned_odd = gl.where(roped, odd * cos - even * sin, odd)
+    return gl.convert_layout(
+        gl.reshape(gl.join(turned_even, turned_odd), (64, 256)), out.type.layout, assert_trivial=True
+    )
 
 
 @gluon.jit
-def store_rows(result, out_row, head_block, HEADS: gl.constexpr):
-    offs_h = head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, result.type.layout))
-    offs_l = gl.arange(0, 256, layout=gl.SliceLayout(0, result.type.layout))
-    out_ptrs = out_row + gl.expand_dims(offs_h * 512, 1) + gl.expand_dims(offs_l, 0)
-    gl.store(out_ptrs, result, mask=gl.expand_dims(offs_h < HEADS, 1))
+def store_half(out, share, smem, PART: gl.constexpr, task, C: gl.constexpr):
+    """Half of the output's columns; the narrow type through `smem`, which nobody needs any more, to whole sectors."""
+    share = gl.expand_dims(share, 1)
+    out = out * share
+    if PART == 1 and task.turn is not None:
+        out = turn_back(out, task.turn)
+    result = gl.where(share < 0.0, 0.0, out).to(task.out_row.dtype.element_ty)
+    if not C.SPLIT:
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        staged = smem._reinterpret(result.dtype, [64, 256], smem.layout)
+        staged.store(result)
+        gl.barrier()
+        result = staged.load(ROWS)
+    offs_h = task.head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, result.type.layout))
+    offs_l = PART * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, result.type.layout))
+    out_ptrs = task.out_row + gl.expand_dims(offs_h * 512, 1) + gl.expand_dims(offs_l, 0)
+    gl.store(out_ptrs, result, mask=gl.expand_dims(offs_h < C.HEADS, 1))

@@ -3,9 +3,14 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from xmla.core.ops.sparse_mla.sm90.common import Source
+from xmla.core.ops.sparse_mla.sm90.common import Constants, Source, Task, Turn
 from xmla.core.ops.sparse_mla.sm90.packed import attend_packed
 from xmla.core.ops.sparse_mla.sm90.plain import attend_plain
+
+
+@gluon.constexpr_function
+def constants(*values):
+    return Constants(*values)
 
 
 @gluon.jit
@@ -14,7 +19,17 @@ def pool(cache_ptr, LAYOUT: gl.constexpr):
     return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
 
 
-@gluon.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_splits", "split_keys"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_slots",
+        "num_keys",
+        "num_extra_slots",
+        "num_extra_keys",
+        "num_positions",
+        "num_splits",
+        "split_keys",
+    ]
+)
 def sparse_mla_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -24,10 +39,13 @@ def sparse_mla_sm90_kernel(
     extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA_LAYOUT
     extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
     extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
+    cos_sin_ptr,  # [S, E] if ROTATE
+    positions_ptr,  # [T] i32 if ROTATE
     num_slots,
     num_keys,  # K
     num_extra_slots,
     num_extra_keys,  # EXTRA_K
+    num_positions,  # S
     num_splits,
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
     out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
@@ -51,6 +69,8 @@ def sparse_mla_sm90_kernel(
     LSE_UNIT: gl.constexpr,
     LSE_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
+    ROTATE: gl.constexpr,
+    COS_SIN_STRIDE: gl.constexpr,
 ):
     N: gl.constexpr = 64
     HEAD_BLOCKS: gl.constexpr = (HEADS + 63) // 64
@@ -90,8 +110,15 @@ def sparse_mla_sm90_kernel(
 
     q_row = q_ptr + token * Q_STRIDE_T
     out_row, lse_row = out_ptr + place * 512, lse_ptr + place
-    ATTEND: gl.constexpr = attend_packed if LAYOUT.packed else attend_plain
-    ATTEND(
-        main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_row, head_block, LAYOUT, HEADS, Q_STRIDE_H, SCALE,
-        HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
-    )  # fmt: skip
+    if ROTATE and not SPLIT:
+        position = gl.load(positions_ptr + token)
+        known = (position >= 0) & (position < num_positions)
+        turn = Turn(cos_sin_ptr + position.to(gl.int64) * COS_SIN_STRIDE, known)
+    else:
+        turn: gl.constexpr = None
+    task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
+    C: gl.constexpr = constants(LAYOUT, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT)
+    if LAYOUT.packed:
+        attend_packed(main, extra, main_tiles, tiles, task, C)
+    else:
+        attend_plain(main, extra, main_tiles, tiles, task, C)

@@ -344,21 +344,20 @@ def produce_v4(main, extra, main_tiles, tiles, latent_smem, raw_smem, exponent_s
 
 
 @gluon.jit
-def store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, PART: gl.constexpr, HEADS: gl.constexpr,
-                  Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def store_queries(q_latent_smem, q_rope_smem, factor_smem, PART: gl.constexpr, task, C: gl.constexpr):
     """32 queries into shared memory, each row divided by a power of two; the factors of its scores beside them."""
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    offs_h = head_block * 64 + PART * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, QUERIES))
-    rows = gl.expand_dims((q_row + offs_h * Q_STRIDE_H).to(gl.pointer_type(gl.int32), bitcast=True), 1)
+    offs_h = task.head_block * 64 + PART * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, QUERIES))
+    rows = gl.expand_dims((task.q_row + offs_h * C.Q_STRIDE_H).to(gl.pointer_type(gl.int32), bitcast=True), 1)
     rows += gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, QUERIES)), 0)
-    head_ok = gl.expand_dims(offs_h < HEADS, 1)
+    head_ok = gl.expand_dims(offs_h < C.HEADS, 1)
     q0 = gl.load(rows, mask=head_ok, other=0)
     q1 = gl.load(rows + 128, mask=head_ok, other=0)
     largest = gl.maximum(largest_of(q0), largest_of(q1))
-    if LAYOUT.tail:
-        roped = gl.expand_dims(q_row + offs_h * Q_STRIDE_H + 512, 1)
-        roped += gl.expand_dims(gl.arange(0, LAYOUT.tail, layout=gl.SliceLayout(0, QUERIES)), 0)
+    if C.LAYOUT.tail:
+        roped = gl.expand_dims(task.q_row + offs_h * C.Q_STRIDE_H + 512, 1)
+        roped += gl.expand_dims(gl.arange(0, C.LAYOUT.tail, layout=gl.SliceLayout(0, QUERIES)), 0)
         q2 = gl.load(roped, mask=head_ok, other=0.0).to(gl.float32)
         largest = gl.maximum(largest, gl.max(finite_abs(q2), 1).to(gl.int32, bitcast=True))
     exponent = exponent_of(largest.to(gl.float32, bitcast=True))
@@ -367,9 +366,9 @@ def store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, PA
     right = q_latent_smem.index(1)._reinterpret(gl.int32, [64, 128], SMEM_W)
     left.slice(PART * 32, 32, 0).store(scale_halves(q0, divisor))
     right.slice(PART * 32, 32, 0).store(scale_halves(q1, divisor))
-    if LAYOUT.tail:
+    if C.LAYOUT.tail:
         q_rope_smem.slice(PART * 32, 32, 0).store((q2 * gl.expand_dims(divisor, 1)).to(gl.bfloat16))
-    factor_smem.slice(PART * 32, 32, 0).store(power_of_two(exponent) * (SCALE * LOG2E))
+    factor_smem.slice(PART * 32, 32, 0).store(power_of_two(exponent) * (C.SCALE * LOG2E))
     fence_async_shared()
 
 
@@ -418,11 +417,9 @@ def weigh(s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, 
 
 
 @gluon.jit
-def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
-                rope_smem, exponent_smem, valid_smem, seen_smem, p_smem, factor_smem, q_full, full_left, full_right,
-                empty_left, s_done, p_full, p_empty, LAYOUT: gl.constexpr, HEADS: gl.constexpr,
-                Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr, EMPTY_LSE: gl.constexpr,
-                LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def attend_left(tiles, q_latent_smem, q_rope_smem, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem, p_smem,
+                factor_smem, q_full, full_left, full_right, empty_left, s_done, p_full, p_empty, task,
+                C: gl.constexpr):  # fmt: skip
     H: gl.constexpr = 64
     N: gl.constexpr = 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -431,7 +428,7 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     KEYS_S: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
 
-    store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, 0, HEADS, Q_STRIDE_H, SCALE, LAYOUT)
+    store_queries(q_latent_smem, q_rope_smem, factor_smem, 0, task, C)
     mbarrier.arrive(q_full, count=1)
     mbarrier.wait(q_full, 0)
     scale = factor_smem.load(HEADS_S)
@@ -440,7 +437,9 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
     denominator = sum_in_threads(gl.zeros([H, N], gl.float32, S_LAYOUT))
     out = gl.zeros([H, 256], gl.float32, O_LAYOUT)
     empty_scores = gl.zeros([H, N], gl.float32, S_LAYOUT)
-    s = start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, 0, empty_scores, LAYOUT)
+    s = start_scores(
+        q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, 0, empty_scores, C.LAYOUT
+    )
     for tile in range(0, tiles - 1):
         out, maximum, denominator = weigh(
             s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, p_smem, factor_smem, s_done, p_full,
@@ -448,9 +447,17 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
         )  # fmt: skip
         running = warpgroup_mma(p_smem, latent_smem.index(tile % 2 * 2), out, is_async=True)
         s = start_scores(
-            q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, tile + 1, empty_scores, LAYOUT
+            q_latent_smem,
+            q_rope_smem,
+            latent_smem,
+            rope_smem,
+            full_left,
+            full_right,
+            tile + 1,
+            empty_scores,
+            C.LAYOUT,
         )
-        out = warpgroup_mma_wait(3 if LAYOUT.tail else 2, deps=[running])
+        out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])
         mbarrier.arrive(empty_left.index(tile % 2), count=1)
     tile = tiles - 1
     out, maximum, denominator = weigh(
@@ -460,33 +467,30 @@ def attend_left(q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_s
     running = warpgroup_mma(p_smem, latent_smem.index(tile % 2 * 2), out, is_async=True)
 
     denominator = gl.convert_layout(gl.sum(denominator, 1), HEADS_S)
-    rows = gl.arange(0, H, layout=HEADS_S) + head_block * H
-    has_keys = (gl.max(seen_smem.load(KEYS_S), 0) > 0) & (rows < HEADS)
-    inverse, lse = close_sums(
-        maximum, denominator, has_keys, sink_ptr, rows, HEADS, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT
-    )
-    gl.store(lse_row + rows, lse, mask=rows < HEADS)
+    rows = task.head_block * H + gl.arange(0, H, layout=HEADS_S)
+    inverse, lse = close_sums(maximum, denominator, gl.max(seen_smem.load(KEYS_S), 0), rows, task, C)
+    gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     mbarrier.wait(p_empty, tile & 1)
     mbarrier.arrive(s_done, count=1)
     factor_smem.store(inverse)
     mbarrier.arrive(p_full, count=1)
     out = warpgroup_mma_wait(0, deps=[running])
-    store_half(out, gl.convert_layout(inverse, HEADS_O), out_row, 0, head_block, latent_smem.index(0), HEADS, SPLIT)
+    store_half(out, gl.convert_layout(inverse, HEADS_O), latent_smem.index(0), 0, task, C)
 
 
 @gluon.jit
-def attend_right(main, extra, main_tiles, q_row, out_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
-                 p_smem, factor_smem, q_full, full_right, empty_right, s_done, p_full, p_empty, LAYOUT: gl.constexpr,
-                 HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def attend_right(main, extra, main_tiles, tiles, q_latent_smem, q_rope_smem, latent_smem, p_smem, factor_smem, q_full,
+                 full_right, empty_right, s_done, p_full, p_empty, task,
+                C: gl.constexpr):  # fmt: skip
     # While the other consumer computes the next tile's softmax nobody else needs the tensor cores; but V4's producer is
     # fast enough to be waiting for this half.
-    HOLD_BACK: gl.constexpr = LAYOUT.tail > 0
+    HOLD_BACK: gl.constexpr = C.LAYOUT.tail > 0
     AHEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
-    store_queries(q_row, head_block, q_latent_smem, q_rope_smem, factor_smem, 1, HEADS, Q_STRIDE_H, SCALE, LAYOUT)
+    store_queries(q_latent_smem, q_rope_smem, factor_smem, 1, task, C)
     mbarrier.arrive(q_full, count=1)
     for tile in gl.static_range(1, AHEAD):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
-        prefetch(main, extra, main_tiles, tile, ahead, LAYOUT)
+        prefetch(main, extra, main_tiles, tile, ahead, C.LAYOUT)
     ahead = load_slots(main, extra, main_tiles, AHEAD, AHEADS)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -503,23 +507,21 @@ def attend_right(main, extra, main_tiles, q_row, out_row, head_block, tiles, q_l
         mbarrier.wait(full_right.index(stage), tile // 2 & 1)
         running = warpgroup_mma(p, latent_smem.index(stage * 2 + 1), out, is_async=True)
         if HOLD_BACK:
-            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, LAYOUT)
+            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C.LAYOUT)
             ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
         out = warpgroup_mma_wait(0, deps=[running])
         mbarrier.arrive(empty_right.index(stage), count=1)
         if not HOLD_BACK:
-            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, LAYOUT)
+            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C.LAYOUT)
             ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
     mbarrier.wait(p_full, tiles & 1)
-    store_half(out, factor_smem.load(HEADS_O), out_row, 256, head_block, latent_smem.index(1), HEADS, SPLIT)
+    store_half(out, factor_smem.load(HEADS_O), latent_smem.index(1), 1, task, C)
 
 
 @gluon.jit
-def attend_packed(main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_row, head_block, LAYOUT: gl.constexpr,
-                  HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
-                  EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr,
-                  SPLIT: gl.constexpr):  # fmt: skip
+def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     """Attention of 64 heads of a token over V3.2's or V4's entries."""
+    LAYOUT: gl.constexpr = C.LAYOUT
     H: gl.constexpr = 64
     N: gl.constexpr = 64
     SMEM_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -560,15 +562,12 @@ def attend_packed(main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_
     gl.warp_specialize(
         [
             (attend_left, (
-                q_row, sink_ptr, out_row, lse_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
-                rope_smem, exponent_smem, valid_smem, seen_smem, p_smem, factor_smem, q_full, full_left, full_right,
-                empty_left, s_done, p_full, p_empty, LAYOUT, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE,
-                LSE_UNIT, LSE_SINK, SPLIT,
+                tiles, q_latent_smem, q_rope_smem, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem,
+                p_smem, factor_smem, q_full, full_left, full_right, empty_left, s_done, p_full, p_empty, task, C,
             )),
             (attend_right, (
-                main, extra, main_tiles, q_row, out_row, head_block, tiles, q_latent_smem, q_rope_smem, latent_smem,
-                p_smem, factor_smem, q_full, full_right, empty_right, s_done, p_full, p_empty, LAYOUT, HEADS,
-                Q_STRIDE_H, SCALE, SPLIT,
+                main, extra, main_tiles, tiles, q_latent_smem, q_rope_smem, latent_smem, p_smem, factor_smem, q_full,
+                full_right, empty_right, s_done, p_full, p_empty, task, C,
             )),
             (produce if LAYOUT.tail else produce_v4, (
                 main, extra, main_tiles, tiles, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem,

@@ -104,15 +104,14 @@ def gather(main, extra, main_tiles, pairs, shared, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_queries(q_row, head_block, shared, PART: gl.constexpr, HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr,
-                  LAYOUT: gl.constexpr):  # fmt: skip
+def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
     """Half of the queries into shared memory."""
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    offs_h = head_block * 64 + PART * 32 + gl.arange(0, 32, layout=ROWS)
-    rows, ok = q_row + offs_h * Q_STRIDE_H, offs_h < HEADS
+    offs_h = task.head_block * 64 + PART * 32 + gl.arange(0, 32, layout=ROWS)
+    rows, ok = task.q_row + offs_h * C.Q_STRIDE_H, offs_h < C.HEADS
     for half in gl.static_range(2):
         copy_columns(rows, ok, shared.q.index(half).slice(PART * 32, 32, 0), half * 256)
-    if LAYOUT.tail:
+    if C.LAYOUT.tail:
         copy_columns(rows, ok, shared.q_tail.slice(PART * 32, 32, 0), 512)
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -229,46 +228,40 @@ def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, 
 
 
 @gluon.jit
-def attend(q_row, sink_ptr, out_row, lse_row, head_block, pairs, shared, PART: gl.constexpr, LAYOUT: gl.constexpr,
-           HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
-           EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
-    store_queries(q_row, head_block, shared, PART, HEADS, Q_STRIDE_H, LAYOUT)
+    store_queries(shared, PART, task, C)
     maximum = gl.full([64], float("-inf"), gl.float32, ROWS)
     denominator = sum_in_threads(gl.zeros([64, 64], gl.float32, S_LAYOUT))
     out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
     empty_scores = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    s = start_scores(shared, 0, empty_scores, PART, LAYOUT)
+    s = start_scores(shared, 0, empty_scores, PART, C.LAYOUT)
     for pair in tl.range(0, pairs - 1, disable_licm=True):
-        out, maximum, denominator = attend_pair(s, out, maximum, denominator, pair, shared, PART, SCALE)
-        s = start_scores(shared, pair + 1, empty_scores, PART, LAYOUT)
-    out, maximum, denominator = attend_pair(s, out, maximum, denominator, pairs - 1, shared, PART, SCALE)
+        out, maximum, denominator = attend_pair(s, out, maximum, denominator, pair, shared, PART, C.SCALE)
+        s = start_scores(shared, pair + 1, empty_scores, PART, C.LAYOUT)
+    out, maximum, denominator = attend_pair(s, out, maximum, denominator, pairs - 1, shared, PART, C.SCALE)
 
     shared.sums.index(PART).store(gl.convert_layout(gl.sum(denominator, 1), ROWS))
     mbarrier.arrive(shared.sums_full, count=1)
     mbarrier.wait(shared.sums_full, 0)
     denominator = shared.sums.index(0).load(ROWS) + shared.sums.index(1).load(ROWS)
-    rows = head_block * 64 + gl.arange(0, 64, layout=ROWS)
-    has_keys = (gl.max(shared.seen.load(gl.SliceLayout(0, S_LAYOUT)), 0) > 0) & (rows < HEADS)
-    inverse, lse = close_sums(
-        maximum, denominator, has_keys, sink_ptr, rows, HEADS, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT
-    )
+    rows = task.head_block * 64 + gl.arange(0, 64, layout=ROWS)
+    seen = gl.max(shared.seen.load(gl.SliceLayout(0, S_LAYOUT)), 0)
+    inverse, lse = close_sums(maximum, denominator, seen, rows, task, C)
     if PART == 0:
-        gl.store(lse_row + rows, lse, mask=rows < HEADS)
+        gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    store_half(out, inverse, out_row, PART * 256, head_block, shared.entries.index(PART), HEADS, SPLIT)
+    store_half(out, inverse, shared.entries.index(PART), PART, task, C)
 
 
 @gluon.jit
-def attend_plain(main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_row, head_block, LAYOUT: gl.constexpr,
-                 HEADS: gl.constexpr, Q_STRIDE_H: gl.constexpr, SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
-                 EMPTY_LSE: gl.constexpr, LSE_UNIT: gl.constexpr, LSE_SINK: gl.constexpr,
-                 SPLIT: gl.constexpr):  # fmt: skip
+def attend_plain(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     """Attention of 64 heads of a token over plain entries."""
-    DTYPE: gl.constexpr = q_row.dtype.element_ty
+    LAYOUT: gl.constexpr = C.LAYOUT
+    DTYPE: gl.constexpr = task.q_row.dtype.element_ty
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM)
@@ -301,16 +294,10 @@ def attend_plain(main, extra, main_tiles, tiles, q_row, sink_ptr, out_row, lse_r
     pairs = gl.cdiv(tiles, 2)  # the last tile may be without a key
     gl.warp_specialize(
         [
-            (attend, (
-                q_row, sink_ptr, out_row, lse_row, head_block, pairs, shared, gl.constexpr(0), LAYOUT, HEADS,
-                Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
-            )),
-            (attend, (
-                q_row, sink_ptr, out_row, lse_row, head_block, pairs, shared, gl.constexpr(1), LAYOUT, HEADS,
-                Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
-            )),
+            (attend, (pairs, shared, gl.constexpr(0), task, C)),
+            (attend, (pairs, shared, gl.constexpr(1), task, C)),
             (gather, (main, extra, main_tiles, pairs, shared, LAYOUT)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
