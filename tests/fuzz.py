@@ -132,7 +132,7 @@ class Drawn:
 
 
 def targets(names: Iterable[str] = ()) -> list[Target]:
-    """The cases of the ops `names`, or of all; on a GPU also by each implementation that takes them."""
+    """The cases of the ops `names`, or of all; on a GPU by each implementation that takes them."""
     found = []
     for op, case in kit.all_cases():
         if names and op.name not in names:
@@ -140,8 +140,8 @@ def targets(names: Iterable[str] = ()) -> list[Target]:
         inputs = kit.make(case)
         if sum(a.size for a in inputs.values()) >= LARGEST:
             continue
-        named = [name for name in op.implementations if name != "triton"] if conftest.HAS_GPU else []
-        found += [Target(op, case, name) for name in (None, *named) if bind(op, inputs, attributes(op, case), name)]
+        named = op.implementations if conftest.HAS_GPU and len(op.implementations) > 1 else (None,)
+        found += [Target(op, case, name) for name in named if bind(op, inputs, attributes(op, case), name)]
     return found
 
 
@@ -160,9 +160,11 @@ def bind(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any], by:
         return None
 
 
-def cut(op: Op, arrays: dict[str, np.ndarray], attrs: Mapping[str, Any], rng: np.random.Generator) -> None:
+def cut(
+    op: Op, arrays: dict[str, np.ndarray], attrs: Mapping[str, Any], by: str | None, rng: np.random.Generator
+) -> None:
     """Leave out the end of some axes, where the op takes it: what remains is no longer dense."""
-    plan = bind(op, arrays, attrs)
+    plan = bind(op, arrays, attrs, by)
     mxfp4 = plan is not None and any(dict(launch.constexprs).get("MXFP4") for launch in plan.launches)
     for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
         if axis == "R" and mxfp4:
@@ -172,7 +174,7 @@ def cut(op: Op, arrays: dict[str, np.ndarray], attrs: Mapping[str, Any], rng: np
         if size > 1 and rng.random() < 0.6:
             less = int(rng.integers(1, size))
             shorter = {n: arrays[n][(slice(None),) * i + (slice(less),)] for n, i in place}
-            if bind(op, arrays | shorter, attrs) is not None:
+            if bind(op, arrays | shorter, attrs, by) is not None:
                 arrays |= shorter
 
 
@@ -187,7 +189,7 @@ def arena(target: Target, shape: int) -> Arena:
     for arrays in sets:
         if shape:
             rng.bit_generator.state = sizes  # the same cut in each
-            cut(op, arrays, attrs, rng)
+            cut(op, arrays, attrs, target.implementation, rng)
     shifted = None
     if shape == SHAPES - 1:
         # A scale read as float32 stands at a multiple of 4 bytes.

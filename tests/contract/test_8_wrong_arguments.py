@@ -14,7 +14,7 @@ import torch
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, assume_device
-from xmla.core.layout import V4, V32, V41_FP4
+from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, V41_FP4
 from xmla.core.op import Op, registry
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
@@ -340,24 +340,23 @@ def test_out(device: str, no_launch: None) -> None:
 
 def test_gluon_refuses_what_it_was_not_written_for() -> None:
     op = registry()["sparse_mla"]
-    packed, plain = (next(c for c in op.cases if (kit.make(c)["cache"].dtype == np.uint8) is is_packed)
-                     for is_packed in (True, False))  # fmt: skip
-    for case, device, message in (
-        (packed, B200, "sparse_mla: implementation value is 'gluon' on NVIDIA B200 over 'v32' entries, supported: "
-                       "'v32' or 'v4' entries on compute capability 9.0"),
-        (plain, H200, "sparse_mla: implementation value is 'gluon' on NVIDIA H200 over 'plain' entries, supported: "
-                      "'v32' or 'v4' entries on compute capability 9.0"),
-    ):  # fmt: skip
+    known = "'v32', 'v4', 'plain' or 'plain_v4' entries on compute capability 9.0"
+    for case, device, given in (
+        (make_case(2, 5, 40, 64), B200, "on NVIDIA B200 over 'v32' entries"),
+        (make_case(2, 5, 40, 64, V41_FP4), H200, "on NVIDIA H200 over 'v41_fp4' entries"),
+    ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(device), pytest.raises(UnsupportedError) as refused:
             torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
-        assert str(refused.value) == message
+        assert str(refused.value) == f"sparse_mla: implementation value is 'gluon' {given}, supported: {known}"
     for case, message in (
-        (make_case(2, 5, 40, 61, V4, padding=2), "over pages of cache 35626 bytes apart, supported: multiples of 16"),
-        (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 61)), "over pages of extra_cache 35624 bytes apart, supported: "),
+        (
+            make_case(2, 5, 40, 61, V4, padding=2),
+            "over rows of cache between multiples of 16 bytes, supported: rows on",
+        ),
+        (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 61)), "over rows of extra_cache between multiples of 16 bytes, "),
         (make_case(2, 5, 40, 64, V4, extra=(V41_FP4, 20, 64)), "with 'v41_fp4' entries beside 'v4' ones, supported: "),
         (make_case(2, 5, 40, 64, extra=(V32, 20, 64)), "with 'v32' entries beside 'v32' ones, supported: one source"),
-        (make_case(2, 5, 40, 64, V4, rotate=True), "with cos_sin, supported: none"),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(H200), pytest.raises(UnsupportedError, match=f"implementation value is 'gluon' {message}"):
@@ -378,17 +377,25 @@ def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
     def query(dims: int = 512, first: int = 0, more_t: int = 0, more_h: int = 0) -> torch.Tensor:
         return numbers[first:].as_strided((2, 5, dims), (5 * (dims + more_h) + more_t, dims + more_h, 1))
 
+    def rows(first: int = 0, more_p: int = 0) -> torch.Tensor:
+        return numbers[first:].as_strided((2, 7, 512), (7 * 512 + more_p, 512, 1))
+
     def pool(row: int = 584, first: int = 0) -> torch.Tensor:
         return beside(torch.zeros(2, 64, row, dtype=torch.uint8), first)
 
-    between = "for rows of q between multiples of 4 bytes, supported: rows on multiples of 4 bytes"
-    apart = "at a multiple of {} bytes, supported: multiples of 16 bytes"
+    between = "over rows of {0} between multiples of {1} bytes, supported: rows on multiples of {1} bytes"
     for q, cache, extra, message in (
-        (query(), pool(first=8), None, "over cache " + apart.format(8)),
-        (query(), pool(), pool(first=2), "over extra_cache " + apart.format(2)),
-        (query(first=1), pool(), None, between),
-        (query(more_t=1), pool(), None, between),
-        (query(576, more_h=1), pool(656), None, between),
+        (query(), pool(first=8), None, between.format("cache", 16)),
+        (query(), pool(), pool(first=2), between.format("extra_cache", 16)),
+        (query(first=1), pool(), None, between.format("q", 4)),
+        (query(more_t=1), pool(), None, between.format("q", 4)),
+        (query(576, more_h=1), pool(656), None, between.format("q", 4)),
+        (query(first=2), rows(), None, between.format("q", 16)),
+        (query(more_h=4), rows(), None, between.format("q", 16)),
+        (query(), rows(first=4), None, between.format("cache", 16)),
+        (query(), rows(more_p=4), None, between.format("cache", 16)),
+        (query(), rows(), rows(first=1), between.format("extra_cache", 16)),
+        (query(more_t=8), rows(first=8), rows(more_p=8), None),
         (query(first=2, more_t=4, more_h=2), pool(first=16), pool(first=32), None),
         (query(576, first=6, more_t=2), pool(656, first=4), None, None),
     ):
@@ -406,7 +413,13 @@ def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
 
 def test_gluon_is_the_default_where_it_is_written_for() -> None:
     op = registry()["sparse_mla"]
-    for case in (make_case(2, 5, 40, 64), make_case(2, 5, 40, 64, V4), make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2))):
+    for case in (
+        make_case(2, 5, 40, 64),
+        make_case(2, 5, 40, 64, V4),
+        make_case(2, 5, 40, 64, V4, extra=(V4, 20, 2), rotate=True),
+        make_case(2, 5, 40, 64, PLAIN, dtype=np.dtype(np.float16)),
+        make_case(2, 5, 40, 64, PLAIN_V4, extra=(PLAIN_V4, 20, 2), rotate=True),
+    ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         for device, implementation, kernel in (
             (H200, "gluon", "sparse_mla_sm90_kernel"),

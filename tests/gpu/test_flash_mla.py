@@ -192,7 +192,9 @@ PREFILL = [(128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 3
            (114, 384), (32, 2048), (64, 8192)]  # fmt: skip
 
 
-def run_prefill(tokens: int, s_kv: int, topk: int, heads: int, with_lengths: bool, packed: bool) -> None:
+def run_prefill(
+    tokens: int, s_kv: int, topk: int, heads: int, with_lengths: bool, packed: bool, implementation: str | None = None
+) -> None:
     torch.manual_seed(s_kv + topk + tokens)
     picks = torch.rand(tokens, max(s_kv, topk), device="cuda").argsort(1)[:, :topk].to(torch.int32)
     garbage = torch.tensor([*INVALID, s_kv], device="cuda", dtype=torch.int32)
@@ -212,19 +214,23 @@ def run_prefill(tokens: int, s_kv: int, topk: int, heads: int, with_lengths: boo
         cache, rows = plain[:, None, :576], plain[:, :576]
     q = padded(torch.randn(tokens, heads, 576, device="cuda").clamp(-1, 1).bfloat16())
     sink = make_sink(heads)
-    got = torch_api.sparse_mla(q, cache, slots, lengths if with_lengths else None, sink, softmax_scale=0.5)
+    got = torch_api.sparse_mla(
+        q, cache, slots, lengths if with_lengths else None, sink, softmax_scale=0.5, implementation=implementation
+    )
     want = attention(q, rows, slots, lengths, sink, 0.5)
     check("out", got[0], want[0], PREFILL_OUT)
     check("lse", got[1], want[1], PREFILL_LSE)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize(("packed", "implementation"), [(False, None), (False, "triton"), (True, None)])
 @pytest.mark.parametrize("with_lengths", [False, True])
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 62, 213])
 @pytest.mark.parametrize(("s_kv", "topk"), PREFILL)
-def test_prefill(s_kv: int, topk: int, tokens: int, heads: int, with_lengths: bool, packed: bool) -> None:
-    run_prefill(tokens, s_kv, topk, heads, with_lengths, packed)
+def test_prefill(
+    s_kv: int, topk: int, tokens: int, heads: int, with_lengths: bool, packed: bool, implementation: str | None
+) -> None:
+    run_prefill(tokens, s_kv, topk, heads, with_lengths, packed, implementation)
 
 
 @pytest.mark.parametrize(

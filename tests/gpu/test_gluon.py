@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from xmla import jax_api, torch_api
 from xmla.core.device import H200
 from xmla.core.errors import UnsupportedError
-from xmla.core.layout import V4
+from xmla.core.layout import PLAIN, PLAIN_V4, V4, MlaLayout
 from xmla.core.op import Case, plan_call, registry
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
@@ -59,16 +59,27 @@ def test_agrees_with_the_definition(case: Case) -> None:
     agrees(kit.make(case), case)
 
 
+@pytest.mark.parametrize("layout", [V4, PLAIN, PLAIN_V4], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("heads", [3, 64, 128])
 @pytest.mark.parametrize(("keys", "extra"), [(1, 1), (1, 130), (63, 64), (64, 1), (64, 64), (65, 63), (129, 128)])
-def test_tile_edges_of_two_sources(keys: int, extra: int, heads: int) -> None:
+def test_tile_edges_of_two_sources(keys: int, extra: int, heads: int, layout: MlaLayout) -> None:
     """Lengths of 0, below it and past the capacity, in one source, the other and both; a row without a valid slot."""
-    case = make_case(4, heads, keys, 64, V4, with_lengths=True, with_sink=True, extra=(V4, extra, 2))
+    case = make_case(
+        4, heads, keys, 64, layout, with_lengths=True, with_sink=True, extra=(layout, extra, 2),
+        rotate=layout.rope_in_value,
+    )  # fmt: skip
     agrees(kit.make(case), case)
 
 
-def test_v4_when_every_multiprocessor_has_several_programs() -> None:
-    case = make_case(300, 128, 130, 64, V4, with_lengths=True, with_sink=True, extra=(V4, 100, 64))
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 127, 128, 129, 191, 193, 256, 300])
+def test_tile_edges_of_plain_rows(keys: int) -> None:
+    case = make_case(5, 70, keys, 7, PLAIN, with_lengths=True, empty_lse="+inf")
+    agrees(kit.make(case), case)
+
+
+@pytest.mark.parametrize("layout", [V4, PLAIN_V4], ids=lambda layout: layout.name)
+def test_when_every_multiprocessor_has_several_programs(layout: MlaLayout) -> None:
+    case = make_case(300, 128, 130, 64, layout, with_lengths=True, with_sink=True, extra=(layout, 100, 64), rotate=True)
     agrees(kit.make(case), case)
 
 

@@ -138,7 +138,7 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
         reason = str(error).strip() or repr(error)
         if isinstance(error, OSError):
             reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
-        op = kernel.__module__.split(".")[-2]
+        op = kernel.__module__.removeprefix("xmla.core.ops.").split(".")[0]
         raise CompileError(f"{op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}") from error
 
 

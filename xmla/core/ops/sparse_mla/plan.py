@@ -4,8 +4,8 @@ from math import inf, log
 from xmla.core.device import Device
 from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, VALUE_DIMS, MlaLayout, mla_layout
 from xmla.core.op import Problem
+from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
-from xmla.core.ops.sparse_mla.sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.plan import Kernel, Launch, Plan, cdiv
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned

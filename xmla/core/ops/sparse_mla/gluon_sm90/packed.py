@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang import LOG2E
-from xmla.core.ops.sparse_mla.sm90.common import (
+from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     AHEAD,
     close_sums,
     entry_pointers,

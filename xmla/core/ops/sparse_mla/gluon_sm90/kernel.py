@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from xmla.core.ops.sparse_mla.sm90.common import Constants, Source, Task, Turn
-from xmla.core.ops.sparse_mla.sm90.packed import attend_packed
-from xmla.core.ops.sparse_mla.sm90.plain import attend_plain
+from xmla.core.ops.sparse_mla.gluon_sm90.common import Constants, Source, Task, Turn
+from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
+from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 
 
 @gluon.constexpr_function
