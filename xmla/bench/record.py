@@ -3,8 +3,8 @@
 import json
 import shlex
 import subprocess
-import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +25,17 @@ def main(
 ) -> None:
     """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""
     start = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    shown: deque[str] = deque(maxlen=lines)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        for line in running.stdout or ():
+            print(line, end="", flush=True)
+            if line.strip():
+                shown.append(line.rstrip())
     seconds = round(time.monotonic() - start, 1)
-    sys.stdout.write(done.stdout)
-    shown = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
-    figures = {"exit_code": done.returncode, "seconds": seconds, "last_lines": shown[-lines:]}
+    figures = {"exit_code": running.returncode, "seconds": seconds, "last_lines": [*shown]}
     with out.open("a") as file:
         file.write(json.dumps(provenance(shlex.join(command), commit) | figures, ensure_ascii=False) + "\n")
-    raise typer.Exit(code=done.returncode)
+    raise typer.Exit(code=running.returncode)
 
 
 if __name__ == "__main__":

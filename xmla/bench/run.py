@@ -8,6 +8,8 @@ first names command, commit, versions, device and ceilings, each further one is 
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +101,17 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
     command = shlex.join(["xmla", "bench", *(word for op in ops or () for word in ("--op", op))])
     head = provenance(command, commit) | {"flash_mla": peer, "ceilings": limits}
     lines: list[Line] = []
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with (
+        Progress(console=Console(stderr=True), transient=True) as bar,
+        nullcontext() if out is None else out.open("a") as file,
+    ):
         task = bar.add_task("timing", total=None)
-        for line in time_cases(chosen, limits):
-            lines.append(line)
-            bar.update(task, description=f"{line['op']} {line['case']}")
-        if HOST in chosen:
-            lines += host.lines()
-    if out is not None:
-        with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in (head, *lines))
+        for line in chain([head], time_cases(chosen, limits), host.lines() if HOST in chosen else ()):
+            if file is not None:  # at once: a run that is cut short has timed what it has timed
+                print(json.dumps(line), file=file, flush=True)
+            if line is not head:
+                lines.append(line)
+                bar.update(task, description=f"{line['op']} {line['case']}")
     if image is not None:
         picture.draw(head, lines, image)
     earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}

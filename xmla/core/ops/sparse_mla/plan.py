@@ -53,12 +53,15 @@ def configure(heads: int, query: str, layout: MlaLayout, extra: MlaLayout | None
 
 
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
-    """Splits of the keys that give the fewest tile steps in a row: full waves, but a split costs about four tiles."""
+    """Splits of the keys that give the fewest tile steps in a row: full waves, but a split costs about four tiles.
+
+    Combining them costs four, and one for 50 programs, whose partial results are written and read (H200, 2026-11-21).
+    """
     tiles = cdiv(keys, config.block_n)
 
-    def steps(splits: int) -> int:
+    def steps(splits: int) -> float:
         waves = cdiv(programs * splits, device.num_sms)
-        return waves * (cdiv(tiles, splits) + 4) + (4 if splits > 1 else 0)
+        return waves * (cdiv(tiles, splits) + 4) + (4 + programs * splits / 50 if splits > 1 else 0)
 
     return min(range(1, max(tiles, 1) + 1), key=steps)
 
