@@ -165,10 +165,12 @@ def cut(
 ) -> None:
     """Leave out the end of some axes, where the op takes it: what remains is no longer dense."""
     plan = bind(op, arrays, attrs, by)
-    mxfp4 = plan is not None and any(dict(launch.constexprs).get("MXFP4") for launch in plan.launches)
+    constants = [dict(launch.constexprs) for launch in plan.launches] if plan is not None else []
+    # A shorter page has values for scales. Of MXFP4's each sum has several; V4's are too far apart for float16.
+    far = any(c.get("MXFP4") or (by == "gluon" and "LAYOUT" in c and c["LAYOUT"].footer) for c in constants)
     for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
-        if axis == "R" and mxfp4:
-            continue  # a shorter page has values for scales, of which each sum has several
+        if axis in ("R", "EXTRA_R") and far:
+            continue
         place = [(name, op.tensors[name].names.index(axis)) for name in arrays if axis in op.tensors[name].names]
         size = arrays[place[0][0]].shape[place[0][1]] if place else 0
         if size > 1 and rng.random() < 0.6:

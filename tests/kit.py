@@ -164,7 +164,11 @@ def assert_updated(
     """
     want = inputs[name]
     if (op.name, name) != ("compress_kv", "cache"):
-        assert_bits_equal(name, got, want)
+        where = None
+        if want.dtype.kind not in "iu" and want.dtype.itemsize == 2:  # a NaN that a GPU has rounded has every such bit
+            nan = as_numpy(got).view(_bits(want.dtype)) & np.array(0x7FFF, _bits(want.dtype)) == 0x7FFF
+            where = ~(nan & np.isnan(want.astype(np.float32)))
+        assert_bits_equal(name, got, want, where)
         return
     cache_format = attrs.get("cache_format")
     with np.errstate(all="ignore"):
