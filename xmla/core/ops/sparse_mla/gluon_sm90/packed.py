@@ -20,6 +20,8 @@ rows V4 has room for raw bytes in shared memory: most of an entry comes by `cp.a
 benchmarks/log/sparse_mla_decode.md and sparse_mla_v4.md.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -45,6 +47,26 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
 # fewer than 112, loops spill.
 RIGHT_REGISTERS = gl.constexpr(176)
 PRODUCER_REGISTERS = gl.constexpr(112)
+
+
+class Shared(NamedTuple):
+    """Shared memory and its barriers; left and right are halves of the latent dims."""
+
+    q: Any  # left, right: [64, 256] f16
+    q_rope: Any  # [64, 64] bf16 over V3.2
+    entries: Any  # [stage · 2 + half, 64, 256] f16
+    rope: Any  # over V3.2 [stage, 64, 64] bf16, over V4 raw bytes of the left and the right half
+    p: Any  # [64, 64] f16
+    exponent: Any  # [stage, 64] i32
+    valid: Any  # [stage, 64] f32: −inf where there is no key, else the exponent
+    seen: Any  # [64] i32: whether there was a key in this row of any tile
+    factor: Any  # [64] f32
+    full: Any  # left, right: [stage]
+    empty: Any  # left, right: [stage]
+    s_done: Any
+    q_full: Any
+    p_full: Any
+    p_empty: Any
 
 
 @gluon.jit
@@ -158,8 +180,7 @@ def scale_rope(words, exponent, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def produce(main, extra, main_tiles, tiles, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem, full_left,
-            full_right, empty_left, empty_right, LAYOUT: gl.constexpr):  # fmt: skip
+def produce(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
     N: gl.constexpr = 64
     # Eight lanes of a row pair store 16 bytes each without a bank conflict: even chunks of one, odd ones of the other.
     WORDS: gl.constexpr = gl.BlockedLayout([1, 2, 2, 4], [8, 1, 1, 4], [4, 1, 1, 1], [3, 2, 1, 0])
@@ -182,20 +203,20 @@ def produce(main, extra, main_tiles, tiles, latent_smem, rope_smem, exponent_sme
         # Loads of one part are in flight while another is converted; a whole tile does not fit what shared memory
         # leaves of the L1 cache, and blocks the loads of the other warpgroups from shared memory.
         words1 = load_words(entries, ok, 256, WORDS)
-        mbarrier.wait(empty_left.index(stage), (tile // 2 & 1) ^ 1)
+        mbarrier.wait(shared.empty[0].index(stage), (tile // 2 & 1) ^ 1)
         seen |= ok.to(gl.int32)
-        exponent_smem.index(stage).store(exponent)
-        valid_smem.index(stage).store(gl.where(ok, small_float(exponent), float("-inf")))
-        seen_smem.store(seen)
-        latent_smem.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words0, factor0))
+        shared.exponent.index(stage).store(exponent)
+        shared.valid.index(stage).store(gl.where(ok, small_float(exponent), float("-inf")))
+        shared.seen.store(seen)
+        shared.entries.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words0, factor0))
         fence_async_shared()
-        mbarrier.arrive(full_left.index(stage), count=1)
+        mbarrier.arrive(shared.full[0].index(stage), count=1)
         rope = load_rope(entries, ok, LAYOUT.rope_offset, WORDS)
-        mbarrier.wait(empty_right.index(stage), (tile // 2 & 1) ^ 1)
-        latent_smem.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words1, factor1))
-        rope_smem.index(stage)._reinterpret(gl.int32, [N, 32], SMEM_W).store(scale_rope(rope, exponent, WORDS))
+        mbarrier.wait(shared.empty[1].index(stage), (tile // 2 & 1) ^ 1)
+        shared.entries.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words1, factor1))
+        shared.rope.index(stage)._reinterpret(gl.int32, [N, 32], SMEM_W).store(scale_rope(rope, exponent, WORDS))
         fence_async_shared()
-        mbarrier.arrive(full_right.index(stage), count=1)
+        mbarrier.arrive(shared.full[1].index(stage), count=1)
         entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
         scales0 = load_scales(scales, ok, 0, WORDS)
         scales1 = load_scales(scales, ok, 8, WORDS)
@@ -280,8 +301,7 @@ def scale_halves(words, factor):
 
 
 @gluon.jit
-def produce_v4(main, extra, main_tiles, tiles, latent_smem, raw_smem, exponent_smem, valid_smem, seen_smem, full_left,
-               full_right, empty_left, empty_right, LAYOUT: gl.constexpr):  # fmt: skip
+def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
     N: gl.constexpr = 64
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # 64 bytes a row, of the cache
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # 64 dims of it in float16
@@ -291,11 +311,10 @@ def produce_v4(main, extra, main_tiles, tiles, latent_smem, raw_smem, exponent_s
 
     # Blocks of 64 dims share a scale. Raw bytes of the first six come through shared memory, a thread reading what it
     # has copied; the seventh and the roped dims through registers.
-    raw_left_smem, raw_right_smem = raw_smem
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
     entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, LAYOUT)
-    copy_blocks(entries, ok, raw_left_smem, 0, 4)
-    copy_blocks(entries, ok, raw_right_smem, 256, 2)
+    copy_blocks(entries, ok, shared.rope[0], 0, 4)
+    copy_blocks(entries, ok, shared.rope[1], 256, 2)
     scale_bytes = load_scale_bytes(scales, ok)
     rope = load_row(entries, ok, LAYOUT.rope_offset, 32, PAIRS)
     slot = load_slots(main, extra, main_tiles, 1, ROWS)
@@ -309,24 +328,24 @@ def produce_v4(main, extra, main_tiles, tiles, latent_smem, raw_smem, exponent_s
         # e4m3 passes its scale by up to 2**8, roped dims do not have one.
         rope_exponent = gl.convert_layout((largest_of(rope) >> 23) - 127 - 8, ROWS, assert_trivial=True)
         exponent = gl.minimum(gl.maximum(gl.maximum(most - 127, rope_exponent), -126), 126)
-        mbarrier.wait(empty_left.index(stage), (tile // 2 & 1) ^ 1)
+        mbarrier.wait(shared.empty[0].index(stage), (tile // 2 & 1) ^ 1)
         seen |= ok.to(gl.int32)
-        exponent_smem.index(stage).store(exponent)
+        shared.exponent.index(stage).store(exponent)
         valid = gl.where(most == 255, float("nan"), small_float(exponent))  # one NaN makes the whole score NaN
-        valid_smem.index(stage).store(gl.where(ok, valid, float("-inf")))
-        seen_smem.store(seen)
+        shared.valid.index(stage).store(gl.where(ok, valid, float("-inf")))
+        shared.seen.store(seen)
         async_copy.wait_group(1)
-        left = latent_smem.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W)
+        left = shared.entries.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W)
         for block in gl.static_range(0, 4):
-            words = raw_left_smem.index(block).load(BLOCK)
+            words = shared.rope[0].index(block).load(BLOCK)
             left.slice(block * 32, 32, 1).store(scale_block(words, scale_bytes, exponent, block, PAIRS))
         fence_async_shared()
-        mbarrier.arrive(full_left.index(stage), count=1)
+        mbarrier.arrive(shared.full[0].index(stage), count=1)
         entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
-        copy_blocks(entries, ok, raw_left_smem, 0, 4)
-        mbarrier.wait(empty_right.index(stage), (tile // 2 & 1) ^ 1)
+        copy_blocks(entries, ok, shared.rope[0], 0, 4)
+        mbarrier.wait(shared.empty[1].index(stage), (tile // 2 & 1) ^ 1)
         async_copy.wait_group(1)
-        right = latent_smem.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W)
+        right = shared.entries.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W)
         right.slice(64, 32, 1).store(scale_block(last, scale_bytes, exponent, 6, PAIRS))
         factor = gl.convert_layout(power_of_two(-exponent), ROPES, assert_trivial=True)
         right.slice(96, 32, 1).store(scale_halves(rope, factor))
@@ -334,17 +353,17 @@ def produce_v4(main, extra, main_tiles, tiles, latent_smem, raw_smem, exponent_s
         rope = load_row(entries, ok, LAYOUT.rope_offset, 32, PAIRS)
         slot = load_slots(main, extra, main_tiles, tile + 2, ROWS)
         for block in gl.static_range(0, 2):
-            words = raw_right_smem.index(block).load(BLOCK)
+            words = shared.rope[1].index(block).load(BLOCK)
             right.slice(block * 32, 32, 1).store(scale_block(words, scale_bytes, exponent, block + 4, PAIRS))
         fence_async_shared()
-        mbarrier.arrive(full_right.index(stage), count=1)
-        copy_blocks(entries, ok, raw_right_smem, 256, 2)
+        mbarrier.arrive(shared.full[1].index(stage), count=1)
+        copy_blocks(entries, ok, shared.rope[1], 256, 2)
         scale_bytes = next_scales
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def store_queries(q_latent_smem, q_rope_smem, factor_smem, PART: gl.constexpr, task, C: gl.constexpr):
+def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
     """32 queries into shared memory, each row divided by a power of two; the factors of its scores beside them."""
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -362,40 +381,38 @@ def store_queries(q_latent_smem, q_rope_smem, factor_smem, PART: gl.constexpr, t
         largest = gl.maximum(largest, gl.max(finite_abs(q2), 1).to(gl.int32, bitcast=True))
     exponent = exponent_of(largest.to(gl.float32, bitcast=True))
     divisor = power_of_two(-exponent)
-    left = q_latent_smem.index(0)._reinterpret(gl.int32, [64, 128], SMEM_W)
-    right = q_latent_smem.index(1)._reinterpret(gl.int32, [64, 128], SMEM_W)
+    left = shared.q.index(0)._reinterpret(gl.int32, [64, 128], SMEM_W)
+    right = shared.q.index(1)._reinterpret(gl.int32, [64, 128], SMEM_W)
     left.slice(PART * 32, 32, 0).store(scale_halves(q0, divisor))
     right.slice(PART * 32, 32, 0).store(scale_halves(q1, divisor))
     if C.LAYOUT.tail:
-        q_rope_smem.slice(PART * 32, 32, 0).store((q2 * gl.expand_dims(divisor, 1)).to(gl.bfloat16))
-    factor_smem.slice(PART * 32, 32, 0).store(power_of_two(exponent) * (C.SCALE * LOG2E))
+        shared.q_rope.slice(PART * 32, 32, 0).store((q2 * gl.expand_dims(divisor, 1)).to(gl.bfloat16))
+    shared.factor.slice(PART * 32, 32, 0).store(power_of_two(exponent) * (C.SCALE * LOG2E))
     fence_async_shared()
 
 
 @gluon.jit
-def start_scores(q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, tile, empty_scores,
-                 LAYOUT: gl.constexpr):  # fmt: skip
+def start_scores(shared, tile, empty_scores, LAYOUT: gl.constexpr):
     stage = tile % 2
-    left = latent_smem.index(stage * 2).permute((1, 0))
-    right = latent_smem.index(stage * 2 + 1).permute((1, 0))
-    mbarrier.wait(full_left.index(stage), tile // 2 & 1)
-    s = warpgroup_mma(q_latent_smem.index(0), left, empty_scores, use_acc=False, is_async=True)
-    mbarrier.wait(full_right.index(stage), tile // 2 & 1)
-    s = warpgroup_mma(q_latent_smem.index(1), right, s, is_async=True)
+    left = shared.entries.index(stage * 2).permute((1, 0))
+    right = shared.entries.index(stage * 2 + 1).permute((1, 0))
+    mbarrier.wait(shared.full[0].index(stage), tile // 2 & 1)
+    s = warpgroup_mma(shared.q.index(0), left, empty_scores, use_acc=False, is_async=True)
+    mbarrier.wait(shared.full[1].index(stage), tile // 2 & 1)
+    s = warpgroup_mma(shared.q.index(1), right, s, is_async=True)
     if LAYOUT.tail:
-        s = warpgroup_mma(q_rope_smem, rope_smem.index(stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(shared.q_rope, shared.rope.index(stage).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def weigh(s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, p_smem, factor_smem, s_done, p_full,
-          p_empty):  # fmt: skip
+def weigh(s, out, scale, maximum, denominator, tile, shared):
     """Softmax of a tile's scores: P and the factor that sums so far change by go to shared memory."""
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.tensor_type.layout)
     scores = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(s_done, count=1)
-    exponent = exponent_smem.index(tile % 2).load(KEYS)
-    valid = valid_smem.index(tile % 2).load(KEYS)
+    mbarrier.arrive(shared.s_done, count=1)
+    exponent = shared.exponent.index(tile % 2).load(KEYS)
+    valid = shared.valid.index(tile % 2).load(KEYS)
     scores = scores * gl.expand_dims(power_of_two(exponent), 0)
     scores = scores * gl.expand_dims(scale, 1) + gl.expand_dims(valid, 0)
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
@@ -407,19 +424,17 @@ def weigh(s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, 
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, shares.type.layout), assert_trivial=True)
     denominator = denominator * gl.expand_dims(factor, 1) + shares
     p = p.to(gl.float16)
-    mbarrier.wait(p_empty, (tile & 1) ^ 1)
-    factor_smem.store(rescale)
-    p_smem.store(p)
+    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)
+    shared.factor.store(rescale)
+    shared.p.store(p)
     fence_async_shared()
-    mbarrier.arrive(p_full, count=1)
+    mbarrier.arrive(shared.p_full, count=1)
     out = out * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, out.type.layout)), 1)
     return out, new_maximum, denominator
 
 
 @gluon.jit
-def attend_left(tiles, q_latent_smem, q_rope_smem, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem, p_smem,
-                factor_smem, q_full, full_left, full_right, empty_left, s_done, p_full, p_empty, task,
-                C: gl.constexpr):  # fmt: skip
+def attend_left(tiles, shared, task, C: gl.constexpr):
     H: gl.constexpr = 64
     N: gl.constexpr = 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -428,66 +443,46 @@ def attend_left(tiles, q_latent_smem, q_rope_smem, latent_smem, rope_smem, expon
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     KEYS_S: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
 
-    store_queries(q_latent_smem, q_rope_smem, factor_smem, 0, task, C)
-    mbarrier.arrive(q_full, count=1)
-    mbarrier.wait(q_full, 0)
-    scale = factor_smem.load(HEADS_S)
+    store_queries(shared, 0, task, C)
+    mbarrier.arrive(shared.q_full, count=1)
+    mbarrier.wait(shared.q_full, 0)
+    scale = shared.factor.load(HEADS_S)
 
     maximum = gl.full([H], float("-inf"), gl.float32, HEADS_S)
     denominator = sum_in_threads(gl.zeros([H, N], gl.float32, S_LAYOUT))
     out = gl.zeros([H, 256], gl.float32, O_LAYOUT)
     empty_scores = gl.zeros([H, N], gl.float32, S_LAYOUT)
-    s = start_scores(
-        q_latent_smem, q_rope_smem, latent_smem, rope_smem, full_left, full_right, 0, empty_scores, C.LAYOUT
-    )
+    s = start_scores(shared, 0, empty_scores, C.LAYOUT)
     for tile in range(0, tiles - 1):
-        out, maximum, denominator = weigh(
-            s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, p_smem, factor_smem, s_done, p_full,
-            p_empty,
-        )  # fmt: skip
-        running = warpgroup_mma(p_smem, latent_smem.index(tile % 2 * 2), out, is_async=True)
-        s = start_scores(
-            q_latent_smem,
-            q_rope_smem,
-            latent_smem,
-            rope_smem,
-            full_left,
-            full_right,
-            tile + 1,
-            empty_scores,
-            C.LAYOUT,
-        )
+        out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared)
+        running = warpgroup_mma(shared.p, shared.entries.index(tile % 2 * 2), out, is_async=True)
+        s = start_scores(shared, tile + 1, empty_scores, C.LAYOUT)
         out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])
-        mbarrier.arrive(empty_left.index(tile % 2), count=1)
+        mbarrier.arrive(shared.empty[0].index(tile % 2), count=1)
     tile = tiles - 1
-    out, maximum, denominator = weigh(
-        s, out, scale, maximum, denominator, tile, exponent_smem, valid_smem, p_smem, factor_smem, s_done, p_full,
-        p_empty,
-    )  # fmt: skip
-    running = warpgroup_mma(p_smem, latent_smem.index(tile % 2 * 2), out, is_async=True)
+    out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared)
+    running = warpgroup_mma(shared.p, shared.entries.index(tile % 2 * 2), out, is_async=True)
 
     denominator = gl.convert_layout(gl.sum(denominator, 1), HEADS_S)
     rows = task.head_block * H + gl.arange(0, H, layout=HEADS_S)
-    inverse, lse = close_sums(maximum, denominator, gl.max(seen_smem.load(KEYS_S), 0), rows, task, C)
+    inverse, lse = close_sums(maximum, denominator, gl.max(shared.seen.load(KEYS_S), 0), rows, task, C)
     gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
-    mbarrier.wait(p_empty, tile & 1)
-    mbarrier.arrive(s_done, count=1)
-    factor_smem.store(inverse)
-    mbarrier.arrive(p_full, count=1)
+    mbarrier.wait(shared.p_empty, tile & 1)
+    mbarrier.arrive(shared.s_done, count=1)
+    shared.factor.store(inverse)
+    mbarrier.arrive(shared.p_full, count=1)
     out = warpgroup_mma_wait(0, deps=[running])
-    store_half(out, gl.convert_layout(inverse, HEADS_O), latent_smem.index(0), 0, task, C)
+    store_half(out, gl.convert_layout(inverse, HEADS_O), shared.entries.index(0), 0, task, C)
 
 
 @gluon.jit
-def attend_right(main, extra, main_tiles, tiles, q_latent_smem, q_rope_smem, latent_smem, p_smem, factor_smem, q_full,
-                 full_right, empty_right, s_done, p_full, p_empty, task,
-                C: gl.constexpr):  # fmt: skip
+def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
     # While the other consumer computes the next tile's softmax nobody else needs the tensor cores; but V4's producer is
     # fast enough to be waiting for this half.
     HOLD_BACK: gl.constexpr = C.LAYOUT.tail > 0
     AHEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
-    store_queries(q_latent_smem, q_rope_smem, factor_smem, 1, task, C)
-    mbarrier.arrive(q_full, count=1)
+    store_queries(shared, 1, task, C)
+    mbarrier.arrive(shared.q_full, count=1)
     for tile in gl.static_range(1, AHEAD):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
         prefetch(main, extra, main_tiles, tile, ahead, C.LAYOUT)
@@ -497,25 +492,25 @@ def attend_right(main, extra, main_tiles, tiles, q_latent_smem, q_rope_smem, lat
     out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
     for tile in range(0, tiles):
         stage = tile % 2
-        mbarrier.wait(p_full, tile & 1)
-        p = p_smem.load(gl.DotOperandLayout(0, O_LAYOUT, 2))
-        factor = factor_smem.load(HEADS_O)
-        mbarrier.arrive(p_empty, count=1)
+        mbarrier.wait(shared.p_full, tile & 1)
+        p = shared.p.load(gl.DotOperandLayout(0, O_LAYOUT, 2))
+        factor = shared.factor.load(HEADS_O)
+        mbarrier.arrive(shared.p_empty, count=1)
         out = out * gl.expand_dims(factor, 1)
         if HOLD_BACK:
-            mbarrier.wait(s_done, (tile + 1) & 1)
-        mbarrier.wait(full_right.index(stage), tile // 2 & 1)
-        running = warpgroup_mma(p, latent_smem.index(stage * 2 + 1), out, is_async=True)
+            mbarrier.wait(shared.s_done, (tile + 1) & 1)
+        mbarrier.wait(shared.full[1].index(stage), tile // 2 & 1)
+        running = warpgroup_mma(p, shared.entries.index(stage * 2 + 1), out, is_async=True)
         if HOLD_BACK:
             prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C.LAYOUT)
             ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
         out = warpgroup_mma_wait(0, deps=[running])
-        mbarrier.arrive(empty_right.index(stage), count=1)
+        mbarrier.arrive(shared.empty[1].index(stage), count=1)
         if not HOLD_BACK:
             prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C.LAYOUT)
             ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
-    mbarrier.wait(p_full, tiles & 1)
-    store_half(out, factor_smem.load(HEADS_O), latent_smem.index(1), 1, task, C)
+    mbarrier.wait(shared.p_full, tiles & 1)
+    store_half(out, shared.factor.load(HEADS_O), shared.entries.index(1), 1, task, C)
 
 
 @gluon.jit
@@ -527,53 +522,47 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     SMEM_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SMEM_R: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-    q_latent_smem = gl.allocate_shared_memory(gl.float16, [2, H, 256], SMEM_L)
-    latent_smem = gl.allocate_shared_memory(gl.float16, [4, N, 256], SMEM_L)  # stage, half
+    q_smem = gl.allocate_shared_memory(gl.float16, [2, H, 256], SMEM_L)
+    entries_smem = gl.allocate_shared_memory(gl.float16, [4, N, 256], SMEM_L)
     if LAYOUT.tail:
         q_rope_smem = gl.allocate_shared_memory(gl.bfloat16, [H, LAYOUT.tail], SMEM_L)
         rope_smem = gl.allocate_shared_memory(gl.bfloat16, [2, N, LAYOUT.tail], SMEM_L)
     else:
-        q_rope_smem = q_latent_smem
+        q_rope_smem = q_smem
         raw_left_smem = gl.allocate_shared_memory(gl.int32, [4, N, 16], SMEM_R)
-        rope_smem = raw_left_smem, gl.allocate_shared_memory(gl.int32, [2, N, 16], SMEM_R)  # raw bytes instead
-    p_smem = gl.allocate_shared_memory(gl.float16, [H, N], SMEM_L)
-    exponent_smem = gl.allocate_shared_memory(gl.int32, [2, N], SMEM_V)
-    valid_smem = gl.allocate_shared_memory(gl.float32, [2, N], SMEM_V)
-    seen_smem = gl.allocate_shared_memory(gl.int32, [N], SMEM_V)
-    factor_smem = gl.allocate_shared_memory(gl.float32, [H], SMEM_V)
-    full_left = mbarrier.allocate_mbarrier(batch=2)
-    full_right = mbarrier.allocate_mbarrier(batch=2)
-    empty_left = mbarrier.allocate_mbarrier(batch=2)
-    empty_right = mbarrier.allocate_mbarrier(batch=2)
-    s_done = mbarrier.allocate_mbarrier()
-    q_full = mbarrier.allocate_mbarrier()
-    p_full = mbarrier.allocate_mbarrier()
-    p_empty = mbarrier.allocate_mbarrier()
+        rope_smem = raw_left_smem, gl.allocate_shared_memory(gl.int32, [2, N, 16], SMEM_R)
+    shared = Shared(
+        q=q_smem,
+        q_rope=q_rope_smem,
+        entries=entries_smem,
+        rope=rope_smem,
+        p=gl.allocate_shared_memory(gl.float16, [H, N], SMEM_L),
+        exponent=gl.allocate_shared_memory(gl.int32, [2, N], SMEM_V),
+        valid=gl.allocate_shared_memory(gl.float32, [2, N], SMEM_V),
+        seen=gl.allocate_shared_memory(gl.int32, [N], SMEM_V),
+        factor=gl.allocate_shared_memory(gl.float32, [H], SMEM_V),
+        full=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
+        empty=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
+        s_done=mbarrier.allocate_mbarrier(),
+        q_full=mbarrier.allocate_mbarrier(),
+        p_full=mbarrier.allocate_mbarrier(),
+        p_empty=mbarrier.allocate_mbarrier(),
+    )
     for stage in gl.static_range(2):
-        mbarrier.init(full_left.index(stage), count=1)
-        mbarrier.init(full_right.index(stage), count=1)
-        mbarrier.init(empty_left.index(stage), count=1)
-        mbarrier.init(empty_right.index(stage), count=1)
-    mbarrier.init(s_done, count=1)
-    mbarrier.init(q_full, count=2)
-    mbarrier.init(p_full, count=1)
-    mbarrier.init(p_empty, count=1)
+        for half in gl.static_range(2):
+            mbarrier.init(shared.full[half].index(stage), count=1)
+            mbarrier.init(shared.empty[half].index(stage), count=1)
+    mbarrier.init(shared.s_done, count=1)
+    mbarrier.init(shared.q_full, count=2)
+    mbarrier.init(shared.p_full, count=1)
+    mbarrier.init(shared.p_empty, count=1)
 
     gl.warp_specialize(
         [
-            (attend_left, (
-                tiles, q_latent_smem, q_rope_smem, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem,
-                p_smem, factor_smem, q_full, full_left, full_right, empty_left, s_done, p_full, p_empty, task, C,
-            )),
-            (attend_right, (
-                main, extra, main_tiles, tiles, q_latent_smem, q_rope_smem, latent_smem, p_smem, factor_smem, q_full,
-                full_right, empty_right, s_done, p_full, p_empty, task, C,
-            )),
-            (produce if LAYOUT.tail else produce_v4, (
-                main, extra, main_tiles, tiles, latent_smem, rope_smem, exponent_smem, valid_smem, seen_smem,
-                full_left, full_right, empty_left, empty_right, LAYOUT,
-            )),
+            (attend_left, (tiles, shared, task, C)),
+            (attend_right, (main, extra, main_tiles, tiles, shared, task, C)),
+            (produce if LAYOUT.tail else produce_v4, (main, extra, main_tiles, tiles, shared, LAYOUT)),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
