@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
@@ -129,6 +130,17 @@ def spilled_bytes(cubin: bytes) -> int | None:
         return stack if stack and re.search(r"\bSTL\b", dump("--dump-sass")) else 0
 
 
+def serialized(ptx: str) -> str | None:
+    """What ptxas says if it makes each `wgmma` wait for the last one, or ignores `setmaxnreg`; else None."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"Potential Performance Loss.*", said.stdout + said.stderr)
+    return found and found[0]
+
+
 def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[str, object]:
     kernel = compiled(specialize(launch, plan, call.specs), device.arch)
     ptx = kernel.asm["ptx"]
@@ -144,6 +156,7 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
         # Triton turns a kernel that does not fit tensor memory into one that only traps.
         "trap": "trap;" in ptx,
         "spilled_bytes": spilled_bytes(kernel.asm["cubin"]),
+        "serialized": serialized(ptx) if device.arch == 90 and "wgmma" in ptx else None,
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
     }
 

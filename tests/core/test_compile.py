@@ -26,6 +26,7 @@ def test_every_configuration_compiles(arch: int) -> None:
         assert kernel["shared"] <= device.smem_bytes, kernel
         assert kernel["tensor_memory"] <= TENSOR_MEMORY_COLUMNS, kernel
         assert not kernel["trap"], kernel
+        assert kernel["serialized"] is None, kernel
         assert arch == 90 or not kernel["spilled_bytes"], kernel  # sm_90's, where tiles are measured: the matrix below
 
     # The committed matrix says the same; without its tool Triton does not tell what spills.
