@@ -79,6 +79,6 @@ def flash_mla_decode(
 
 
 def flash_mla_prefill(q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: float) -> Callable[[], Any]:
-    """FlashMLA's sparse prefill over plain rows [N, 576]."""
+    """FlashMLA's sparse prefill over plain rows [N, 576] or [N, 512]."""
     package = flash_mla()
     return lambda: package.flash_mla_sparse_fwd(q, rows.unsqueeze(1), slots.unsqueeze(1), scale, use_legacy=True)[0]

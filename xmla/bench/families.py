@@ -8,7 +8,7 @@ import torch
 
 from xmla import torch_api
 from xmla.bench import baselines, problems
-from xmla.core.layout import V4
+from xmla.core.layout import V4, V32
 from xmla.core.plan import cdiv
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
@@ -124,29 +124,41 @@ def decode_v4() -> Iterator[Benchmark]:
             )  # fmt: skip
 
 
+# Format, heads, keys a token and keys there are: FlashMLA's benchmark of prefill.
+PREFILL = (
+    (V32, 128, 2048, 8192),
+    (V32, 128, 2048, 32768),
+    (V32, 128, 2048, 131072),
+    (V32, 64, 2048, 32768),
+    (V4, 64, 512, 32768),
+    (V4, 128, 1024, 32768),
+)
+
+
 def prefill() -> Iterator[Benchmark]:
-    """Prefill of 4096 tokens, 128 heads, over plain bf16 rows and straight from the fp8 pages."""
+    """Prefill of 4096 tokens, over plain bf16 rows and straight from the fp8 pages."""
     peer = baselines.flash_mla()
-    for keys in (8192, 32768, 131072):
-        tokens, heads, k = 4096, 128, 2048
-        q = torch.randn(tokens, heads, 576, device="cuda", dtype=torch.bfloat16) * 0.3
+    for layout, heads, k, keys in PREFILL:
+        tokens, scale = 4096, SCALE if layout == V32 else layout.dims**-0.5
+        q = torch.randn(tokens, heads, layout.dims, device="cuda", dtype=torch.bfloat16) * 0.3
         slots = problems.chosen_keys(tokens, keys, k)
-        pool = problems.latent_pool(keys)
+        pool = problems.latent_pool(keys, layout=layout)
         every = torch.arange(keys, device="cuda", dtype=torch.int32)
         rows = torch_api.read_mla_cache(pool, every)
-        flops = 2 * tokens * heads * k * (576 + 512)
-        call = None if peer is None else baselines.flash_mla_prefill(q, rows, slots, SCALE)
+        flops = 2 * tokens * heads * k * (layout.dims + 512)
+        call = None if peer is None else baselines.flash_mla_prefill(q, rows, slots, scale)
         peers = {} if call is None else {"FlashMLA on bf16 rows": lambda i, call=call: call()}
         for kind, cache in (("bf16 rows", rows[:, None]), ("fp8 pages", pool)):
 
-            def ours(i: int, q: Any = q, cache: Any = cache, slots: Any = slots) -> torch.Tensor:
-                return torch_api.sparse_mla(q, cache, slots, softmax_scale=SCALE)[0]
+            def ours(i: int, q: Any = q, cache: Any = cache, slots: Any = slots, scale: Any = scale) -> torch.Tensor:
+                return torch_api.sparse_mla(q, cache, slots, softmax_scale=scale)[0]
 
             def check(ours: Any = ours, call: Any = call) -> float:
                 return 0.0 if call is None else relative_error(ours(0), call())
 
-            case = f"prefill {kind} s_q={tokens} h={heads} k={k} s_kv={keys}"
-            yield Benchmark("sparse_mla", case, ours, peers, flops, tokens * k * 656, 1, check, bound="bf16")
+            version = "" if layout == V32 else f"{layout.name} "
+            case = f"prefill {kind} {version}s_q={tokens} h={heads} k={k} s_kv={keys}"
+            yield Benchmark("sparse_mla", case, ours, peers, flops, tokens * k * layout.row, 1, check, bound="bf16")
 
 
 def ragged_logits() -> Iterator[Benchmark]:

@@ -43,8 +43,8 @@ class Estimate:
 
 # How the cases begin that `call_of` reads.
 MODELLED = {
-    "sparse_mla": r"decode b=|prefill (bf16 rows|fp8 pages) ", "select_topk": r"\d+ × \d+ k=", "dsa_attention": "b=",
-    "indexer_logits": "i=", "indexer_logits_paged": "b=", "indexer_topk": "i=",
+    "sparse_mla": r"decode b=|prefill (bf16 rows|fp8 pages) s_q=", "select_topk": r"\d+ × \d+ k=",
+    "dsa_attention": "b=", "indexer_logits": "i=", "indexer_logits_paged": "b=", "indexer_topk": "i=",
 }  # fmt: skip
 
 
