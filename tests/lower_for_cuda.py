@@ -16,11 +16,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from export_for_cuda import export, exported_case
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-from xmla import jax_api
 from xmla.core.compile import compiled, specialize
-from xmla.core.device import KNOWN_DEVICES, Device, assume_device
+from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -56,11 +56,10 @@ def dumped() -> dict[str, list[str]]:
 
 
 def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str, object]:
-    case = op.cases[min(1, len(op.cases) - 1)]
+    case, inputs = exported_case(op)
     if implementation is not None:  # the first case whose cache is packed
         case = next(c for c in op.cases if c.make(np.random.default_rng(0))["cache"].dtype == np.uint8)
-    inputs = case.make(np.random.default_rng(0))
-    arrays = [inputs[name] for name in op.tensors if name in inputs]
+        inputs = case.make(np.random.default_rng(0))
     names = [name for name in op.tensors if name in inputs]
     # JAX has no 64-bit integers by default.
     specs = {name: Spec(inputs[name].shape, jax.dtypes.canonicalize_dtype(inputs[name].dtype).name) for name in names}
@@ -69,18 +68,7 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
     forget(plan)
 
-    def call(*given: jax.Array) -> object:
-        by_name = dict(zip(names, given, strict=True))
-        return getattr(jax_api, op.name)(
-            *[by_name.get(name) for name in op.tensors], **case.attrs, implementation=implementation
-        )
-
-    with assume_device(device):
-        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        exported = jax.export.export(
-            jax.jit(call), platforms=["cuda"],
-            disabled_checks=jax_api.EXPORT_CHECKS,
-        )(*shapes)  # fmt: skip
+    exported = export(op, case, {name: inputs[name] for name in names}, device, implementation)
     restored = jax.export.deserialize(exported.serialize())
     by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import kit
 import pytest
 import torch
-from export_for_cuda import call, exported_case
+from export_for_cuda import exported_case, function_of
 
 from xmla.core.op import registry
 
@@ -37,7 +37,7 @@ def test_an_export_made_without_a_gpu_runs_on_one(name: str, exports: Path) -> N
     arrays = [jnp.asarray(array) for array in inputs.values()]
     restored = jax.export.deserialize(bytearray((exports / f"{name}.export").read_bytes()))
     got = jax.tree.leaves(restored.call(*arrays))
-    want = jax.tree.leaves(jax.jit(lambda *given: call(op, case, [*inputs], *given))(*arrays))
+    want = jax.tree.leaves(jax.jit(function_of(op, case, [*inputs]))(*arrays))
     assert len(got) == len(want) > 0
     where = None
     if name == "indexer_logits_paged":

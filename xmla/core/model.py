@@ -23,11 +23,11 @@ class Call:
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
 
-    def plan(self, device: Device) -> Plan:
+    def plan(self, device: Device, implementation: str | None = None) -> Plan:
         op = registry()[self.op]
         attrs = op.defaults | dict(self.attrs)
         specs = tuple(self.specs.get(name) for name in op.tensors)
-        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
+        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, implementation)[0]
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """Seconds at least, by the roofline, with `keys` in every request, by default as many as fit."""
@@ -41,30 +41,15 @@ def split(requests: int, next_n: int) -> Call:
     return Call("split_batch", batch, {"num_tokens": requests * next_n, "decode_threshold": next_n})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model(ABC):
-    """What serving a model calls, at every size that occurs."""
+    """What serving a model calls, at every size that occurs; each model says what the sizes mean."""
 
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def next_n(self) -> tuple[int, ...]: ...
-
-    @property
-    @abstractmethod
-    def mixed(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def batches(self) -> tuple[int, ...]: ...
-
-    @property
-    @abstractmethod
-    def max_lens(self) -> tuple[int, ...]: ...
-
-    @property
-    @abstractmethod
-    def prefill_tokens(self) -> tuple[int, ...]: ...
+    next_n: tuple[int, ...] = (1,)
+    mixed: bool = False
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    max_lens: tuple[int, ...] = (4096, 32768, 131072)
+    prefill_tokens: tuple[int, ...] = (2048, 8192)
 
     @abstractmethod
     def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
@@ -126,11 +111,6 @@ class ModelConfig(Model):
     softmax_scale: float = 192**-0.5
     index_scale: float | None = None
     dtype: str = "bfloat16"
-    next_n: tuple[int, ...] = (1,)
-    mixed: bool = False
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    max_lens: tuple[int, ...] = (4096, 32768, 131072)
-    prefill_tokens: tuple[int, ...] = (2048, 8192)
     sink: bool = False
     ranks: int = 1
 

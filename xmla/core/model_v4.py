@@ -55,11 +55,6 @@ class ModelConfigV4(Model):
     softmax_scale: float = VALUE_DIMS**-0.5
     index_scale: float | None = None
     dtype: str = "bfloat16"
-    next_n: tuple[int, ...] = (1,)
-    mixed: bool = False
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    max_lens: tuple[int, ...] = (4096, 32768, 131072)
-    prefill_tokens: tuple[int, ...] = (2048, 8192)
 
     @property
     def indexer(self) -> IndexerLayout:

@@ -71,16 +71,17 @@ def plan(problem: Problem, device: Device) -> Plan:
     layout = mla_layout(problem)
     extra = mla_layout(problem, "extra_cache") if problem.has("extra_cache") else None
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
-    # A head's bits depend on its tile: tensor-parallel ranks take that of all heads.
-    tile_heads = MAX_HEADS if attrs["batch_invariant"] else heads
-    chosen = configure(tile_heads, specs["q"].dtype, layout, extra, device)
-    config = tuned("sparse_mla", device, f"h{tile_heads}-{layout.name}", chosen)
     unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
     by_hand = not unmet and problem.implementation in (None, "gluon")
     if by_hand:
         config = SM90
+    else:
+        # A head's bits depend on its tile: tensor-parallel ranks take that of all heads.
+        tile_heads = MAX_HEADS if attrs["batch_invariant"] else heads
+        chosen = configure(tile_heads, specs["q"].dtype, layout, extra, device)
+        config = tuned("sparse_mla", device, f"h{tile_heads}-{layout.name}", chosen)
     head_blocks = cdiv(heads, config.block_h)
     if extra is not None:  # tiles do not mix sources
         keys = cdiv(keys, config.block_n) * config.block_n + problem["EXTRA_K"]

@@ -8,7 +8,9 @@ from triton.experimental.gluon import language as gl
 
 from xmla.core.lang import LOG2E
 
-AHEAD = gl.constexpr(3)  # tiles that entries are fetched into the L2 cache before they are wanted; 5 is slower
+# Of S [64 heads, 64 keys] and of half of the sums [64 heads, 256] in the registers of a warpgroup.
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
 
 
 class Source(NamedTuple):
@@ -57,12 +59,6 @@ class Constants:
 
 
 @gluon.jit
-def exp2(x):
-    """2**x, and 0 below 2**-126: a denormal result would take five instructions."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr):
     """The slots of a tile's 64 entries, −1 past the end."""
     slots, start, end = main.slots, main.first + tile * 64, main.end
@@ -102,28 +98,9 @@ def entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def prefetch(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
-    """Entries on their way to the L2 cache, a line of 128 bytes at a time."""
-    LINES: gl.constexpr = slot.type.layout.parent
-    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
-    STEP: gl.constexpr = 128 if LAYOUT.packed else 64
-    END: gl.constexpr = LAYOUT.data + 128 * (LAYOUT.footer > 0)
-    COUNT: gl.constexpr = 8 if END <= 8 * STEP else 16
-    line = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(0, LINES)), 0) * STEP
-    ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
-    if LAYOUT.footer:
-        ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
-    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        setp.ne.s32 p, $2, 0;
-        @p prefetch.global.L2 [$1];
-        mov.u32 $0, 0;
-        }
-        """, "=r,l,r", [ptrs.to(gl.int64, bitcast=True), wanted], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def scaled(sums, factor):
+    """Each row of `sums` times its factor."""
+    return sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True), 1)
 
 
 @gluon.jit

@@ -34,15 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
-    AHEAD,
+    O_LAYOUT,
+    S_LAYOUT,
     close_sums,
     entry_pointers,
     load_slots,
-    prefetch,
+    scaled,
     store_half,
     sum_in_threads,
 )
 
+AHEAD = gl.constexpr(3)  # tiles that entries are fetched into the L2 cache before they are wanted; 5 is slower
 # A thread's registers in `attend_right` and `produce`; `attend_left` has the 216 that remain. With fewer than 176, or
 # fewer than 112, loops spill.
 RIGHT_REGISTERS = gl.constexpr(176)
@@ -90,6 +92,29 @@ def small_float(x):
 @gluon.jit
 def finite_abs(x):
     return gl.where(x == x, gl.abs(x), 0.0)
+
+
+@gluon.jit
+def prefetch(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
+    """Entries on their way to the L2 cache, a line of 128 bytes at a time."""
+    LINES: gl.constexpr = slot.type.layout.parent
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
+    line = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, LINES)), 0) * 128
+    ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
+    END: gl.constexpr = LAYOUT.data + 128 * (LAYOUT.footer > 0)
+    if LAYOUT.footer:
+        ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
+    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        setp.ne.s32 p, $2, 0;
+        @p prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }
+        """, "=r,l,r", [ptrs.to(gl.int64, bitcast=True), wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -421,24 +446,20 @@ def weigh(s, out, scale, maximum, denominator, tile, shared):
     p = gl.exp2(scores - gl.expand_dims(base, 1))
     rescale = gl.exp2(maximum - base)
     shares = sum_in_threads(p * gl.expand_dims(power_of_two(-exponent), 0))
-    factor = gl.convert_layout(rescale, gl.SliceLayout(1, shares.type.layout), assert_trivial=True)
-    denominator = denominator * gl.expand_dims(factor, 1) + shares
+    denominator = scaled(denominator, rescale) + shares
     p = p.to(gl.float16)
     mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)
     shared.factor.store(rescale)
     shared.p.store(p)
     fence_async_shared()
     mbarrier.arrive(shared.p_full, count=1)
-    out = out * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, out.type.layout)), 1)
-    return out, new_maximum, denominator
+    return scaled(out, rescale), new_maximum, denominator
 
 
 @gluon.jit
 def attend_left(tiles, shared, task, C: gl.constexpr):
     H: gl.constexpr = 64
     N: gl.constexpr = 64
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     HEADS_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     KEYS_S: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -487,7 +508,6 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
         prefetch(main, extra, main_tiles, tile, ahead, C.LAYOUT)
     ahead = load_slots(main, extra, main_tiles, AHEAD, AHEADS)
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
     for tile in range(0, tiles):

@@ -26,10 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
+    O_LAYOUT,
+    S_LAYOUT,
     close_sums,
     entry_pointers,
-    exp2,
     load_slots,
+    scaled,
     store_half,
     sum_in_threads,
 )
@@ -142,14 +144,15 @@ def start_scores(shared, pair, empty_scores, STAGE: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
-def base_of(maximum):
-    """What scores are taken relative to: −inf − −inf, before the first valid key, would be NaN."""
-    return gl.where(maximum == float("-inf"), 0.0, maximum)
+def exp2(x):
+    """2**x, and 0 below 2**-126: a denormal result would take five instructions."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def scaled(sums, factor):
-    return sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True), 1)
+def base_of(maximum):
+    """What scores are taken relative to: −inf − −inf, before the first valid key, would be NaN."""
+    return gl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @gluon.jit
@@ -171,7 +174,7 @@ def maximum_of_other(maximum, shared, pair, STAGE: gl.constexpr):
 
 
 @gluon.jit
-def weights(scores, maximum, shared, O_LAYOUT: gl.constexpr, STAGE: gl.constexpr):
+def weights(scores, maximum, shared, STAGE: gl.constexpr):
     """P, which the other warpgroup gets too, and its sums."""
     p = exp2(scores - gl.expand_dims(base_of(maximum), 1))
     rounded = p.to(shared.p.dtype)
@@ -198,13 +201,12 @@ def hand_back(running, shared, STAGE: gl.constexpr, PART: gl.constexpr):
 @gluon.jit
 def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, SCALE: gl.constexpr):
     """The softmax of tile 2·pair + PART, and this half of both tiles' P·V."""
-    O_LAYOUT: gl.constexpr = out.type.layout
     valid = shared.valid.index(PART).load(gl.SliceLayout(0, s.type.tensor_type.layout))
     if PART == 0:
         scores = warpgroup_mma_wait(0, deps=[s])
         scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 0, SCALE)
         out = scaled(out, factor)
-        p, shares = weights(scores, maximum, shared, O_LAYOUT, 0)
+        p, shares = weights(scores, maximum, shared, 0)
         running = multiply(p, out, shared, 0, PART)
         denominator = scaled(denominator, factor) + shares
         maximum, factor = maximum_of_other(maximum, shared, pair, 1)
@@ -220,7 +222,7 @@ def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, 
         running = multiply(shared.p.index(0), out, shared, 0, PART)
         scores = warpgroup_mma_wait(1, deps=[s])
         scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 1, SCALE)
-        p, shares = weights(scores, maximum, shared, O_LAYOUT, 1)
+        p, shares = weights(scores, maximum, shared, 1)
         denominator = scaled(denominator, factor) + shares
         out = scaled(hand_back(running, shared, 0, PART), factor)
         out = hand_back(multiply(p, out, shared, 1, PART), shared, 1, PART)
@@ -229,8 +231,6 @@ def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, 
 
 @gluon.jit
 def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
     store_queries(shared, PART, task, C)
