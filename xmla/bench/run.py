@@ -9,7 +9,6 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +104,21 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
         Progress(console=Console(stderr=True), transient=True) as bar,
         nullcontext() if out is None else out.open("a") as file,
     ):
-        task = bar.add_task("timing", total=None)
-        for line in chain([head], time_cases(chosen, limits), host.lines() if HOST in chosen else ()):
-            if file is not None:  # at once: a run that is cut short has timed what it has timed
+
+        def keep(line: Line) -> None:
+            """At once: a run that is cut short has timed what it has timed."""
+            if file is not None:
                 print(json.dumps(line), file=file, flush=True)
-            if line is not head:
-                lines.append(line)
-                bar.update(task, description=f"{line['op']} {line['case']}")
+
+        keep(head)
+        task = bar.add_task("timing", total=None)
+        for line in time_cases(chosen, limits):
+            keep(line)
+            lines.append(line)
+            bar.update(task, description=f"{line['op']} {line['case']}")
+        for line in host.lines() if HOST in chosen else ():
+            keep(line)
+            lines.append(line)
     if image is not None:
         picture.draw(head, lines, image)
     earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}
