@@ -20,6 +20,7 @@ class Config:
     """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`.
 
     `hoist`: what does not change from tile to tile, mostly descriptors of operands, may wait in registers.
+    `programs`: as many are to share an SM.
     """
 
     block_h: int
@@ -27,10 +28,12 @@ class Config:
     num_warps: int
     num_stages: int
     hoist: bool = False
+    programs: int = 1
 
 
-# The shape of the Hopper kernel's tile, which is written into it; the warps of its first partition.
+# Shapes of the Hopper kernel's tiles, which are written into it; the warps of its first partition.
 SM90 = Config(64, 64, 4, 1)
+SM90_FEW_HEADS = Config(16, 64, 4, 1, programs=2)
 
 
 def configure(heads: int, query: str, layout: MlaLayout, extra: MlaLayout | None, device: Device) -> Config:
@@ -60,8 +63,10 @@ def count_splits(programs: int, keys: int, config: Config, device: Device) -> in
     tiles = cdiv(keys, config.block_n)
 
     def steps(splits: int) -> float:
-        waves = cdiv(programs * splits, device.num_sms)
-        return waves * (cdiv(tiles, splits) + 4) + (4 + programs * splits / 50 if splits > 1 else 0)
+        waves = cdiv(programs * splits, device.num_sms * config.programs)
+        shared = programs * splits > device.num_sms and config.programs > 1
+        step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
+        return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / 50 if splits > 1 else 0)
 
     return min(range(1, max(tiles, 1) + 1), key=steps)
 
@@ -76,7 +81,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
     by_hand = not unmet and problem.implementation in (None, "gluon")
     if by_hand:
-        config = SM90
+        config = SM90_FEW_HEADS if few_heads(problem, layout) else SM90
     else:
         # A head's bits depend on its tile: tensor-parallel ranks take that of all heads.
         tile_heads = MAX_HEADS if attrs["batch_invariant"] else heads
@@ -127,7 +132,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         *rotation,
     )
     kernel: Kernel = sparse_mla_sm90_kernel
-    if not by_hand:
+    if by_hand:
+        constexprs += (("BLOCK_H", config.block_h),)
+    else:
         kernel = sparse_mla_kernel
         constexprs += (("BLOCK_H", config.block_h), ("BLOCK_N", config.block_n), ("HOIST", config.hoist))
     attend = Launch(
@@ -171,6 +178,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         ),
     )
     return Plan((attend, combine), workspace | results, ("out", "lse"))
+
+
+def few_heads(problem: Problem, layout: MlaLayout) -> bool:
+    """Whether the Hopper kernel has a tile of 16 heads for the call. It copies entries by 16 bytes."""
+    if problem["H"] > SM90_FEW_HEADS.block_h or layout != V32 or problem.attrs["batch_invariant"]:
+        return False  # a head's bits depend on its tile: tensor-parallel ranks take that of all heads
+    cache = problem.specs["cache"]
+    return cache.alignment % 16 == 0 and cache.stride(0) % 16 == 0
 
 
 def unmet_by_hand(

@@ -98,6 +98,29 @@ def entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def exponent_of(x):
+    """The largest integer e with 2**e ≤ |x|, from the bits of float32 `x`, within ±100."""
+    bits = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    return gl.minimum(gl.maximum((bits >> 23) - 127, -100), 100)
+
+
+@gluon.jit
+def power_of_two(exponent):
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def small_float(x):
+    """float32 of an integer within ±2**21, by arithmetic: results of the conversion unit wait for loads in flight."""
+    return (x + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
+
+
+@gluon.jit
+def finite_abs(x):
+    return gl.where(x == x, gl.abs(x), 0.0)
+
+
+@gluon.jit
 def scaled(sums, factor):
     """Each row of `sums` times its factor."""
     return sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True), 1)

@@ -1,9 +1,11 @@
-"""The attention kernel for Hopper: which keys a program has. What it does with them is in packed.py and plain.py."""
+"""The attention kernel for Hopper: which keys a program has. What it does with them is in few_heads.py,
+packed.py and plain.py."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from xmla.core.ops.sparse_mla.gluon_sm90.common import Constants, Source, Task, Turn
+from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 
@@ -71,9 +73,10 @@ def sparse_mla_sm90_kernel(
     SPLIT: gl.constexpr,
     ROTATE: gl.constexpr,
     COS_SIN_STRIDE: gl.constexpr,
+    BLOCK_H: gl.constexpr,
 ):
     N: gl.constexpr = 64
-    HEAD_BLOCKS: gl.constexpr = (HEADS + 63) // 64
+    HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
@@ -118,7 +121,9 @@ def sparse_mla_sm90_kernel(
         turn: gl.constexpr = None
     task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
     C: gl.constexpr = constants(LAYOUT, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT)
-    if LAYOUT.packed:
+    if BLOCK_H == 16:
+        attend_few_heads(main, tiles, task, C)
+    elif LAYOUT.packed:
         attend_packed(main, extra, main_tiles, tiles, task, C)
     else:
         attend_plain(main, extra, main_tiles, tiles, task, C)

@@ -38,8 +38,12 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     S_LAYOUT,
     close_sums,
     entry_pointers,
+    exponent_of,
+    finite_abs,
     load_slots,
+    power_of_two,
     scaled,
+    small_float,
     store_half,
     sum_in_threads,
 )
@@ -69,29 +73,6 @@ class Shared(NamedTuple):
     q_full: Any
     p_full: Any
     p_empty: Any
-
-
-@gluon.jit
-def exponent_of(x):
-    """The largest integer e with 2**e ≤ |x|, from the bits of float32 `x`, within ±100."""
-    bits = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    return gl.minimum(gl.maximum((bits >> 23) - 127, -100), 100)
-
-
-@gluon.jit
-def power_of_two(exponent):
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def small_float(x):
-    """float32 of an integer within ±2**21, by arithmetic: results of the conversion unit wait for loads in flight."""
-    return (x + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
-
-
-@gluon.jit
-def finite_abs(x):
-    return gl.where(x == x, gl.abs(x), 0.0)
 
 
 @gluon.jit
