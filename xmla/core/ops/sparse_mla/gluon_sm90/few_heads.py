@@ -4,7 +4,8 @@ One program: 16 heads of a token against its keys, 64 at a time, on four warps; 
 to shared memory as they are, two tiles ahead. A warp has one block of 128 latent dims, and one number is the scale of a
 key's block: it multiplies the block's scores, and weights before they meet the block's values, so e4m3 becomes float16
 without a product. Entries are read from shared memory twice, into the registers of the threads that multiply them: dims
-are taken in an order in which either operand of a product is 16 bytes a thread. See benchmarks/log/sparse_mla_decode.md.
+are taken in an order in which either operand of a product is 16 bytes a thread.
+See benchmarks/log/sparse_mla_decode.md.
 """
 
 from triton.experimental import gluon
@@ -34,7 +35,7 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, DOTS.value, 2))
 
 
 def along_dims(rows, dims_in_thread, dims_of_lanes, dims_of_warps):
-    """[rows, dims] of an operand whose product runs over dims: lanes have eight rows and four parts of a warp's dims."""
+    """[rows, dims] of an operand whose product runs over dims: lanes have eight rows, and four parts of a warp's."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, dim] for dim in dims_in_thread] + [[row, 0] for row in (8, 16, 32) if row < rows],
         lane_bases=[[0, dim] for dim in dims_of_lanes] + [[1, 0], [2, 0], [4, 0]],

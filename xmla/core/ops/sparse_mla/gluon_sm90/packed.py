@@ -69,7 +69,7 @@ class Shared(NamedTuple):
     factor: Any  # [64] f32
     full: Any  # left, right: [stage]
     empty: Any  # left, right: [stage]
-    s_done: Any
+    s_done: Any  # S of each tile but the first, for which nobody waits
     q_full: Any
     p_full: Any
     p_empty: Any
@@ -411,12 +411,22 @@ def start_scores(shared, tile, empty_scores, LAYOUT: gl.constexpr):
     return s
 
 
+@gluon.constexpr_function
+def holds_back(LAYOUT):
+    """Whether a right P·V waits for S of the next tile: nobody else needs the tensor cores under its softmax.
+
+    V4's producer is fast enough to be waiting for this half.
+    """
+    return LAYOUT.tail > 0
+
+
 @gluon.jit
-def weigh(s, out, scale, maximum, denominator, tile, shared):
+def weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK: gl.constexpr):
     """Softmax of a tile's scores: P and the factor that sums so far change by go to shared memory."""
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.tensor_type.layout)
     scores = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(shared.s_done, count=1)
+    if HOLD_BACK:
+        mbarrier.arrive(shared.s_done, count=1, pred=tile > 0)
     exponent = shared.exponent.index(tile % 2).load(KEYS)
     valid = shared.valid.index(tile % 2).load(KEYS)
     scores = scores * gl.expand_dims(power_of_two(exponent), 0)
@@ -444,6 +454,7 @@ def attend_left(tiles, shared, task, C: gl.constexpr):
     HEADS_S: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     KEYS_S: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    HOLD_BACK: gl.constexpr = holds_back(C.LAYOUT)
 
     store_queries(shared, 0, task, C)
     mbarrier.arrive(shared.q_full, count=1)
@@ -456,13 +467,13 @@ def attend_left(tiles, shared, task, C: gl.constexpr):
     empty_scores = gl.zeros([H, N], gl.float32, S_LAYOUT)
     s = start_scores(shared, 0, empty_scores, C.LAYOUT)
     for tile in range(0, tiles - 1):
-        out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared)
+        out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
         running = warpgroup_mma(shared.p, shared.entries.index(tile % 2 * 2), out, is_async=True)
         s = start_scores(shared, tile + 1, empty_scores, C.LAYOUT)
         out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])
         mbarrier.arrive(shared.empty[0].index(tile % 2), count=1)
     tile = tiles - 1
-    out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared)
+    out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
     running = warpgroup_mma(shared.p, shared.entries.index(tile % 2 * 2), out, is_async=True)
 
     denominator = gl.convert_layout(gl.sum(denominator, 1), HEADS_S)
@@ -470,7 +481,8 @@ def attend_left(tiles, shared, task, C: gl.constexpr):
     inverse, lse = close_sums(maximum, denominator, gl.max(shared.seen.load(KEYS_S), 0), rows, task, C)
     gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     mbarrier.wait(shared.p_empty, tile & 1)
-    mbarrier.arrive(shared.s_done, count=1)
+    if HOLD_BACK:  # the last P·V waits for nothing
+        mbarrier.arrive(shared.s_done, count=1)
     shared.factor.store(inverse)
     mbarrier.arrive(shared.p_full, count=1)
     out = warpgroup_mma_wait(0, deps=[running])
@@ -479,9 +491,7 @@ def attend_left(tiles, shared, task, C: gl.constexpr):
 
 @gluon.jit
 def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
-    # While the other consumer computes the next tile's softmax nobody else needs the tensor cores; but V4's producer is
-    # fast enough to be waiting for this half.
-    HOLD_BACK: gl.constexpr = C.LAYOUT.tail > 0
+    HOLD_BACK: gl.constexpr = holds_back(C.LAYOUT)
     AHEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
     store_queries(shared, 1, task, C)
     mbarrier.arrive(shared.q_full, count=1)
@@ -499,7 +509,7 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
         mbarrier.arrive(shared.p_empty, count=1)
         out = out * gl.expand_dims(factor, 1)
         if HOLD_BACK:
-            mbarrier.wait(shared.s_done, (tile + 1) & 1)
+            mbarrier.wait(shared.s_done, tile & 1)
         mbarrier.wait(shared.full[1].index(stage), tile // 2 & 1)
         running = warpgroup_mma(p, shared.entries.index(stage * 2 + 1), out, is_async=True)
         if HOLD_BACK:
