@@ -78,6 +78,22 @@ def test_few_tokens_are_split_over_the_keys_and_many_are_not() -> None:
     assert attention(4096, 128, 2048, H200).workspace_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "padding", "invariant", "tile"),
+    [(16, 0, False, 16), (1, 16, False, 16), (17, 0, False, 64), (16, 4, False, 64), (16, 0, True, 64)],
+)
+def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, invariant: bool, tile: int) -> None:
+    specs = {
+        "q": Spec((64, heads, 576), "bfloat16"),
+        "cache": Spec((100, 64, 656), "uint8", (64 * 656 + padding, 656, 1)),
+        "slots": Spec((64, 2048), "int32"),
+    }
+    op = registry()["sparse_mla"]
+    attrs = op.defaults | {"softmax_scale": 0.1, "batch_invariant": invariant}
+    plan, _ = plan_call(op, tuple(map(specs.get, op.tensors)), tuple(attrs[a.name] for a in op.attrs), H200)
+    assert dict(plan.launches[0].constexprs)["BLOCK_H"] == tile
+
+
 def test_batch_invariant_splits_depend_on_k_alone() -> None:
     counts = {splits(attention(t, 128, 2048, H200, batch_invariant=True)) for t in (1, 7, 64, 4096)}
     assert len(counts) == 1

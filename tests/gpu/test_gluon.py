@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from xmla import jax_api, torch_api
 from xmla.core.device import H200
 from xmla.core.errors import UnsupportedError
-from xmla.core.layout import PLAIN, PLAIN_V4, V4, MlaLayout
+from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case, plan_call, registry
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.spec import Spec
@@ -77,9 +77,22 @@ def test_tile_edges_of_plain_rows(keys: int) -> None:
     agrees(kit.make(case), case)
 
 
+@pytest.mark.parametrize("heads", [1, 5, 16, 17, 70])
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 127, 128, 129, 191, 193, 300])
+def test_tile_edges_of_v32(keys: int, heads: int) -> None:
+    case = make_case(5, heads, keys, 7, V32, with_lengths=True, with_sink=True, lse_sink=keys % 2 == 0)
+    agrees(kit.make(case), case)
+
+
 @pytest.mark.parametrize("layout", [V4, PLAIN_V4], ids=lambda layout: layout.name)
 def test_when_every_multiprocessor_has_several_programs(layout: MlaLayout) -> None:
     case = make_case(300, 128, 130, 64, layout, with_lengths=True, with_sink=True, extra=(layout, 100, 64), rotate=True)
+    agrees(kit.make(case), case)
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(600, 16), (150, 16), (300, 128)])
+def test_when_every_multiprocessor_has_several_programs_of_v32(tokens: int, heads: int) -> None:
+    case = make_case(tokens, heads, 330, 64, V32, with_lengths=True, with_sink=True, padding=16)
     agrees(kit.make(case), case)
 
 
@@ -100,6 +113,36 @@ def test_scales_far_apart_in_v4(spread: int, rope: int) -> None:
     error = np.linalg.norm(got[0] - want[0], axis=-1)
     assert (error <= 2**-8 * np.linalg.norm(want[0], axis=-1)).all(), error.max()
     assert np.allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize(("spread", "rope"), [(4, 0), (2, 18), (2, -18), (40, 20)])
+def test_scales_far_apart_in_v32(spread: int, rope: int, heads: int) -> None:
+    case = make_case(4, heads, 200, 64, V32)
+    inputs, rng = kit.make(case), np.random.default_rng(1)
+    count = inputs["cache"].shape[0] * inputs["cache"].shape[1]
+    factors = np.exp2(rng.integers(-spread, spread + 1, (count, 4))).repeat(128, axis=1)
+    latent, roped = rng.standard_normal((count, 512)) * factors, rng.standard_normal((count, 64)) * 2.0**rope
+    V32.scatter(inputs["cache"], np.arange(count), latent, roped)
+    inputs["q"] = (inputs["q"].astype(np.float32) * 2.0 ** -max(spread, rope)).astype(inputs["q"].dtype)
+    want = [np.asarray(x, np.float64) for x in OP.reference(**inputs, **kit.attributes(OP, case))]
+    got = [kit.as_numpy(x).astype(np.float64) for x in attend(kit.copies(inputs), dict(case.attrs))]
+    error = np.linalg.norm(got[0] - want[0], axis=-1)
+    assert (error <= 2**-8 * np.linalg.norm(want[0], axis=-1)).all(), error.max()
+    assert np.allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize(("first", "byte", "count"), [(5, 0x7F, 1), (516, 0xFF, 4), (528, 0xFF, 2)])
+def test_a_key_that_is_nan_in_v32(first: int, byte: int, count: int, heads: int) -> None:
+    """A value, a scale, a roped dim."""
+    case = make_case(4, heads, 100, 64, V32)
+    inputs = kit.make(case)
+    cache = inputs["cache"]
+    page, entry = divmod(int(inputs["slots"][0][inputs["slots"][0] >= 0][0]), cache.shape[1])
+    cache[page, entry, first : first + count] = byte
+    got = attend(kit.copies(inputs), dict(case.attrs))
+    assert got[0][0].isnan().all() and got[1][0].isnan().all()
 
 
 @pytest.mark.parametrize(("place", "byte"), [("value", 0x7F), ("scale", 0xFF), ("rope", 0xFF)])
@@ -135,7 +178,9 @@ def test_jax_gives_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [next(c for c in CASES if kind in c.name) for kind in ("v32", "v4+v4")], ids=kit.case_id
+    "case",
+    [next(c for c in CASES if kind in c.name) for kind in ("v32", "v4+v4")] + [make_case(9, 16, 700, 64, V32)],
+    ids=kit.case_id,
 )
 def test_repeated_calls_and_graph_replays_give_the_same_bits(case: Case) -> None:
     inputs = kit.torch_inputs(OP, kit.make(case), "cuda")

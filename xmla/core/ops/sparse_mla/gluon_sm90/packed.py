@@ -427,6 +427,8 @@ def weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK: gl.const
     scores = warpgroup_mma_wait(0, deps=[s])
     if HOLD_BACK:
         mbarrier.arrive(shared.s_done, count=1, pred=tile > 0)
+    else:
+        gl.barrier()  # warps that start the softmax together: 1 % over V4's pages (H200, 2026-11-21)
     exponent = shared.exponent.index(tile % 2).load(KEYS)
     valid = shared.valid.index(tile % 2).load(KEYS)
     scores = scores * gl.expand_dims(power_of_two(exponent), 0)
