@@ -4,8 +4,8 @@
 
 Each partition is a warpgroup. PTX orders a store before a load if every thread's store comes before a barrier of its
 warpgroup, that before one thread's arrival at an mbarrier, and the load after a wait for the phase which that arrival
-is part of. In two partitions racecheck follows that; it reports hazards in three, where two arrive or copies do, and
-between the first lines that Triton itself writes for partitions which share nothing.
+is part of. Racecheck follows that, but reports hazards where copies arrive at the barrier too, and, in some launches,
+between the first lines that Triton itself writes for partitions, whatever they do.
 """
 
 import torch

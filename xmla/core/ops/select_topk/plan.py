@@ -9,6 +9,7 @@ from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
+MAX_SEGMENTS = 32  # of a row: where a candidate stands is found by the counts of all of them
 SIGMAS = 5  # of the sample's error that candidates allow for, to both sides
 
 
@@ -45,7 +46,8 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     if rows > device.num_sms:
         return Config(1, capacity, rank, lanes, step, 4 if lanes <= 4096 else 8)  # 8192 lanes spill with 4
     segments, warps = 1, 8
-    while rows * segments * 2 <= 2 * device.num_sms and columns >= 2 * segments * warps * COLUMNS_A_WARP.value:
+    most = min(MAX_SEGMENTS, 2 * device.num_sms // max(rows, 1))
+    while 2 * segments <= most and columns >= 2 * segments * warps * COLUMNS_A_WARP.value:
         segments *= 2
     return Config(segments, capacity, rank, lanes, step, warps)
 
