@@ -1,8 +1,8 @@
 """How long a call takes at least: the bytes and operations of its plan over the device's rates.
 
-Every request is taken to be as long as its block table (or as `keys` says). Rows gathered by several tokens count for
-each of them: caches of the chip are left out, as is whatever keeps a kernel from its ceiling. docs/roofline.md holds
-the estimates against times measured on an H200.
+Every request is taken to be as long as its block table (or as `keys` says). Entries that several tokens gather count
+for each of them, but a pool for no more than it holds: what is read again may come from a cache of the chip. What else
+keeps a kernel from its ceiling is left out. docs/roofline.md holds the estimates against times measured on an H200.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,8 @@ def works(problem: Problem, keys: int | None = None) -> list[Work]:
             slots = specs.get(name.replace("cache", "slots"))
             if slots is not None or not name.startswith("indexer"):
                 rows = q.shape[0] * (problem.attrs["k"] if slots is None else slots.shape[1])
-                steps.append(Work(rows * pool.shape[2] * pool.itemsize, bf16_flops=2.0 * rows * q.shape[1] * dims))
+                read = min(rows, pool.shape[0] * pool.shape[1]) * pool.shape[2] * pool.itemsize
+                steps.append(Work(read, bf16_flops=2.0 * rows * q.shape[1] * dims))
     elif "slots" in specs:
         rest += sum(specs["slots"].shape[0] * pool.shape[2] * pool.itemsize for pool in pools.values())
     return [*steps, Work(rest)]
