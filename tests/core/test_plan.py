@@ -57,11 +57,12 @@ def test_composed_step_runs_the_launches_of_its_parts() -> None:
     assert [launch.name.removesuffix("_kernel") for launch in plan.launches][: len(parts)] == parts
 
 
-def attention(tokens: int, heads: int, k: int, device: Device, **attrs: object) -> Plan:
+def attention(tokens: int, heads: int, k: int, device: Device, padding: int = 0, **attrs: object) -> Plan:
+    """Over 656-byte entries, with so many bytes between pages."""
     op = registry()["sparse_mla"]
     specs = {
         "q": Spec((tokens, heads, 576), "bfloat16"),
-        "cache": Spec((1000, 64, 656), "uint8"),
+        "cache": Spec((1000, 64, 656), "uint8", (64 * 656 + padding, 656, 1)),
         "slots": Spec((tokens, k), "int32"),
     }
     values = op.defaults | {"softmax_scale": 1.0} | attrs
@@ -83,14 +84,7 @@ def test_few_tokens_are_split_over_the_keys_and_many_are_not() -> None:
     [(16, 0, False, 16), (1, 16, False, 16), (17, 0, False, 64), (16, 4, False, 64), (16, 0, True, 64)],
 )
 def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, invariant: bool, tile: int) -> None:
-    specs = {
-        "q": Spec((64, heads, 576), "bfloat16"),
-        "cache": Spec((100, 64, 656), "uint8", (64 * 656 + padding, 656, 1)),
-        "slots": Spec((64, 2048), "int32"),
-    }
-    op = registry()["sparse_mla"]
-    attrs = op.defaults | {"softmax_scale": 0.1, "batch_invariant": invariant}
-    plan, _ = plan_call(op, tuple(map(specs.get, op.tensors)), tuple(attrs[a.name] for a in op.attrs), H200)
+    plan = attention(64, heads, 2048, H200, padding, batch_invariant=invariant)
     assert dict(plan.launches[0].constexprs)["BLOCK_H"] == tile
 
 

@@ -33,7 +33,7 @@ class Turn(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a program computes: 64 heads of a token."""
+    """What a program computes: a block of heads of a token."""
 
     q_row: Any  # [HEADS, L+E]
     sink: Any  # [HEADS] f32 if HAS_SINK

@@ -1,5 +1,4 @@
-"""The attention kernel for Hopper: which keys a program has. What it does with them is in few_heads.py,
-packed.py and plain.py."""
+"""The attention kernel for Hopper: which keys a program has; few_heads.py, packed.py or plain.py attends to them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
