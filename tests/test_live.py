@@ -85,6 +85,18 @@ def test_shadow_finds_nothing_where_nothing_is_wrong(
     assert not folder.exists()
 
 
+def test_shadow_takes_any_bits_where_nothing_is_defined() -> None:
+    op = registry()["indexer_logits_paged"]
+    case = op.cases[0]
+    inputs, attrs = kit.make(case), kit.attributes(op, case)
+    logits = np.asarray(op.reference(**inputs, **attrs), np.float32)
+    undefined = np.isnan(logits)
+    assert undefined.any() and not undefined.all()
+    logits.view(np.uint32)[undefined] = 0x7F800001  # a signalling NaN
+    (drift,) = shadow.drifts(op, inputs, attrs, {"logits": logits})
+    assert drift.ok, drift
+
+
 def test_shadow_reports_a_wrong_result(
     device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,7 +131,8 @@ def _recall(got: np.ndarray, want: np.ndarray) -> float:
 
 def _cosine_drift(got: np.ndarray, want: np.ndarray) -> float:
     """1 − 2Σab / Σ(a² + b²) where the definition is finite; NaN there is not defined. Infinite for other infinities."""
-    a, b = got.astype(np.float64), want.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # what nobody wrote may be a signalling NaN
+        a, b = got.astype(np.float64), want.astype(np.float64)
     if not np.array_equal(a[np.isinf(b)], b[np.isinf(b)]):
         return float("inf")
     finite = np.isfinite(b)
