@@ -56,10 +56,11 @@ def grid(**values: Sequence[Any]) -> list[Fields]:
 
 
 def select_topk() -> Iterator[Space]:
-    for rows, segments in ((1, (16, 32)), (16, (8, 16)), (64, (2, 4, 8)), (2048, (1,))):
+    segments_of = {1: (8, 16), 16: (4, 8, 16), 64: (2, 4, 8), 128: (1, 2), 256: (1, 2), 512: (1,), 2048: (1,)}
+    for rows, segments in segments_of.items():
         logits = torch.randn(rows, 65536, device="cuda")
         ends = torch.full((rows,), 65536, dtype=torch.int32, device="cuda")
-        candidates = grid(segments=segments, warps=(4, 8, 16))
+        candidates = grid(segments=segments, warps=(4, 8))
         case = {"logits": logits, "ends": ends}, {"k": 2048}
         yield Space(f"rows{rows}-columns65536-k2048", candidates, {f"{rows} × 65536": case})
 

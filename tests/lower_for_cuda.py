@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
-from xmla.core.op import Op, plan_call, registry
+from xmla.core.op import Case, Op, plan_call, registry
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
 
@@ -55,29 +55,26 @@ def dumped() -> dict[str, list[str]]:
     return found
 
 
-def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str, object]:
-    case, inputs = exported_case(op)
-    if implementation is not None:  # the first case whose cache is packed
-        case = next(c for c in op.cases if c.make(np.random.default_rng(0))["cache"].dtype == np.uint8)
-        inputs = case.make(np.random.default_rng(0))
-    names = [name for name in op.tensors if name in inputs]
+def lower(name: str, op: Op, case: Case, device: Device, implementation: str | None = None) -> dict[str, object]:
+    inputs = {name: np.ascontiguousarray(array) for name, array in case.make(np.random.default_rng(0)).items()}
+    given = [name for name in op.tensors if name in inputs]
     # JAX has no 64-bit integers by default.
-    specs = {name: Spec(inputs[name].shape, jax.dtypes.canonicalize_dtype(inputs[name].dtype).name) for name in names}
+    specs = {name: Spec(inputs[name].shape, jax.dtypes.canonicalize_dtype(inputs[name].dtype).name) for name in given}
     attrs = op.defaults | dict(case.attrs)
     values = tuple(attrs[attr.name] for attr in op.attrs)
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
     forget(plan)
 
-    exported = export(op, case, {name: inputs[name] for name in names}, device, implementation)
+    exported = export(op, case, {name: inputs[name] for name in given}, device, implementation)
     restored = jax.export.deserialize(exported.serialize())
     by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
 
-    by_triton: dict[str, list[str]] = {}
+    by_triton: dict[str, set[str]] = {}
     for launch in plan.launches:
         kernel = compiled(specialize(launch, plan, specs), device.arch)
-        by_triton.setdefault(launch.name, []).append(assemble(kernel.asm["ptx"], device.arch))
+        by_triton.setdefault(launch.name, set()).add(assemble(kernel.asm["ptx"], device.arch))
     return {
-        "op": op.name + (f" {implementation}" if implementation else ""),
+        "op": name,
         "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
         "launches": len(plan.launches),
         "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),
@@ -88,10 +85,18 @@ def lower(op: Op, device: Device, implementation: str | None = None) -> dict[str
 
 def main() -> None:
     device = next(d for d in KNOWN_DEVICES if d.arch == int(sys.argv[1]))
-    for op in registry().values():
-        print(json.dumps(lower(op, device)), flush=True)
+    calls = [(op.name, op, exported_case(op)[0], None) for op in registry().values()]
     if device.arch == 90:
-        print(json.dumps(lower(registry()["sparse_mla"], device, "triton")), flush=True)
+        for name, beginning, implementation in (
+            ("sparse_mla triton", "t1-h128", "triton"),
+            ("sparse_mla in parts", "t90-", None),
+            ("indexer_topk in parts", "parts", None),
+        ):
+            op = registry()[name.split()[0]]
+            case = next(case for case in op.cases if case.name.startswith(beginning))
+            calls.append((name, op, case, implementation))
+    for name, op, case, implementation in calls:
+        print(json.dumps(lower(name, op, case, device, implementation)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Plans are plain values: made for any device without it, memoised, with their workspace known beforehand."""
 
+from dataclasses import replace
+
 import kit
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
-from xmla.core.model import Call
+from xmla.core.model import Call, ModelConfig
 from xmla.core.op import Case, Op, plan_call, registry
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -76,7 +78,66 @@ def splits(plan: Plan) -> int:
 def test_few_tokens_are_split_over_the_keys_and_many_are_not() -> None:
     assert splits(attention(1, 128, 2048, H200)) >= 8
     assert splits(attention(4096, 128, 2048, H200)) == 1
-    assert attention(4096, 128, 2048, H200).workspace_bytes == 0
+    assert attention(4096, 128, 2048, RTX_PRO_6000).workspace_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "attrs", "unpacks"),
+    [
+        (2000, 128, {}, True),
+        (1999, 128, {}, False),
+        (4096, 17, {}, True),
+        (4096, 16, {}, False),  # converted beside the products at no cost
+        (4096, 128, {"batch_invariant": True}, False),  # bits must not depend on how many tokens there are
+    ],
+)
+def test_entries_are_unpacked_once_where_many_tokens_name_them(
+    tokens: int, heads: int, attrs: dict[str, object], unpacks: bool
+) -> None:
+    k = 1024  # of 64000 entries
+    plan = attention(tokens, heads, k, H200, **attrs)
+    assert ("rows" in plan.buffers) == unpacks
+    assert not unpacks or plan.workspace_bytes <= 37 * tokens * k
+    assert "rows" not in attention(tokens, heads, k, RTX_PRO_6000, **attrs).buffers
+
+
+@pytest.mark.parametrize(("tokens", "mib", "most"), [(2048, 64, 192), (2000, 512, 1792), (130, 25, 64)])
+def test_stored_logits_of_as_many_tokens_as_fit(tokens: int, mib: int, most: int) -> None:
+    op, keys, k = registry()["indexer_topk"], 65536, 2048
+    specs = {
+        "q8": Spec((tokens, 64, 128), "float8_e4m3fn"), "weights": Spec((tokens, 64), "float32"),
+        "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
+        "starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32"),
+    }  # fmt: skip
+    plan = plan_call(op, tuple(specs[name] for name in op.tensors), (k, mib << 20), H200)[0]
+    assert plan.workspace_bytes <= mib << 20
+    firsts = range(0, tokens, most)
+    counts = [min(most, tokens - first) for first in firsts]
+    logits = [launch for launch in plan.launches if "logits" in launch.outputs]
+    assert [launch.sizes[:2] for launch in logits] == list(zip(firsts, counts, strict=True))
+    select = [launch for launch in plan.launches if "indices" in launch.outputs]
+    assert [(launch.sizes[0], launch.grid) for launch in select] == [
+        (f, (n,)) for f, n in zip(firsts, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("pages", [2, 40, 1024, 30000])
+def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
+    config = ModelConfig(batches=(1, 64), max_lens=(4096,), prefill_tokens=(2048,))
+    listed = set(config.specializations(H200))
+    for _, calls in config.steps():
+        for call in (call.over(pages) for call in calls):
+            plan = call.plan(H200)
+            assert {specialize(launch, plan, call.specs) for launch in plan.active} <= listed, call.op
+
+
+def test_what_several_launches_write_comes_first() -> None:
+    plan = attention(4096, 128, 1024, H200)
+    clear, mark = plan.launches[0], plan.launches[1]
+    assert plan.shared == {"marks"} and clear.outputs == mark.outputs == ("marks",)
+    buffers = dict(plan.buffers) | {"other": plan.buffers["marks"]}
+    with pytest.raises(RuntimeError, match="come first"):
+        Plan((clear, replace(clear, outputs=("other", "marks"), constexprs=())), buffers, ())
 
 
 @pytest.mark.parametrize(

@@ -290,15 +290,15 @@ def capacity() -> Iterator[Benchmark]:
 
 
 def bounded_selection() -> Iterator[Benchmark]:
-    """Prefill selection within 64 MiB, beside the two ops that store all logits (32 GiB of them at 8192 × 1M)."""
-    for tokens, keys in ((2048, 65536), (8192, 1 << 20)):
+    """Prefill selection within 64 MiB and 512 MiB, beside the ops that store all logits (32 GiB at 8192 × 1M)."""
+    for tokens, keys, mib in ((2048, 65536, 64), (2048, 65536, 512), (8192, 1 << 20, 64), (8192, 1 << 20, 512)):
         rows = (problems.e4m3(tokens, 64, 128), torch.randn(tokens, 64, device="cuda"))
         columns = (problems.e4m3(keys, 128), torch.rand(keys, device="cuda") + 0.1)
         starts = torch.zeros(tokens, device="cuda", dtype=torch.int32)
         ends = torch.arange(keys - tokens + 1, keys + 1, device="cuda", dtype=torch.int32)
 
-        def ours(i: int, args: Any = (*rows, *columns, starts, ends)) -> torch.Tensor:
-            return torch_api.indexer_topk(*args, k=2048, workspace_bytes=64 << 20)
+        def ours(i: int, args: Any = (*rows, *columns, starts, ends), mib: int = mib) -> torch.Tensor:
+            return torch_api.indexer_topk(*args, k=2048, workspace_bytes=mib << 20)
 
         def stored(i: int, args: Any = (*rows, *columns, starts, ends)) -> torch.Tensor:
             return torch_api.select_topk(torch_api.indexer_logits(*args), args[5], args[4], k=2048)
@@ -307,7 +307,7 @@ def bounded_selection() -> Iterator[Benchmark]:
             return float((ours(0) != stored(0)).float().mean())
 
         yield Benchmark(
-            "indexer_topk", f"i=64 s_q={tokens} s_kv={keys} k=2048 in 64 MiB", ours, {"stored logits": stored},
+            "indexer_topk", f"i=64 s_q={tokens} s_kv={keys} k=2048 in {mib} MiB", ours, {"stored logits": stored},
             2 * int(ends.sum()) * 64 * 128, check=check, tolerance=1e-3, bound="fp8",
         )  # fmt: skip
 

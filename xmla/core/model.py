@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xmla.core.compile import Specialization, specialize
@@ -13,6 +13,8 @@ from xmla.core.parallel import received_bytes
 from xmla.core.plan import Plan, cdiv
 from xmla.core.roofline import estimate
 from xmla.core.spec import Spec
+
+POOLS = (2, 1 << 20)  # pages: plans may ask whether a pool is small or large beside what refers to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,13 @@ class Call:
         attrs = op.defaults | dict(self.attrs)
         specs = tuple(self.specs.get(name) for name in op.tensors)
         return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, implementation)[0]
+
+    def over(self, pages: int) -> "Call":
+        """The call over pools of so many pages."""
+        tensors = registry()[self.op].tensors
+        pools = {name: spec for name, spec in self.specs.items() if tensors[name].names[0] in ("P", "EXTRA_P")}
+        pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
+        return replace(self, specs={**self.specs, **pools})
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """Seconds at least, by the roofline, with `keys` in every request, by default as many as fit."""
@@ -76,7 +85,7 @@ class Model(ABC):
         """The closed list of kernels that these steps launch on `device`, each once, in order of first use."""
         found: dict[Specialization, None] = {}
         for _, calls in self.steps():
-            for call in calls:
+            for call in (call.over(pages) for call in calls for pages in POOLS):
                 plan = call.plan(device)
                 found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
         return list(found)
@@ -119,7 +128,7 @@ class ModelConfig(Model):
         return IndexerLayout(self.index_dim, self.index_format)
 
     def caches(self) -> dict[str, Spec]:
-        """Both pools; the number of pages changes no kernel."""
+        """Both pools, of any number of pages: `specializations` asks for few and many."""
         return {
             "mla_cache": Spec((1024, self.page_size, V32.row), "uint8"),
             "indexer_cache": Spec((1024, self.page_size, self.indexer.row), "uint8"),

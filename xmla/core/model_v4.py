@@ -11,7 +11,7 @@ from xmla.core.spec import Spec
 
 RATIOS = (4, 128)  # tokens an entry stands for: picked by the indexer, all attended to
 SERIES = {4: 2, 128: 1}
-PAGES = 1024  # of every pool: their number changes no kernel
+PAGES = 1024  # of every pool; `specializations` asks for few and many
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ModelConfigV4(Model):
         return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
 
     def caches(self) -> dict[str, Spec]:
-        """The pools; the number of pages changes no kernel."""
+        """The pools, of PAGES each."""
         pools = {"window": self._pool(self.cache_format, self.page_size)}
         for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
             pools[f"ratio {ratio}"] = self._pool(self.extra_format, page_size)

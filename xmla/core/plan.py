@@ -1,5 +1,6 @@
 """A plan: the launches of one call, the buffers they need, the results. Plain data that both front-ends run."""
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -45,7 +46,8 @@ class Launch:
 
     A kernel's parameters are, in this order, input pointers, runtime 32-bit sizes, output pointers, constexprs: the one
     order that Triton's launcher and jax-triton both take. `inputs` may repeat a name and may name an array that the
-    kernel updates in place.
+    kernel updates in place. A buffer among the `outputs` of several launches is written by each in part, and may be
+    read as those before left it; such ones come first among the outputs.
     """
 
     kernel: Kernel
@@ -79,13 +81,23 @@ class Plan:
     results: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        written = [name for launch in self.launches for name in launch.outputs]
-        if sorted(written) != sorted(set(written)) or not set(written) <= set(self.buffers):
-            raise RuntimeError(f"a plan writes each of its buffers once: {written} against {list(self.buffers)}")
+        written = {name for launch in self.launches for name in launch.outputs}
+        if not written <= set(self.buffers):
+            raise RuntimeError(f"a plan writes its own buffers: {written} against {list(self.buffers)}")
+        shared = self.shared
         for launch in self.launches:
+            own = [name not in shared for name in launch.outputs]
+            if own != sorted(own):
+                raise RuntimeError(f"{launch.name} writes {launch.outputs}: those of {set(shared)} come first")
             arguments = len(launch.inputs) + len(launch.sizes) + len(launch.outputs) + len(launch.constexprs)
             if arguments != len(launch.kernel.arg_names):
                 raise RuntimeError(f"{launch.name} takes {launch.kernel.arg_names}, the plan passes {arguments}")
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The buffers that several launches write."""
+        counts = Counter(name for launch in self.launches for name in launch.outputs)
+        return frozenset(name for name, count in counts.items() if count > 1)
 
     @property
     def active(self) -> tuple[Launch, ...]:

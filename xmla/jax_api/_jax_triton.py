@@ -73,17 +73,21 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
 
 
 def launch(
-    launch: Launch, plan: Plan, specs: Mapping[str, Spec], inputs: Sequence[Any], device: Device
+    launch: Launch, plan: Plan, specs: Mapping[str, Spec], inputs: Sequence[Any], parts: Sequence[Any], device: Device
 ) -> list[jax.Array]:
-    """One launch of `plan` inside a JAX computation; Refs among `inputs` are updated in place."""
+    """One launch of `plan` inside a JAX computation; Refs among `inputs` are updated in place.
+
+    `parts` are Refs of the outputs that other launches write too; they come before the other outputs.
+    """
     jax_triton = _import()
     specialization = specialize(launch, plan, specs)
     compiled(specialization, device.arch)  # here, where an error still names the user's line
     options = specialization.options()
-    outputs = [plan.buffers[name] for name in launch.outputs]
+    outputs = [plan.buffers[name] for name in launch.outputs[len(parts) :]]
     return jax_triton.triton_call(
         *inputs,
         *map(_Size, launch.sizes),
+        *parts,
         kernel=launch.kernel,
         out_type=[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in outputs],
         grid=launch.grid,

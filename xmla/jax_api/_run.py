@@ -35,9 +35,15 @@ def on_host(implementation: str | None, device: Device) -> bool:
 def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], device: Device) -> tuple[jax.Array, ...]:
     from xmla.jax_api import _jax_triton
 
+    shared = {name: plan.buffers[name] for name in plan.shared}
+    refs = {name: jax.empty_ref(jax.ShapeDtypeStruct(s.shape, s.dtype)) for name, s in shared.items()}
+    arrays |= refs
     for launch in plan.active:
         inputs = [arrays[name] for name in launch.inputs]
-        arrays |= zip(launch.outputs, _jax_triton.launch(launch, plan, specs, inputs, device), strict=True)
+        parts = [refs[name] for name in launch.outputs if name in refs]
+        made = _jax_triton.launch(launch, plan, specs, inputs, parts, device)
+        arrays |= zip(launch.outputs[len(parts) :], made, strict=True)
+    arrays |= {name: ref[...] for name, ref in refs.items() if name in plan.results}
     # An empty call launches nothing; its results have no elements.
     return tuple(
         arrays[n] if n in arrays else jnp.empty(plan.buffers[n].shape, plan.buffers[n].dtype) for n in plan.results

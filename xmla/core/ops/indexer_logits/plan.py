@@ -60,7 +60,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         indexer_logits_kernel,
         grid=(cdiv(problem["T"], block_t) * cdiv(problem["N"], config.block_n),),
         inputs=("q8", "weights", "keys", "key_scales", "starts", "ends"),
-        sizes=(problem["T"], problem["N"]),
+        sizes=(0, problem["T"], problem["N"]),
         outputs=("logits",),
         constexprs=(
             *query_constexprs(problem),

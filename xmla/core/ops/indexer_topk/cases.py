@@ -54,5 +54,6 @@ CASES = (
     _case("bounded-one-program", 5, 4, 7000, 20, workspace_bytes=150_000),
     _case("bounded-two-programs", 3, 64, 5000, 100, dim=128, workspace_bytes=80_000),
     _case("bounded-rows-shorter-than-k", 2, 16, 4000, 3000, workspace_bytes=70_000),
+    _case("parts", 150, 4, 300, 20, workspace_bytes=800_000),
     _case("bounded-mxfp4", 3, 4, 5000, 20, layout="mxfp4", workspace_bytes=74_000),
 )

@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Op, Problem
@@ -12,6 +12,7 @@ from xmla.core.spec import Spec
 BLOCKS = (2048, 1024, 512)  # keys between two looks at their scores, best first
 MAX_K = 8192  # candidates of one program are sorted out in registers
 PROGRAMS_A_SM = 2
+PART = 64  # tokens, or a multiple, whose logits are stored at a time: those of one program of indexer_logits
 
 
 def capacity(k: int, block: int) -> int:
@@ -57,9 +58,41 @@ def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str
     return plan if plan.workspace_bytes <= problem.attrs["workspace_bytes"] else None
 
 
+def in_parts(problem: Problem, device: Device) -> Plan | None:
+    """The plan that stores the logits of some tokens at a time, as many as fit the workspace."""
+    tokens, given = problem["T"], problem.attrs["workspace_bytes"]
+    fitting = min(tokens, given // (4 * max(problem["N"], 1)))
+    for size in range(fitting // PART * PART, 0, -PART):
+        parts = {
+            row: stored(of_tokens(problem, min(size, tokens - row)), device, indexer_logits.OP, {})
+            for row in range(0, tokens, size)
+        }
+        launches: list[Launch] = []
+        buffers: dict[str, Spec] = {}
+        for row, part in parts.items():
+            if part is None:
+                break
+            launches += [replace(launch, sizes=(row, *launch.sizes[1:])) for launch in part.launches]
+            for name, spec in part.buffers.items():
+                buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
+        else:
+            plan = Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",))
+            if plan.workspace_bytes <= given:
+                return plan
+    return None
+
+
+def of_tokens(problem: Problem, tokens: int) -> Problem:
+    """The call for so many of its tokens."""
+    rows = {name: problem.specs[name] for name in ("q8", "weights", "starts", "ends")}
+    fewer = {name: replace(spec, shape=(tokens, *spec.shape[1:])) for name, spec in rows.items()}
+    return problem.op.bind({**problem.specs, **fewer}, problem.attrs)
+
+
 def plan(problem: Problem, device: Device) -> Plan:
-    if (whole := stored(problem, device, indexer_logits.OP, {})) is not None:
-        return whole
+    for way in (stored(problem, device, indexer_logits.OP, {}), in_parts(problem, device)):
+        if way is not None:
+            return way
     specs, k = problem.specs, problem.attrs["k"]
     block_i = max(16, next_power_of_2(problem["I"]))
     group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))

@@ -202,11 +202,12 @@ def wanted(x, offs, first, last, key_above, value_from, WHOLE: tl.constexpr, BY_
     return k0, k1, k2, k3
 
 
-@triton.jit(do_not_specialize=["num_columns", "row_stride"])
+@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride"])
 def topk_candidates_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
+    first_row,  # of those of logits
     num_columns,
     row_stride,
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs, columns relative to the row's start and ascending
@@ -222,7 +223,7 @@ def topk_candidates_kernel(
 ):
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
-    start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
+    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
     if length > K:
         row_ptr = logits_ptr + row * row_stride + start
         threshold = tl.full([], float("-inf"), tl.float32)
@@ -354,13 +355,14 @@ def choose_in_row(row_ptr, length, out, K: tl.constexpr, TILE: tl.constexpr):
         written += tl.sum(chosen.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_columns", "row_stride"])
+@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride"])
 def topk_select_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
+    first_row,  # of those of logits
     num_columns,
     row_stride,
     indices_ptr,  # [T, K] i32
@@ -372,8 +374,8 @@ def topk_select_kernel(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start, length = row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS)
-    out = indices_ptr + row * K
+    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
+    out = indices_ptr + (first_row + row) * K
     if length <= K:
         for base in tl.range(0, K, TILE):
             column = base + tl.arange(0, TILE)

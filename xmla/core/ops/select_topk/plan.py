@@ -9,7 +9,7 @@ from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
-MAX_SEGMENTS = 32  # of a row: where a candidate stands is found by the counts of all of them
+MAX_SEGMENTS = 16  # of a row: where a candidate stands is found by the counts of all of them
 SIGMAS = 5  # of the sample's error that candidates allow for, to both sides
 
 
@@ -65,7 +65,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         ("CAPACITY", config.capacity),
     )
     row_inputs = ("logits", problem.either("starts", "ends"), "ends")
-    sizes = (columns, stride)
+    sizes = (0, columns, stride)
     results = problem.op.result_specs(problem)
     if config.segments == 0:
         select = Launch(

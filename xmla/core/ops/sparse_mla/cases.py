@@ -15,7 +15,8 @@ def _source(
     """A pool, slots into it and lengths, odd ones from token `first` on. Only what is read holds keys."""
     pages = -(-2 * keys // entries) + 1
     total = pages * entries
-    slots = np.stack([rng.permutation(total)[:keys] for _ in range(tokens)]).astype(np.int32)
+    named = rng.permutation(total)[: 3 * total // 4]  # the others by no token
+    slots = np.stack([rng.permutation(named)[:keys] for _ in range(tokens)]).astype(np.int32)
     lengths = rng.integers(0, keys + 1, tokens).astype(np.int32)
     if tokens > 2:
         lengths[np.arange(first, first + 3) % tokens] = keys + 5, 0, -3  # clamped
@@ -81,4 +82,6 @@ CASES = (
     make_case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
     make_case(3, 4, 40, 64, NVFP4, with_sink=True, lse_base="2"),
     make_case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
+    make_case(90, 17, 40, 27, with_lengths=True, padding=656),  # entries are unpacked first
+    make_case(100, 18, 33, 2, V4, F16, with_sink=True, rotate=True),
 )

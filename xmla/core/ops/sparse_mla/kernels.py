@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.entries import LANES, TAIL_LANES, entry_offsets, load_entries
+from xmla.core.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang import LOG2E, as_bytes
 
 
@@ -272,3 +272,58 @@ def combine_splits_kernel(
     out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
     tl.store(lse_ptr + row, lse, mask=head_ok)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def clear_marks_kernel(
+    num_slots,
+    marks_ptr,  # [P, R] i8
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(marks_ptr + offs, tl.zeros([BLOCK], tl.int8), mask=offs < num_slots)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "step"])
+def mark_entries_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    num_slots,
+    num_keys,  # K
+    step,  # one token of so many
+    marks_ptr,  # [P, R] i8, 1 for entries that a slot names; others stay as they are
+    SLOT_STRIDE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * step
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + token * SLOT_STRIDE + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        # A store to a mark that many programs write waits for them; a mark that is set comes from the L1 cache.
+        ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
+        tl.store(marks_ptr + slot, tl.full([BLOCK], 1, tl.int8), mask=ok)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def unpack_entries_kernel(
+    cache_ptr,  # [P, R, ROW]
+    marks_ptr,  # [P, R] i8
+    num_slots,
+    rows_ptr,  # [P, R, L+E] f32 | bf16 | f16, where marked
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,  # their layout
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = slot < num_slots
+    ok &= tl.load(marks_ptr + slot, mask=ok, other=0) != 0
+    data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    value, tail = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
+    store_entries(rows_ptr, slot, ok, value, tail, ROWS, PAGE_SIZE * ROWS.dims, PAGE_SIZE, 0)

@@ -1,18 +1,22 @@
 from dataclasses import dataclass
 from math import inf, log
 
-from xmla.core.device import Device
+from xmla.core.device import INTERPRETER, Device
 from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, VALUE_DIMS, MlaLayout, mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
-from xmla.core.plan import Kernel, Launch, Plan, cdiv
+from xmla.core.ops.sparse_mla.unpack import unpacking
+from xmla.core.plan import Kernel, Launch, Plan, cdiv, join
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
 INVARIANT_SPLIT_KEYS = 512
 COMBINE_HEADS = 1  # H200, 2026-11-21: 15.6 µs a call at b=1 with 128 heads, 20.6 µs with 4; no slower at b=8
 MAX_HEADS = 128
+# References an entry of the pool from which on entries are unpacked first: it would pay from 16 on, 4.9 against 6.4 ms
+# (H200, 2026-11-21); the rows take 36 bytes a reference at most, as queries and outputs of 32 heads do.
+REUSE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     layout = mla_layout(problem)
     extra = mla_layout(problem, "extra_cache") if problem.has("extra_cache") else None
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
+    if (rows := over_rows(problem, layout, extra, device)) is not None:
+        return join([(unpacking(problem, layout), {}), (plan(rows, device), {"cache": "rows"})], ("out", "lse"))
     unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
@@ -177,6 +183,23 @@ def plan(problem: Problem, device: Device) -> Plan:
         ),
     )
     return Plan((attend, combine), workspace | results, ("out", "lse"))
+
+
+def over_rows(problem: Problem, layout: MlaLayout, extra: MlaLayout | None, device: Device) -> Problem | None:
+    """The call over `rows`, to which its entries are unpacked first, if each is referred to often enough.
+
+    The tile of 16 heads converts beside its products at no cost: it keeps the entries as they are.
+    """
+    if device.arch not in (INTERPRETER.arch, 90) or layout not in (V32, V4) or extra is not None:
+        return None
+    if problem.implementation == "triton" or problem.attrs["batch_invariant"] or few_heads(problem, layout):
+        return None
+    entries = problem["P"] * problem["R"]
+    if not 0 < REUSE * entries <= problem["T"] * min(problem["K"], entries):
+        return None
+    specs = {**problem.specs, "cache": unpacking(problem, layout).buffers["rows"]}
+    rows = problem.op.bind(specs, {**problem.attrs, "cache_format": None}, problem.implementation)
+    return None if device.arch == 90 and unmet_by_hand(rows, mla_layout(rows), None, device) else rows
 
 
 def few_heads(problem: Problem, layout: MlaLayout) -> bool:
