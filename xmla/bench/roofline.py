@@ -81,7 +81,10 @@ def call_of(op: str, case: str) -> tuple[Call, int | None]:
         return Call(op, query | paged, {}), sizes["keys"]
     keys = sizes["s_kv"]
     ragged = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
-    attrs = {"k": sizes["k"], "workspace_bytes": 64 << 20} if op == "indexer_topk" else {}
+    attrs = {}
+    if op == "indexer_topk":
+        mib = int(re.findall(r"in (\d+) MiB", case)[0])
+        attrs = {"k": sizes["k"], "workspace_bytes": mib << 20}
     return Call(op, query | ragged | {"starts": rows, "ends": rows}, attrs), None
 
 
