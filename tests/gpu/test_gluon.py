@@ -142,6 +142,22 @@ def test_scales_far_apart_in_v32(spread: int, rope: int, heads: int) -> None:
     agrees_by_norm(inputs, case)
 
 
+@pytest.mark.parametrize("layout", [PLAIN, PLAIN_V4, V4, V32], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("rise", [2.0, 5.0, 9.0, -9.0])
+def test_scores_that_rise_from_tile_to_tile(rise: float, layout: MlaLayout) -> None:
+    """By `rise` in base 2: what they are taken relative to is raised in some tiles, in all, in the first alone."""
+    case = make_case(3, 64, 640, 64, layout)
+    inputs, rng = kit.make(case), np.random.default_rng(1)
+    count = inputs["cache"].shape[0] * inputs["cache"].shape[1]
+    latent, roped = rng.standard_normal((count, layout.latent)), rng.standard_normal((count, layout.rope))
+    latent[:, 0] = rise / (4 * case.attrs["softmax_scale"] * np.log2(np.e)) * np.arange(count) / 64
+    layout.scatter(inputs["cache"], np.arange(count), latent, roped)
+    inputs["q"] = (inputs["q"].astype(np.float32) / 8).astype(inputs["q"].dtype)
+    inputs["q"][..., 0] = 4
+    inputs["slots"] = np.tile(np.arange(640, dtype=np.int32), (3, 1))
+    agrees_by_norm(inputs, case)
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize(("first", "byte", "count"), [(5, 0x7F, 1), (516, 0xFF, 4), (528, 0xFF, 2)])
 def test_a_key_that_is_nan_in_v32(first: int, byte: int, count: int, heads: int) -> None:
