@@ -1,4 +1,7 @@
-"""`python -m xmla.bench.report FILE … [--readme README.md]`: the README's numbers from committed results."""
+"""`python -m xmla.bench.report FILE … [--readme README.md]`: the README's numbers from committed results.
+
+A file holds one run or several, each begun by the line that names its command.
+"""
 
 import json
 from pathlib import Path
@@ -47,11 +50,18 @@ def origin(head: dict[str, Any]) -> str:
 
 
 def report(files: list[Path]) -> str:
-    """Markdown: where the figures come from, then a line a case; of host times those of the last file that has any."""
-    results = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    shown = [origin(results[0][0]), "", *rows(results[0][1:])]
-    head, *hosts = next(lines for lines in reversed(results) if host_rows(lines[1:]))
-    shown += ["", *([origin(head)] if head is not results[0][0] else []), *host_rows(hosts)]
+    """Markdown of each run: where its figures come from, then a line a case; host times of the last that has any."""
+    runs: list[list[dict[str, Any]]] = []
+    for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
+        if "command" in line:
+            runs.append([])
+        runs[-1].append(line)
+    shown: list[str] = []
+    for head, *lines in runs:
+        if any("us" in line for line in lines):
+            shown += [*([""] if shown else []), origin(head), "", *rows(lines)]
+    head, *hosts = next(lines for lines in reversed(runs) if host_rows(lines[1:]))
+    shown += ["", *([origin(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
     return "\n".join(shown) + "\n"
 
 

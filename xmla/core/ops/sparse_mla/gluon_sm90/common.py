@@ -12,12 +12,6 @@ from xmla.core.lang import LOG2E
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
 
-# Of a value a row, all of them in each warp.
-EVERY_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
-# Scores may pass what they are taken relative to by so much, in base 2, before it is raised to their maximum: seldom
-# after the first tiles. Probabilities are up to 2**8 then, sums of which float32 holds as well.
-SLACK = gl.constexpr(8.0)
-
 
 class Source(NamedTuple):
     """Keys first … end − 1 of a token's slots in tiles of 64, and the cache that they name entries of."""
@@ -130,14 +124,6 @@ def finite_abs(x):
 def scaled(sums, factor):
     """Each row of `sums` times its factor."""
     return sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True), 1)
-
-
-@gluon.jit
-def rescaled(sums, factor, is_raised):
-    """`scaled` if the base of any row `is_raised`, else factors are 1. A product under way would be waited for."""
-    if is_raised > 0:
-        sums = scaled(sums, factor)
-    return sums
 
 
 @gluon.jit

@@ -11,9 +11,8 @@ runs under the next softmax, when nobody else needs the tensor cores.
 
 Numbers: float16 holds e4m3 exactly. An entry comes divided by 2**e, the largest of its scales rounded down to a power
 of two, and a row of Q by such a power too; scores get both back in float32. The values keep the divisor, so the
-probabilities carry 2**e instead: they are 2**(score + e − base), the base being the maximum over score + e or, over
-V4, at most 8 less. V4's roped dims are values too and in float16 as well: there 2**e is also at least 2**-8 of the
-largest of them.
+probabilities carry 2**e instead: they are 2**(score + e − maximum) with the maximum over score + e. V4's roped dims are
+values too and in float16 as well: there 2**e is also at least 2**-8 of the largest of them.
 
 What the compiler makes of it decides: a register that spills inside a loop waits for every load in flight (they share
 few scoreboards, and gathers leave nothing in the L1 cache), and so does a conversion on the slow unit. Without roped
@@ -35,17 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
-    EVERY_WARP,
     O_LAYOUT,
     S_LAYOUT,
-    SLACK,
     close_sums,
     entry_pointers,
     exponent_of,
     finite_abs,
     load_slots,
     power_of_two,
-    rescaled,
     scaled,
     small_float,
     store_half,
@@ -425,7 +421,7 @@ def holds_back(LAYOUT):
 
 
 @gluon.jit
-def weigh(s, out, scale, base, denominator, tile, shared, HOLD_BACK: gl.constexpr):
+def weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK: gl.constexpr):
     """Softmax of a tile's scores: P and the factor that sums so far change by go to shared memory."""
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.tensor_type.layout)
     scores = warpgroup_mma_wait(0, deps=[s])
@@ -437,28 +433,20 @@ def weigh(s, out, scale, base, denominator, tile, shared, HOLD_BACK: gl.constexp
     valid = shared.valid.index(tile % 2).load(KEYS)
     scores = scores * gl.expand_dims(power_of_two(exponent), 0)
     scores = scores * gl.expand_dims(scale, 1) + gl.expand_dims(valid, 0)
-    maximum = gl.max(scores, 1)
-    later = gl.maximum(base, maximum) if HOLD_BACK else gl.where(maximum > base + SLACK, maximum, base)
-    # Without a valid key so far the base is −inf; −inf − −inf would be NaN.
-    finite = gl.where(later == float("-inf"), 0.0, later)
-    p = gl.exp2(scores - gl.expand_dims(finite, 1))
-    factor = gl.exp2(base - finite)
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1))
+    # Without a valid key so far the maximum is −inf; −inf − −inf would be NaN.
+    base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    p = gl.exp2(scores - gl.expand_dims(base, 1))
+    rescale = gl.exp2(maximum - base)
     shares = sum_in_threads(p * gl.expand_dims(power_of_two(-exponent), 0))
-    denominator = scaled(denominator, factor) + shares
+    denominator = scaled(denominator, rescale) + shares
     p = p.to(gl.float16)
     mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)
-    shared.factor.store(factor)
+    shared.factor.store(rescale)
     shared.p.store(p)
     fence_async_shared()
     mbarrier.arrive(shared.p_full, count=1)
-    out = scaled(out, factor) if HOLD_BACK else rescaled(out, factor, is_raised(shared))
-    return out, later, denominator
-
-
-@gluon.jit
-def is_raised(shared):
-    """Whether the base of any row was: its factor is not 1. Over V3.2 nobody asks: 1 % slower (H200, 2026-11-21)."""
-    return gl.max((shared.factor.load(EVERY_WARP) != 1.0).to(gl.int32), 0)
+    return scaled(out, rescale), new_maximum, denominator
 
 
 @gluon.jit
@@ -475,24 +463,24 @@ def attend_left(tiles, shared, task, C: gl.constexpr):
     mbarrier.wait(shared.q_full, 0)
     scale = shared.factor.load(HEADS_S)
 
-    base = gl.full([H], float("-inf"), gl.float32, HEADS_S)
+    maximum = gl.full([H], float("-inf"), gl.float32, HEADS_S)
     denominator = sum_in_threads(gl.zeros([H, N], gl.float32, S_LAYOUT))
     out = gl.zeros([H, 256], gl.float32, O_LAYOUT)
     empty_scores = gl.zeros([H, N], gl.float32, S_LAYOUT)
     s = start_scores(shared, 0, empty_scores, C.LAYOUT)
     for tile in range(0, tiles - 1):
-        out, base, denominator = weigh(s, out, scale, base, denominator, tile, shared, HOLD_BACK)
+        out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
         running = warpgroup_mma(shared.p, shared.entries.index(tile % 2 * 2), out, is_async=True)
         s = start_scores(shared, tile + 1, empty_scores, C.LAYOUT)
         out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])
         mbarrier.arrive(shared.empty[0].index(tile % 2), count=1)
     tile = tiles - 1
-    out, base, denominator = weigh(s, out, scale, base, denominator, tile, shared, HOLD_BACK)
+    out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
     running = warpgroup_mma(shared.p, shared.entries.index(tile % 2 * 2), out, is_async=True)
 
     denominator = gl.convert_layout(gl.sum(denominator, 1), HEADS_S)
     rows = task.head_block * H + gl.arange(0, H, layout=HEADS_S)
-    inverse, lse = close_sums(base, denominator, gl.max(shared.seen.load(KEYS_S), 0), rows, task, C)
+    inverse, lse = close_sums(maximum, denominator, gl.max(shared.seen.load(KEYS_S), 0), rows, task, C)
     gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     mbarrier.wait(shared.p_empty, tile & 1)
     if HOLD_BACK:  # the last P·V waits for nothing
@@ -520,9 +508,8 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
         mbarrier.wait(shared.p_full, tile & 1)
         p = shared.p.load(gl.DotOperandLayout(0, O_LAYOUT, 2))
         factor = shared.factor.load(HEADS_O)
-        rescale = 1 if HOLD_BACK else is_raised(shared)
         mbarrier.arrive(shared.p_empty, count=1)
-        out = scaled(out, factor) if HOLD_BACK else rescaled(out, factor, rescale)
+        out = out * gl.expand_dims(factor, 1)
         if HOLD_BACK:
             mbarrier.wait(shared.s_done, tile & 1)
         mbarrier.wait(shared.full[1].index(stage), tile // 2 & 1)

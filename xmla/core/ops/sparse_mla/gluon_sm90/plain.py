@@ -4,8 +4,8 @@ One program: 64 heads of a token against its keys, 64 at a time, on three warpgr
 - `gather` copies entries into one of two stages, the first for tiles of even number.
 - `attend`, twice: one has S = Q·Kᵀ and the softmax of the even tiles and the left 256 columns of every tile's P·V, the
   other those of the odd tiles and the right 256 columns. While one computes a softmax, the other's products run.
-They tell each other what scores are taken relative to as soon as it is known, so that sums are rescaled, if they must
-be, before P is there. P is put where the roped dims of its tile were, which S alone needs.
+They tell each other a tile's maximum as soon as it is known, so that sums are rescaled before P is there. P is put
+where the roped dims of its tile were, which S alone needs.
 
 The warpgroup that multiplies a half of a stage by P hands it back, and it is copied to at once: how fast a tile can be
 is decided by the L2 cache. See benchmarks/log/sparse_mla_prefill.md.
@@ -26,14 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
-    EVERY_WARP,
     O_LAYOUT,
     S_LAYOUT,
-    SLACK,
     close_sums,
     entry_pointers,
     load_slots,
-    rescaled,
     scaled,
     store_half,
     sum_in_threads,
@@ -53,12 +50,12 @@ class Shared(NamedTuple):
     p: Any  # [stage, 64, 64]: roped dims of the entries until S is computed
     valid: Any  # [stage, 64] f32: −inf where there is no key, else 0
     seen: Any  # [64] i32: whether there was a key in this row of any tile
-    base: Any  # [stage, 64] f32
+    maximum: Any  # [stage, 64] f32
     sums: Any  # [PART, 64] f32
     q_full: Any
     full: Any  # left, right: [stage]
     empty: Any  # left, right: [stage]
-    base_full: Any  # [stage]
+    maximum_full: Any  # [stage]
     p_full: Any  # [stage]
     sums_full: Any
 
@@ -153,41 +150,33 @@ def exp2(x):
 
 
 @gluon.jit
-def finite(base):
-    """The base, or 0 before the first valid key: −inf − −inf would be NaN."""
-    return gl.where(base == float("-inf"), 0.0, base)
+def base_of(maximum):
+    """What scores are taken relative to: −inf − −inf, before the first valid key, would be NaN."""
+    return gl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @gluon.jit
-def raise_base(scores, valid, base, shared, STAGE: gl.constexpr, SCALE: gl.constexpr):
-    """Scores in base 2, −inf where there is no key, and what they are taken relative to, told the other warpgroup."""
+def raise_maximum(scores, valid, maximum, shared, STAGE: gl.constexpr, SCALE: gl.constexpr):
+    """Scores in base 2, −inf where there is no key, and the maximum, which the other warpgroup is told."""
     scores = scores * (SCALE * LOG2E) + gl.expand_dims(valid, 0)
-    maximum = gl.max(scores, 1)
-    later = gl.where(maximum > base + SLACK, maximum, base)
-    shared.base.index(STAGE).store(later)
-    mbarrier.arrive(shared.base_full.index(STAGE), count=1)
-    return scores, later, exp2(base - finite(later))
+    later = gl.maximum(maximum, gl.max(scores, 1))
+    shared.maximum.index(STAGE).store(later)
+    mbarrier.arrive(shared.maximum_full.index(STAGE), count=1)
+    return scores, later, exp2(maximum - base_of(later))
 
 
 @gluon.jit
-def base_of_other(base, shared, pair, STAGE: gl.constexpr):
-    """The base after the other warpgroup's tile, and what sums so far are multiplied by."""
-    mbarrier.wait(shared.base_full.index(STAGE), pair & 1)
-    later = shared.base.index(STAGE).load(base.type.layout)
-    return later, exp2(base - finite(later))
+def maximum_of_other(maximum, shared, pair, STAGE: gl.constexpr):
+    """The maximum after the other warpgroup's tile, and what sums so far are multiplied by."""
+    mbarrier.wait(shared.maximum_full.index(STAGE), pair & 1)
+    later = shared.maximum.index(STAGE).load(maximum.type.layout)
+    return later, exp2(maximum - base_of(later))
 
 
 @gluon.jit
-def raised(bases, shared, STAGE: gl.constexpr):
-    """Whether a tile has raised the base of any row, 1 or 0, seldom after the first tiles; the bases after it."""
-    later = shared.base.index(STAGE).load(bases.type.layout)
-    return gl.max((later != bases).to(gl.int32), 0), later
-
-
-@gluon.jit
-def weights(scores, base, shared, STAGE: gl.constexpr):
+def weights(scores, maximum, shared, STAGE: gl.constexpr):
     """P, which the other warpgroup gets too, and its sums."""
-    p = exp2(scores - gl.expand_dims(finite(base), 1))
+    p = exp2(scores - gl.expand_dims(base_of(maximum), 1))
     rounded = p.to(shared.p.dtype)
     shared.p.index(STAGE).store(rounded)
     fence_async_shared()
@@ -210,38 +199,34 @@ def hand_back(running, shared, STAGE: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def attend_pair(s, out, base, bases, denominator, pair, shared, PART: gl.constexpr, SCALE: gl.constexpr):
+def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, SCALE: gl.constexpr):
     """The softmax of tile 2·pair + PART, and this half of both tiles' P·V."""
     valid = shared.valid.index(PART).load(gl.SliceLayout(0, s.type.tensor_type.layout))
     if PART == 0:
         scores = warpgroup_mma_wait(0, deps=[s])
-        scores, base, factor = raise_base(scores, valid, base, shared, 0, SCALE)
-        is_raised, bases = raised(bases, shared, 0)
-        out = rescaled(out, factor, is_raised)
-        p, shares = weights(scores, base, shared, 0)
+        scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 0, SCALE)
+        out = scaled(out, factor)
+        p, shares = weights(scores, maximum, shared, 0)
         running = multiply(p, out, shared, 0, PART)
         denominator = scaled(denominator, factor) + shares
-        base, factor = base_of_other(base, shared, pair, 1)
-        is_raised, bases = raised(bases, shared, 1)
+        maximum, factor = maximum_of_other(maximum, shared, pair, 1)
         denominator = scaled(denominator, factor)
-        out = rescaled(hand_back(running, shared, 0, PART), factor, is_raised)
+        out = scaled(hand_back(running, shared, 0, PART), factor)
         mbarrier.wait(shared.p_full.index(1), pair & 1)
         out = hand_back(multiply(shared.p.index(1), out, shared, 1, PART), shared, 1, PART)
     else:
-        base, factor = base_of_other(base, shared, pair, 0)
+        maximum, factor = maximum_of_other(maximum, shared, pair, 0)
         denominator = scaled(denominator, factor)
-        out = scaled(out, factor)  # no branch while S is under way: ptxas would have it wait
-        bases = shared.base.index(0).load(EVERY_WARP)
+        out = scaled(out, factor)
         mbarrier.wait(shared.p_full.index(0), pair & 1)
         running = multiply(shared.p.index(0), out, shared, 0, PART)
         scores = warpgroup_mma_wait(1, deps=[s])
-        scores, base, factor = raise_base(scores, valid, base, shared, 1, SCALE)
-        is_raised, bases = raised(bases, shared, 1)
-        p, shares = weights(scores, base, shared, 1)
+        scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 1, SCALE)
+        p, shares = weights(scores, maximum, shared, 1)
         denominator = scaled(denominator, factor) + shares
-        out = rescaled(hand_back(running, shared, 0, PART), factor, is_raised)
+        out = scaled(hand_back(running, shared, 0, PART), factor)
         out = hand_back(multiply(p, out, shared, 1, PART), shared, 1, PART)
-    return out, base, bases, denominator
+    return out, maximum, denominator
 
 
 @gluon.jit
@@ -249,16 +234,15 @@ def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
     store_queries(shared, PART, task, C)
-    base = gl.full([64], float("-inf"), gl.float32, ROWS)
-    bases = gl.full([64], float("-inf"), gl.float32, EVERY_WARP)
+    maximum = gl.full([64], float("-inf"), gl.float32, ROWS)
     denominator = sum_in_threads(gl.zeros([64, 64], gl.float32, S_LAYOUT))
     out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
     empty_scores = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     s = start_scores(shared, 0, empty_scores, PART, C.LAYOUT)
     for pair in tl.range(0, pairs - 1, disable_licm=True):
-        out, base, bases, denominator = attend_pair(s, out, base, bases, denominator, pair, shared, PART, C.SCALE)
+        out, maximum, denominator = attend_pair(s, out, maximum, denominator, pair, shared, PART, C.SCALE)
         s = start_scores(shared, pair + 1, empty_scores, PART, C.LAYOUT)
-    out, base, bases, denominator = attend_pair(s, out, base, bases, denominator, pairs - 1, shared, PART, C.SCALE)
+    out, maximum, denominator = attend_pair(s, out, maximum, denominator, pairs - 1, shared, PART, C.SCALE)
 
     shared.sums.index(PART).store(gl.convert_layout(gl.sum(denominator, 1), ROWS))
     mbarrier.arrive(shared.sums_full, count=1)
@@ -266,7 +250,7 @@ def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
     denominator = shared.sums.index(0).load(ROWS) + shared.sums.index(1).load(ROWS)
     rows = task.head_block * 64 + gl.arange(0, 64, layout=ROWS)
     seen = gl.max(shared.seen.load(gl.SliceLayout(0, S_LAYOUT)), 0)
-    inverse, lse = close_sums(base, denominator, seen, rows, task, C)
+    inverse, lse = close_sums(maximum, denominator, seen, rows, task, C)
     if PART == 0:
         gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
@@ -288,12 +272,12 @@ def attend_plain(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         p=gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMEM),
         valid=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
         seen=gl.allocate_shared_memory(gl.int32, [64], SMEM_V),
-        base=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
+        maximum=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
         sums=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
         q_full=mbarrier.allocate_mbarrier(),
         full=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
         empty=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
-        base_full=mbarrier.allocate_mbarrier(batch=2),
+        maximum_full=mbarrier.allocate_mbarrier(batch=2),
         p_full=mbarrier.allocate_mbarrier(batch=2),
         sums_full=mbarrier.allocate_mbarrier(),
     )
@@ -304,7 +288,7 @@ def attend_plain(main, extra, main_tiles, tiles, task, C: gl.constexpr):
             # The copies of 128 threads; the half that comes last, also what they have stored.
             mbarrier.init(shared.full[half].index(stage), count=128 + (half != stage))
             mbarrier.init(shared.empty[half].index(stage), count=1)
-        mbarrier.init(shared.base_full.index(stage), count=1)
+        mbarrier.init(shared.maximum_full.index(stage), count=1)
         mbarrier.init(shared.p_full.index(stage), count=1)
 
     pairs = gl.cdiv(tiles, 2)  # the last tile may be without a key
