@@ -121,5 +121,6 @@ def choosing_warps(candidates: int, rows: int, device: Device) -> int:
 
 
 def choosing_registers(candidates: int, warps: int, device: Device) -> int | None:
-    """Registers of its threads: the compiler's choice spills for the most candidates, and before sm_90."""
-    return most_registers(warps) if candidates > HELD_PAIRS.value or device.arch < 90 else None
+    """Registers of its threads: the compiler's choice spills for the most candidates, before sm_90 and on SM12x."""
+    chooses = candidates <= HELD_PAIRS.value and 90 <= device.arch < 120
+    return None if chooses else most_registers(warps)
