@@ -4,7 +4,7 @@ import triton.language as tl
 from xmla.core.lang import as_bytes, head_scores, load_keys
 
 
-@triton.jit(do_not_specialize=["row", "num_tokens", "num_keys"])
+@triton.jit(do_not_specialize=["first_row", "num_tokens", "num_keys"])
 def indexer_logits_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32
@@ -12,7 +12,7 @@ def indexer_logits_kernel(
     key_scales_ptr,  # [N] f32 | i32
     starts_ptr,  # [T] i32
     ends_ptr,  # [T] i32
-    row,  # of the first of num_tokens tokens
+    first_row,  # of num_tokens tokens
     num_tokens,
     num_keys,
     logits_ptr,  # [num_tokens, N] f32
@@ -28,10 +28,10 @@ def indexer_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    q8_ptr += row.to(tl.int64) * Q_STRIDE_T
-    weights_ptr += row.to(tl.int64) * WEIGHT_STRIDE
-    starts_ptr += row
-    ends_ptr += row
+    q8_ptr += first_row.to(tl.int64) * Q_STRIDE_T
+    weights_ptr += first_row.to(tl.int64) * WEIGHT_STRIDE
+    starts_ptr += first_row
+    ends_ptr += first_row
     # Neighbouring programs share their queries and walk over the keys.
     key_blocks = tl.cdiv(num_keys, BLOCK_N)
     first_token = tl.program_id(0) // key_blocks * BLOCK_T
