@@ -88,7 +88,7 @@ class Plan:
         for launch in self.launches:
             own = [name not in shared for name in launch.outputs]
             if own != sorted(own):
-                raise RuntimeError(f"{launch.name} writes {launch.outputs}: those of {set(shared)} come first")
+                raise RuntimeError(f"{launch.name} writes {launch.outputs}: those of {sorted(shared)} come first")
             arguments = len(launch.inputs) + len(launch.sizes) + len(launch.outputs) + len(launch.constexprs)
             if arguments != len(launch.kernel.arg_names):
                 raise RuntimeError(f"{launch.name} takes {launch.kernel.arg_names}, the plan passes {arguments}")

@@ -35,8 +35,10 @@ def on_host(implementation: str | None, device: Device) -> bool:
 def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], device: Device) -> tuple[jax.Array, ...]:
     from xmla.jax_api import _jax_triton
 
-    shared = {name: plan.buffers[name] for name in plan.shared}
-    refs = {name: jax.empty_ref(jax.ShapeDtypeStruct(s.shape, s.dtype)) for name, s in shared.items()}
+    shared = plan.shared
+    # In the buffers' order, not a set's: programs are cached by their text.
+    parted = {name: spec for name, spec in plan.buffers.items() if name in shared}
+    refs = {name: jax.empty_ref(jax.ShapeDtypeStruct(spec.shape, spec.dtype)) for name, spec in parted.items()}
     arrays |= refs
     for launch in plan.active:
         inputs = [arrays[name] for name in launch.inputs]

@@ -21,7 +21,7 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As `indexer_logits`.
-        k: K ≥ 1, as `select_topk`; at most 8192 where the logits do not fit.
+        k: K ≥ 1, as `select_topk`; at most 8192 where no logits are stored.
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:

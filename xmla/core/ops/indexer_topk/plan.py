@@ -63,22 +63,23 @@ def in_parts(problem: Problem, device: Device) -> Plan | None:
     tokens, given = problem["T"], problem.attrs["workspace_bytes"]
     fitting = min(tokens, given // (4 * max(problem["N"], 1)))
     for size in range(fitting // PART * PART, 0, -PART):
-        parts = {
-            row: stored(of_tokens(problem, min(size, tokens - row)), device, indexer_logits.OP, {})
-            for row in range(0, tokens, size)
-        }
-        launches: list[Launch] = []
+        counts = {row: min(size, tokens - row) for row in range(0, tokens, size)}
+        distinct = set(counts.values())  # two: all parts are alike but for the last
+        found = {count: stored(of_tokens(problem, count), device, indexer_logits.OP, {}) for count in sorted(distinct)}
+        parts = {count: part for count, part in found.items() if part is not None}
+        if parts.keys() != distinct:  # few rows have more candidates each
+            continue
+        launches = [
+            replace(launch, sizes=(row, *launch.sizes[1:]))  # their first size is the first row
+            for row, count in counts.items()
+            for launch in parts[count].launches
+        ]
         buffers: dict[str, Spec] = {}
-        for row, part in parts.items():
-            if part is None:
-                break
-            launches += [replace(launch, sizes=(row, *launch.sizes[1:])) for launch in part.launches]
-            for name, spec in part.buffers.items():
-                buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
-        else:
-            plan = Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",))
-            if plan.workspace_bytes <= given:
-                return plan
+        for name, spec in (item for part in parts.values() for item in part.buffers.items()):
+            buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
+        plan = Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",))
+        if plan.workspace_bytes <= given:
+            return plan
     return None
 
 
@@ -90,9 +91,8 @@ def of_tokens(problem: Problem, tokens: int) -> Problem:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    for way in (stored(problem, device, indexer_logits.OP, {}), in_parts(problem, device)):
-        if way is not None:
-            return way
+    if (logits := stored(problem, device, indexer_logits.OP, {}) or in_parts(problem, device)) is not None:
+        return logits
     specs, k = problem.specs, problem.attrs["k"]
     block_i = max(16, next_power_of_2(problem["I"]))
     group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))

@@ -62,8 +62,9 @@ def sparse_mla(
             extra_cache and extra_slots, or of cos_sin and positions, without the other.
         UnsupportedError: H > 128.
 
-    Where tokens refer to each entry 32 times and more (T · min(K, P·R) ≥ 32 · P·R), Hopper's plan writes those that are
-    named to rows of q's dtype first, into at most 37 bytes of workspace a slot, not if `batch_invariant`.
+    Where tokens refer to each entry 32 times and more (T · min(K, P·R) ≥ 32 · P·R), Hopper's plan writes those of V3.2
+    and V4 that are named to rows of q's dtype first, into at most 37 bytes of workspace a slot; not with extra_cache or
+    `batch_invariant`, nor V3.2's for 16 heads and fewer.
 
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
     with power-of-two scales and bfloat16 q). The kernel by hand holds packed entries, or with 16 heads and fewer the

@@ -314,7 +314,7 @@ def unpack_entries_kernel(
     cache_ptr,  # [P, R, ROW]
     marks_ptr,  # [P, R] i8
     num_slots,
-    rows_ptr,  # [P, R, L+E] f32 | bf16 | f16, where marked
+    rows_ptr,  # [P, R, L+E] bf16 | f16, where marked
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,

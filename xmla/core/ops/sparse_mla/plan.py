@@ -81,7 +81,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     extra = mla_layout(problem, "extra_cache") if problem.has("extra_cache") else None
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
     if (rows := over_rows(problem, layout, extra, device)) is not None:
-        return join([(unpacking(problem, layout), {}), (plan(rows, device), {"cache": "rows"})], ("out", "lse"))
+        return join([(unpacking(problem, rows), {}), (plan(rows, device), {"cache": "rows"})], ("out", "lse"))
     unmet = unmet_by_hand(problem, layout, extra, device)
     if unmet and problem.implementation == "gluon":
         problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
@@ -186,9 +186,10 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def over_rows(problem: Problem, layout: MlaLayout, extra: MlaLayout | None, device: Device) -> Problem | None:
-    """The call over `rows`, to which its entries are unpacked first, if each is referred to often enough.
+    """The call over rows of q's dtype, to which its entries are unpacked first, if each is referred to often enough.
 
-    The tile of 16 heads converts beside its products at no cost: it keeps the entries as they are.
+    The tile of 16 heads converts beside its products at no cost: it keeps the entries as they are. The interpreter
+    unpacks as well, so that it runs the kernels for it.
     """
     if device.arch not in (INTERPRETER.arch, 90) or layout not in (V32, V4) or extra is not None:
         return None
@@ -197,8 +198,9 @@ def over_rows(problem: Problem, layout: MlaLayout, extra: MlaLayout | None, devi
     entries = problem["P"] * problem["R"]
     if not 0 < REUSE * entries <= problem["T"] * min(problem["K"], entries):
         return None
-    specs = {**problem.specs, "cache": unpacking(problem, layout).buffers["rows"]}
-    rows = problem.op.bind(specs, {**problem.attrs, "cache_format": None}, problem.implementation)
+    cache = Spec((problem["P"], problem["R"], layout.dims), problem.specs["q"].dtype)
+    attrs = {**problem.attrs, "cache_format": None}
+    rows = problem.op.bind({**problem.specs, "cache": cache}, attrs, problem.implementation)
     return None if device.arch == 90 and unmet_by_hand(rows, mla_layout(rows), None, device) else rows
 
 

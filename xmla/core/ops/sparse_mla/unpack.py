@@ -1,6 +1,6 @@
 """Packed entries as plain rows: each converted once, however often it is referred to, if a slot names it at all."""
 
-from xmla.core.layout import PLAIN, PLAIN_V4, MlaLayout
+from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.kernels import clear_marks_kernel, mark_entries_kernel, unpack_entries_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -9,14 +9,10 @@ from xmla.core.spec import Spec
 FIRST_MARKS = 4  # references an entry among the tokens whose slots are marked before the others'
 
 
-def unpacking(problem: Problem, layout: MlaLayout) -> Plan:
-    """The launches that write the entries named by slots to `rows`, in the dtype of q."""
+def unpacking(problem: Problem, rows: Problem) -> Plan:
+    """The launches that write the entries of `problem` that slots name to the buffer `rows`, the cache of that call."""
     specs, entries, keys = problem.specs, problem["P"] * problem["R"], problem["K"]
-    plain = PLAIN if layout.dims == PLAIN.dims else PLAIN_V4
-    buffers = {
-        "marks": Spec((problem["P"], problem["R"]), "int8"),
-        "rows": Spec((problem["P"], problem["R"], plain.dims), specs["q"].dtype),
-    }
+    buffers = {"marks": Spec((problem["P"], problem["R"]), "int8"), "rows": rows.specs["cache"]}
     clear = Launch(clear_marks_kernel, (cdiv(entries, 4096),), (), (entries,), ("marks",), (("BLOCK", 4096),))
 
     def mark(step: int) -> Launch:
@@ -35,7 +31,7 @@ def unpacking(problem: Problem, layout: MlaLayout) -> Plan:
 
     # Some tokens first, so that most entries are marked when all follow: 27 against 98 µs at 8192 entries, 56 against
     # 114 at 131072 (H200, 2026-11-21).
-    first = mark(max(problem["T"] * keys // (FIRST_MARKS * entries), 1))
+    first = mark(problem["T"] * keys // (FIRST_MARKS * entries))
     unpack = Launch(
         unpack_entries_kernel,
         grid=(cdiv(entries, 4),),
@@ -45,8 +41,8 @@ def unpacking(problem: Problem, layout: MlaLayout) -> Plan:
         constexprs=(
             ("PAGE_STRIDE", specs["cache"].stride(0)),
             ("PAGE_SIZE", problem["R"]),
-            ("LAYOUT", layout),
-            ("ROWS", plain),
+            ("LAYOUT", mla_layout(problem)),
+            ("ROWS", mla_layout(rows)),
             ("BLOCK", 4),
         ),
     )
