@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import DEVICE_MEMORY
 
 from xmla import torch_api
 
-pytestmark = [pytest.mark.gpu, DEVICE_MEMORY]
+pytestmark = pytest.mark.gpu
 
 LATENT, ROPE = 512, 64
 INVALID = (-(2**31), -123456, -1, 114514000, 2147480000, 2**31 - 1)
@@ -56,7 +55,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 attention over rows [N, 576]; lse is −inf for a row without keys."""
     outs, lses = [], []
-    step = max(1, (1 << 27) // (slots.shape[1] * 576))
+    step = max(1, (1 << 26) // (slots.shape[1] * 576))
     place = torch.arange(slots.shape[1], device=q.device)
     for first in range(0, len(q), step):
         chunk = slice(first, first + step)

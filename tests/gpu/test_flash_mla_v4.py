@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICE_MEMORY
 from test_flash_mla import DECODE_LSE, DECODE_OUT, MAIN, attention, check, make_sink, padded
 
 from xmla import torch_api
 from xmla.core.layout import V4
 from xmla.core.plan import cdiv
 
-pytestmark = [pytest.mark.gpu, DEVICE_MEMORY]
+pytestmark = pytest.mark.gpu
 
 SCALE = 512**-0.55
 # Each of the main shapes beside another one as the second source, every one of them once.
