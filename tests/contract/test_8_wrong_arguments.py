@@ -432,6 +432,56 @@ def test_gluon_is_the_default_where_it_is_written_for() -> None:
             assert plan.launches[0].name == kernel
 
 
+def test_logits_by_hand_where_they_are_written_for() -> None:
+    numbers = torch.zeros(1 << 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    def rows(*shape: int, first: int = 0, more: int = 0) -> torch.Tensor:
+        """Each row of the last axis `more` bytes further from the one before than it takes."""
+        steps = [shape[-1] + more, 1] if len(shape) == 2 else [shape[1] * (shape[2] + more), shape[2] + more, 1]
+        return numbers[first:].as_strided(shape, steps)
+
+    q8, keys, weights, scales = rows(2, 5, 128), rows(40, 128), torch.zeros(2, 5), torch.zeros(40)
+    bounds = torch.zeros(2, dtype=torch.int32)
+    packed = torch.zeros(40, 64, dtype=torch.uint8), torch.zeros(40, dtype=torch.int32)
+    known = "supported: fp8 keys on compute capability 9.0"
+    between = "over rows of {} between multiples of 16 bytes, supported: rows on multiples of 16 bytes"
+    for device, q, k, s, message in (
+        (H200, q8, keys, scales, None),
+        (H200, rows(2, 5, 128, first=16, more=16), rows(40, 128, first=32, more=48), scales, None),
+        (B200, q8, keys, scales, f"on NVIDIA B200 over fp8 keys, {known}"),
+        (H200, q8, *packed, f"on NVIDIA H200 over MXFP4 keys, {known}"),
+        (H200, rows(2, 5, 128, first=8), keys, scales, between.format("q8")),
+        (H200, rows(2, 5, 128, more=8), keys, scales, between.format("q8")),
+        (H200, q8, rows(40, 128, first=4), scales, between.format("keys")),
+        (H200, q8, rows(40, 128, more=4), scales, between.format("keys")),
+    ):
+        plan = partial(torch_api.indexer_logits.plan, q, weights, k, s, bounds, bounds)
+        by_default = "indexer_logits_kernel" if message else "indexer_logits_sm90_kernel"
+        with assume_device(device):
+            assert plan().launches[0].name == by_default
+            assert plan(implementation="triton").launches[0].name == "indexer_logits_kernel"
+            if message is None:
+                assert plan(implementation="gluon").launches[0].name == by_default
+                continue
+            with pytest.raises(UnsupportedError) as refused:
+                plan(implementation="gluon")
+        assert str(refused.value) == f"indexer_logits: implementation value is 'gluon' {message}"
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_selection_over_stored_logits_takes_the_implementation_asked_for(implementation: str | None) -> None:
+    q8, keys = torch.zeros(300, 64, 128).to(torch.float8_e4m3fn), torch.zeros(5000, 128).to(torch.float8_e4m3fn)
+    bounds = torch.zeros(300, dtype=torch.int32)
+    kernel = "indexer_logits_kernel" if implementation else "indexer_logits_sm90_kernel"
+    for workspace_bytes in (1 << 29, 1 << 22):  # whole, and some tokens at a time
+        with assume_device(H200):
+            plan = torch_api.indexer_topk.plan(
+                q8, torch.zeros(300, 64), keys, torch.zeros(5000), bounds, bounds, k=512,
+                workspace_bytes=workspace_bytes, implementation=implementation,
+            )  # fmt: skip
+        assert {launch.name for launch in plan.launches if launch.name.startswith("indexer")} == {kernel}
+
+
 @pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])
 def test_kind_of_argument_and_implementation(api: object, device: str, no_launch: None) -> None:
     array = torch.zeros(2, 8, device=device) if api is torch_api else jnp.zeros((2, 8))

@@ -53,6 +53,11 @@ class Spec:
             return self.stride(axis + 1) * self.shape[axis + 1] if axis + 1 < len(self.shape) else 1
         return (self.strides or row_major(self.shape))[axis]
 
+    def on_multiples(self, unit: int, axes: tuple[int, ...]) -> bool:
+        """Whether what an index of these axes finds starts on a multiple of `unit` bytes."""
+        steps = (self.alignment, *(self.stride(axis) * self.itemsize for axis in axes))
+        return all(step % unit == 0 for step in steps)
+
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype][0].itemsize

@@ -84,6 +84,7 @@ OP = Op(
     check=check_keys,
     limits=lambda p, arrays: (Limit("starts", 0, p["N"]), Limit("ends", 0, p["N"])),
     plan=plan,
+    implementations=("triton", "gluon"),
     reference=reference,
     cases=CASES,
 )

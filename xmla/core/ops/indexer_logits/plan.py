@@ -3,11 +3,16 @@ from dataclasses import dataclass
 from xmla.core.device import Device
 from xmla.core.layout import IndexerLayout
 from xmla.core.op import E4M3, Problem
+from xmla.core.ops.indexer_logits.gluon_sm90 import KEYS, ROWS, indexer_logits_sm90_kernel
 from xmla.core.ops.indexer_logits.kernels import indexer_logits_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 from xmla.core.tuned import tuned
 
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
+INPUTS = ("q8", "weights", "keys", "key_scales", "starts", "ends")
+# Keys of a program of the Hopper kernel: 1902 µs with 1024, 2043 with 2048 at 2048 × 65536 (H200, 2026-11-22).
+CHUNKS = (1024, 512, 256, 128)
+PROGRAMS_A_SM = 3  # registers and shared memory of the Hopper kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +55,67 @@ def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    specs = problem.specs
+    unmet = unmet_by_hand(problem, device)
+    if unmet and problem.implementation == "gluon":
+        problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
+    by_hand = not unmet and problem.implementation in (None, "gluon")
+    launch = launch_by_hand(problem, device) if by_hand else launch_portable(problem, device)
+    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+
+
+def unmet_by_hand(problem: Problem, device: Device) -> tuple[str, str] | None:
+    """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
+    if device.arch != 90 or keys_are_mxfp4(problem):
+        keys = "MXFP4" if keys_are_mxfp4(problem) else "fp8"
+        return f"on {device.name} over {keys} keys", "fp8 keys on compute capability 9.0"
+    for name, axes in (("q8", (0, 1)), ("keys", (0,))):
+        if not problem.specs[name].on_multiples(16, axes):
+            return f"over rows of {name} between multiples of 16 bytes", "rows on multiples of 16 bytes"
+    return None
+
+
+def launch_by_hand(problem: Problem, device: Device) -> Launch:
+    block_i = max(16, next_power_of_2(problem["I"]))
+    groups = cdiv(problem["T"], ROWS.value // block_i)
+
+    def steps(chunk: int) -> int:
+        """Products in a row: as many as a program has, and about two for its queries, in each wave of programs."""
+        programs = groups * cdiv(problem["N"], chunk)
+        return cdiv(programs, PROGRAMS_A_SM * device.num_sms) * (chunk // KEYS.value + 2)
+
+    chunk = min(CHUNKS, key=steps)
+    return Launch(
+        indexer_logits_sm90_kernel,
+        grid=(groups * cdiv(problem["N"], chunk),),
+        inputs=INPUTS,
+        sizes=(0, problem["T"], problem["N"], chunk),
+        outputs=("logits",),
+        constexprs=(
+            *query_constexprs(problem)[:-1],
+            ("KEY_STRIDE", problem.specs["keys"].stride(0)),
+            ("BLOCK_I", block_i),
+        ),
+        num_warps=4,
+        num_stages=1,
+        max_registers=168,
+    )
+
+
+def launch_portable(problem: Problem, device: Device) -> Launch:
     block_i = max(16, next_power_of_2(problem["I"]))
     mxfp4 = keys_are_mxfp4(problem)
     key = f"i{block_i}-{'mxfp4' if mxfp4 else 'fp8'}"
     config = tuned("indexer_logits", device, key, configure(mxfp4, device))
     block_t = min(config.block_t, next_power_of_2(max(problem["T"], 1)))
-    launch = Launch(
+    return Launch(
         indexer_logits_kernel,
         grid=(cdiv(problem["T"], block_t) * cdiv(problem["N"], config.block_n),),
-        inputs=("q8", "weights", "keys", "key_scales", "starts", "ends"),
+        inputs=INPUTS,
         sizes=(0, problem["T"], problem["N"]),
         outputs=("logits",),
         constexprs=(
             *query_constexprs(problem),
-            ("KEY_STRIDE", specs["keys"].stride(0)),
+            ("KEY_STRIDE", problem.specs["keys"].stride(0)),
             ("BLOCK_T", block_t),
             ("GROUP", min(block_t, config.max_rows // block_i)),
             ("BLOCK_N", config.block_n),
@@ -74,4 +125,3 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=config.stages,
         max_registers=config.max_registers,
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("logits",))

@@ -49,7 +49,8 @@ def check_workspace(problem: Problem) -> None:
 
 def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str]) -> Plan | None:
     """The plan that stores all logits and selects from them, if it keeps to the workspace; `names` for select_topk."""
-    whole = logits.bind({name: problem.specs.get(name) for name in logits.tensors}, logits.defaults)
+    arrays = {name: problem.specs.get(name) for name in logits.tensors}
+    whole = logits.bind(arrays, logits.defaults, problem.implementation)
     first = logits.plan(whole, device)
     specs = {**problem.specs, **first.buffers}
     select = select_topk.OP
@@ -87,7 +88,7 @@ def of_tokens(problem: Problem, tokens: int) -> Problem:
     """The call for so many of its tokens."""
     rows = {name: problem.specs[name] for name in ("q8", "weights", "starts", "ends")}
     fewer = {name: replace(spec, shape=(tokens, *spec.shape[1:])) for name, spec in rows.items()}
-    return problem.op.bind({**problem.specs, **fewer}, problem.attrs)
+    return problem.op.bind({**problem.specs, **fewer}, problem.attrs, problem.implementation)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -208,12 +208,7 @@ def few_heads(problem: Problem, layout: MlaLayout) -> bool:
     """Whether the Hopper kernel has a tile of 16 heads for the call. It copies entries by 16 bytes."""
     if problem["H"] > SM90_FEW_HEADS.block_h or layout != V32 or problem.attrs["batch_invariant"]:
         return False  # a head's bits depend on its tile: tensor-parallel ranks take that of all heads
-    return on_multiples(problem.specs["cache"], 16, (0,))
-
-
-def on_multiples(spec: Spec, unit: int, axes: tuple[int, ...]) -> bool:
-    """Whether what an index of these axes finds starts on a multiple of `unit` bytes."""
-    return all(step % unit == 0 for step in (spec.alignment, *(spec.stride(axis) * spec.itemsize for axis in axes)))
+    return problem.specs["cache"].on_multiples(16, (0,))
 
 
 def unmet_by_hand(
@@ -231,6 +226,6 @@ def unmet_by_hand(
     # that are converted on their way.
     units = {"q": 4 if layout.packed else 16} | ({} if layout == V32 else {"cache": 16, "extra_cache": 16})
     for name, unit in units.items():
-        if problem.has(name) and not on_multiples(problem.specs[name], unit, (0, 1) if name == "q" else (0,)):
+        if problem.has(name) and not problem.specs[name].on_multiples(unit, (0, 1) if name == "q" else (0,)):
             return f"over rows of {name} between multiples of {unit} bytes", f"rows on multiples of {unit} bytes"
     return None

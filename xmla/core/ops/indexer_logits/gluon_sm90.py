@@ -1,0 +1,208 @@
+"""The kernel for Hopper over fp8 keys: bit for bit what the portable one gives, at half of its instructions.
+
+A program keeps the queries and weights of as many tokens as 128 rows of heads are, and walks over keys: 128 a product,
+copied ahead by all of its four warps. Programs do not wait for each other; three share a multiprocessor, so that one's
+sums over heads run beside another's product, and the keys that one has copied the others find in its L1.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(128)  # of heads, a product
+KEYS = gl.constexpr(128)  # a product
+STAGES = gl.constexpr(3)  # of keys
+PIECE = gl.constexpr(16)  # keys a copy: four warps have 16 bytes a lane
+
+
+@gluon.constexpr_function
+def layout_by_key(group):
+    """[KEYS, group, 4]: a thread has a key, all of its tokens, and what the four lanes that shared a row had.
+
+    A product's rows lie 32 to a warp, 16 of either half, 8 to a register: the lanes of a row take one of four each.
+    """
+    tokens = [[0, 1 << bit, 0] for bit in range(group.bit_length() - 1)]
+    keys = [[8, 0, 0], [64, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], *tokens], keys, [[16, 0, 0], [32, 0, 0]], [], [KEYS.value, group, 4]
+    )
+
+
+@gluon.jit
+def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr, CHUNKS: gl.constexpr):
+    """Copy the keys from position `at` on, of those in [start, end), the others are zeros."""
+    if (at >= start) & (at + KEYS <= end):
+        for i in gl.static_range(KEYS // PIECE):
+            ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
+            async_copy.async_copy_global_to_shared(smem.slice(i * PIECE, PIECE), ptrs, cache_modifier=".ca")
+    else:
+        position = at + gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS))
+        for i in gl.static_range(KEYS // PIECE):
+            wanted = gl.expand_dims((position + i * PIECE >= start) & (position + i * PIECE < end), 1)
+            ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
+            async_copy.async_copy_global_to_shared(smem.slice(i * PIECE, PIECE), ptrs, mask=wanted)
+
+
+@gluon.jit
+def load_weights(weight_smem, DOTS: gl.constexpr):
+    """Weights [ROWS] as a product's columns lie in its threads: shared memory has a lane's four side by side."""
+    BY_LANE: gl.constexpr = gl.DistributedLinearLayout(
+        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [ROWS]
+    )
+    weights = gl.reshape(weight_smem.load(BY_LANE), (ROWS // 16, 4, 2, 2)).permute((0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(weights, (ROWS,)), gl.SliceLayout(0, DOTS), assert_trivial=True)
+
+
+@gluon.jit
+def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
+    """Σ relu(dots) · weight over each token's heads, [KEYS, GROUP], of dots [KEYS, ROWS] and halves of weights [ROWS].
+
+    2 · relu(x) is x + |x|, which the units for additions do, at twice the rate of a maximum. A NaN stays. Added up in
+    the order of `lang.head_scores`: first what a thread has, then its row's other lanes, two apart and side by side.
+    """
+    OWN: gl.constexpr = ROWS // GROUP // 4  # heads of a token in one lane
+    terms = (dots + gl.abs(dots)) * gl.expand_dims(halves, 0)
+    terms = gl.reshape(terms, (KEYS, GROUP, OWN // 2, 4, 2)).permute((0, 1, 3, 2, 4))
+    lanes = gl.sum(gl.reshape(terms, (KEYS, GROUP, 4, OWN)), 3)
+    lanes = gl.reshape(gl.convert_layout(lanes, BY_KEY), (KEYS, GROUP, 2, 2))
+    return gl.convert_layout(gl.sum(gl.sum(lanes, 2), 2), gl.SliceLayout(2, BY_KEY), assert_trivial=True)
+
+
+@gluon.jit
+def store_nothing(logits_ptr, first_key, count, first_token, num_tokens, num_keys, GROUP: gl.constexpr):
+    """−inf for `count` keys that no row wants."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    offs_n = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, TILE)), 0)
+    token = gl.expand_dims(first_token + gl.arange(0, GROUP, layout=gl.SliceLayout(1, TILE)), 1)
+    out_ptrs = logits_ptr + token.to(gl.int64) * num_keys + first_key + offs_n
+    nothing = gl.full([GROUP, KEYS], float("-inf"), gl.float32, TILE)
+    for at in range(0, count, KEYS):
+        gl.store(out_ptrs + at, nothing, mask=(token < num_tokens) & (offs_n < count - at))
+
+
+@gluon.jit(do_not_specialize=["first_row", "num_tokens", "num_keys", "chunk"])
+def indexer_logits_sm90_kernel(
+    q8_ptr,  # [T, I, D] e4m3
+    weights_ptr,  # [T, I] f32
+    keys_ptr,  # [N, D] e4m3
+    key_scales_ptr,  # [N] f32
+    starts_ptr,  # [T] i32
+    ends_ptr,  # [T] i32
+    first_row,  # of num_tokens tokens
+    num_tokens,
+    num_keys,
+    chunk,  # keys of a program, a multiple of KEYS
+    logits_ptr,  # [num_tokens, N] f32
+    Q_STRIDE_T: gl.constexpr,
+    Q_STRIDE_I: gl.constexpr,
+    WEIGHT_STRIDE: gl.constexpr,
+    KEY_STRIDE: gl.constexpr,
+    HEADS: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_I: gl.constexpr,
+):
+    GROUP: gl.constexpr = ROWS // BLOCK_I
+    CHUNKS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    DOTS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
+    BY_KEY: gl.constexpr = layout_by_key(GROUP)
+    SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
+    SMEM_E: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
+    SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + first_row.to(gl.int64) * Q_STRIDE_T
+    keys_ptr = keys_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
+    weights_ptr += first_row.to(gl.int64) * WEIGHT_STRIDE
+    starts_ptr += first_row
+    ends_ptr += first_row
+    # Neighbouring programs share their keys.
+    groups = gl.cdiv(num_tokens, GROUP)
+    first_token = gl.program_id(0) % groups * GROUP
+    first_key = gl.program_id(0) // groups * chunk
+    chunk = gl.minimum(chunk, num_keys - first_key)
+
+    # Positions count from first_key on, and below from the first tile's first key on. The last tokens may be repeated.
+    token = first_token + gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
+    row_start = gl.load(starts_ptr + gl.minimum(token, num_tokens - 1))
+    row_end = gl.load(ends_ptr + gl.minimum(token, num_tokens - 1))
+    row_start = gl.minimum(gl.maximum(row_start, first_key) - first_key, chunk)
+    row_end = gl.minimum(gl.maximum(row_end, first_key) - first_key, chunk)
+    before = gl.min(row_start, 0) // KEYS * KEYS
+    tiles = gl.cdiv(gl.maximum(gl.max(row_end, 0) - before, 0), KEYS)
+    if gl.max(row_end, 0) <= gl.min(row_start, 0):  # no row wants any of these keys
+        tiles = 0
+    store_nothing(logits_ptr, first_key, gl.where(tiles > 0, before, chunk), first_token, num_tokens, num_keys, GROUP)
+    if tiles == 0:
+        return
+    after = gl.minimum(before + tiles * KEYS, chunk)
+    store_nothing(logits_ptr, first_key + after, chunk - after, first_token, num_tokens, num_keys, GROUP)
+    first_key += before
+    row_start -= before
+    row_end -= before
+    chunk -= before
+    start, end = gl.min(row_start, 0), gl.max(row_end, 0)
+    all_start, all_end = gl.max(row_start, 0), gl.min(row_end, 0)
+
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], SMEM_E)
+    weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
+    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], SMEM_E)
+
+    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS)).to(gl.int64)
+    q_row = gl.minimum(first_token + row // BLOCK_I, num_tokens - 1) * Q_STRIDE_T + row % BLOCK_I * Q_STRIDE_I
+    q_ptrs = q8_ptr + gl.expand_dims(q_row, 1) + offs_d
+    async_copy.async_copy_global_to_shared(q_smem, q_ptrs, mask=gl.expand_dims(row % BLOCK_I < HEADS, 1))
+    word = gl.arange(0, ROWS, layout=WORDS)
+    word = word // 16 * 16 + word // 2 % 2 * 8 + word // 4 % 4 * 2 + word % 2  # `load_weights` has the order
+    weight_row = gl.minimum(first_token + word // BLOCK_I, num_tokens - 1).to(gl.int64) * WEIGHT_STRIDE
+    weights = gl.load(weights_ptr + weight_row + word % BLOCK_I, mask=word % BLOCK_I < HEADS, other=0.0)
+    weight_smem.store(weights * 0.5)
+
+    key_row = gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)).to(gl.int64)
+    tile_ptrs = keys_ptr + first_key.to(gl.int64) * KEY_STRIDE + gl.expand_dims(key_row * KEY_STRIDE, 1) + offs_d
+    for i in gl.static_range(STAGES - 1):
+        if i < tiles:
+            copy_keys(tile_ptrs, i * KEYS, start, end, key_smem.index(i), KEY_STRIDE, CHUNKS)
+        tile_ptrs += KEYS * KEY_STRIDE
+        async_copy.commit_group()
+
+    offs_n = gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
+    scale_ptrs = key_scales_ptr + first_key + offs_n
+    token_ok = gl.expand_dims(token < num_tokens, 0)
+    out_ptrs = logits_ptr + gl.expand_dims(token.to(gl.int64) * num_keys + first_key, 0) + gl.expand_dims(offs_n, 1)
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
+    stage, free = 0, STAGES - 1
+    at = 0
+    while at < end:
+        position = at + offs_n
+        factors = gl.load(scale_ptrs, mask=(position >= start) & (position < end), other=0.0)
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        dots = warpgroup_mma(
+            key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
+        )  # [KEYS, ROWS] f32
+        if at + (STAGES - 1) * KEYS < end:
+            ahead = at + (STAGES - 1) * KEYS
+            copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE, CHUNKS)
+        async_copy.commit_group()
+        dots = warpgroup_mma_wait(0, deps=[dots])
+        halves = load_weights(weight_smem, DOTS)
+        scores = sum_heads(dots, halves, GROUP, BY_KEY) * gl.expand_dims(factors, 1)  # [KEYS, GROUP] f32
+        if (at >= all_start) & (at + KEYS <= all_end):
+            gl.store(out_ptrs, scores, mask=token_ok)
+        else:
+            place = gl.expand_dims(position, 1)
+            wanted = (place >= gl.expand_dims(row_start, 0)) & (place < gl.expand_dims(row_end, 0))
+            gl.store(out_ptrs, gl.where(wanted, scores, float("-inf")), mask=token_ok & (place < chunk))
+        free = stage
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        at += KEYS
+        tile_ptrs += KEYS * KEY_STRIDE
+        scale_ptrs += KEYS
+        out_ptrs += KEYS
+    async_copy.wait_group(0)
