@@ -2,7 +2,8 @@
 
 A script of its own, for a process without the interpreter; no GPU is needed.
     JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90
-Prints a JSON line an op: its custom calls, and for each launch the SHA-256 of the cubin that either front-end runs.
+Prints a JSON line an op: its custom calls, for each launch the SHA-256 of the cubin that either front-end runs, and how
+many kernels JAX asked for that a warm-up for torch had not made ready.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import numpy as np
 from export_for_cuda import export, exported_case
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-from xmla.core.compile import compiled, specialize
+from xmla.core.compile import compiled, count_compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.op import Case, Op, plan_call, registry
 from xmla.core.plan import Plan
@@ -65,16 +66,17 @@ def lower(name: str, op: Op, case: Case, device: Device, implementation: str | N
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
     forget(plan)
 
-    exported = export(op, case, {name: inputs[name] for name in given}, device, implementation)
-    restored = jax.export.deserialize(exported.serialize())
-    by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
-
     by_triton: dict[str, set[str]] = {}
     for launch in plan.launches:
         kernel = compiled(specialize(launch, plan, specs), device.arch)
         by_triton.setdefault(launch.name, set()).add(assemble(kernel.asm["ptx"], device.arch))
+    before = count_compiled()
+    exported = export(op, case, {name: inputs[name] for name in given}, device, implementation)
+    restored = jax.export.deserialize(exported.serialize())
+    by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
     return {
         "op": name,
+        "more": count_compiled() - before,
         "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
         "launches": len(plan.launches),
         "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),

@@ -468,6 +468,35 @@ def test_logits_by_hand_where_they_are_written_for() -> None:
         assert str(refused.value) == f"indexer_logits: implementation value is 'gluon' {message}"
 
 
+def test_paged_logits_by_hand_where_they_are_written_for() -> None:
+    def pages(entries: int, row: int, first: int = 0) -> torch.Tensor:
+        return beside(torch.zeros(3, entries, row, dtype=torch.uint8), first)
+
+    q8, weights = torch.zeros(2, 5, 128).to(torch.float8_e4m3fn), torch.zeros(2, 5)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    known = "supported: fp8 keys on compute capability 9.0"
+    between = "over rows of cache between multiples of 16 bytes, supported: rows on multiples of 16 bytes"
+    for device, cache, message in (
+        (H200, pages(64, 132), None),
+        (H200, pages(192, 132, first=16), None),
+        (B200, pages(64, 132), f"on NVIDIA B200 over fp8 keys, {known}"),
+        (H200, pages(64, 68), f"on NVIDIA H200 over MXFP4 keys, {known}"),
+        (H200, pages(32, 132), "over pages of 32 keys, supported: pages of a multiple of 64 keys"),
+        (H200, pages(64, 132, first=4), between),
+    ):
+        plan = partial(torch_api.indexer_logits_paged.plan, q8, weights, cache, table, lengths)
+        by_default = "indexer_logits_paged_kernel" if message else "indexer_logits_paged_sm90_kernel"
+        with assume_device(device):
+            assert plan().launches[0].name == by_default
+            assert plan(implementation="triton").launches[0].name == "indexer_logits_paged_kernel"
+            if message is None:
+                assert plan(implementation="gluon").launches[0].name == by_default
+                continue
+            with pytest.raises(UnsupportedError) as refused:
+                plan(implementation="gluon")
+        assert str(refused.value) == f"indexer_logits_paged: implementation value is 'gluon' {message}"
+
+
 @pytest.mark.parametrize("implementation", [None, "triton"])
 def test_selection_over_stored_logits_takes_the_implementation_asked_for(implementation: str | None) -> None:
     q8, keys = torch.zeros(300, 64, 128).to(torch.float8_e4m3fn), torch.zeros(5000, 128).to(torch.float8_e4m3fn)

@@ -39,7 +39,7 @@ def test_every_configuration_compiles(arch: int) -> None:
     if arch == 90:
         by_hand = [kernel for kernel in kernels if kernel["kernel"].endswith("_sm90_kernel")]
         assert {(kernel["op"], kernel["block_h"]) for kernel in by_hand} >= {
-            ("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0)
+            ("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)
         }  # fmt: skip
         for kernel in by_hand:
             assert ("mma.sync" if kernel["block_h"] == 16 else "wgmma.mma_async") in kernel["mma"], kernel

@@ -1,4 +1,4 @@
-"""The kernel of indexer_logits written by hand for Hopper: the portable kernel's bits, and the definition's values."""
+"""The kernels of the logits written by hand for Hopper: the portable kernels' bits, and the definition's values."""
 
 import jax
 import kit
@@ -9,8 +9,11 @@ import torch
 from garbage import garbage_inputs
 from hypothesis import given, settings
 
-from xmla import jax_api, torch_api
-from xmla.core.op import Case, registry
+from xmla import UnsupportedError, jax_api, torch_api
+from xmla.core.device import H200
+from xmla.core.op import Case, Op, plan_call, registry
+from xmla.core.ops.indexer_logits_paged.cases import make_case
+from xmla.core.spec import Spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,32 +22,57 @@ pytestmark = [
     ),
 ]
 
-OP = registry()["indexer_logits"]
-CASES = [case for case in OP.cases if kit.make(case)["keys"].dtype == ml_dtypes.float8_e4m3fn]
-by_case = pytest.mark.parametrize("case", CASES, ids=kit.case_id)
+RAGGED, PAGED = (registry()[name] for name in ("indexer_logits", "indexer_logits_paged"))
+UNWRITTEN = 7.0
+Arrays = dict[str, np.ndarray]
 
 
-def logits(inputs: dict[str, np.ndarray]) -> torch.Tensor:
-    return torch_api.indexer_logits(*kit.torch_inputs(OP, kit.copies(inputs), "cuda"), implementation="gluon")
+def supported(op: Op, inputs: Arrays, attrs: dict[str, object]) -> bool:
+    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
+    values = op.defaults | attrs
+    try:
+        plan_call(op, specs, tuple(values[attr.name] for attr in op.attrs), H200, "gluon")
+    except UnsupportedError:
+        return False
+    return True
 
 
-def agrees(inputs: dict[str, np.ndarray]) -> None:
-    got = logits(inputs)
-    portable = torch_api.indexer_logits(*kit.torch_inputs(OP, kit.copies(inputs), "cuda"), implementation="triton")
-    kit.assert_bits_equal("logits", got, portable)
+CASES = [(op, case) for op in (RAGGED, PAGED) for case in op.cases if supported(op, kit.make(case), dict(case.attrs))]
+by_case = pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)
+
+
+def logits(op: Op, inputs: Arrays, attrs: dict[str, object], implementation: str = "gluon") -> torch.Tensor:
+    arguments = kit.torch_inputs(op, kit.copies(inputs), "cuda")
+    function = getattr(torch_api, op.name)
+    shape = function.plan(*arguments, **attrs).buffers["logits"].shape
+    out = torch.full(shape, UNWRITTEN, device="cuda")
+    function(*arguments, **attrs, implementation=implementation, out=out)
+    return out
+
+
+def agrees(op: Op, inputs: Arrays, attrs: dict[str, object]) -> torch.Tensor:
+    """The portable kernel's bits, what neither writes too; of each row the error against the row."""
+    got = logits(op, inputs, attrs)
+    kit.assert_bits_equal("logits", got, logits(op, inputs, attrs, "triton"))
     with np.errstate(all="ignore"):
-        want = OP.reference(**inputs)
-    for name, value in kit.results(OP, want):
-        kit.assert_close(name, got, value, kit.tolerance_of(OP, name))
+        want = np.asarray(op.reference(**inputs, **attrs), np.float64)
+    where = kit.written(op, want)
+    want = want if where is None else np.where(where, want, UNWRITTEN)
+    found = kit.as_numpy(got).astype(np.float64)
+    finite = np.isfinite(want)
+    assert np.array_equal(found[~finite], want[~finite], equal_nan=True)
+    error, size = (np.linalg.norm(np.where(finite, x, 0.0), axis=1) for x in (found - want, want))
+    assert (error <= 2**-11 * size).all(), error.max()
+    return got
 
 
 @by_case
-def test_agrees_with_the_definition(case: Case) -> None:
-    agrees(kit.make(case))
+def test_agrees_with_the_definition(op: Op, case: Case) -> None:
+    agrees(op, kit.make(case), kit.attributes(op, case))
 
 
-def ragged(tokens: int, heads: int, keys: int, dim: int) -> dict[str, np.ndarray]:
-    """Values of one size, so that no sum of theirs passes float32; rows that want all keys."""
+def ragged(tokens: int, heads: int, keys: int, dim: int) -> Arrays:
+    """Rows that want all keys."""
     rng = np.random.default_rng([tokens, heads, keys, dim])
     return {
         "q8": rng.standard_normal((tokens, heads, dim), np.float32).astype(ml_dtypes.float8_e4m3fn),
@@ -72,7 +100,7 @@ def test_tile_edges(tokens: int, heads: int, keys: int, dim: int, rows: str) -> 
     elif rows == "anything":
         inputs["starts"] = rng.integers(-5, keys + 5, tokens, dtype=np.int32)
         inputs["ends"] = rng.integers(-5, keys + 5, tokens, dtype=np.int32)
-    agrees(inputs)
+    agrees(RAGGED, inputs, {})
 
 
 def test_keys_that_no_row_wants_may_be_nan() -> None:
@@ -80,33 +108,73 @@ def test_keys_that_no_row_wants_may_be_nan() -> None:
     inputs["starts"][:], inputs["ends"][:] = 700, 2001
     for name in ("keys", "key_scales"):
         inputs[name][:700] = inputs[name][2001:] = np.nan
-    agrees(inputs)
+    assert not agrees(RAGGED, inputs, {}).isnan().any()
     inputs["keys"][1000, 5] = np.nan
-    got = logits(inputs)
+    got = logits(RAGGED, inputs, {})
     assert got[:, 1000].isnan().all() and got.isnan().sum() == 40
 
 
-@given(garbage_inputs(OP).filter(lambda drawn: drawn[0]["keys"].dtype == ml_dtypes.float8_e4m3fn))
-@settings(max_examples=30)
-def test_garbage_integers_give_the_definition(drawn: tuple[dict[str, np.ndarray], dict[str, object]]) -> None:
-    agrees(drawn[0])
+@pytest.mark.parametrize("heads", [3, 16, 32, 64, 128])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("entries", [64, 192])
+@pytest.mark.parametrize("contexts", [(1, 63, 64, 65), (127, 0, 128, 129, 191, 320), (3000, 700)])
+def test_tile_edges_of_pages(contexts: tuple[int, ...], entries: int, next_n: int, heads: int) -> None:
+    """What no length reaches is NaN in the pool; pages are shuffled."""
+    case = make_case(contexts, entries, next_n=next_n, heads=heads, padding=132 * 4)
+    agrees(PAGED, kit.make(case), {"max_len": None})
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("max_len", [None, 100, 129])
+def test_pages_that_are_not_there(dim: int, max_len: int | None) -> None:
+    case = make_case((500, 64, 300), 64, next_n=2, dim=dim)
+    inputs = kit.make(case)
+    pages = inputs["cache"].shape[0]
+    inputs["block_table"][0, [0, 3, 4]] = [-1, pages, -(2**31)]
+    inputs["block_table"][2, 1] = 2**31 - 1
+    agrees(PAGED, inputs, {"max_len": max_len})
+    inputs["request_ids"] = np.array([2, 0, 3, -1, 1, 2**31 - 1], np.int32)
+    agrees(PAGED, inputs, {"max_len": max_len})
+
+
+def test_when_every_multiprocessor_has_several_programs() -> None:
+    rng = np.random.default_rng(0)
+    for next_n in (1, 2, 4):
+        case = make_case(tuple(rng.integers(1, 6000, 40)), 64, next_n=next_n)
+        agrees(PAGED, kit.make(case), {"max_len": None})
+
+
+@pytest.mark.parametrize("op", [RAGGED, PAGED], ids=kit.case_id)
+def test_garbage_integers_give_the_definition(op: Op) -> None:
+    @given(garbage_inputs(op).filter(lambda drawn: supported(op, *drawn)))
+    @settings(max_examples=30)
+    def check(drawn: tuple[Arrays, dict[str, object]]) -> None:
+        agrees(op, *drawn)
+
+    check()
 
 
 @by_case
-def test_jax_gives_the_same_bits(case: Case) -> None:
+def test_jax_gives_the_same_bits(op: Op, case: Case) -> None:
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
-    step = jax.jit(lambda *arrays: jax_api.indexer_logits(*arrays, implementation="gluon"))
-    kit.assert_bits_equal("logits", logits(inputs), step(*kit.jax_inputs(OP, inputs)))
+    attrs = kit.attributes(op, case)
+    step = jax.jit(lambda *arrays: getattr(jax_api, op.name)(*arrays, **attrs, implementation="gluon"))
+    where = kit.written(op, np.asarray(op.reference(**inputs, **attrs)))
+    kit.assert_bits_equal("logits", logits(op, inputs, attrs), step(*kit.jax_inputs(op, inputs)), where)
 
 
-def test_repeated_calls_and_graph_replays_give_the_same_bits() -> None:
-    inputs = kit.torch_inputs(OP, ragged(257, 64, 9000, 128), "cuda")
-    want = torch_api.indexer_logits(*inputs, implementation="gluon")
+@pytest.mark.parametrize("op", [RAGGED, PAGED], ids=kit.case_id)
+def test_repeated_calls_and_graph_replays_give_the_same_bits(op: Op) -> None:
+    arrays = ragged(257, 64, 9000, 128) if op is RAGGED else kit.make(make_case((3000, 70, 900), 64, next_n=4))
+    inputs = kit.torch_inputs(op, arrays, "cuda")
+    function = getattr(torch_api, op.name)
+    want = logits(op, arrays, {})
+    again, captured = torch.full_like(want, UNWRITTEN), torch.full_like(want, UNWRITTEN)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = torch_api.indexer_logits(*inputs, implementation="gluon")
+        function(*inputs, implementation="gluon", out=captured)
     for _ in range(20):
-        again = torch_api.indexer_logits(*inputs, implementation="gluon")
+        function(*inputs, implementation="gluon", out=again)
         graph.replay()
         kit.assert_bits_equal("logits", want, again)
         kit.assert_bits_equal("logits", want, captured)

@@ -34,6 +34,7 @@ class Specialization:
 
     Attributes:
         types: Triton's type of each runtime parameter, by name.
+        constexprs: Values of the other parameters, in the kernel's order: jax-triton hands them back in that one.
         unaligned: Pointers that do not start on 16 bytes; every other one does. Runtime sizes are arbitrary.
     """
 
@@ -75,7 +76,7 @@ def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Special
     return Specialization(
         launch.kernel,
         tuple(types),
-        launch.constexprs,
+        tuple((name, constexprs[name]) for name in launch.kernel.arg_names if name in constexprs),
         launch.num_warps,
         launch.num_stages,
         launch.max_registers,

@@ -5,8 +5,8 @@ Every name here is a function of the op's tensors (positional) and attributes (k
   workspace: With `out`, a dense uint8 tensor of at least `xmla.<op>.plan(...).workspace_bytes` to work in.
   implementation: None, the best tested kernels; "triton", the portable ones (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", the kernels written by hand: None takes them on Hopper for `sparse_mla` and
-    `dsa_attention` over plain rows, or with bfloat16 queries over V3.2 or V4 entries, and for `indexer_logits` over
-    fp8 keys; "reference", the NumPy float64 definition (copies to the host).
+    `dsa_attention` over plain rows, or with bfloat16 queries over V3.2 or V4 entries, and for the indexer's
+    logits over fp8 keys, of pages of a multiple of 64; "reference", the NumPy float64 definition (copies to the host).
 The docstring of each function is the op's. Calls read no value, wait for nothing and allocate only the plan's buffers,
 on the current stream.
 

@@ -48,14 +48,25 @@ def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr, CHUNKS:
             async_copy.async_copy_global_to_shared(smem.slice(i * PIECE, PIECE), ptrs, mask=wanted)
 
 
+@gluon.constexpr_function
+def layout_by_lane(rows):
+    """[rows]: what `load_weights` reads at once, four words a lane."""
+    wide = [[1 << bit] for bit in range(4, rows.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[1], [2], *wide], [[4], [8], [0], [0], [0]], [[0], [0]], [], [rows])
+
+
 @gluon.jit
-def load_weights(weight_smem, DOTS: gl.constexpr):
-    """Weights [ROWS] as a product's columns lie in its threads: shared memory has a lane's four side by side."""
-    BY_LANE: gl.constexpr = gl.DistributedLinearLayout(
-        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [ROWS]
-    )
-    weights = gl.reshape(weight_smem.load(BY_LANE), (ROWS // 16, 4, 2, 2)).permute((0, 2, 1, 3))
+def load_weights(smem, DOTS: gl.constexpr):
+    """Weights [ROWS] as a product's columns lie in its threads; shared memory has a lane's four side by side."""
+    ROWS: gl.constexpr = smem.shape[0]
+    weights = gl.reshape(smem.load(layout_by_lane(ROWS)), (ROWS // 16, 4, 2, 2)).permute((0, 2, 1, 3))
     return gl.convert_layout(gl.reshape(weights, (ROWS,)), gl.SliceLayout(0, DOTS), assert_trivial=True)
+
+
+@gluon.jit
+def order_of_weights(place):
+    """The row whose weight stands at `place` of shared memory, for `load_weights`."""
+    return place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
 
 
 @gluon.jit
@@ -65,7 +76,7 @@ def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
     2 · relu(x) is x + |x|, which the units for additions do, at twice the rate of a maximum. A NaN stays. Added up in
     the order of `lang.head_scores`: first what a thread has, then its row's other lanes, two apart and side by side.
     """
-    OWN: gl.constexpr = ROWS // GROUP // 4  # heads of a token in one lane
+    OWN: gl.constexpr = dots.shape[1] // GROUP // 4  # heads of a token in one lane
     terms = (dots + gl.abs(dots)) * gl.expand_dims(halves, 0)
     terms = gl.reshape(terms, (KEYS, GROUP, OWN // 2, 4, 2)).permute((0, 1, 3, 2, 4))
     lanes = gl.sum(gl.reshape(terms, (KEYS, GROUP, 4, OWN)), 3)
@@ -157,8 +168,7 @@ def indexer_logits_sm90_kernel(
     q_row = gl.minimum(first_token + row // BLOCK_I, num_tokens - 1) * Q_STRIDE_T + row % BLOCK_I * Q_STRIDE_I
     q_ptrs = q8_ptr + gl.expand_dims(q_row, 1) + offs_d
     async_copy.async_copy_global_to_shared(q_smem, q_ptrs, mask=gl.expand_dims(row % BLOCK_I < HEADS, 1))
-    word = gl.arange(0, ROWS, layout=WORDS)
-    word = word // 16 * 16 + word // 2 % 2 * 8 + word // 4 % 4 * 2 + word % 2  # `load_weights` has the order
+    word = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
     weight_row = gl.minimum(first_token + word // BLOCK_I, num_tokens - 1).to(gl.int64) * WEIGHT_STRIDE
     weights = gl.load(weights_ptr + weight_row + word % BLOCK_I, mask=word % BLOCK_I < HEADS, other=0.0)
     weight_smem.store(weights * 0.5)

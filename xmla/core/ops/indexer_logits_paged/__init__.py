@@ -4,7 +4,7 @@ from xmla.core.checks import paged_limits
 from xmla.core.op import BYTES, F32, INDEX, Op, Problem, Tensor
 from xmla.core.ops.indexer_logits import QUERY, check_query, check_query_dtype
 from xmla.core.ops.indexer_logits_paged.cases import CASES
-from xmla.core.ops.indexer_logits_paged.plan import plan
+from xmla.core.ops.indexer_logits_paged.plan import columns, plan
 from xmla.core.ops.indexer_logits_paged.reference import reference
 from xmla.core.ops.write_indexer_cache import check_indexer_pages, check_indexer_row
 from xmla.core.spec import Spec
@@ -67,11 +67,6 @@ def check_requests(problem: Problem, argument: str) -> None:
         problem.refuse(argument, "axis T (axis 0)", problem["T"], expected)
 
 
-def columns(problem: Problem) -> int:
-    max_len = problem.attrs["max_len"]
-    return problem["M"] * problem["R"] if max_len is None else max_len
-
-
 OP = Op(
     prototype=indexer_logits_paged,
     tensors={
@@ -86,6 +81,7 @@ OP = Op(
     check=check,
     limits=paged_limits,
     plan=plan,
+    implementations=("triton", "gluon"),
     reference=reference,
     cases=CASES,
 )

@@ -6,7 +6,7 @@ from xmla.core.op import Case
 from xmla.core.ops.indexer_logits.cases import E4M3, query
 
 
-def _case(
+def make_case(
     contexts: tuple[int, ...], entries: int, next_n: int = 1, heads: int = 64, dim: int = 128, padding: int = 0,
     shuffled: bool = False, max_len: int | None = None, layout: str = "fp8", dtype: np.dtype = E4M3,
 ) -> Case:  # fmt: skip
@@ -37,12 +37,13 @@ def _case(
 
 
 CASES = (
-    _case((150,), 64),
-    _case((5, 0, 131), 2, next_n=3, heads=32, padding=132),
-    _case((70, 300), 61, heads=7, dim=64, padding=4, max_len=320),
-    _case((66, 9), 53, next_n=11, heads=16),
-    _case((129, 1, 33), 64, next_n=2, heads=8, dim=32, shuffled=True, max_len=130),
-    _case((150, 3), 64, layout="mxfp4", padding=68),
-    _case((5, 0, 131), 61, next_n=3, heads=32, dim=64, layout="mxfp4", dtype=BF16, padding=4),
-    _case((66, 9), 2, next_n=2, heads=7, dim=32, shuffled=True, layout="mxfp4"),
+    make_case((150,), 64),
+    make_case((5, 0, 131), 2, next_n=3, heads=32, padding=132),
+    make_case((70, 300), 61, heads=7, dim=64, padding=4, max_len=320),
+    make_case((66, 9), 53, next_n=11, heads=16),
+    make_case((129, 1, 33), 64, next_n=2, heads=8, dim=32, shuffled=True, max_len=130),
+    make_case((200, 70), 64, next_n=5),
+    make_case((150, 3), 64, layout="mxfp4", padding=68),
+    make_case((5, 0, 131), 61, next_n=3, heads=32, dim=64, layout="mxfp4", dtype=BF16, padding=4),
+    make_case((66, 9), 2, next_n=2, heads=7, dim=32, shuffled=True, layout="mxfp4"),
 )

@@ -2,7 +2,15 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
-from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_constexprs
+from xmla.core.ops.indexer_logits.gluon_sm90 import KEYS, ROWS
+from xmla.core.ops.indexer_logits.plan import (
+    MAX_ROWS,
+    PROGRAMS_A_SM,
+    REGISTERS,
+    keys_are_mxfp4,
+    query_constexprs,
+)
+from xmla.core.ops.indexer_logits_paged.gluon_sm90 import HALF, indexer_logits_paged_sm90_kernel
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.tuned import tuned
@@ -59,6 +67,11 @@ def group_tokens(problem: Problem, max_rows: int) -> Grouping:
     return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
 
 
+def columns(problem: Problem) -> int:
+    max_len = problem.attrs["max_len"]
+    return problem["M"] * problem["R"] if max_len is None else max_len
+
+
 def page_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
     """What every kernel that reads the query and the paged keys knows of them."""
     return (
@@ -70,30 +83,84 @@ def page_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    specs = problem.specs
+    unmet = unmet_by_hand(problem, device)
+    if unmet and problem.implementation == "gluon":
+        problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
+    by_hand = not unmet and problem.implementation in (None, "gluon")
+    launch = launch_by_hand(problem, device) if by_hand else launch_portable(problem, device)
+    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+
+
+def unmet_by_hand(problem: Problem, device: Device) -> tuple[str, str] | None:
+    """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
+    if device.arch != 90 or keys_are_mxfp4(problem):
+        keys = "MXFP4" if keys_are_mxfp4(problem) else "fp8"
+        return f"on {device.name} over {keys} keys", "fp8 keys on compute capability 9.0"
+    if problem["R"] % HALF.value:
+        return f"over pages of {problem['R']} keys", f"pages of a multiple of {HALF.value} keys"
+    for name, axes in (("q8", (0, 1)), ("cache", (0,))):
+        if not problem.specs[name].on_multiples(16, axes):
+            return f"over rows of {name} between multiples of 16 bytes", "rows on multiples of 16 bytes"
+    return None
+
+
+def inputs(problem: Problem) -> tuple[str, ...]:
+    return ("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths"))
+
+
+def sizes(problem: Problem, grouping: Grouping) -> tuple[int, ...]:
+    return (
+        grouping.groups,
+        problem["B"],
+        problem["P"],
+        columns(problem),
+        problem.specs["block_table"].stride(0),
+        problem["M"],
+        grouping.next_n,
+        grouping.groups_a_request,
+    )
+
+
+def count_tiles(problem: Problem, grouping: Grouping, block_n: int) -> int:
+    """Tiles of keys of a call whose tokens are all as long as they can be."""
+    return grouping.groups * cdiv(min(columns(problem), problem["M"] * problem["R"]), block_n)
+
+
+def launch_by_hand(problem: Problem, device: Device) -> Launch:
+    grouping = group_tokens(problem, HOPPER_MAX_ROWS)
+    group = min(grouping.group, ROWS.value // grouping.block_i)
+    products = grouping.group // group
+    return Launch(
+        indexer_logits_paged_sm90_kernel,
+        grid=(min(count_tiles(problem, grouping, KEYS.value), device.num_sms * PROGRAMS_A_SM),),
+        inputs=inputs(problem),
+        sizes=sizes(problem, grouping),
+        outputs=("logits",),
+        constexprs=(
+            *((name, value) for name, value in page_constexprs(problem) if name != "MXFP4"),
+            ("GROUP", group),
+            ("PRODUCTS", products),
+            ("STAGES", 3 if products == 1 else 2),  # three programs share an SM's memory
+            ("BLOCK_G", 256),
+            ("BLOCK_I", grouping.block_i),
+        ),
+        num_warps=4,
+        num_stages=1,
+        max_registers=REGISTERS,
+    )
+
+
+def launch_portable(problem: Problem, device: Device) -> Launch:
     mxfp4 = keys_are_mxfp4(problem)
     grouping = group_tokens(problem, HOPPER_MAX_ROWS if device.arch == 90 and not mxfp4 else MAX_ROWS)
     rows = grouping.group * grouping.block_i
     key = f"rows{rows}-{'mxfp4' if mxfp4 else 'fp8'}"
     config = tuned("indexer_logits_paged", device, key, configure(rows, mxfp4, device))
-    results = problem.op.result_specs(problem)
-    max_len = results["logits"].shape[1]
-    tiles = grouping.groups * cdiv(min(max_len, problem["M"] * problem["R"]), config.block_n)
-    programs = min(tiles, device.num_sms * config.programs_a_sm)
-    launch = Launch(
+    return Launch(
         indexer_logits_paged_kernel,
-        grid=(programs,),
-        inputs=("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths")),
-        sizes=(
-            grouping.groups,
-            problem["B"],
-            problem["P"],
-            max_len,
-            specs["block_table"].stride(0),
-            problem["M"],
-            grouping.next_n,
-            grouping.groups_a_request,
-        ),
+        grid=(min(count_tiles(problem, grouping, config.block_n), device.num_sms * config.programs_a_sm),),
+        inputs=inputs(problem),
+        sizes=sizes(problem, grouping),
         outputs=("logits",),
         constexprs=(
             *page_constexprs(problem),
@@ -106,4 +173,3 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=config.stages,
         max_registers=config.max_registers,
     )
-    return Plan((launch,), results, ("logits",))

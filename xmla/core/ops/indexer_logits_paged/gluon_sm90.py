@@ -1,0 +1,289 @@
+"""The kernel for Hopper over fp8 pages of a multiple of 64 keys: bit for bit what the portable one gives.
+
+Work is shared out as there. A program keeps a group's queries and weights while it walks over the group's keys, as in
+indexer_logits/gluon_sm90.py: 128 a product, copied ahead by all of its four warps, in halves of one page each.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from xmla.core.ops.indexer_logits.gluon_sm90 import (
+    KEYS,
+    PIECE,
+    layout_by_key,
+    load_weights,
+    order_of_weights,
+    sum_heads,
+)
+
+HALF = gl.constexpr(64)  # keys of a tile that lie on one page
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def count_tiles(lengths_ptr, group, num_groups, capacity, next_n, groups_a_request, TOKENS: gl.constexpr):
+    """Tiles of keys that each group has to read: those of its longest token."""
+    first_token = group // groups_a_request * next_n + group % groups_a_request * TOKENS
+    longest = gl.zeros_like(group)
+    for member in gl.static_range(TOKENS):
+        in_request = (group < num_groups) & (group % groups_a_request * TOKENS + member < next_n)
+        longest = gl.maximum(longest, gl.load(lengths_ptr + first_token + member, mask=in_request, other=0))
+    return gl.cdiv(gl.minimum(longest, capacity), KEYS)
+
+
+@gluon.jit
+def load_pages(table_row, first_key, mapped, PAGE_SIZE: gl.constexpr):
+    """The page of either half of a tile, −1 from `mapped` on."""
+    left = gl.load(table_row + first_key // PAGE_SIZE, mask=first_key < mapped, other=-1)
+    right = gl.load(table_row + (first_key + HALF) // PAGE_SIZE, mask=first_key + HALF < mapped, other=-1)
+    return left, right
+
+
+@gluon.jit
+def copy_tile(
+    values_ptrs, scales_ptr, left, right, first_key, mapped, num_pages, key_smem, scale_smem,
+    PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile's keys and scales, zeros where there is none; 1 if some are not there, else 0."""
+    D: gl.constexpr = key_smem.shape[1]
+    left_ok = (left >= 0) & (left < num_pages)
+    right_ok = (right >= 0) & (right < num_pages)
+    left_byte = left.to(gl.int64) * PAGE_STRIDE
+    right_byte = right.to(gl.int64) * PAGE_STRIDE
+    left_entry, right_entry = first_key % PAGE_SIZE, (first_key + HALF) % PAGE_SIZE
+    left_ptrs, right_ptrs = values_ptrs + (left_byte + left_entry * D), values_ptrs + (right_byte + right_entry * D)
+    word = gl.arange(0, KEYS, layout=WORDS)
+    scale_bytes = gl.where(word < HALF, left_byte + left_entry * 4, right_byte + (right_entry - HALF) * 4)
+    scale_ptrs = (scales_ptr + scale_bytes).to(gl.pointer_type(gl.float32), bitcast=True) + word
+    missing = 1
+    if left_ok & right_ok & (first_key + KEYS <= mapped):
+        missing = 0
+        for i in gl.static_range(HALF // PIECE):
+            async_copy.async_copy_global_to_shared(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D)
+        for i in gl.static_range(HALF // PIECE):
+            smem = key_smem.slice(HALF + i * PIECE, PIECE)
+            async_copy.async_copy_global_to_shared(smem, right_ptrs + i * PIECE * D)
+        async_copy.async_copy_global_to_shared(scale_smem, scale_ptrs)
+    else:
+        key = first_key + gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS))
+        for i in gl.static_range(HALF // PIECE):
+            ok = gl.expand_dims(key + i * PIECE < mapped, 1) & left_ok
+            async_copy.async_copy_global_to_shared(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D, mask=ok)
+        for i in gl.static_range(HALF // PIECE):
+            ok = gl.expand_dims(key + HALF + i * PIECE < mapped, 1) & right_ok
+            smem = key_smem.slice(HALF + i * PIECE, PIECE)
+            async_copy.async_copy_global_to_shared(smem, right_ptrs + i * PIECE * D, mask=ok)
+        ok = (first_key + word < mapped) & gl.where(word < HALF, left_ok, right_ok)
+        async_copy.async_copy_global_to_shared(scale_smem, scale_ptrs, mask=ok)
+    return missing
+
+
+@gluon.jit
+def load_query(
+    q8_ptr, weights_ptr, first_token, part, next_n, q_smem, weight_smem, Q_STRIDE_T: gl.constexpr,
+    Q_STRIDE_I: gl.constexpr, WEIGHT_STRIDE: gl.constexpr, HEADS: gl.constexpr, BLOCK_I: gl.constexpr,
+    CHUNKS: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Copy a product's queries, of a request's tokens from `part` on, and store halves of their weights."""
+    ROWS: gl.constexpr = q_smem.shape[0]
+    offs_d = gl.expand_dims(gl.arange(0, q_smem.shape[1], layout=gl.SliceLayout(0, CHUNKS)), 0)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS))
+    member, head = part + row // BLOCK_I, row % BLOCK_I
+    q_row = (first_token + member).to(gl.int64) * Q_STRIDE_T + head.to(gl.int64) * Q_STRIDE_I
+    ok = gl.expand_dims((member < next_n) & (head < HEADS), 1)
+    async_copy.async_copy_global_to_shared(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
+    row = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
+    member, head = part + row // BLOCK_I, row % BLOCK_I
+    weight_ptrs = weights_ptr + (first_token + member).to(gl.int64) * WEIGHT_STRIDE + head
+    weight_smem.store(gl.load(weight_ptrs, mask=(member < next_n) & (head < HEADS), other=0.0) * 0.5)
+
+
+@gluon.jit
+def store_scores(
+    scores, whole, first_key, first_token, part, next_n, lengths_ptr, table_row, mapped, num_pages, capacity, max_len,
+    logits_ptr, PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Store scores [KEYS, GROUP] of a request's tokens from `part` on; `whole`: every token sees every key."""
+    key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
+    member = part + gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
+    token = first_token + member
+    out_ptrs = logits_ptr + gl.expand_dims(token.to(gl.int64) * max_len, 0) + gl.expand_dims(key, 1)
+    if whole:
+        gl.store(out_ptrs, scores, mask=gl.expand_dims(member < next_n, 0))
+    else:
+        page = gl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
+        there = gl.expand_dims((page >= 0) & (page < num_pages), 1)
+        length = gl.load(lengths_ptr + token, mask=member < next_n, other=0)
+        seen = gl.expand_dims(key, 1) < gl.expand_dims(gl.minimum(length, capacity), 0)
+        gl.store(out_ptrs, gl.where(there, scores, float("-inf")), mask=seen)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_groups",
+        "num_requests",
+        "num_pages",
+        "max_len",
+        "table_stride",
+        "table_width",
+        "next_n",
+        "groups_a_request",
+    ]
+)
+def indexer_logits_paged_sm90_kernel(
+    q8_ptr,  # [T, I, D] e4m3
+    weights_ptr,  # [T, I] f32
+    cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
+    block_table_ptr,  # [B, M] i32
+    lengths_ptr,  # [T] i32
+    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    num_groups,  # groups of up to GROUP · PRODUCTS adjacent tokens of one request
+    num_requests,
+    num_pages,
+    max_len,
+    table_stride,
+    table_width,
+    next_n,  # tokens a request; 1 with request ids
+    groups_a_request,
+    logits_ptr,  # [T, max_len] f32
+    Q_STRIDE_T: gl.constexpr,
+    Q_STRIDE_I: gl.constexpr,
+    WEIGHT_STRIDE: gl.constexpr,
+    PAGE_STRIDE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    HEADS: gl.constexpr,
+    D: gl.constexpr,
+    HAS_REQUEST_IDS: gl.constexpr,
+    GROUP: gl.constexpr,  # tokens a product, a power of two
+    PRODUCTS: gl.constexpr,  # of a tile of keys, one after another
+    STAGES: gl.constexpr,  # of keys
+    BLOCK_G: gl.constexpr,  # groups looked at together when work is shared out
+    BLOCK_I: gl.constexpr,
+):
+    ROWS: gl.constexpr = GROUP * BLOCK_I
+    TOKENS: gl.constexpr = GROUP * PRODUCTS
+    CHUNKS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    DOTS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
+    BY_KEY: gl.constexpr = layout_by_key(GROUP)
+    SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
+    SMEM_E: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
+    SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [PRODUCTS, ROWS, D], SMEM_E)
+    weight_smem = gl.allocate_shared_memory(gl.float32, [PRODUCTS, ROWS], SMEM_V)
+    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], SMEM_E)
+    scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], SMEM_V)
+
+    q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
+    cache = cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
+    scales_ptr = cache + PAGE_SIZE * D
+    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
+    entry = gl.expand_dims(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)) * D, 1)
+    values_ptrs = cache.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + entry + offs_d
+    offs_g = gl.arange(0, BLOCK_G, layout=WORDS)
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
+    capacity = gl.minimum(max_len, table_width * PAGE_SIZE)
+
+    # Work is the list of all groups' tiles of keys, cut evenly into one run a program. The list follows from the
+    # lengths, so each program finds its run alone.
+    total = gl.to_tensor(0)  # there is no memory for the logits of 2**31 tiles
+    for base in range(0, num_groups, BLOCK_G):
+        tiles = count_tiles(lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, TOKENS)
+        total += gl.sum(tiles, 0)
+    run_first = (total.to(gl.int64) * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    run_last = (total.to(gl.int64) * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+
+    passed = gl.to_tensor(0)
+    for base in range(0, num_groups, BLOCK_G):
+        tiles = count_tiles(lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, TOKENS)
+        ends = passed + gl.associative_scan(tiles, 0, add)  # [BLOCK_G], places in the list
+        begins = ends - tiles
+        first_group = gl.sum((ends <= run_first).to(gl.int32), 0)
+        last_group = gl.sum((begins < run_last).to(gl.int32), 0)
+        # From 0: Triton loses every alignment inside a loop that starts at the result of a reduction.
+        for step in range(0, last_group - first_group):
+            place = first_group + step
+            begin = gl.sum(gl.where(offs_g == place, begins, 0), 0)
+            end = gl.sum(gl.where(offs_g == place, ends, 0), 0)
+            first_tile = gl.maximum(run_first, begin) - begin
+            last_tile = gl.minimum(run_last, end) - begin
+
+            group = base + place
+            part = group % groups_a_request * TOKENS  # of the request's tokens, the first in this group
+            request = group // groups_a_request
+            first_token = request * next_n
+            if HAS_REQUEST_IDS:
+                request = gl.load(request_ids_ptr + group)
+            known = (request >= 0) & (request < num_requests)
+            table_row = block_table_ptr + request.to(gl.int64) * table_stride
+
+            for i in gl.static_range(PRODUCTS):
+                load_query(
+                    q8_ptr, weights_ptr, first_token, part + i * GROUP, next_n, q_smem.index(i),
+                    weight_smem.index(i), Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, BLOCK_I, CHUNKS, WORDS,
+                )  # fmt: skip
+            longest = gl.to_tensor(0)
+            shortest = capacity
+            for i in gl.static_range(TOKENS):
+                if part + i < next_n:
+                    length = gl.load(lengths_ptr + first_token + part + i)
+                    longest = gl.maximum(longest, length)
+                    shortest = gl.minimum(shortest, length)
+            mapped = gl.where(known, gl.minimum(longest, capacity), 0)  # keys that the block table maps
+
+            # Pages are read a tile before their keys are copied.
+            first_key = first_tile * KEYS
+            end_key = last_tile * KEYS
+            left, right = load_pages(table_row, first_key, mapped, PAGE_SIZE)
+            missing = gl.to_tensor(0)  # a bit for each tile that is copied ahead, the last one lowest
+            for i in gl.static_range(STAGES - 1):
+                ahead = first_key + i * KEYS
+                if ahead < end_key:
+                    missing |= copy_tile(
+                        values_ptrs, scales_ptr, left, right, ahead, mapped, num_pages, key_smem.index(i),
+                        scale_smem.index(i), PAGE_STRIDE, PAGE_SIZE, CHUNKS, WORDS,
+                    ) << (STAGES - 2 - i)  # fmt: skip
+                async_copy.commit_group()
+                left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
+
+            stage, free = 0, STAGES - 1
+            while first_key < end_key:
+                async_copy.wait_group(STAGES - 2)
+                factors = gl.expand_dims(scale_smem.index(stage).load(gl.SliceLayout(1, SCORES)), 1)
+                whole = ((missing >> (STAGES - 2)) & 1 == 0) & (first_key + KEYS <= shortest)
+                missing = missing << 1
+                ahead = first_key + (STAGES - 1) * KEYS
+                if ahead < end_key:
+                    missing |= copy_tile(
+                        values_ptrs, scales_ptr, left, right, ahead, mapped, num_pages, key_smem.index(free),
+                        scale_smem.index(free), PAGE_STRIDE, PAGE_SIZE, CHUNKS, WORDS,
+                    )  # fmt: skip
+                async_copy.commit_group()
+                left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
+                fence_async_shared()
+                for product in range(0, PRODUCTS):
+                    q = q_smem.index(product).permute((1, 0))
+                    dots = warpgroup_mma(key_smem.index(stage), q, nothing, use_acc=False, is_async=True)
+                    dots = warpgroup_mma_wait(0, deps=[dots])  # [KEYS, ROWS] f32
+                    halves = load_weights(weight_smem.index(product), DOTS)
+                    scores = sum_heads(dots, halves, GROUP, BY_KEY) * factors  # [KEYS, GROUP] f32
+                    store_scores(
+                        scores, whole, first_key, first_token, part + product * GROUP, next_n, lengths_ptr, table_row,
+                        mapped, num_pages, capacity, max_len, logits_ptr, PAGE_SIZE, GROUP, SCORES,
+                    )  # fmt: skip
+                free = stage
+                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+                first_key += KEYS
+            async_copy.wait_group(0)
+        passed += gl.sum(tiles, 0)
