@@ -1,4 +1,4 @@
-"""The kernel for Hopper over fp8 keys: bit for bit what the portable one gives, at half of its instructions.
+"""The kernel for Hopper over fp8 keys: bit for bit what the portable one gives, by fewer instructions.
 
 A program keeps the queries and weights of as many tokens as 128 rows of heads are, and walks over keys: 128 a product,
 copied ahead by all of its four warps. Programs do not wait for each other; three share a multiprocessor, so that one's
@@ -73,8 +73,9 @@ def order_of_weights(place):
 def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
     """Σ relu(dots) · weight over each token's heads, [KEYS, GROUP], of dots [KEYS, ROWS] and halves of weights [ROWS].
 
-    2 · relu(x) is x + |x|, which the units for additions do, at twice the rate of a maximum. A NaN stays. Added up in
-    the order of `lang.head_scores`: first what a thread has, then its row's other lanes, two apart and side by side.
+    2 · relu(x) is x + |x|, which the units for additions do, at twice the rate of a maximum; halving a weight is exact
+    from 2**-125 on. A NaN stays. Added up in the order of `lang.head_scores`: first what a thread has, then its row's
+    other lanes, two apart and side by side.
     """
     OWN: gl.constexpr = dots.shape[1] // GROUP // 4  # heads of a token in one lane
     terms = (dots + gl.abs(dots)) * gl.expand_dims(halves, 0)
