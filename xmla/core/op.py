@@ -115,6 +115,15 @@ class Problem:
     def unsupported(self, argument: str, what: str, got: object, supported: object) -> NoReturn:
         raise UnsupportedError(f"{self.op.name}: {argument} {what} is {got}, supported: {supported}")
 
+    def takes_by_hand(self, unmet: tuple[str, str] | None) -> bool:
+        """Whether the kernel written by hand is to run, which it does by default wherever it can.
+
+        `unmet`: what of the call it is not written for, and what it supports there.
+        """
+        if unmet is not None and self.implementation == "gluon":
+            self.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
+        return unmet is None and self.implementation in (None, "gluon")
+
 
 def _attr(name: str, parameter: inspect.Parameter) -> Attr:
     annotation = parameter.annotation

@@ -56,20 +56,17 @@ def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    unmet = unmet_by_hand(problem, device)
-    if unmet and problem.implementation == "gluon":
-        problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
-    by_hand = not unmet and problem.implementation in (None, "gluon")
+    by_hand = problem.takes_by_hand(unmet_by_hand(problem, device))
     launch = launch_by_hand(problem, device) if by_hand else launch_portable(problem, device)
     return Plan((launch,), problem.op.result_specs(problem), ("logits",))
 
 
 def unmet_by_hand(problem: Problem, device: Device) -> tuple[str, str] | None:
-    """What the Hopper kernel is not written for, if the call has it, and what it supports there."""
+    """What the Hopper kernels are not written for, if the call has it, and what they support there."""
     if device.arch != 90 or keys_are_mxfp4(problem):
         keys = "MXFP4" if keys_are_mxfp4(problem) else "fp8"
         return f"on {device.name} over {keys} keys", "fp8 keys on compute capability 9.0"
-    for name, axes in (("q8", (0, 1)), ("keys", (0,))):
+    for name, axes in (("q8", (0, 1)), ("cache" if problem.has("cache") else "keys", (0,))):
         if not problem.specs[name].on_multiples(16, axes):
             return f"over rows of {name} between multiples of 16 bytes", "rows on multiples of 16 bytes"
     return None

@@ -82,10 +82,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     tokens, heads, keys = problem["T"], problem["H"], problem["K"]
     if (rows := over_rows(problem, layout, extra, device)) is not None:
         return join([(unpacking(problem, rows), {}), (plan(rows, device), {"cache": "rows"})], ("out", "lse"))
-    unmet = unmet_by_hand(problem, layout, extra, device)
-    if unmet and problem.implementation == "gluon":
-        problem.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
-    by_hand = not unmet and problem.implementation in (None, "gluon")
+    by_hand = problem.takes_by_hand(unmet_by_hand(problem, layout, extra, device))
     if by_hand:
         config = SM90_FEW_HEADS if few_heads(problem, layout) else SM90
     else:
