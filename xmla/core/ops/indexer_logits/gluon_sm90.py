@@ -19,6 +19,28 @@ KEYS = gl.constexpr(128)  # a product
 STAGES = gl.constexpr(3)  # of keys
 PIECE = gl.constexpr(16)  # keys a copy: four warps have 16 bytes a lane
 
+# Of words in registers and in shared memory.
+WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+SMEM_V = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.constexpr_function
+def chunks(dims):
+    """Of e4m3 rows in registers, on their way to shared memory: 16 bytes a lane."""
+    return gl.BlockedLayout([1, 16], [512 // dims, dims // 16], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def swizzled(dims):
+    """Of e4m3 rows in shared memory, as products read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=dims, element_bitwidth=8, rank=2)
+
+
+@gluon.constexpr_function
+def dots_layout(rows):
+    """Of a product's sums [KEYS, rows]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 32])
+
 
 @gluon.constexpr_function
 def layout_by_key(group):
@@ -34,14 +56,14 @@ def layout_by_key(group):
 
 
 @gluon.jit
-def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr, CHUNKS: gl.constexpr):
+def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr):
     """Copy the keys from position `at` on, of those in [start, end), the others are zeros."""
     if (at >= start) & (at + KEYS <= end):
         for i in gl.static_range(KEYS // PIECE):
             ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
             async_copy.async_copy_global_to_shared(smem.slice(i * PIECE, PIECE), ptrs, cache_modifier=".ca")
     else:
-        position = at + gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS))
+        position = at + gl.arange(0, PIECE, layout=gl.SliceLayout(1, chunks(smem.shape[1])))
         for i in gl.static_range(KEYS // PIECE):
             wanted = gl.expand_dims((position + i * PIECE >= start) & (position + i * PIECE < end), 1)
             ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
@@ -119,13 +141,9 @@ def indexer_logits_sm90_kernel(
     BLOCK_I: gl.constexpr,
 ):
     GROUP: gl.constexpr = ROWS // BLOCK_I
-    CHUNKS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
-    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    DOTS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
+    DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
-    SMEM_E: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
-    SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + first_row.to(gl.int64) * Q_STRIDE_T
     keys_ptr = keys_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
@@ -160,10 +178,11 @@ def indexer_logits_sm90_kernel(
     start, end = gl.min(row_start, 0), gl.max(row_end, 0)
     all_start, all_end = gl.max(row_start, 0), gl.min(row_end, 0)
 
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], SMEM_E)
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], swizzled(D))
     weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
-    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], SMEM_E)
+    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
 
+    CHUNKS: gl.constexpr = chunks(D)
     offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS)).to(gl.int64)
     q_row = gl.minimum(first_token + row // BLOCK_I, num_tokens - 1) * Q_STRIDE_T + row % BLOCK_I * Q_STRIDE_I
@@ -178,7 +197,7 @@ def indexer_logits_sm90_kernel(
     tile_ptrs = keys_ptr + first_key.to(gl.int64) * KEY_STRIDE + gl.expand_dims(key_row * KEY_STRIDE, 1) + offs_d
     for i in gl.static_range(STAGES - 1):
         if i < tiles:
-            copy_keys(tile_ptrs, i * KEYS, start, end, key_smem.index(i), KEY_STRIDE, CHUNKS)
+            copy_keys(tile_ptrs, i * KEYS, start, end, key_smem.index(i), KEY_STRIDE)
         tile_ptrs += KEYS * KEY_STRIDE
         async_copy.commit_group()
 
@@ -199,7 +218,7 @@ def indexer_logits_sm90_kernel(
         )  # [KEYS, ROWS] f32
         if at + (STAGES - 1) * KEYS < end:
             ahead = at + (STAGES - 1) * KEYS
-            copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE, CHUNKS)
+            copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)
         async_copy.commit_group()
         dots = warpgroup_mma_wait(0, deps=[dots])
         halves = load_weights(weight_smem, DOTS)

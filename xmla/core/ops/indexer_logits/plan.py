@@ -43,7 +43,7 @@ def keys_are_mxfp4(problem: Problem) -> bool:
 
 
 def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
-    """What every kernel that reads the quantised query knows of it and of the keys' format."""
+    """What every kernel that reads the quantised query knows of it."""
     q8, weights = problem.specs["q8"], problem.specs["weights"]
     return (
         ("Q_STRIDE_T", q8.stride(0)),
@@ -51,7 +51,6 @@ def query_constexprs(problem: Problem) -> tuple[tuple[str, int], ...]:
         ("WEIGHT_STRIDE", weights.stride(0)),
         ("HEADS", problem["I"]),
         ("D", problem["D"]),
-        ("MXFP4", keys_are_mxfp4(problem)),
     )
 
 
@@ -89,7 +88,7 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
         sizes=(0, problem["T"], problem["N"], chunk),
         outputs=("logits",),
         constexprs=(
-            *query_constexprs(problem)[:-1],
+            *query_constexprs(problem),
             ("KEY_STRIDE", problem.specs["keys"].stride(0)),
             ("BLOCK_I", block_i),
         ),
@@ -113,6 +112,7 @@ def launch_portable(problem: Problem, device: Device) -> Launch:
         outputs=("logits",),
         constexprs=(
             *query_constexprs(problem),
+            ("MXFP4", mxfp4),
             ("KEY_STRIDE", problem.specs["keys"].stride(0)),
             ("BLOCK_T", block_t),
             ("GROUP", min(block_t, config.max_rows // block_i)),

@@ -16,10 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from xmla.core.ops.indexer_logits.gluon_sm90 import (
     KEYS,
     PIECE,
+    SMEM_V,
+    WORDS,
+    chunks,
+    dots_layout,
     layout_by_key,
     load_weights,
     order_of_weights,
     sum_heads,
+    swizzled,
 )
 
 HALF = gl.constexpr(64)  # keys of a tile that lie on one page
@@ -52,7 +57,7 @@ def load_pages(table_row, first_key, mapped, PAGE_SIZE: gl.constexpr):
 @gluon.jit
 def copy_tile(
     values_ptrs, scales_ptr, left, right, first_key, mapped, num_pages, key_smem, scale_smem,
-    PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.constexpr,
+    PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile's keys and scales, zeros where there is none; 1 if some are not there, else 0."""
     D: gl.constexpr = key_smem.shape[1]
@@ -75,7 +80,7 @@ def copy_tile(
             async_copy.async_copy_global_to_shared(smem, right_ptrs + i * PIECE * D)
         async_copy.async_copy_global_to_shared(scale_smem, scale_ptrs)
     else:
-        key = first_key + gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS))
+        key = first_key + gl.arange(0, PIECE, layout=gl.SliceLayout(1, chunks(D)))
         for i in gl.static_range(HALF // PIECE):
             ok = gl.expand_dims(key + i * PIECE < mapped, 1) & left_ok
             async_copy.async_copy_global_to_shared(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D, mask=ok)
@@ -92,10 +97,10 @@ def copy_tile(
 def load_query(
     q8_ptr, weights_ptr, first_token, part, next_n, q_smem, weight_smem, Q_STRIDE_T: gl.constexpr,
     Q_STRIDE_I: gl.constexpr, WEIGHT_STRIDE: gl.constexpr, HEADS: gl.constexpr, BLOCK_I: gl.constexpr,
-    CHUNKS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """Copy a product's queries, of a request's tokens from `part` on, and store halves of their weights."""
     ROWS: gl.constexpr = q_smem.shape[0]
+    CHUNKS: gl.constexpr = chunks(q_smem.shape[1])
     offs_d = gl.expand_dims(gl.arange(0, q_smem.shape[1], layout=gl.SliceLayout(0, CHUNKS)), 0)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS))
     member, head = part + row // BLOCK_I, row % BLOCK_I
@@ -172,17 +177,14 @@ def indexer_logits_paged_sm90_kernel(
 ):
     ROWS: gl.constexpr = GROUP * BLOCK_I
     TOKENS: gl.constexpr = GROUP * PRODUCTS
-    CHUNKS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
-    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    DOTS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
+    CHUNKS: gl.constexpr = chunks(D)
+    DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
-    SMEM_E: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
-    SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [PRODUCTS, ROWS, D], SMEM_E)
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [PRODUCTS, ROWS, D], swizzled(D))
     weight_smem = gl.allocate_shared_memory(gl.float32, [PRODUCTS, ROWS], SMEM_V)
-    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], SMEM_E)
+    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
     scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], SMEM_V)
 
     q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
@@ -231,7 +233,7 @@ def indexer_logits_paged_sm90_kernel(
             for i in gl.static_range(PRODUCTS):
                 load_query(
                     q8_ptr, weights_ptr, first_token, part + i * GROUP, next_n, q_smem.index(i),
-                    weight_smem.index(i), Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, BLOCK_I, CHUNKS, WORDS,
+                    weight_smem.index(i), Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, BLOCK_I,
                 )  # fmt: skip
             longest = gl.to_tensor(0)
             shortest = capacity
@@ -252,7 +254,7 @@ def indexer_logits_paged_sm90_kernel(
                 if ahead < end_key:
                     missing |= copy_tile(
                         values_ptrs, scales_ptr, left, right, ahead, mapped, num_pages, key_smem.index(i),
-                        scale_smem.index(i), PAGE_STRIDE, PAGE_SIZE, CHUNKS, WORDS,
+                        scale_smem.index(i), PAGE_STRIDE, PAGE_SIZE,
                     ) << (STAGES - 2 - i)  # fmt: skip
                 async_copy.commit_group()
                 left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
@@ -267,7 +269,7 @@ def indexer_logits_paged_sm90_kernel(
                 if ahead < end_key:
                     missing |= copy_tile(
                         values_ptrs, scales_ptr, left, right, ahead, mapped, num_pages, key_smem.index(free),
-                        scale_smem.index(free), PAGE_STRIDE, PAGE_SIZE, CHUNKS, WORDS,
+                        scale_smem.index(free), PAGE_STRIDE, PAGE_SIZE,
                     )  # fmt: skip
                 async_copy.commit_group()
                 left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)

@@ -92,7 +92,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((launch,), problem.op.result_specs(problem), ("logits",))
 
 
-def inputs(problem: Problem) -> tuple[str, ...]:
+def page_inputs(problem: Problem) -> tuple[str, ...]:
     return ("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths"))
 
 
@@ -121,11 +121,11 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
     return Launch(
         indexer_logits_paged_sm90_kernel,
         grid=(min(count_tiles(problem, grouping, KEYS.value), device.num_sms * PROGRAMS_A_SM),),
-        inputs=inputs(problem),
+        inputs=page_inputs(problem),
         sizes=sizes(problem, grouping),
         outputs=("logits",),
         constexprs=(
-            *((name, value) for name, value in page_constexprs(problem) if name != "MXFP4"),
+            *page_constexprs(problem),
             ("GROUP", group),
             ("PRODUCTS", products),
             ("STAGES", 3 if products == 1 else 2),  # three programs share an SM's memory
@@ -147,11 +147,12 @@ def launch_portable(problem: Problem, device: Device) -> Launch:
     return Launch(
         indexer_logits_paged_kernel,
         grid=(min(count_tiles(problem, grouping, config.block_n), device.num_sms * config.programs_a_sm),),
-        inputs=inputs(problem),
+        inputs=page_inputs(problem),
         sizes=sizes(problem, grouping),
         outputs=("logits",),
         constexprs=(
             *page_constexprs(problem),
+            ("MXFP4", mxfp4),
             ("GROUP", grouping.group),
             ("BLOCK_G", 256),
             ("BLOCK_N", config.block_n),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Op, Problem
 from xmla.core.ops import indexer_logits, select_topk
-from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4, query_constexprs
+from xmla.core.ops.indexer_logits.plan import INPUTS, MAX_ROWS, keys_are_mxfp4, query_constexprs
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
 from xmla.core.plan import Launch, Plan, cdiv, join, most_registers, next_power_of_2
 from xmla.core.spec import Spec
@@ -105,7 +105,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             "scores": Spec((programs, group, block), "float32"),
         }
 
-    config = configure(keys_are_mxfp4(problem), device)
+    mxfp4 = keys_are_mxfp4(problem)
+    config = configure(mxfp4, device)
     given = problem.attrs["workspace_bytes"]
     require_capacity(problem, space(workspace(1, BLOCKS[-1])))
     wanted = max(1, min(groups, device.num_sms * PROGRAMS_A_SM))
@@ -114,11 +115,12 @@ def plan(problem: Problem, device: Device) -> Plan:
     launch = Launch(
         indexer_topk_kernel,
         grid=(programs if groups else 0,),
-        inputs=("q8", "weights", "keys", "key_scales", "starts", "ends"),
+        inputs=INPUTS,
         sizes=(problem["T"], problem["N"], groups),
         outputs=("indices", "candidates", "scores"),
         constexprs=(
             *query_constexprs(problem),
+            ("MXFP4", mxfp4),
             ("KEY_STRIDE", specs["keys"].stride(0)),
             ("K", k),
             ("GROUP", group),

@@ -2,7 +2,7 @@ from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops import indexer_logits_paged
 from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4
-from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexprs
+from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexprs, page_inputs
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
 from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_capacity, space, stored
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
@@ -38,11 +38,12 @@ def plan(problem: Problem, device: Device) -> Plan:
         segments *= 2
     shared = (("K", k), ("SEGMENTS", segments), ("CAPACITY", capacity(k, block)))
     buffers = workspace(segments, block)
-    config = configure(keys_are_mxfp4(problem), device)
+    mxfp4 = keys_are_mxfp4(problem)
+    config = configure(mxfp4, device)
     score = Launch(
         indexer_topk_paged_kernel,
         grid=(grouping.groups * segments,),
-        inputs=("q8", "weights", "cache", "block_table", "lengths", problem.either("request_ids", "lengths")),
+        inputs=page_inputs(problem),
         sizes=(
             problem["B"],
             problem["P"],
@@ -54,6 +55,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=tuple(buffers),
         constexprs=(
             *page_constexprs(problem),
+            ("MXFP4", mxfp4),
             *shared,
             ("GROUP", grouping.group),
             ("BLOCK", block),
