@@ -15,9 +15,6 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# Files that fill much of a GPU take turns: one worker has them all.
-DEVICE_MEMORY = pytest.mark.xdist_group("device memory")
-
 # Interpreted kernels take too long to shrink and explain a failure.
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
 hypothesis.settings.register_profile(

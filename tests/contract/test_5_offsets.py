@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE_MEMORY, HAS_GPU
+from conftest import HAS_GPU
 from garbage import DEVICE, OPS
 
 from xmla import UnsupportedError, torch_api
@@ -17,7 +17,8 @@ from xmla.core.model import Call
 from xmla.core.op import Op
 from xmla.core.spec import Spec
 
-pytestmark = DEVICE_MEMORY
+# Half of a GPU's memory: one worker has all of these tests.
+pytestmark = pytest.mark.xdist_group("device memory")
 
 FAR = 66 << 30 if HAS_GPU else 9 << 30  # bytes from an array's first row to its last
 

@@ -13,10 +13,11 @@ import torch
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
-from xmla.core.device import B200, H200, assume_device
+from xmla.core.device import B200, H200, Device, assume_device
 from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, V41_FP4
 from xmla.core.op import Op, registry
 from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.plan import Plan
 from xmla.core.spec import Spec
 
 Arrays = dict[str, np.ndarray]
@@ -338,6 +339,20 @@ def test_out(device: str, no_launch: None) -> None:
         torch_api.write_indexer_cache(keys, ends, cache, out=cache)
 
 
+def takes_by_hand(op: str, plan: Callable[..., Plan], device: Device, refusal: str | None) -> None:
+    """By default the kernel written by hand, or the portable one where it is refused; "triton" the portable one."""
+    portable, by_hand = f"{op}_kernel", f"{op}_sm90_kernel"
+    with assume_device(device):
+        assert plan().launches[0].name == (portable if refusal else by_hand)
+        assert plan(implementation="triton").launches[0].name == portable
+        if refusal is None:
+            assert plan(implementation="gluon").launches[0].name == by_hand
+        else:
+            with pytest.raises(UnsupportedError) as refused:
+                plan(implementation="gluon")
+            assert str(refused.value) == f"{op}: implementation value is 'gluon' {refusal}"
+
+
 def test_gluon_refuses_what_it_was_not_written_for() -> None:
     op = registry()["sparse_mla"]
     known = "'v32', 'v4', 'plain' or 'plain_v4' entries on compute capability 9.0"
@@ -403,12 +418,7 @@ def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
             torch_api.sparse_mla.plan, q, cache, slots, None, None, extra, slots if extra is not None else None,
             softmax_scale=0.1,
         )  # fmt: skip
-        with assume_device(H200):
-            assert plan().launches[0].name == ("sparse_mla_kernel" if message else "sparse_mla_sm90_kernel")
-            if message:
-                with pytest.raises(UnsupportedError) as refused:
-                    plan(implementation="gluon")
-                assert str(refused.value) == f"sparse_mla: implementation value is 'gluon' {message}"
+        takes_by_hand("sparse_mla", plan, H200, message)
 
 
 def test_gluon_is_the_default_where_it_is_written_for() -> None:
@@ -456,16 +466,7 @@ def test_logits_by_hand_where_they_are_written_for() -> None:
         (H200, q8, rows(40, 128, more=4), scales, between.format("keys")),
     ):
         plan = partial(torch_api.indexer_logits.plan, q, weights, k, s, bounds, bounds)
-        by_default = "indexer_logits_kernel" if message else "indexer_logits_sm90_kernel"
-        with assume_device(device):
-            assert plan().launches[0].name == by_default
-            assert plan(implementation="triton").launches[0].name == "indexer_logits_kernel"
-            if message is None:
-                assert plan(implementation="gluon").launches[0].name == by_default
-                continue
-            with pytest.raises(UnsupportedError) as refused:
-                plan(implementation="gluon")
-        assert str(refused.value) == f"indexer_logits: implementation value is 'gluon' {message}"
+        takes_by_hand("indexer_logits", plan, device, message)
 
 
 def test_paged_logits_by_hand_where_they_are_written_for() -> None:
@@ -485,16 +486,7 @@ def test_paged_logits_by_hand_where_they_are_written_for() -> None:
         (H200, pages(64, 132, first=4), between),
     ):
         plan = partial(torch_api.indexer_logits_paged.plan, q8, weights, cache, table, lengths)
-        by_default = "indexer_logits_paged_kernel" if message else "indexer_logits_paged_sm90_kernel"
-        with assume_device(device):
-            assert plan().launches[0].name == by_default
-            assert plan(implementation="triton").launches[0].name == "indexer_logits_paged_kernel"
-            if message is None:
-                assert plan(implementation="gluon").launches[0].name == by_default
-                continue
-            with pytest.raises(UnsupportedError) as refused:
-                plan(implementation="gluon")
-        assert str(refused.value) == f"indexer_logits_paged: implementation value is 'gluon' {message}"
+        takes_by_hand("indexer_logits_paged", plan, device, message)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])

@@ -1,44 +1,25 @@
 """The kernels written by hand for Hopper, against the definition and the portable kernels."""
 
-from collections.abc import Mapping
-
 import jax
 import kit
 import numpy as np
 import pytest
 import torch
+from by_hand import ON_HOPPER, supported
 from garbage import garbage_inputs
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
-from xmla.core.device import H200
-from xmla.core.errors import UnsupportedError
 from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.op import Case, plan_call, registry
+from xmla.core.op import Case, registry
 from xmla.core.ops.sparse_mla.cases import make_case
-from xmla.core.spec import Spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = ON_HOPPER
 
 OP = registry()["sparse_mla"]
 
 
-def supported(inputs: dict[str, np.ndarray], attrs: Mapping[str, object]) -> bool:
-    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in OP.tensors)
-    values = OP.defaults | attrs
-    try:
-        plan_call(OP, specs, tuple(values[attr.name] for attr in OP.attrs), H200, "gluon")
-    except UnsupportedError:
-        return False
-    return True
-
-
-CASES = [case for case in OP.cases if supported(kit.make(case), case.attrs)]
+CASES = [case for case in OP.cases if supported(OP, kit.make(case), case.attrs)]
 by_case = pytest.mark.parametrize("case", CASES, ids=kit.case_id)
 
 
@@ -183,7 +164,7 @@ def test_a_key_that_is_nan_in_v4(place: str, byte: int) -> None:
     assert got[0][0].isnan().all() and got[1][0].isnan().all()
 
 
-@given(garbage_inputs(OP).filter(lambda drawn: supported(*drawn)))
+@given(garbage_inputs(OP).filter(lambda drawn: supported(OP, *drawn)))
 @settings(max_examples=30)
 def test_garbage_integers_give_the_definition(drawn: tuple[dict[str, np.ndarray], dict[str, object]]) -> None:
     inputs, attrs = drawn

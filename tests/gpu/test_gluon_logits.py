@@ -6,35 +6,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from by_hand import ON_HOPPER, supported
 from garbage import garbage_inputs
 from hypothesis import given, settings
 
-from xmla import UnsupportedError, jax_api, torch_api
-from xmla.core.device import H200
-from xmla.core.op import Case, Op, plan_call, registry
+from xmla import jax_api, torch_api
+from xmla.core.op import Case, Op, registry
 from xmla.core.ops.indexer_logits_paged.cases import make_case
-from xmla.core.spec import Spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = ON_HOPPER
 
 RAGGED, PAGED = (registry()[name] for name in ("indexer_logits", "indexer_logits_paged"))
 UNWRITTEN = 7.0
 Arrays = dict[str, np.ndarray]
-
-
-def supported(op: Op, inputs: Arrays, attrs: dict[str, object]) -> bool:
-    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
-    values = op.defaults | attrs
-    try:
-        plan_call(op, specs, tuple(values[attr.name] for attr in op.attrs), H200, "gluon")
-    except UnsupportedError:
-        return False
-    return True
 
 
 CASES = [(op, case) for op in (RAGGED, PAGED) for case in op.cases if supported(op, kit.make(case), dict(case.attrs))]
