@@ -1,6 +1,7 @@
 """What the ops are measured against: ceilings of this very GPU and the peers that are installed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -12,28 +13,36 @@ from xmla.bench.timing import measure
 FLASH_MLA_VERSION = "sgl-flash-mla 1.0.0"  # upstream's last Hopper kernels
 
 
-def ceilings() -> dict[str, float]:
-    """Copy in bytes/s (read + written), bf16 and fp8 matrix products in flop/s, measured now."""
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """A call that does nothing but copy `work` bytes (read + written) or multiply matrices, in `work` flop."""
+
+    unit: str
+    work: float
+    call: Callable[[int], Any]
+
+
+def ceilings() -> dict[str, Ceiling]:
+    """What bounds this GPU: copies, and bf16 and fp8 matrix products."""
     source = torch.randn(1 << 29, device=DEVICE)
     target = torch.empty_like(source)
     size = 8192
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     a8, b8 = e4m3(size, size), e4m3(size, size).t()
     one = torch.ones((), device=DEVICE)
-    times = measure(
-        {
-            "copy": lambda _: torch.neg(source, out=target),  # a graph runs copy_ on the slower copy engine
-            "bf16": lambda _: a @ b,
-            "fp8": lambda _: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16),
-        },
-        sets=1,
-    )
     flops = 2 * size**3
     return {
-        "copy_bytes_per_s": 2 * source.nbytes / (times["copy"].median * 1e-6),
-        "bf16_flop_per_s": flops / (times["bf16"].median * 1e-6),
-        "fp8_flop_per_s": flops / (times["fp8"].median * 1e-6),
+        # A graph runs copy_ on the slower copy engine.
+        "copy": Ceiling("bytes", 2 * source.nbytes, lambda _: torch.neg(source, out=target)),
+        "bf16": Ceiling("flop", flops, lambda _: a @ b),
+        "fp8": Ceiling("flop", flops, lambda _: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)),
     }
+
+
+def rates(limits: Mapping[str, Ceiling]) -> dict[str, float]:
+    """What the ceilings reach now."""
+    times = measure({name: limit.call for name, limit in limits.items()}, sets=1)
+    return {f"{name}_{limit.unit}_per_s": limit.work / (times[name].median * 1e-6) for name, limit in limits.items()}
 
 
 def flash_mla() -> Any:

@@ -44,7 +44,7 @@ def origin(head: dict[str, Any]) -> str:
     return (
         f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
         f"torch {versions['torch']}, Triton {versions['triton']}, FlashMLA: {head['flash_mla']}. "
-        f"Ceilings in the same run: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"Ceilings when the run began: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
     )
 

@@ -1,8 +1,9 @@
 """`xmla bench`: time ops at serving size beside peers and ceilings.
 
 Every figure is a median of CUDA-graph replays over inputs rotated past the L2 cache. Before a case is timed its result
-is compared with the peer's, or with the portable definition, and a wrong one is not timed. Results are JSON lines: the
-first names command, commit, versions, device and ceilings, each further one is a case.
+is compared with the peer's, or with the portable definition, and a wrong one is not timed. Its ceiling is timed in
+turns with it, since clocks fall while a GPU works: ceilings of the run's beginning would be those of a cool one.
+Results are JSON lines: the first names command, commit, versions, device and ceilings, each further one is a case.
 """
 
 import json
@@ -25,16 +26,14 @@ from xmla.core.errors import UnsupportedError
 
 Line = dict[str, Any]
 HOST = "host"  # the name of the host-time cases among the ops
+CEILING = "ceiling"  # its name among the variants of a case
 
 
-def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, limits: Mapping[str, float]) -> Line:
-    """A case's line: times, rates, its ratio to each peer and the share of its ceiling (> 1: faster than the peer)."""
+def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, ceiling: float) -> Line:
+    """A case's line: times, rates, its ratio to each peer (> 1: faster than the peer) and its share of the ceiling."""
     ours = times["xmla"]
     seconds = ours.median * 1e-6
-    if benchmark.bound == "copy":
-        share = benchmark.bytes / seconds / limits["copy_bytes_per_s"]
-    else:
-        share = benchmark.flops / seconds / limits[f"{benchmark.bound}_flop_per_s"]
+    work = benchmark.bytes if benchmark.bound == "copy" else benchmark.flops
     return {
         "op": benchmark.op,
         "case": benchmark.case,
@@ -42,21 +41,24 @@ def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, limi
         "tflop_per_s": round(benchmark.flops / seconds / 1e12, 1),
         "gb_per_s": round(benchmark.bytes / seconds / 1e9, 1),
         "ceiling": benchmark.bound,
-        "share_of_ceiling": round(share, 3),
+        "ceiling_per_s": float(f"{ceiling:.4g}"),
+        "share_of_ceiling": round(work / seconds / ceiling, 3),
         "ratio_to_peer": {name: round(t.median / ours.median, 3) for name, t in times.items() if name != "xmla"},
         "relative_error": error,
     }
 
 
-def time_cases(names: Iterable[str], limits: Mapping[str, float]) -> Iterator[Line]:
+def time_cases(names: Iterable[str], limits: Mapping[str, baselines.Ceiling]) -> Iterator[Line]:
     """A line a case; of a wrong one it tells the error and no time."""
     for name in names:
         for family in BENCHMARKS.get(name, ()):
             for benchmark in family():
                 error = benchmark.check()
                 if error <= benchmark.tolerance:
-                    times = measure({"xmla": benchmark.ours, **benchmark.peers}, benchmark.sets)
-                    yield record(benchmark, times, error, limits)
+                    limit = limits[benchmark.bound]
+                    times = measure({"xmla": benchmark.ours, **benchmark.peers, CEILING: limit.call}, benchmark.sets)
+                    ceiling = limit.work / (times.pop(CEILING).median * 1e-6)
+                    yield record(benchmark, times, error, ceiling)
                 else:
                     yield {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}
             torch.cuda.empty_cache()
@@ -98,7 +100,8 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
     limits = baselines.ceilings()
     peer = baselines.FLASH_MLA_VERSION if baselines.flash_mla() else None
     command = shlex.join(["xmla", "bench", *(word for op in ops or () for word in ("--op", op))])
-    head = provenance(command, commit) | {"flash_mla": peer, "ceilings": limits}
+    first = baselines.rates(limits)
+    head = provenance(command, commit) | {"flash_mla": peer, "ceilings": first}
     lines: list[Line] = []
     with (
         Progress(console=Console(stderr=True), transient=True) as bar,
@@ -123,6 +126,6 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
         picture.draw(head, lines, image)
     earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}
     console = Console(width=190)
-    console.print({name: f"{value:.3e}" for name, value in limits.items()})
+    console.print({name: f"{value:.3e}" for name, value in first.items()})
     console.print(table_of(lines, earlier))
     return not any(line.get("wrong") for line in lines)

@@ -92,6 +92,26 @@ def order_of_weights(place):
 
 
 @gluon.jit
+def load_query(
+    q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T: gl.constexpr, Q_STRIDE_I: gl.constexpr,
+    WEIGHT_STRIDE: gl.constexpr, HEADS: gl.constexpr, BLOCK_I: gl.constexpr,
+):  # fmt: skip
+    """Copy a product's queries, zeros where its `count` tokens have none, and store halves of their weights."""
+    ROWS: gl.constexpr = q_smem.shape[0]
+    CHUNKS: gl.constexpr = chunks(q_smem.shape[1])
+    offs_d = gl.expand_dims(gl.arange(0, q_smem.shape[1], layout=gl.SliceLayout(0, CHUNKS)), 0)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS))
+    member, head = row // BLOCK_I, row % BLOCK_I
+    q_row = (first_token + member).to(gl.int64) * Q_STRIDE_T + head.to(gl.int64) * Q_STRIDE_I
+    ok = gl.expand_dims((member < count) & (head < HEADS), 1)
+    async_copy.async_copy_global_to_shared(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
+    row = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
+    member, head = row // BLOCK_I, row % BLOCK_I
+    weight_ptrs = weights_ptr + (first_token + member).to(gl.int64) * WEIGHT_STRIDE + head
+    weight_smem.store(gl.load(weight_ptrs, mask=(member < count) & (head < HEADS), other=0.0) * 0.5)
+
+
+@gluon.jit
 def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
     """Σ relu(dots) · weight over each token's heads, [KEYS, GROUP], of dots [KEYS, ROWS] and halves of weights [ROWS].
 
@@ -156,7 +176,7 @@ def indexer_logits_sm90_kernel(
     first_key = gl.program_id(0) // groups * chunk
     chunk = gl.minimum(chunk, num_keys - first_key)
 
-    # Positions count from first_key on, and below from the first tile's first key on. The last tokens may be repeated.
+    # Positions count from first_key on, and below from the first tile's first key on.
     token = first_token + gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
     row_start = gl.load(starts_ptr + gl.minimum(token, num_tokens - 1))
     row_end = gl.load(ends_ptr + gl.minimum(token, num_tokens - 1))
@@ -182,17 +202,12 @@ def indexer_logits_sm90_kernel(
     weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
     key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
 
+    load_query(
+        q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
+        WEIGHT_STRIDE, HEADS, BLOCK_I,
+    )  # fmt: skip
     CHUNKS: gl.constexpr = chunks(D)
     offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS)).to(gl.int64)
-    q_row = gl.minimum(first_token + row // BLOCK_I, num_tokens - 1) * Q_STRIDE_T + row % BLOCK_I * Q_STRIDE_I
-    q_ptrs = q8_ptr + gl.expand_dims(q_row, 1) + offs_d
-    async_copy.async_copy_global_to_shared(q_smem, q_ptrs, mask=gl.expand_dims(row % BLOCK_I < HEADS, 1))
-    word = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
-    weight_row = gl.minimum(first_token + word // BLOCK_I, num_tokens - 1).to(gl.int64) * WEIGHT_STRIDE
-    weights = gl.load(weights_ptr + weight_row + word % BLOCK_I, mask=word % BLOCK_I < HEADS, other=0.0)
-    weight_smem.store(weights * 0.5)
-
     key_row = gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)).to(gl.int64)
     tile_ptrs = keys_ptr + first_key.to(gl.int64) * KEY_STRIDE + gl.expand_dims(key_row * KEY_STRIDE, 1) + offs_d
     for i in gl.static_range(STAGES - 1):

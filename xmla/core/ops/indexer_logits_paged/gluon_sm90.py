@@ -21,8 +21,8 @@ from xmla.core.ops.indexer_logits.gluon_sm90 import (
     chunks,
     dots_layout,
     layout_by_key,
+    load_query,
     load_weights,
-    order_of_weights,
     sum_heads,
     swizzled,
 )
@@ -36,12 +36,12 @@ def add(a, b):
 
 
 @gluon.jit
-def count_tiles(lengths_ptr, group, num_groups, capacity, next_n, groups_a_request, TOKENS: gl.constexpr):
+def count_tiles(lengths_ptr, group, num_groups, capacity, next_n, groups_a_request, GROUP: gl.constexpr):
     """Tiles of keys that each group has to read: those of its longest token."""
-    first_token = group // groups_a_request * next_n + group % groups_a_request * TOKENS
+    first_token = group // groups_a_request * next_n + group % groups_a_request * GROUP
     longest = gl.zeros_like(group)
-    for member in gl.static_range(TOKENS):
-        in_request = (group < num_groups) & (group % groups_a_request * TOKENS + member < next_n)
+    for member in gl.static_range(GROUP):
+        in_request = (group < num_groups) & (group % groups_a_request * GROUP + member < next_n)
         longest = gl.maximum(longest, gl.load(lengths_ptr + first_token + member, mask=in_request, other=0))
     return gl.cdiv(gl.minimum(longest, capacity), KEYS)
 
@@ -94,41 +94,21 @@ def copy_tile(
 
 
 @gluon.jit
-def load_query(
-    q8_ptr, weights_ptr, first_token, part, next_n, q_smem, weight_smem, Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_I: gl.constexpr, WEIGHT_STRIDE: gl.constexpr, HEADS: gl.constexpr, BLOCK_I: gl.constexpr,
-):  # fmt: skip
-    """Copy a product's queries, of a request's tokens from `part` on, and store halves of their weights."""
-    ROWS: gl.constexpr = q_smem.shape[0]
-    CHUNKS: gl.constexpr = chunks(q_smem.shape[1])
-    offs_d = gl.expand_dims(gl.arange(0, q_smem.shape[1], layout=gl.SliceLayout(0, CHUNKS)), 0)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS))
-    member, head = part + row // BLOCK_I, row % BLOCK_I
-    q_row = (first_token + member).to(gl.int64) * Q_STRIDE_T + head.to(gl.int64) * Q_STRIDE_I
-    ok = gl.expand_dims((member < next_n) & (head < HEADS), 1)
-    async_copy.async_copy_global_to_shared(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
-    row = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
-    member, head = part + row // BLOCK_I, row % BLOCK_I
-    weight_ptrs = weights_ptr + (first_token + member).to(gl.int64) * WEIGHT_STRIDE + head
-    weight_smem.store(gl.load(weight_ptrs, mask=(member < next_n) & (head < HEADS), other=0.0) * 0.5)
-
-
-@gluon.jit
 def store_scores(
-    scores, whole, first_key, first_token, part, next_n, lengths_ptr, table_row, mapped, num_pages, capacity, max_len,
+    scores, whole, first_key, first_token, count, lengths_ptr, table_row, mapped, num_pages, capacity, max_len,
     logits_ptr, PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Store scores [KEYS, GROUP] of a request's tokens from `part` on; `whole`: every token sees every key."""
+    """Store scores [KEYS, GROUP] of `count` tokens; `whole`: every token sees every key."""
     key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
-    member = part + gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
+    member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
     token = first_token + member
     out_ptrs = logits_ptr + gl.expand_dims(token.to(gl.int64) * max_len, 0) + gl.expand_dims(key, 1)
     if whole:
-        gl.store(out_ptrs, scores, mask=gl.expand_dims(member < next_n, 0))
+        gl.store(out_ptrs, scores, mask=gl.expand_dims(member < count, 0))
     else:
         page = gl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
         there = gl.expand_dims((page >= 0) & (page < num_pages), 1)
-        length = gl.load(lengths_ptr + token, mask=member < next_n, other=0)
+        length = gl.load(lengths_ptr + token, mask=member < count, other=0)
         seen = gl.expand_dims(key, 1) < gl.expand_dims(gl.minimum(length, capacity), 0)
         gl.store(out_ptrs, gl.where(there, scores, float("-inf")), mask=seen)
 
@@ -152,7 +132,7 @@ def indexer_logits_paged_sm90_kernel(
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
-    num_groups,  # groups of up to GROUP · PRODUCTS adjacent tokens of one request
+    num_groups,  # groups of up to GROUP adjacent tokens of one request
     num_requests,
     num_pages,
     max_len,
@@ -169,21 +149,19 @@ def indexer_logits_paged_sm90_kernel(
     HEADS: gl.constexpr,
     D: gl.constexpr,
     HAS_REQUEST_IDS: gl.constexpr,
-    GROUP: gl.constexpr,  # tokens a product, a power of two
-    PRODUCTS: gl.constexpr,  # of a tile of keys, one after another
+    GROUP: gl.constexpr,  # a power of two
     STAGES: gl.constexpr,  # of keys
     BLOCK_G: gl.constexpr,  # groups looked at together when work is shared out
     BLOCK_I: gl.constexpr,
 ):
     ROWS: gl.constexpr = GROUP * BLOCK_I
-    TOKENS: gl.constexpr = GROUP * PRODUCTS
     CHUNKS: gl.constexpr = chunks(D)
     DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
 
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [PRODUCTS, ROWS, D], swizzled(D))
-    weight_smem = gl.allocate_shared_memory(gl.float32, [PRODUCTS, ROWS], SMEM_V)
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], swizzled(D))
+    weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
     key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
     scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], SMEM_V)
 
@@ -201,14 +179,14 @@ def indexer_logits_paged_sm90_kernel(
     # lengths, so each program finds its run alone.
     total = gl.to_tensor(0)  # there is no memory for the logits of 2**31 tiles
     for base in range(0, num_groups, BLOCK_G):
-        tiles = count_tiles(lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, TOKENS)
+        tiles = count_tiles(lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, GROUP)
         total += gl.sum(tiles, 0)
     run_first = (total.to(gl.int64) * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     run_last = (total.to(gl.int64) * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
 
     passed = gl.to_tensor(0)
     for base in range(0, num_groups, BLOCK_G):
-        tiles = count_tiles(lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, TOKENS)
+        tiles = count_tiles(lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, GROUP)
         ends = passed + gl.associative_scan(tiles, 0, add)  # [BLOCK_G], places in the list
         begins = ends - tiles
         first_group = gl.sum((ends <= run_first).to(gl.int32), 0)
@@ -222,24 +200,24 @@ def indexer_logits_paged_sm90_kernel(
             last_tile = gl.minimum(run_last, end) - begin
 
             group = base + place
-            part = group % groups_a_request * TOKENS  # of the request's tokens, the first in this group
+            part = group % groups_a_request * GROUP  # of the request's tokens, the first in this group
+            count = gl.minimum(next_n - part, GROUP)
             request = group // groups_a_request
-            first_token = request * next_n
+            first_token = request * next_n + part
             if HAS_REQUEST_IDS:
                 request = gl.load(request_ids_ptr + group)
             known = (request >= 0) & (request < num_requests)
             table_row = block_table_ptr + request.to(gl.int64) * table_stride
 
-            for i in gl.static_range(PRODUCTS):
-                load_query(
-                    q8_ptr, weights_ptr, first_token, part + i * GROUP, next_n, q_smem.index(i),
-                    weight_smem.index(i), Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, BLOCK_I,
-                )  # fmt: skip
+            load_query(
+                q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
+                WEIGHT_STRIDE, HEADS, BLOCK_I,
+            )  # fmt: skip
             longest = gl.to_tensor(0)
             shortest = capacity
-            for i in gl.static_range(TOKENS):
-                if part + i < next_n:
-                    length = gl.load(lengths_ptr + first_token + part + i)
+            for i in gl.static_range(GROUP):
+                if i < count:
+                    length = gl.load(lengths_ptr + first_token + i)
                     longest = gl.maximum(longest, length)
                     shortest = gl.minimum(shortest, length)
             mapped = gl.where(known, gl.minimum(longest, capacity), 0)  # keys that the block table maps
@@ -274,16 +252,16 @@ def indexer_logits_paged_sm90_kernel(
                 async_copy.commit_group()
                 left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
                 fence_async_shared()
-                for product in range(0, PRODUCTS):
-                    q = q_smem.index(product).permute((1, 0))
-                    dots = warpgroup_mma(key_smem.index(stage), q, nothing, use_acc=False, is_async=True)
-                    dots = warpgroup_mma_wait(0, deps=[dots])  # [KEYS, ROWS] f32
-                    halves = load_weights(weight_smem.index(product), DOTS)
-                    scores = sum_heads(dots, halves, GROUP, BY_KEY) * factors  # [KEYS, GROUP] f32
-                    store_scores(
-                        scores, whole, first_key, first_token, part + product * GROUP, next_n, lengths_ptr, table_row,
-                        mapped, num_pages, capacity, max_len, logits_ptr, PAGE_SIZE, GROUP, SCORES,
-                    )  # fmt: skip
+                dots = warpgroup_mma(
+                    key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
+                )
+                dots = warpgroup_mma_wait(0, deps=[dots])  # [KEYS, ROWS] f32
+                halves = load_weights(weight_smem, DOTS)
+                scores = sum_heads(dots, halves, GROUP, BY_KEY) * factors  # [KEYS, GROUP] f32
+                store_scores(
+                    scores, whole, first_key, first_token, count, lengths_ptr, table_row, mapped, num_pages, capacity,
+                    max_len, logits_ptr, PAGE_SIZE, GROUP, SCORES,
+                )  # fmt: skip
                 free = stage
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
                 first_key += KEYS
