@@ -1,8 +1,8 @@
 """`xmla bench`: time ops at serving size beside peers and ceilings.
 
 Every figure is a median of CUDA-graph replays over inputs rotated past the L2 cache. Before a case is timed its result
-is compared with the peer's, or with the portable definition, and a wrong one is not timed. Its ceiling is timed in
-turns with it, since clocks fall while a GPU works: ceilings of the run's beginning would be those of a cool one.
+is compared with the peer's, or with the portable definition, and a wrong one is not timed. Its ceiling is timed right
+after it, since clocks fall while a GPU works: ceilings of the run's beginning would be those of a cool one.
 Results are JSON lines: the first names command, commit, versions, device and ceilings, each further one is a case.
 """
 
@@ -26,7 +26,6 @@ from xmla.core.errors import UnsupportedError
 
 Line = dict[str, Any]
 HOST = "host"  # the name of the host-time cases among the ops
-CEILING = "ceiling"  # its name among the variants of a case
 
 
 def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, ceiling: float) -> Line:
@@ -55,9 +54,8 @@ def time_cases(names: Iterable[str], limits: Mapping[str, baselines.Ceiling]) ->
             for benchmark in family():
                 error = benchmark.check()
                 if error <= benchmark.tolerance:
-                    limit = limits[benchmark.bound]
-                    times = measure({"xmla": benchmark.ours, **benchmark.peers, CEILING: limit.call}, benchmark.sets)
-                    ceiling = limit.work / (times.pop(CEILING).median * 1e-6)
+                    times = measure({"xmla": benchmark.ours, **benchmark.peers}, benchmark.sets)
+                    (ceiling,) = baselines.rates({benchmark.bound: limits[benchmark.bound]}).values()
                     yield record(benchmark, times, error, ceiling)
                 else:
                     yield {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}

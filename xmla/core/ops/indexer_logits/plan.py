@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xmla.core.device import Device
 from xmla.core.layout import IndexerLayout
@@ -71,9 +71,16 @@ def unmet_by_hand(problem: Problem, device: Device) -> tuple[str, str] | None:
     return None
 
 
+def tokens_a_program(problem: Problem, device: Device) -> int:
+    """Tokens of a program: a call of one more costs as much as one of so many more."""
+    if problem.takes_by_hand(unmet_by_hand(problem, device)):
+        return ROWS.value // max(16, next_power_of_2(problem["I"]))
+    return tile(problem, device).block_t
+
+
 def launch_by_hand(problem: Problem, device: Device) -> Launch:
     block_i = max(16, next_power_of_2(problem["I"]))
-    groups = cdiv(problem["T"], ROWS.value // block_i)
+    groups = cdiv(problem["T"], tokens_a_program(problem, device))
 
     def steps(chunk: int) -> int:
         """Products in a row: as many as a program has, and about two for its queries, in each wave of programs."""
@@ -98,24 +105,29 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
     )
 
 
+def tile(problem: Problem, device: Device) -> Config:
+    """The portable kernel's."""
+    mxfp4 = keys_are_mxfp4(problem)
+    key = f"i{max(16, next_power_of_2(problem['I']))}-{'mxfp4' if mxfp4 else 'fp8'}"
+    config = tuned("indexer_logits", device, key, configure(mxfp4, device))
+    return replace(config, block_t=min(config.block_t, next_power_of_2(max(problem["T"], 1))))
+
+
 def launch_portable(problem: Problem, device: Device) -> Launch:
     block_i = max(16, next_power_of_2(problem["I"]))
-    mxfp4 = keys_are_mxfp4(problem)
-    key = f"i{block_i}-{'mxfp4' if mxfp4 else 'fp8'}"
-    config = tuned("indexer_logits", device, key, configure(mxfp4, device))
-    block_t = min(config.block_t, next_power_of_2(max(problem["T"], 1)))
+    config = tile(problem, device)
     return Launch(
         indexer_logits_kernel,
-        grid=(cdiv(problem["T"], block_t) * cdiv(problem["N"], config.block_n),),
+        grid=(cdiv(problem["T"], config.block_t) * cdiv(problem["N"], config.block_n),),
         inputs=INPUTS,
         sizes=(0, problem["T"], problem["N"]),
         outputs=("logits",),
         constexprs=(
             *query_constexprs(problem),
-            ("MXFP4", mxfp4),
+            ("MXFP4", keys_are_mxfp4(problem)),
             ("KEY_STRIDE", problem.specs["keys"].stride(0)),
-            ("BLOCK_T", block_t),
-            ("GROUP", min(block_t, config.max_rows // block_i)),
+            ("BLOCK_T", config.block_t),
+            ("GROUP", min(config.block_t, config.max_rows // block_i)),
             ("BLOCK_N", config.block_n),
             ("BLOCK_I", block_i),
         ),

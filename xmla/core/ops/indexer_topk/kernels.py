@@ -14,10 +14,12 @@ import triton.language as tl
 from xmla.core.lang import as_bytes, head_scores, load_keys
 from xmla.core.ops.select_topk.kernels import (
     COLUMNS_A_WARP,
+    KEY_OF_INF,
     append_tile,
     as_packed,
     choose_candidates,
     kth_largest,
+    lanes_by_warp,
     load_tile,
     order_key,
     running_count,
@@ -27,14 +29,13 @@ from xmla.core.ops.select_topk.kernels import (
 @triton.jit
 def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WARPS: tl.constexpr):
     """Reduce `count` > K candidates to the K largest, in place and in order; the order key of the least of them."""
-    WIDTH: tl.constexpr = CAPACITY // WARPS
-    lane = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    keys = load_keys_of(candidates, lane, count)
-    threshold = kth_largest(keys, K, tl.full([], 0x80000000, tl.uint32), tl.full([], 32, tl.int32))
+    keys = load_keys_of(candidates, lanes_by_warp(CAPACITY), count)
+    low, high = tl.full([], 1, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
+    threshold, _ = kth_largest(keys, K, low, high, count, 1, 0)
     ties = K - tl.sum((keys > threshold).to(tl.int32))
     written = 0
     seen_equal = 0
-    part = tl.arange(0, WARPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    part = lanes_by_warp(WARPS * 128)
     for base in tl.range(0, count, WARPS * 128):
         pair = tl.load(candidates + base + part, mask=base + part < count, other=0)
         key = tl.where(base + part < count, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)

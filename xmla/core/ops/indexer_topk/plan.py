@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Op, Problem
 from xmla.core.ops import indexer_logits, select_topk
-from xmla.core.ops.indexer_logits.plan import INPUTS, MAX_ROWS, keys_are_mxfp4, query_constexprs
+from xmla.core.ops.indexer_logits.plan import INPUTS, MAX_ROWS, keys_are_mxfp4, query_constexprs, tokens_a_program
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
 from xmla.core.plan import Launch, Plan, cdiv, join, most_registers, next_power_of_2
 from xmla.core.spec import Spec
@@ -12,7 +12,11 @@ from xmla.core.spec import Spec
 BLOCKS = (2048, 1024, 512)  # keys between two looks at their scores, best first
 MAX_K = 8192  # candidates of one program are sorted out in registers
 PROGRAMS_A_SM = 2
-PART = 64  # tokens, or a multiple, whose logits are stored at a time: those of one program of indexer_logits
+# Logits are stored of so many tokens at a time, or so many logits, for which selecting pays (H200, 2026-11-22: a start
+# of 13 µs, as 2**20 logits take), and not in more parts, each of them two or three launches.
+PART_TOKENS = 64
+PART_LOGITS = 1 << 21
+MAX_PARTS = 1024
 
 
 def capacity(k: int, block: int) -> int:
@@ -60,13 +64,19 @@ def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str
 
 
 def in_parts(problem: Problem, device: Device) -> Plan | None:
-    """The plan that stores the logits of some tokens at a time, as many as fit the workspace."""
-    tokens, given = problem["T"], problem.attrs["workspace_bytes"]
-    fitting = min(tokens, given // (4 * max(problem["N"], 1)))
-    for size in range(fitting // PART * PART, 0, -PART):
+    """The plan that stores the logits of some tokens at a time, of as many as fit the workspace, in equal parts."""
+    tokens, keys, given = problem["T"], problem["N"], problem.attrs["workspace_bytes"]
+    together = tokens_a_program(problem, device)
+    size = min(tokens, given // (4 * max(keys, 1)))
+    while size >= together and (size >= PART_TOKENS or size * keys >= PART_LOGITS):
+        count = cdiv(tokens, size // together * together)
+        if count > MAX_PARTS:
+            return None
+        size = cdiv(cdiv(tokens, count), together) * together
         counts = {row: min(size, tokens - row) for row in range(0, tokens, size)}
         distinct = set(counts.values())  # two: all parts are alike but for the last
         found = {count: stored(of_tokens(problem, count), device, indexer_logits.OP, {}) for count in sorted(distinct)}
+        size -= together
         parts = {count: part for count, part in found.items() if part is not None}
         if parts.keys() != distinct:  # few rows have more candidates each
             continue

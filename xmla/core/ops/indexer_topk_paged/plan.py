@@ -6,8 +6,8 @@ from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexpr
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
 from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_capacity, space, stored
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
-from xmla.core.ops.select_topk.plan import choosing_registers, choosing_warps
-from xmla.core.plan import Launch, Plan, next_power_of_2
+from xmla.core.ops.select_topk.plan import choosing_warps
+from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 MAX_MERGED = 16384  # candidates of a row's segments, in registers
@@ -78,6 +78,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=(*shared, ("LANES", lanes), ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))), ("WARPS", warps)),
         num_warps=warps,
         num_stages=2,
-        max_registers=choosing_registers(lanes, warps, device),
+        max_registers=most_registers(warps),
     )
     return Plan((score, merge), problem.op.result_specs(problem) | buffers, ("indices",))

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
+KEY_OF_INF = tl.constexpr(0xFF800000)
 CHUNK = tl.constexpr(32)  # adjacent elements of a sample
 COLUMNS_A_WARP = tl.constexpr(512)  # of a tile
+SLACK_PART = tl.constexpr(24)  # of a sample's rank: what it may be missed by, for fewer steps of its search
 HELD_PAIRS = tl.constexpr(4096)  # candidates of a row that stay in registers with their columns; more spill
 
 
@@ -27,27 +29,34 @@ def order_key(x):
 
 
 @triton.jit
-def kth_largest(keys, K: tl.constexpr, highest_bit, steps):
-    """A threshold that K of `keys` reach: the K-th largest, or a value between it and the next one if met earlier.
+def kth_largest(keys, K: tl.constexpr, low, high, count, NEAR: tl.constexpr, SLACK: tl.constexpr):
+    """A threshold in [low, high) that K at least of `keys` reach, and how many do: the greatest to within NEAR, or one
+    that at most K + SLACK reach if it is met earlier.
 
-    From `highest_bit` down; bits after the first `steps` are left 0, and then more than K may reach it.
+    `count` keys reach `low`, K at least; fewer reach `high`. Two trials share a sum, which costs more than they do.
     """
-    threshold = tl.full([], 0, tl.uint32)
-    bit = highest_bit
-    while steps > 0:
-        count = tl.sum((keys >= (threshold | bit)).to(tl.int32))
-        threshold = tl.where(count >= K, threshold | bit, threshold)
-        bit = bit >> 1
-        steps = tl.where(count == K, 0, steps - 1)
-    return threshold
+    while high - low > NEAR:
+        third = (high - low + 2) // 3
+        lower = low + third
+        upper = lower + third
+        counts = tl.sum((keys >= lower).to(tl.int32) + ((keys >= upper).to(tl.int32) << 16))
+        reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
+        high = tl.where(reach_upper >= K, high, tl.where(reach_lower >= K, upper, lower))
+        low = tl.where(reach_upper >= K, upper, tl.where(reach_lower >= K, lower, low))
+        count = tl.where(reach_upper >= K, reach_upper, tl.where(reach_lower >= K, reach_lower, count))
+        high = tl.where(count <= K + SLACK, low, high)
+    return low, count
+
+
+@triton.jit
+def lanes_by_warp(COUNT: tl.constexpr):
+    """0, 1, … as [COUNT / 32, 32]: rows that lie in a warp each, so that nothing but their totals crosses warps."""
+    return tl.arange(0, COUNT // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def running_count(flags):
-    """Of [WARPS, COLUMNS] booleans in row-major order: how many up to and including each, and in all.
-
-    Rows lie in a warp each, so that only the rows' totals cross warps.
-    """
+    """Of booleans at `lanes_by_warp`: how many up to and including each, and in all."""
     flags = flags.to(tl.int32)
     totals = tl.sum(flags, 1)
     before = tl.cumsum(totals, 0) - totals
@@ -77,7 +86,9 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
-def estimate_threshold(row_ptr, length, RANK: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr):
+def estimate_threshold(
+    row_ptr, length, RANK: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, WARPS: tl.constexpr
+):
     """A value that a bit more than RANK · STEP of the row's elements reach, if its sample speaks for it.
 
     It is the RANK-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded; which of them
@@ -88,22 +99,26 @@ def estimate_threshold(row_ptr, length, RANK: tl.constexpr, LANES: tl.constexpr,
     offs = (block * STEP + block * 5 % STEP) * CHUNK + lane % CHUNK
     maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
     blocks = length // (CHUNK * STEP)
-    for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=2):
+    AT_ONCE: tl.constexpr = max(2, WARPS * 1024 // LANES)  # 32 loads a thread
+    for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=AT_ONCE):
         left = blocks - fold * (LANES // CHUNK)
         x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
         maxima = tl.maximum(maxima, x)
-    # To 16 bits, rounded down: a few more candidates for half of the steps.
-    key = kth_largest(order_key(maxima), RANK, tl.full([], 0x80000000, tl.uint32), tl.full([], 16, tl.int32))
-    key = tl.maximum(key, KEY_OF_MINUS_INF)
+    low, high = tl.full([], KEY_OF_MINUS_INF, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
+    reached = tl.full([], LANES, tl.int32)
+    key, _ = kth_largest(order_key(maxima), RANK, low, high, reached, 1 << 16, RANK // SLACK_PART)
     bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def lane_places(k):
-    """Of what is kept, 4 adjacent columns a lane [WARPS, 32]: how many before each lane, and in each warp."""
-    kept = k[0].to(tl.int32) + k[1].to(tl.int32) + k[2].to(tl.int32) + k[3].to(tl.int32)
-    return tl.cumsum(kept, 1) - kept, tl.sum(kept, 1)
+def count_four(k):
+    return k[0].to(tl.uint32) + k[1].to(tl.uint32) + k[2].to(tl.uint32) + k[3].to(tl.uint32)
+
+
+@triton.jit
+def quarter(packed, i: tl.constexpr):
+    return ((packed >> (8 * i)) & 0xFF).to(tl.int32)
 
 
 @triton.jit
@@ -166,23 +181,24 @@ def append_tile(
     kb = wanted(b, offs + 128, first, last, key_above, value_from, WHOLE, BY_KEY)
     kc = wanted(c, offs + 256, first, last, key_above, value_from, WHOLE, BY_KEY)
     kd = wanted(d, offs + 384, first, last, key_above, value_from, WHOLE, BY_KEY)
-    before_a, of_a = lane_places(ka)
-    before_b, of_b = lane_places(kb)
-    before_c, of_c = lane_places(kc)
-    before_d, of_d = lane_places(kd)
-    of_warp = of_a + of_b + of_c + of_d
+    # A byte holds a quarter's count in a warp, 128 at most, so one sum and one scan serve all four.
+    kept = count_four(ka) | count_four(kb) << 8 | count_four(kc) << 16 | count_four(kd) << 24
+    before = tl.cumsum(kept, 1) - kept
+    warp = tl.sum(kept, 1)
+    of_a, of_b, of_c = quarter(warp, 0), quarter(warp, 1), quarter(warp, 2)
+    of_warp = of_a + of_b + of_c + quarter(warp, 3)
     total = tl.sum(of_warp)
     if count + total <= capacity:
         place = (tl.cumsum(of_warp, 0) - of_warp)[:, None]
         target = out + count
         at = column + offs
-        store_four(target + (place + before_a), ka, a, at)
+        store_four(target + (place + quarter(before, 0)), ka, a, at)
         place += of_a[:, None]
-        store_four(target + (place + before_b), kb, b, at + 128)
+        store_four(target + (place + quarter(before, 1)), kb, b, at + 128)
         place += of_b[:, None]
-        store_four(target + (place + before_c), kc, c, at + 256)
+        store_four(target + (place + quarter(before, 2)), kc, c, at + 256)
         place += of_c[:, None]
-        store_four(target + (place + before_d), kd, d, at + 384)
+        store_four(target + (place + quarter(before, 3)), kd, d, at + 384)
     return count + total
 
 
@@ -228,7 +244,7 @@ def topk_candidates_kernel(
         row_ptr = logits_ptr + row * row_stride + start
         threshold = tl.full([], float("-inf"), tl.float32)
         if length > CAPACITY:
-            threshold = estimate_threshold(row_ptr, length, RANK, LANES, STEP)
+            threshold = estimate_threshold(row_ptr, length, RANK, LANES, STEP, WARPS)
 
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
         tiles = tl.cdiv(tl.cdiv(length, TILE), SEGMENTS)
@@ -270,7 +286,7 @@ def write_chosen(
     """Write the columns of the candidates over the order key `threshold` and of the first `ties` that equal it."""
     written = 0
     seen_equal = 0
-    part = tl.arange(0, WARPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    part = lanes_by_warp(WARPS * 128)
     for base in tl.range(0, total, WARPS * 128):
         lane = base + part
         in_use = lane < total
@@ -295,27 +311,25 @@ def choose_candidates(
 
     They lie at `candidate_places`; LANES is a bound of `total`.
     """
-    WIDTH: tl.constexpr = LANES // WARPS
-    lane = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    lane = lanes_by_warp(LANES)
     place = candidate_places(lane, counts_row, SEGMENTS, CAPACITY)
     in_use = lane < total
     pair = tl.load(candidates_ptr + place, mask=in_use, other=0)
     keys = order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
-    # Only the bits in which the candidates differ from their least are searched.
     least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
-    keys = tl.where(in_use, keys - least, 0)
-    span = tl.max(keys)
-    bits = tl.minimum((((span | 1).to(tl.float32).to(tl.int32, bitcast=True)) >> 23) - 126, 32)
-    threshold = kth_largest(keys, K, tl.full([], 1, tl.uint32) << (bits - 1).to(tl.uint32), bits)
-    ties = K - tl.sum((keys > threshold).to(tl.int32))
+    keys = tl.where(in_use, keys, 0)
+    threshold, reached = kth_largest(keys, K, least, tl.max(keys) + 1, total, 1, 0)
     if LANES <= HELD_PAIRS:
-        equal = (keys == threshold) & in_use
-        rank, _ = running_count(equal)
-        chosen = (keys > threshold) | (equal & (rank <= ties))
+        chosen = keys >= threshold
+        if reached > K:  # more than K with the ties: the first of these
+            ties = K - tl.sum((keys > threshold).to(tl.int32))
+            rank, _ = running_count(keys == threshold)
+            chosen = (keys > threshold) | ((keys == threshold) & (rank <= ties))
         rank, _ = running_count(chosen)
         tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
     else:
-        write_chosen(candidates_ptr, counts_row, total, out, threshold + least, ties, SEGMENTS, CAPACITY, WARPS)
+        ties = K - tl.sum((keys > threshold).to(tl.int32))
+        write_chosen(candidates_ptr, counts_row, total, out, threshold, ties, SEGMENTS, CAPACITY, WARPS)
 
 
 @triton.jit

@@ -3,7 +3,12 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
-from xmla.core.ops.select_topk.kernels import COLUMNS_A_WARP, HELD_PAIRS, topk_candidates_kernel, topk_select_kernel
+from xmla.core.ops.select_topk.kernels import (
+    COLUMNS_A_WARP,
+    SLACK_PART,
+    topk_candidates_kernel,
+    topk_select_kernel,
+)
 from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
@@ -35,7 +40,8 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     expected = k / step
     rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
     lanes = max(1024, next_power_of_2(4 * rank))
-    folded = -lanes * math.log1p(-rank / lanes)  # elements of the sample behind so many of the lanes' maxima
+    most = rank + rank // SLACK_PART.value
+    folded = -lanes * math.log1p(-most / lanes)  # elements of the sample behind so many of the lanes' maxima
     candidates = step * folded * (1 + SIGMAS / math.sqrt(rank))
     capacity = max(1024, next_power_of_2(math.ceil(candidates)))
     if capacity > MAX_CAPACITY:
@@ -99,7 +105,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         max_registers=80 if many else None,
     )  # fmt: skip
     warps = choosing_warps(config.capacity, rows, device)
-    select_registers = 128 if many else choosing_registers(config.capacity, warps, device)
     select = Launch(
         topk_select_kernel,
         grid=(rows,),
@@ -109,18 +114,12 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=(*shared, ("WARPS", warps), ("TILE", 2048)),
         num_warps=warps,
         num_stages=3,
-        max_registers=select_registers,
+        max_registers=128 if many else most_registers(warps),
     )
     return Plan((candidates, select), workspace | results, ("indices",))
 
 
 def choosing_warps(candidates: int, rows: int, device: Device) -> int:
     """Warps of a program that holds the candidates of a row in registers: more where rows are few and wait alone."""
-    elements = 256 if rows <= device.num_sms else 1024  # a warp
+    elements = 512 if rows <= device.num_sms else 1024  # a warp
     return max(4, min(16, candidates // elements))
-
-
-def choosing_registers(candidates: int, warps: int, device: Device) -> int | None:
-    """Registers of its threads: the compiler's choice spills for the most candidates, before sm_90 and on SM12x."""
-    chooses = candidates <= HELD_PAIRS.value and 90 <= device.arch < 120
-    return None if chooses else most_registers(warps)
