@@ -15,9 +15,9 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
 
         indices = select_topk(indexer_logits(q8, weights, keys, key_scales, starts, ends), ends, starts, k=k)
 
-    exactly, total order included. The logits of as many tokens as fit the workspace are stored at a time, in equal
-    parts of 64 tokens at least or of 2²¹ logits; where those do not fit, or there would be more than 1024 parts, each
-    program keeps the candidates of its tokens, at most twice k, and the memory does not grow with T or N.
+    exactly, total order included. The logits of as many tokens as fit the workspace are stored at a time, of 64 at
+    least or 2²¹ logits; where those do not fit, or there would be more than 1024 parts, each program keeps the
+    candidates of its tokens, at most twice k, and the memory does not grow with T or N.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As `indexer_logits`.

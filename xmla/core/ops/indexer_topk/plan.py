@@ -51,47 +51,44 @@ def check_workspace(problem: Problem) -> None:
         problem.refuse("workspace_bytes", "value", problem.attrs["workspace_bytes"], "at least 0")
 
 
-def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str]) -> Plan | None:
-    """The plan that stores all logits and selects from them, if it keeps to the workspace; `names` for select_topk."""
+def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str]) -> Plan:
+    """The plan that stores all logits and selects from them; `names` for select_topk."""
     arrays = {name: problem.specs.get(name) for name in logits.tensors}
     whole = logits.bind(arrays, logits.defaults, problem.implementation)
     first = logits.plan(whole, device)
     specs = {**problem.specs, **first.buffers}
     select = select_topk.OP
     chosen = select.bind({name: specs.get(names.get(name, name)) for name in select.tensors}, {"k": problem.attrs["k"]})
-    plan = join([(first, {}), (select.plan(chosen, device), names)], ("indices",))
-    return plan if plan.workspace_bytes <= problem.attrs["workspace_bytes"] else None
+    return join([(first, {}), (select.plan(chosen, device), names)], ("indices",))
 
 
 def in_parts(problem: Problem, device: Device) -> Plan | None:
-    """The plan that stores the logits of some tokens at a time, of as many as fit the workspace, in equal parts."""
+    """The plan that stores the logits of as many tokens at a time as fit the workspace."""
     tokens, keys, given = problem["T"], problem["N"], problem.attrs["workspace_bytes"]
     together = tokens_a_program(problem, device)
-    size = min(tokens, given // (4 * max(keys, 1)))
-    while size >= together and (size >= PART_TOKENS or size * keys >= PART_LOGITS):
-        count = cdiv(tokens, size // together * together)
-        if count > MAX_PARTS:
-            return None
-        size = cdiv(cdiv(tokens, count), together) * together
-        counts = {row: min(size, tokens - row) for row in range(0, tokens, size)}
-        distinct = set(counts.values())  # two: all parts are alike but for the last
-        found = {count: stored(of_tokens(problem, count), device, indexer_logits.OP, {}) for count in sorted(distinct)}
-        size -= together
-        parts = {count: part for count, part in found.items() if part is not None}
-        if parts.keys() != distinct:  # few rows have more candidates each
-            continue
-        launches = [
-            replace(launch, sizes=(row, *launch.sizes[1:]))  # their first size is the first row
-            for row, count in counts.items()
-            for launch in parts[count].launches
-        ]
-        buffers: dict[str, Spec] = {}
-        for name, spec in (item for part in parts.values() for item in part.buffers.items()):
-            buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
-        plan = Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",))
+    size = min(tokens, given // (4 * max(keys, 1))) // together * together
+    while size and (size >= PART_TOKENS or size * keys >= PART_LOGITS) and cdiv(tokens, size) <= MAX_PARTS:
+        plan = join_parts(problem, device, size)
         if plan.workspace_bytes <= given:
             return plan
+        size = min(size - 1, size * given // plan.workspace_bytes) // together * together
     return None
+
+
+def join_parts(problem: Problem, device: Device, size: int) -> Plan:
+    """The plan that stores the logits of `size` tokens at a time."""
+    counts = {row: min(size, problem["T"] - row) for row in range(0, problem["T"], size)}
+    # All parts are alike but for the last.
+    parts = {n: stored(of_tokens(problem, n), device, indexer_logits.OP, {}) for n in sorted(set(counts.values()))}
+    launches = [
+        replace(launch, sizes=(row, *launch.sizes[1:]))  # their first size is the first row
+        for row, count in counts.items()
+        for launch in parts[count].launches
+    ]
+    buffers: dict[str, Spec] = {}
+    for name, spec in (item for part in parts.values() for item in part.buffers.items()):
+        buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
+    return Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",))
 
 
 def of_tokens(problem: Problem, tokens: int) -> Problem:
@@ -102,8 +99,11 @@ def of_tokens(problem: Problem, tokens: int) -> Problem:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    if (logits := stored(problem, device, indexer_logits.OP, {}) or in_parts(problem, device)) is not None:
-        return logits
+    whole = stored(problem, device, indexer_logits.OP, {})
+    if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
+        return whole
+    if (parts := in_parts(problem, device)) is not None:
+        return parts
     specs, k = problem.specs, problem.attrs["k"]
     block_i = max(16, next_power_of_2(problem["I"]))
     group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))

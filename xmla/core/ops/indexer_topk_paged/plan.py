@@ -15,7 +15,8 @@ MAX_MERGED = 16384  # candidates of a row's segments, in registers
 
 def plan(problem: Problem, device: Device) -> Plan:
     names = {"ends": "lengths", "starts": "no_starts", "counts": "candidate_counts"}
-    if (whole := stored(problem, device, indexer_logits_paged.OP, names)) is not None:
+    whole = stored(problem, device, indexer_logits_paged.OP, names)
+    if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
         return whole
     specs, k, tokens = problem.specs, problem.attrs["k"], problem["T"]
     grouping = group_tokens(problem, MAX_ROWS)
