@@ -101,16 +101,28 @@ def test_entries_are_unpacked_once_where_many_tokens_name_them(
     assert "rows" not in attention(tokens, heads, k, RTX_PRO_6000, **attrs).buffers
 
 
-@pytest.mark.parametrize(("tokens", "mib", "most"), [(2048, 64, 192), (2000, 512, 1792), (130, 25, 64)])
-def test_stored_logits_of_as_many_tokens_as_fit(tokens: int, mib: int, most: int) -> None:
-    op, keys, k = registry()["indexer_topk"], 65536, 2048
+def selection(tokens: int, keys: int, mib: int, implementation: str | None = None) -> Plan:
+    op = registry()["indexer_topk"]
     specs = {
         "q8": Spec((tokens, 64, 128), "float8_e4m3fn"), "weights": Spec((tokens, 64), "float32"),
         "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
         "starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32"),
     }  # fmt: skip
-    plan = plan_call(op, tuple(specs[name] for name in op.tensors), (k, mib << 20), H200)[0]
+    plan = plan_call(op, tuple(specs[name] for name in op.tensors), (2048, mib << 20), H200, implementation)[0]
     assert plan.workspace_bytes <= mib << 20
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "mib", "implementation", "most"),
+    [(2048, 65536, 64, None, 226), (2048, 65536, 64, "triton", 192), (2000, 65536, 512, None, 1820),
+     (130, 65536, 25, "triton", 64), (8192, 1 << 20, 64, None, 12)],
+)  # fmt: skip
+def test_stored_logits_of_as_many_tokens_as_fit(
+    tokens: int, keys: int, mib: int, implementation: str | None, most: int
+) -> None:
+    """In parts of whole programs of the logits' kernel."""
+    plan = selection(tokens, keys, mib, implementation)
     firsts = range(0, tokens, most)
     counts = [min(most, tokens - first) for first in firsts]
     logits = [launch for launch in plan.launches if "logits" in launch.outputs]
@@ -119,6 +131,17 @@ def test_stored_logits_of_as_many_tokens_as_fit(tokens: int, mib: int, most: int
     assert [(launch.sizes[0], launch.grid) for launch in select] == [
         (f, (n,)) for f, n in zip(firsts, counts, strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "mib", "implementation"),
+    [(8192, 1 << 20, 64, "triton"), (32768, 1 << 20, 64, None), (130, 8000, 1, None)],
+    ids=["too few tokens a program", "too many parts", "parts too small"],
+)
+def test_no_logits_are_stored_where_parts_would_not_pay(
+    tokens: int, keys: int, mib: int, implementation: str | None
+) -> None:
+    assert [launch.name for launch in selection(tokens, keys, mib, implementation).launches] == ["indexer_topk_kernel"]
 
 
 @pytest.mark.parametrize("pages", [2, 40, 1024, 30000])
