@@ -238,40 +238,37 @@ def combine_splits_kernel(
     EMPTY_LSE: tl.constexpr,
     LSE_UNIT: tl.constexpr,
     LSE_SINK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,  # a power of two
 ):
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
-    offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
-    head_ok = offs_h < HEADS
-    split_row = token * num_splits * HEADS + offs_h
-
-    maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    for split in tl.range(0, num_splits):
-        lse = tl.load(split_lse_ptr + split_row + split * HEADS, mask=head_ok, other=float("-inf"))
-        maximum = tl.maximum(maximum, lse)
+    row = tl.program_id(0).to(tl.int64)
+    token = row // HEADS
+    offs_h = tl.program_id(0) % HEADS + tl.arange(0, 1)  # one head
+    head_row = token * num_splits * HEADS + offs_h
+    offs_s = tl.arange(0, MAX_SPLITS)
+    lses = tl.load(split_lse_ptr + head_row + offs_s * HEADS, mask=offs_s < num_splits, other=float("-inf"))
+    maximum = tl.max(lses, 0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    denominator = tl.sum(tl.exp2(lses - base), 0)
 
-    offs_l = tl.arange(0, LANES)
-    denominator = tl.zeros([BLOCK_H], tl.float32)
-    accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)
-    for split in tl.range(0, num_splits):
-        row = split_row + split * HEADS
-        weight = tl.exp2(tl.load(split_lse_ptr + row, mask=head_ok, other=float("-inf")) - base)
-        part = tl.load(split_out_ptr + row[:, None] * LANES + offs_l[None, :], mask=head_ok[:, None], other=0.0)
-        denominator += weight
-        accumulator += part * weight[:, None]
+    # As many results as registers hold are under way together.
+    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 16)
+    offs_l = tl.arange(0, LANES)[None, :]
+    accumulator = tl.zeros([LANES], tl.float32)
+    for first in tl.range(0, MAX_SPLITS, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        split_row = head_row + split * HEADS
+        lse = tl.load(split_lse_ptr + split_row, mask=split < num_splits, other=float("-inf"))
+        part = tl.load(split_out_ptr + split_row[:, None] * LANES + offs_l, mask=split[:, None] < num_splits, other=0.0)
+        accumulator += tl.sum(part * tl.exp2(lse - base)[:, None], 0)
 
-    sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
+    sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, HAS_SINK)
     factor, lse = finish(denominator, base, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
-    out = accumulator * factor[:, None]
+    out = accumulator[None, :] * factor[:, None]
     if ROTATE:
         out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE, COS_SIN_STRIDE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
-    row = token * HEADS + offs_h
-    out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
-    tl.store(lse_ptr + row, lse, mask=head_ok)
+    tl.store(out_ptr + row * LANES + offs_l, out.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -7,12 +7,11 @@ from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
 from xmla.core.ops.sparse_mla.unpack import unpacking
-from xmla.core.plan import Kernel, Launch, Plan, cdiv, join
+from xmla.core.plan import Kernel, Launch, Plan, cdiv, join, next_power_of_2
 from xmla.core.spec import Spec
 from xmla.core.tuned import tuned
 
 INVARIANT_SPLIT_KEYS = 512
-COMBINE_HEADS = 1  # H200, 2026-11-21: 15.6 µs a call at b=1 with 128 heads, 20.6 µs with 4; no slower at b=8
 MAX_HEADS = 128
 # References an entry of the pool from which on entries are unpacked first: it would pay from 16 on, 4.9 against 6.4 ms
 # (H200, 2026-11-21); the rows take 36 bytes a reference at most, as queries and outputs of 32 heads do.
@@ -158,7 +157,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     }
     combine = Launch(
         combine_splits_kernel,
-        grid=(tokens * cdiv(heads, COMBINE_HEADS),),
+        grid=(tokens * heads,),
         inputs=(
             "split_out",
             "split_lse",
@@ -176,7 +175,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             rotation[1],
             *empty,
             *units,
-            ("BLOCK_H", COMBINE_HEADS),
+            ("MAX_SPLITS", next_power_of_2(splits)),
         ),
     )
     return Plan((attend, combine), workspace | results, ("out", "lse"))
