@@ -2,7 +2,7 @@
 
 `topk_candidates_kernel` keeps the elements of a row that can be among its k largest, in one pass: those that reach a
 threshold estimated from a sample, a bit more than k of them. `topk_select_kernel` counts them: if there are k at least
-and no more than fit, they hold the k largest; it finds the exact threshold among them, bit by bit, and writes the
+and no more than fit, they hold the k largest; it finds the exact threshold among them, by thirds, and writes the
 winners by ascending column. A row whose sample misled, or that needs its NaN to make up k, is searched in place
 instead: slower, as exact. So the result depends on the row alone, whatever the sample says.
 
@@ -33,7 +33,8 @@ def kth_largest(keys, K: tl.constexpr, low, high, count, NEAR: tl.constexpr, SLA
     """A threshold in [low, high) that K at least of `keys` reach, and how many do: the greatest to within NEAR, or one
     that at most K + SLACK reach if it is met earlier.
 
-    `count` keys reach `low`, K at least; fewer reach `high`. Two trials share a sum, which costs more than they do.
+    `count` keys reach `low`, K at least and below 2**15; fewer than K reach `high`. Two trials share a sum, which costs
+    more than they do.
     """
     while high - low > NEAR:
         third = (high - low + 2) // 3
@@ -113,11 +114,13 @@ def estimate_threshold(
 
 @triton.jit
 def count_four(k):
+    """How many of 4 adjacent columns are kept, a lane."""
     return k[0].to(tl.uint32) + k[1].to(tl.uint32) + k[2].to(tl.uint32) + k[3].to(tl.uint32)
 
 
 @triton.jit
 def quarter(packed, i: tl.constexpr):
+    """Byte i of words that hold a tile's four quarters."""
     return ((packed >> (8 * i)) & 0xFF).to(tl.int32)
 
 

@@ -47,8 +47,8 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     if capacity > MAX_CAPACITY:
         return Config(0, 0, 0, 0, 0, 0)
     # Four warps a program where rows fill the machine, else eight and rows split until there are two programs an SM, as
-    # far as segments keep a tile of their own: 303 against 338 µs at 2048 × 65536, 25 against 27 at 64 × 65536 (H200,
-    # 2026-11-21).
+    # far as segments keep a tile of their own: 227 against 231 µs at 2048 × 65536, 19.5 against 20.9 at 64 × 65536
+    # (H200, 2026-11-22).
     if rows > device.num_sms:
         return Config(1, capacity, rank, lanes, step, 4 if lanes <= 4096 else 8)  # 8192 lanes spill with 4
     segments, warps = 1, 8
@@ -89,7 +89,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         "candidates": Spec((rows, config.segments, config.capacity, 2), "int32"),
         "counts": Spec((rows, config.segments), "int32"),
     }
-    # Six programs of the one and four of the other an SM: 249 against 266 µs at 2048 × 65536 (H200, 2026-11-21).
+    # Six programs of the one and four of the other an SM: 227 µs at 2048 × 65536, five and four 236 (H200, 2026-11-22).
     many = device.arch == 90 and rows > device.num_sms and config.warps == 4 and config.capacity <= 4096
     candidates = Launch(
         topk_candidates_kernel,
