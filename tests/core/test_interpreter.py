@@ -10,6 +10,7 @@ import pytest
 import triton
 import triton.language as tl
 from conftest import HAS_GPU
+from triton.runtime.interpreter import TensorHandle
 
 from xmla.core import interpreter
 
@@ -67,3 +68,19 @@ def test_dot_multiplies_values(dtype: type) -> None:
     out = np.full((16, 16), np.nan, np.float32)
     dot_kernel[(1,)](*(interpreter._pointer(x) for x in (a, b, out)), N=16)
     assert np.allclose(out, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+def test_a_rows_bits_do_not_depend_on_its_place() -> None:
+    """As in compiled kernels: tensor-parallel ranks have a head at another row of their tile."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((64, 64), np.float32).astype(ml_dtypes.bfloat16) for _ in range(2))
+    rolled = np.roll(a, 3, axis=0)
+    first, second = (
+        interpreter._create_dot(
+            None, TensorHandle(x.view(np.uint16), tl.bfloat16), TensorHandle(b.view(np.uint16), tl.bfloat16),
+            TensorHandle(np.zeros((64, 64), np.float32), tl.float32), None, 0,
+        ).data
+        for x in (a, rolled)
+    )  # fmt: skip
+    assert np.array_equal(np.roll(first, 3, axis=0), second)

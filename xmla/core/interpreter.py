@@ -4,7 +4,8 @@ Triton 3.6 to 3.9 interpret bf16 and fp8 wrongly in three ways, silently:
   - `tl.dot` multiplies the raw 16-bit patterns of bf16 operands;
   - casts to bf16 and fp8 round half away from zero and lose the carry out of the mantissa;
   - casts from e4m3 read NaN as 480.
-`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a float32 matmul.
+`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a matmul, in float64:
+some BLAS add float32 in an order that depends on where a row stands, and tensor-parallel ranks would differ by it.
 tests/core/test_interpreter.py fails once upstream does all three right, and then this shim goes.
 """
 
@@ -44,7 +45,7 @@ def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> A
 
 
 def _create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    wide = [np.ascontiguousarray(x.data).view(_NUMPY[x.dtype.scalar]).astype(np.float32) for x in (a, b)]
+    wide = [np.ascontiguousarray(x.data).view(_NUMPY[x.dtype.scalar]).astype(np.float64) for x in (a, b)]
     return TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
 
