@@ -4,8 +4,9 @@ Triton 3.6 to 3.9 interpret bf16 and fp8 wrongly in three ways, silently:
   - `tl.dot` multiplies the raw 16-bit patterns of bf16 operands;
   - casts to bf16 and fp8 round half away from zero and lose the carry out of the mantissa;
   - casts from e4m3 read NaN as 480.
-`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a matmul, in float64:
-some BLAS add float32 in an order that depends on where a row stands, and tensor-parallel ranks would differ by it.
+`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a matmul. It is one
+of float64: some BLAS add float32 in an order that depends on where a row stands, by which tensor-parallel ranks would
+differ.
 tests/core/test_interpreter.py fails once upstream does all three right, and then this shim goes.
 """
 
