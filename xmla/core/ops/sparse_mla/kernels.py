@@ -251,7 +251,7 @@ def combine_splits_kernel(
     denominator = tl.sum(tl.exp2(lses - base), 0)
 
     # As many results as registers hold are under way together.
-    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 16)
+    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32)
     offs_l = tl.arange(0, LANES)[None, :]
     accumulator = tl.zeros([LANES], tl.float32)
     for first in tl.range(0, MAX_SPLITS, AT_ONCE):

@@ -155,6 +155,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float32"),
         "split_lse": Spec((tokens, splits, heads), "float32"),
     }
+    most_splits = next_power_of_2(splits)
     combine = Launch(
         combine_splits_kernel,
         grid=(tokens * heads,),
@@ -175,8 +176,9 @@ def plan(problem: Problem, device: Device) -> Plan:
             rotation[1],
             *empty,
             *units,
-            ("MAX_SPLITS", next_power_of_2(splits)),
+            ("MAX_SPLITS", most_splits),
         ),
+        num_warps=8 if most_splits > 8 else 4,  # 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22)
     )
     return Plan((attend, combine), workspace | results, ("out", "lse"))
 
