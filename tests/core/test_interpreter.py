@@ -10,7 +10,6 @@ import pytest
 import triton
 import triton.language as tl
 from conftest import HAS_GPU
-from triton.runtime.interpreter import TensorHandle
 
 from xmla.core import interpreter
 
@@ -75,12 +74,7 @@ def test_a_rows_bits_do_not_depend_on_its_place() -> None:
     """As in compiled kernels: tensor-parallel ranks have a head at another row of their tile."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((64, 64), np.float32).astype(ml_dtypes.bfloat16) for _ in range(2))
-    rolled = np.roll(a, 3, axis=0)
-    first, second = (
-        interpreter._create_dot(
-            None, TensorHandle(x.view(np.uint16), tl.bfloat16), TensorHandle(b.view(np.uint16), tl.bfloat16),
-            TensorHandle(np.zeros((64, 64), np.float32), tl.float32), None, 0,
-        ).data
-        for x in (a, rolled)
-    )  # fmt: skip
+    first, second = (np.full((64, 64), np.nan, np.float32) for _ in range(2))
+    for left, out in ((a, first), (np.roll(a, 3, axis=0), second)):
+        dot_kernel[(1,)](*(interpreter._pointer(x) for x in (left, b, out)), N=64)
     assert np.array_equal(np.roll(first, 3, axis=0), second)

@@ -11,6 +11,7 @@ from garbage import garbage_inputs
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
+from xmla.core.layout import IndexerLayout
 from xmla.core.op import Case, Op, registry
 from xmla.core.ops.indexer_logits_paged.cases import make_case
 
@@ -38,11 +39,12 @@ def magnitudes(inputs: Arrays) -> Arrays:
     """The inputs with every value's sign cleared."""
     inputs = {name: array if array.dtype.kind in "iu" else abs(array) for name, array in inputs.items()}
     if "cache" in inputs:
-        pages, entries, row = inputs["cache"].shape
-        flat = inputs["cache"].view(np.uint8).reshape(pages, entries * row).copy()
-        flat[:, : entries * (row - 4)] &= 0x7F
-        flat[:, entries * (row - 4) + 3 :: 4] &= 0x7F
-        inputs["cache"] = flat.reshape(pages, entries, row)
+        cache = np.ascontiguousarray(inputs["cache"])
+        layout = IndexerLayout(inputs["q8"].shape[2])
+        slots = np.arange(cache.shape[0] * cache.shape[1])
+        values, scales = layout.gather(cache, slots)
+        inputs["cache"] = np.empty_like(cache)
+        layout.scatter(inputs["cache"], slots, abs(values), abs(scales))
     return inputs
 
 

@@ -71,15 +71,19 @@ def unmet_by_hand(problem: Problem, device: Device) -> tuple[str, str] | None:
     return None
 
 
+def head_rows(problem: Problem) -> int:
+    """Rows of a product that a token's heads take."""
+    return max(16, next_power_of_2(problem["I"]))
+
+
 def tokens_a_program(problem: Problem, device: Device) -> int:
     """Tokens of a program: a call of one more costs as much as one of so many more."""
     if problem.takes_by_hand(unmet_by_hand(problem, device)):
-        return ROWS.value // max(16, next_power_of_2(problem["I"]))
+        return ROWS.value // head_rows(problem)
     return tile(problem, device).block_t
 
 
 def launch_by_hand(problem: Problem, device: Device) -> Launch:
-    block_i = max(16, next_power_of_2(problem["I"]))
     groups = cdiv(problem["T"], tokens_a_program(problem, device))
 
     def steps(chunk: int) -> int:
@@ -97,7 +101,7 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
         constexprs=(
             *query_constexprs(problem),
             ("KEY_STRIDE", problem.specs["keys"].stride(0)),
-            ("BLOCK_I", block_i),
+            ("BLOCK_I", head_rows(problem)),
         ),
         num_warps=4,
         num_stages=1,
@@ -108,13 +112,13 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
 def tile(problem: Problem, device: Device) -> Config:
     """The portable kernel's."""
     mxfp4 = keys_are_mxfp4(problem)
-    key = f"i{max(16, next_power_of_2(problem['I']))}-{'mxfp4' if mxfp4 else 'fp8'}"
+    key = f"i{head_rows(problem)}-{'mxfp4' if mxfp4 else 'fp8'}"
     config = tuned("indexer_logits", device, key, configure(mxfp4, device))
     return replace(config, block_t=min(config.block_t, next_power_of_2(max(problem["T"], 1))))
 
 
 def launch_portable(problem: Problem, device: Device) -> Launch:
-    block_i = max(16, next_power_of_2(problem["I"]))
+    block_i = head_rows(problem)
     config = tile(problem, device)
     return Launch(
         indexer_logits_kernel,

@@ -7,6 +7,7 @@ from xmla.core.ops.indexer_logits.plan import (
     MAX_ROWS,
     PROGRAMS_A_SM,
     REGISTERS,
+    head_rows,
     keys_are_mxfp4,
     query_constexprs,
     unmet_by_hand,
@@ -62,7 +63,7 @@ def group_tokens(problem: Problem, max_rows: int) -> Grouping:
     """As many tokens of a request together as a product of `max_rows` takes; tokens with request ids stand alone."""
     ids = problem.has("request_ids")
     next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
-    block_i = max(16, next_power_of_2(problem["I"]))
+    block_i = head_rows(problem)
     group = min(next_power_of_2(next_n), max(1, max_rows // block_i))
     groups_a_request = cdiv(next_n, group)
     return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)

@@ -18,10 +18,10 @@ from xmla.core.ops.select_topk.kernels import (
     append_tile,
     as_packed,
     choose_candidates,
+    key_of,
     kth_largest,
     lanes_by_warp,
     load_tile,
-    order_key,
     running_count,
 )
 
@@ -38,7 +38,7 @@ def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WAR
     part = lanes_by_warp(WARPS * 128)
     for base in tl.range(0, count, WARPS * 128):
         pair = tl.load(candidates + base + part, mask=base + part < count, other=0)
-        key = tl.where(base + part < count, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)
+        key = tl.where(base + part < count, key_of(pair), 0)
         equal = key == threshold
         rank, equals = running_count(equal)
         chosen = (key > threshold) | (equal & (seen_equal + rank <= ties))
@@ -55,7 +55,7 @@ def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WAR
 def load_keys_of(candidates, lane, count):
     """Order keys of the candidates at `lane`; those past `count` are 0."""
     pair = tl.load(candidates + lane, mask=lane < count, other=0)
-    return tl.where(lane < count, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)
+    return tl.where(lane < count, key_of(pair), 0)
 
 
 @triton.jit

@@ -4,7 +4,14 @@ from dataclasses import dataclass, replace
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.op import Op, Problem
 from xmla.core.ops import indexer_logits, select_topk
-from xmla.core.ops.indexer_logits.plan import INPUTS, MAX_ROWS, keys_are_mxfp4, query_constexprs, tokens_a_program
+from xmla.core.ops.indexer_logits.plan import (
+    INPUTS,
+    MAX_ROWS,
+    head_rows,
+    keys_are_mxfp4,
+    query_constexprs,
+    tokens_a_program,
+)
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
 from xmla.core.plan import Launch, Plan, cdiv, join, most_registers, next_power_of_2
 from xmla.core.spec import Spec
@@ -12,8 +19,8 @@ from xmla.core.spec import Spec
 BLOCKS = (2048, 1024, 512)  # keys between two looks at their scores, best first
 MAX_K = 8192  # candidates of one program are sorted out in registers
 PROGRAMS_A_SM = 2
-# Logits are stored of so many tokens at a time, or so many logits, for which selecting pays (H200, 2026-11-22: a start
-# of 13 µs, as 2**20 logits take), and not in more parts, each of them two or three launches.
+# Logits are stored of so many tokens at a time, or so many logits, for which selecting pays (H200, 2026-11-22: it takes
+# 13 µs for any row, the logits 35), and not in more parts, each of them two or three launches.
 PART_TOKENS = 64
 PART_LOGITS = 1 << 21
 MAX_PARTS = 1024
@@ -105,7 +112,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     if (parts := in_parts(problem, device)) is not None:
         return parts
     specs, k = problem.specs, problem.attrs["k"]
-    block_i = max(16, next_power_of_2(problem["I"]))
+    block_i = head_rows(problem)
     group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))
     groups = cdiv(problem["T"], group)
 

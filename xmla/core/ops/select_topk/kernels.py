@@ -76,6 +76,12 @@ def pack(value, column):
 
 
 @triton.jit
+def key_of(pair):
+    """The order key of a packed pair's value."""
+    return order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
     """A row's first column and its number of columns, both within the row."""
     start = 0
@@ -295,7 +301,7 @@ def write_chosen(
         in_use = lane < total
         place = candidate_places(lane, counts_row, SEGMENTS, CAPACITY)
         pair = tl.load(candidates_ptr + place, mask=in_use, other=0)
-        key = tl.where(in_use, order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True)), 0)
+        key = tl.where(in_use, key_of(pair), 0)
         equal = (key == threshold) & in_use
         rank, equals = running_count(equal)
         chosen = (key > threshold) | (equal & (seen_equal + rank <= ties))
@@ -318,7 +324,7 @@ def choose_candidates(
     place = candidate_places(lane, counts_row, SEGMENTS, CAPACITY)
     in_use = lane < total
     pair = tl.load(candidates_ptr + place, mask=in_use, other=0)
-    keys = order_key((pair >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
+    keys = key_of(pair)
     least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
     keys = tl.where(in_use, keys, 0)
     threshold, reached = kth_largest(keys, K, least, tl.max(keys) + 1, total, 1, 0)
