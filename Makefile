@@ -33,9 +33,10 @@ lint: $(READY)
 types: $(READY)
 	$(PYTHON) -m pyrefly check
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml tests/core/tritons.py
 	$(BOOTSTRAP) -m venv .venv
 	.venv/bin/python -m pip install --quiet --editable '.[torch,jax,dev]'
+	.venv/bin/python tests/core/tritons.py
 	touch $@
 
 clean:

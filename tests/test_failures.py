@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from xmla import UnsupportedError, torch_api
 from xmla.core.op import registry
-from xmla.torch_api import _run
+from xmla.torch_api import _private, _run
 
 # Compiling needs no GPU, but a Triton that was imported without TRITON_INTERPRET: a process of its own for all of it.
 COMPILING = """
@@ -122,15 +122,15 @@ def test_out_of_memory_names_the_op(device: str, monkeypatch: pytest.MonkeyPatch
     case = op.cases[5]
     arguments = kit.torch_inputs(op, kit.make(case), device)
     want = torch_api.select_topk(*arguments, **case.attrs)
-    name = "_empty_strided_cuda" if device == "cuda" else "_empty_strided_cpu"
-    real = getattr(_run, name)
+    name = "empty_strided_cuda" if device == "cuda" else "empty_strided_cpu"
+    real = getattr(_private, name)
 
     def exhausted(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype is torch.uint8:
             raise torch.OutOfMemoryError("Tried to allocate more than there is")
         return real(shape, strides, dtype)
 
-    monkeypatch.setattr(_run, name, exhausted)
+    monkeypatch.setattr(_private, name, exhausted)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate more than there is") as raised:
         torch_api.select_topk(*arguments, **case.attrs)
     (note,) = raised.value.__notes__

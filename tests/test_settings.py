@@ -1,6 +1,5 @@
 """The XMLA_* variables: each does what its line in the README says, in a process of its own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
-from xmla.core import tuned
 from xmla.core.compile import compiled, compiling_allowed, count_compiled, specialize
 from xmla.core.config import settings, variables
 from xmla.core.device import H200
@@ -118,24 +116,6 @@ def test_check_passes_what_engines_pass(name: str, device: str, monkeypatch: pyt
     case = op.cases[0]
     inputs = legal(op, kit.make(case), case.attrs)
     getattr(torch_api, name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
-
-
-def test_tuned_directory_replaces_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # float16 queries, for which the Hopper kernel, whose tile is fixed, is not the default
-    q, cache, slots = Spec((3, 64, 576), "float16"), Spec((9, 64, 656), "uint8"), Spec((3, 96), "int32")
-    call = Call("sparse_mla", {"q": q, "cache": cache, "slots": slots}, {"softmax_scale": 0.123})
-    file = tmp_path / "sparse_mla" / "NVIDIA_H200.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps({"choices": {"h64-v32": {"block_n": 32, "num_warps": 4}}}))
-    monkeypatch.setattr(settings, "tuned_dir", tmp_path)
-    tuned._read.cache_clear()
-    launch = call.plan(H200).launches[0]
-    assert dict(launch.constexprs)["BLOCK_N"] == 32 and launch.num_warps == 4
-    file.write_text(json.dumps({"choices": {"h64-v32": {"block_m": 32}}}))
-    tuned._read.cache_clear()
-    other = Call("sparse_mla", call.specs, {"softmax_scale": 0.456})
-    with pytest.raises(ArgumentError, match=r"NVIDIA_H200.json names block_m under h64-v32, expected"):
-        other.plan(H200)
 
 
 def test_every_variable_stands_in_the_readme() -> None:

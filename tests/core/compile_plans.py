@@ -5,6 +5,7 @@ A script of its own: kernels compile only where TRITON_INTERPRET was not set whe
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -111,14 +112,15 @@ def plans(device: Device) -> Iterator[Planned]:
                 yield planned(name, *call, device, implementation)
 
 
-def spilled_bytes(cubin: bytes) -> int | None:
-    """Bytes of local memory that a thread's registers spill to; None where this Triton has no cuobjdump.
+def machine_code(cubin: bytes) -> dict[str, object]:
+    """Registers of a thread, bytes that they spill to local memory, and the SHA-256 of the instructions.
 
-    They are its stack if an instruction stores there: LLVM may leave an array on it that nothing uses.
+    Spilled is the stack if an instruction stores there: LLVM may leave an array on it that nothing uses. All are None
+    where this Triton was packed without cuobjdump.
     """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
-        return None
+        return dict.fromkeys(("registers", "spilled_bytes", "sass"))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -126,8 +128,13 @@ def spilled_bytes(cubin: bytes) -> int | None:
         def dump(what: str) -> str:
             return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
 
-        stack = max(int(found) for found in re.findall(r"STACK:(\d+)", dump("--dump-resource-usage")))
-        return stack if stack and re.search(r"\bSTL\b", dump("--dump-sass")) else 0
+        usage, sass = dump("--dump-resource-usage"), dump("--dump-sass")
+    registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
+    return {
+        "registers": registers,
+        "spilled_bytes": stack if stack and re.search(r"\bSTL\b", sass) else 0,
+        "sass": hashlib.sha256("\n".join(re.findall(r"/\*[0-9a-f]{4}\*/.*", sass)).encode()).hexdigest(),
+    }
 
 
 def serialized(ptx: str) -> str | None:
@@ -149,13 +156,14 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
         "form": call.form,
         "case": call.case,
         "kernel": launch.name,
+        "triton": triton.__version__,
         "block_h": dict(launch.constexprs).get("BLOCK_H", 0),
         "shared": kernel.metadata.shared,
         "tensor_memory": kernel.metadata.tmem_size,
         "cubin_bytes": len(kernel.asm["cubin"]),
         # Triton turns a kernel that does not fit tensor memory into one that only traps.
         "trap": "trap;" in ptx,
-        "spilled_bytes": spilled_bytes(kernel.asm["cubin"]),
+        **machine_code(kernel.asm["cubin"]),
         "serialized": serialized(ptx) if device.arch == 90 and "wgmma" in ptx else None,
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
     }

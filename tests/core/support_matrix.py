@@ -33,10 +33,11 @@ converts neither from nor to e4m3, so that only ops over 16-bit rows, logits and
 """
 
 
-def compile_all(arch: int) -> list[Line]:
-    """What `compile_plans.py` tells of an architecture."""
+def compile_all(arch: int, triton: Path | None = None) -> list[Line]:
+    """What `compile_plans.py` tells of an architecture, with the Triton in a folder or the environment's own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    first = [str(triton)] if triton else []
+    environment["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(arch)], env=environment, capture_output=True, text=True, check=False
     )

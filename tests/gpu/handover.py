@@ -9,10 +9,9 @@ between the first lines that Triton itself writes for partitions, whatever they 
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from xmla.core.gluon import async_copy, gl, gluon
 
 STEPS = gl.constexpr(16)
 PROGRAMS = 64
@@ -31,7 +30,7 @@ def give(x_ptr, smem, copied, full, empty, COPY: gl.constexpr):
     for step in range(STEPS):
         mbarrier.wait(empty, step & 1 ^ 1)
         if COPY:
-            async_copy.async_copy_global_to_shared(copied, x_ptr + step * 128 + offs)
+            async_copy.async_load(copied, x_ptr + step * 128 + offs)
             async_copy.mbarrier_arrive(full, increment_count=False)
             smem.store(gl.full([128], 0.0, gl.float32, ONE_EACH))
         else:

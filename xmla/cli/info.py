@@ -1,23 +1,15 @@
 """`xmla info`."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 from xmla import __version__
 from xmla.cli._environment import HAS_GPU
 from xmla.core.config import variables
-from xmla.core.tuned import OPS, built_in
+from xmla.core.versions import installed, untested
 
 PACKAGES = ("triton", "numpy", "ml_dtypes", "torch", "jax", "jax-triton", "transformers")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _properties() -> list[Any]:
@@ -36,7 +28,7 @@ def _supported() -> list[str]:
     """What works here beside the ops themselves, and why what does not."""
     facts = []
     for framework, needs in (("torch", ("torch",)), ("jax", ("jax", "jax-triton"))):
-        missing = [package for package in needs if _version(package) == "not installed"]
+        missing = [package for package in needs if installed(package) is None]
         facts.append(f"{framework}: {'yes' if not missing else 'no, ' + ' and '.join(missing) + ' not installed'}")
     facts.append(f"compiled kernels: {'yes' if HAS_GPU else 'no, no GPU; CPU arrays are interpreted'}")
     peer = find_spec("flash_mla") is not None
@@ -44,19 +36,9 @@ def _supported() -> list[str]:
     return facts
 
 
-def _tuned() -> list[str]:
-    """Which ops have measured tiles on the devices here."""
-    ops = sorted(folder.parent.name for folder in OPS.glob("*/tuned"))
-    return [
-        f"{name}: "
-        + (", ".join(op for op in ops if built_in(op, name).exists()) or "no, every tile is the heuristic's")
-        for name in dict.fromkeys(found.name for found in _properties())
-    ]
-
-
 def collect() -> dict[str, str | list[str]]:
     """What a bug report needs, by name."""
-    versions = {package: _version(package) for package in PACKAGES}
+    versions = {package: installed(package) or "not installed" for package in PACKAGES}
     return {
         "xmla": __version__,
         "python": platform.python_version(),
@@ -64,6 +46,6 @@ def collect() -> dict[str, str | list[str]]:
         "devices": _devices() or ["none"],
         "kernels": "compiled" if HAS_GPU else "interpreted",
         "supported": _supported(),
-        "tuned": _tuned() or ["no device"],
+        "untested": untested() or ["none: every version is one that xmla is tested with"],
         "settings": [f"{variable}={value}" for variable, _, value in variables()],
     }

@@ -68,13 +68,6 @@ class Settings:
         default_factory=lambda: _flag("XMLA_PRINT_PLANS"),
         metadata={"variable": "XMLA_PRINT_PLANS", "meaning": "1: each new plan is printed once, on stderr"},
     )
-    tuned_dir: Path | None = field(
-        default_factory=lambda: Path(os.environ["XMLA_TUNED_DIR"]) if os.environ.get("XMLA_TUNED_DIR") else None,
-        metadata={
-            "variable": "XMLA_TUNED_DIR",
-            "meaning": "folder of <op>/<device>.json whose tile choices replace the built-in ones",
-        },
-    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

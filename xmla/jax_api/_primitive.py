@@ -10,12 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core, dispatch
-from jax._src.interpreters import ad, batching, mlir
-from jax._src.mesh import get_abstract_mesh
-from jax._src.state import discharge
-from jax._src.state.types import AbstractRef, ReadEffect, WriteEffect
-from jax.sharding import NamedSharding
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from xmla.core.device import Device
@@ -23,29 +21,30 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits, indexer_logits_paged
 from xmla.core.spec import Spec
-from xmla.jax_api import _batching, _sharding
+from xmla.jax_api import _batching, _private, _sharding
+from xmla.jax_api._private import AbstractRef
 from xmla.jax_api._run import execute, host_function, on_host
 
-call_p = core.Primitive("xmla")
+call_p = Primitive("xmla")
 # The same for a call that `jit` may share out over devices: JAX tells its lowering which they are, and then refuses an
 # AbstractMesh and a second mesh in the program. So a call that cannot be shared out, as in a shard_map, is the other.
-jit_p = core.Primitive("xmla")
+jit_p = Primitive("xmla")
 
 
 def bind(*operands: Any, op: Op, given: tuple[str, ...], **params: Any) -> list[Any]:
     """A call; params are attrs, implementation and device."""
-    split = _sharding.shared_axes(op, given) and not get_abstract_mesh().are_all_axes_manual
+    split = _private.MESHES and _sharding.shared_axes(op, given) and not get_abstract_mesh().are_all_axes_manual
     return (jit_p if split else call_p).bind(*operands, op=op, given=given, **params)
 
 
 def is_ref(value: Any) -> bool:
-    return isinstance(core.typeof(value), AbstractRef)
+    return isinstance(jax.typeof(value), AbstractRef)
 
 
-def _impl(primitive: core.Primitive, *operands: Any, **params: Any) -> Any:
+def _impl(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     if any(map(is_ref, operands)):
         return jax.jit(partial(primitive.bind, **params))(*operands)
-    return dispatch.apply_primitive(primitive, *operands, **params)
+    return _private.apply_primitive(primitive, *operands, **params)
 
 
 def _specs(given: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
@@ -56,28 +55,28 @@ def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...],
     inner: list[Any] = [aval.inner_aval if isinstance(aval, AbstractRef) else aval for aval in avals]
     problem = op.bind(_specs(given, inner), dict(zip(op.defaults, attrs, strict=True)))
     # Inside a shard_map, a result varies over every mesh axis that an argument varies over.
-    manual = core.ManualAxisType(varying=frozenset[Any]().union(*(aval.mat.varying for aval in inner)))
+    manual = _private.varying(inner)
     # Over a mesh of explicit axes, it has the shared axes as the arguments have them.
     mesh = next((aval.sharding.mesh for aval in inner if not aval.sharding.mesh.empty), get_abstract_mesh())
     specs = _sharding.result_specs(problem, [aval.sharding.spec for aval in inner])
 
-    def value(shape: Sequence[int], dtype: Any, spec: P) -> core.ShapedArray:
-        return core.ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec), manual_axis_type=manual)
+    def value(shape: Sequence[int], dtype: Any, spec: P) -> ShapedArray:
+        return ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec), **manual)
 
     results = op.result_specs(problem).values()
     out = [value(x.shape, jnp.dtype(x.dtype), spec) for x, spec in zip(results, specs, strict=True)]
     effects: set[Any] = set()
     for index, (name, aval) in enumerate(zip(given, avals, strict=True)):
         if isinstance(aval, AbstractRef):
-            effects.add(ReadEffect(index))
+            effects.add(_private.ReadEffect(index))
             if name in op.mutates:
-                effects.add(WriteEffect(index))
+                effects.add(_private.WriteEffect(index))
         elif name in op.mutates:
             out.append(value(aval.shape, aval.dtype, P()))
     return out, effects
 
 
-def _discharge(context: discharge.DischargeContext, *operands: Any, op: Op, given: tuple[str, ...], **params: Any):
+def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **params: Any):
     """Refs that have become values: the new ones of those that the op updates, and the results."""
     found = bind(*operands, op=op, given=given, **params)
     results, updated = found[: len(op.outputs)], iter(found[len(op.outputs) :])
@@ -166,19 +165,19 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
                 f"jax.lax.stop_gradient({name}) makes it a constant"
             )
     out = bind(*primals, op=op, given=given, **params)
-    return out, [ad.p2tz(value) for value in out]
+    return out, [ad.Zero.from_primal_value(value) for value in out]
 
 
 for primitive in (call_p, jit_p):
     primitive.multiple_results = True
     primitive.def_impl(partial(_impl, primitive))
     primitive.def_effectful_abstract_eval(_shapes)
-    discharge.register_discharge_rule(primitive)(_discharge)
+    _private.register_discharge_rule(primitive, _discharge)
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _differentiate
 mlir.register_lowering(call_p, mlir.lower_fun(_compute))
 mlir.register_lowering(jit_p, _lower)
-dispatch.prim_requires_devices_during_lowering.add(jit_p)
+_private.require_devices_during_lowering(jit_p)
 
 
 def call(

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.interpreters import mlir
-from jax._src.sharding_impls import ShardingContext
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xmla.core.op import Op, Problem
+from xmla.jax_api._private import ShardingContext
 from xmla.jax_api._run import HostFunction
 
 Axes = Sequence[str | None]  # an array's, None where a result's is not shared

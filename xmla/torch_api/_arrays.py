@@ -4,10 +4,10 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.spec import DTYPES, Spec, alignment_of
+from xmla.torch_api._private import FakeTensor
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
 

@@ -1,8 +1,8 @@
 """The way from a compiled kernel to the driver: all that can be worked out before the launch is.
 
-`CompiledKernel.run` is Triton's own way. Of its launcher for CUDA, as Triton 3.7 has it, only the part that launches is
-called here, without the scratch memory that no kernel of ours takes and the constexprs that it skips: a third of the
-host time of a launch. With any other launcher it is `run` as it is.
+`CompiledKernel.run` is Triton's own way. Of its launcher for CUDA, as Triton 3.7 to 3.9 have it, only the part that
+launches is called here, without the scratch memory that no kernel of ours takes and the constexprs that it skips: a
+third of the host time of a launch. With any other launcher it is `run` as it is.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,9 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) 
     kernel._init_handles()  # `run` alone loads it only once, be it that that failed
     run: Any = kernel.run
     function, packed = kernel.function, kernel.packed_metadata
-    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if scratch or not all(hasattr(run, name) for name in NEEDED):
+    more = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    more = more or getattr(run, "gsan_enabled", False)  # Triton's sanitizer passes arguments of its own
+    if more or not all(hasattr(run, name) for name in NEEDED):
 
         def start(stream: int, metadata: Any, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
             run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments, *constexprs)

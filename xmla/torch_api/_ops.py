@@ -11,6 +11,7 @@ from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.signature import define
 from xmla.core.spec import Spec
+from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
 from xmla.torch_api._run import Tensors, call, check_out, check_tensors, plan_tensors
 
@@ -99,9 +100,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
 
 def _is_plain(tensors: Tensors) -> bool:
     """Whether the dispatcher would do nothing but call the kernel: no tracing, no modes, no wrappers, no autograd."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_compiling() or _private.dispatches():
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:

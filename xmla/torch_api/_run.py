@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-# Inductor's allocator: the same memory as torch.empty_strided in half of its time.
-from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # pyrefly: ignore
 from triton.runtime import driver
 
 from xmla.core import shadow
@@ -20,6 +17,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import DTYPES, Spec, row_major
+from xmla.torch_api import _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
 from xmla.torch_api._launch import Start, profiler_hooks, starter
 
@@ -81,7 +79,7 @@ MAX_PREPARED = 1 << 14  # calls of other shapes kept; each takes some KB
 
 def refuse_fork(op: Op) -> None:
     """Raise in a process that was forked from one that uses CUDA: the driver cannot serve it."""
-    if torch.cuda._is_in_bad_fork():
+    if _private.is_in_bad_fork():
         raise UnsupportedError(
             f"{op.name}: process was forked after CUDA was initialised, supported: processes that are spawned"
         )
@@ -168,7 +166,7 @@ def call(
                 address = tensor.data_ptr()
                 pointers.append(address)
                 key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % 16))
-        elsewhere = ordinal >= 0 and ordinal != torch._C._cuda_getDevice()
+        elsewhere = ordinal >= 0 and ordinal != _private.current_device()
     except AttributeError:
         check_tensors(op, tensors)
         raise
@@ -187,7 +185,7 @@ def call(
     if settings.live:
         taken = _before(op, tensors, attrs)
 
-    allocate = _empty_strided_cuda if ordinal >= 0 else _empty_strided_cpu
+    allocate = _private.empty_strided_cuda if ordinal >= 0 else _private.empty_strided_cpu
     try:
         if not out:
             out = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]

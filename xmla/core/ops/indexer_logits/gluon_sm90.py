@@ -5,14 +5,13 @@ copied ahead by all of its four warps. Programs do not wait for each other; thre
 sums over heads run beside another's product, and the keys that one has copied the others find in its L1.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from xmla.core.gluon import async_copy, gl, gluon
 
 ROWS = gl.constexpr(128)  # of heads, a product
 KEYS = gl.constexpr(128)  # a product
@@ -61,13 +60,13 @@ def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr):
     if (at >= start) & (at + KEYS <= end):
         for i in gl.static_range(KEYS // PIECE):
             ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
-            async_copy.async_copy_global_to_shared(smem.slice(i * PIECE, PIECE), ptrs, cache_modifier=".ca")
+            async_copy.async_load(smem.slice(i * PIECE, PIECE), ptrs, cache_modifier=".ca")
     else:
         position = at + gl.arange(0, PIECE, layout=gl.SliceLayout(1, chunks(smem.shape[1])))
         for i in gl.static_range(KEYS // PIECE):
             wanted = gl.expand_dims((position + i * PIECE >= start) & (position + i * PIECE < end), 1)
             ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
-            async_copy.async_copy_global_to_shared(smem.slice(i * PIECE, PIECE), ptrs, mask=wanted)
+            async_copy.async_load(smem.slice(i * PIECE, PIECE), ptrs, mask=wanted)
 
 
 @gluon.constexpr_function
@@ -104,7 +103,7 @@ def load_query(
     member, head = row // BLOCK_I, row % BLOCK_I
     q_row = (first_token + member).to(gl.int64) * Q_STRIDE_T + head.to(gl.int64) * Q_STRIDE_I
     ok = gl.expand_dims((member < count) & (head < HEADS), 1)
-    async_copy.async_copy_global_to_shared(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
+    async_copy.async_load(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
     row = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
     member, head = row // BLOCK_I, row % BLOCK_I
     weight_ptrs = weights_ptr + (first_token + member).to(gl.int64) * WEIGHT_STRIDE + head

@@ -6,7 +6,6 @@ from xmla.core.op import E4M3, Problem
 from xmla.core.ops.indexer_logits.gluon_sm90 import KEYS, ROWS, indexer_logits_sm90_kernel
 from xmla.core.ops.indexer_logits.kernels import indexer_logits_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
-from xmla.core.tuned import tuned
 
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 INPUTS = ("q8", "weights", "keys", "key_scales", "starts", "ends")
@@ -112,8 +111,7 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
 def tile(problem: Problem, device: Device) -> Config:
     """The portable kernel's."""
     mxfp4 = keys_are_mxfp4(problem)
-    key = f"i{head_rows(problem)}-{'mxfp4' if mxfp4 else 'fp8'}"
-    config = tuned("indexer_logits", device, key, configure(mxfp4, device))
+    config = configure(mxfp4, device)
     return replace(config, block_t=min(config.block_t, next_power_of_2(max(problem["T"], 1))))
 
 

@@ -4,15 +4,13 @@ Work is shared out as there. A program keeps a group's queries and weights while
 indexer_logits/gluon_sm90.py: 128 a product, copied ahead by all of its four warps, in halves of one page each.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.ops.indexer_logits.gluon_sm90 import (
     KEYS,
     PIECE,
@@ -74,22 +72,22 @@ def copy_tile(
     if left_ok & right_ok & (first_key + KEYS <= mapped):
         missing = 0
         for i in gl.static_range(HALF // PIECE):
-            async_copy.async_copy_global_to_shared(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D)
+            async_copy.async_load(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D)
         for i in gl.static_range(HALF // PIECE):
             smem = key_smem.slice(HALF + i * PIECE, PIECE)
-            async_copy.async_copy_global_to_shared(smem, right_ptrs + i * PIECE * D)
-        async_copy.async_copy_global_to_shared(scale_smem, scale_ptrs)
+            async_copy.async_load(smem, right_ptrs + i * PIECE * D)
+        async_copy.async_load(scale_smem, scale_ptrs)
     else:
         key = first_key + gl.arange(0, PIECE, layout=gl.SliceLayout(1, chunks(D)))
         for i in gl.static_range(HALF // PIECE):
             ok = gl.expand_dims(key + i * PIECE < mapped, 1) & left_ok
-            async_copy.async_copy_global_to_shared(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D, mask=ok)
+            async_copy.async_load(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D, mask=ok)
         for i in gl.static_range(HALF // PIECE):
             ok = gl.expand_dims(key + HALF + i * PIECE < mapped, 1) & right_ok
             smem = key_smem.slice(HALF + i * PIECE, PIECE)
-            async_copy.async_copy_global_to_shared(smem, right_ptrs + i * PIECE * D, mask=ok)
+            async_copy.async_load(smem, right_ptrs + i * PIECE * D, mask=ok)
         ok = (first_key + word < mapped) & gl.where(word < HALF, left_ok, right_ok)
-        async_copy.async_copy_global_to_shared(scale_smem, scale_ptrs, mask=ok)
+        async_copy.async_load(scale_smem, scale_ptrs, mask=ok)
     return missing
 
 

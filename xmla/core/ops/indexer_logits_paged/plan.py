@@ -15,7 +15,6 @@ from xmla.core.ops.indexer_logits.plan import (
 from xmla.core.ops.indexer_logits_paged.gluon_sm90 import HALF, indexer_logits_paged_sm90_kernel
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
-from xmla.core.tuned import tuned
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
 
@@ -39,13 +38,10 @@ def configure(rows: int, mxfp4: bool, device: Device) -> Config:
         return Config(block_n, warps, 2, 2 if mxfp4 else 4, most_registers(warps))
     if mxfp4:
         return Config(128, 8, 2, 2)  # with 4 warps it spills
-    # H200, 2026-11-21, b=64, 65536 keys: 150 µs with one token a request, 200 with two, 347 with four; the tile before
-    # them (128 keys, 4 warps, 2 stages, 4 programs, pages not read ahead, at most 128 rows) took 163, 204 and 397.
+    # What Triton 3.9 compiles without spilling (3.7 also kept 128 and 256 rows in 128 registers).
     if rows <= 64:
         return Config(128, 4, 3, 3, 168)
-    if rows <= 128:
-        return Config(64, 4, 3, 4, 128)
-    return Config(64, 8, 3, 2, 128)
+    return Config(64, 8, 3, 2, 128) if rows <= 128 else Config(64, 8, 3, 1, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +138,7 @@ def launch_by_hand(problem: Problem, device: Device) -> Launch:
 def launch_portable(problem: Problem, device: Device) -> Launch:
     mxfp4 = keys_are_mxfp4(problem)
     grouping = group_tokens(problem, HOPPER_MAX_ROWS if device.arch == 90 and not mxfp4 else MAX_ROWS)
-    rows = grouping.group * grouping.block_i
-    key = f"rows{rows}-{'mxfp4' if mxfp4 else 'fp8'}"
-    config = tuned("indexer_logits_paged", device, key, configure(rows, mxfp4, device))
+    config = configure(grouping.group * grouping.block_i, mxfp4, device)
     return Launch(
         indexer_logits_paged_kernel,
         grid=(min(count_tiles(problem, grouping, config.block_n), device.num_sms * config.programs_a_sm),),

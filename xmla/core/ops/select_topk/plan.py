@@ -11,7 +11,6 @@ from xmla.core.ops.select_topk.kernels import (
 )
 from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
-from xmla.core.tuned import tuned
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
 MAX_SEGMENTS = 16  # of a row: where a candidate stands is found by the counts of all of them
@@ -60,8 +59,7 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
 
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, k = problem["T"], problem["N"], problem.attrs["k"]
-    key = f"rows{next_power_of_2(max(rows, 1))}-columns{next_power_of_2(max(columns, 1))}-k{k}"
-    config = tuned("select_topk", device, key, configure(rows, columns, k, device))
+    config = configure(rows, columns, k, device)
     starts = problem.has("starts")
     stride = problem.specs["logits"].stride(0)
     shared = (

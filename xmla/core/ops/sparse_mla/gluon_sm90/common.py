@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from xmla.core.gluon import gl, gluon
 from xmla.core.lang import LOG2E
 
 # Of S [64 heads, 64 keys] and of half of the sums [64 heads, 256] in the registers of a warpgroup.
@@ -110,6 +108,16 @@ def power_of_two(exponent):
 
 
 @gluon.jit
+def hidden_zero(tile):
+    """0 that the compiler does not know to be the same for every `tile`, to index shared memory with.
+
+    Descriptors of an operand that stays in place are loop-invariant, but the compiler keeps each in registers of every
+    thread, where up to 72 of them spill; computed in the loop they take uniform registers.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def small_float(x):
     """float32 of an integer within ±2**21, by arithmetic: results of the conversion unit wait for loads in flight."""
     return (x + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
@@ -187,7 +195,7 @@ def store_half(out, share, smem, PART: gl.constexpr, task, C: gl.constexpr):
     result = gl.where(share < 0.0, 0.0, out).to(task.out_row.dtype.element_ty)
     if not C.SPLIT:
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        staged = smem._reinterpret(result.dtype, [64, 256], smem.layout)
+        staged = smem.reinterpret(result.dtype, [64, 256], smem.layout)
         staged.store(result)
         gl.barrier()
         result = staged.load(ROWS)

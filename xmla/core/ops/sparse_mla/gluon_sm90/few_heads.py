@@ -8,10 +8,9 @@ are taken in an order in which either operand of a product is 16 bytes a thread.
 See benchmarks/log/sparse_mla_decode.md.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     close_sums,
@@ -76,7 +75,7 @@ def copy_words(smem, entries, ok, OFFSET: gl.constexpr):
     word = gl.expand_dims(gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, WORDS)), 0)
     ptrs = gl.expand_dims((entries + OFFSET).to(gl.pointer_type(gl.int32), bitcast=True), 1) + word
     mask, ptrs = gl.broadcast(gl.expand_dims(ok, 1), ptrs)
-    async_copy.async_copy_global_to_shared(smem, ptrs, mask=mask)
+    async_copy.async_load(smem, ptrs, mask=mask)
 
 
 @gluon.jit
@@ -175,8 +174,8 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
     q_exponent = exponent_of(gl.maximum(gl.max(finite_abs(q), 1), largest))
     divisor = power_of_two(-q_exponent)
     rope_divisor = gl.convert_layout(divisor, gl.SliceLayout(1, q_rope.type.layout), assert_trivial=True)
-    q_smem = parts_smem._reinterpret(gl.float16, [H, 512], SMEM_H)
-    q_rope_smem = p_smem._reinterpret(gl.bfloat16, [H, 64], SMEM_H)
+    q_smem = parts_smem.reinterpret(gl.float16, [H, 512], SMEM_H)
+    q_rope_smem = p_smem.reinterpret(gl.bfloat16, [2 * H, 64], SMEM_H).slice(0, H, 0)
     q_smem.store((q * gl.expand_dims(divisor, 1)).to(gl.float16))
     q_rope_smem.store((q_rope * gl.expand_dims(rope_divisor, 1)).to(gl.bfloat16))
     factor_smem.store(power_of_two(q_exponent) * (C.SCALE * LOG2E))
@@ -204,11 +203,11 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
         scale_slot = load_slots(main, None, 0, tile + 2, gl.SliceLayout(1, SCALES))
 
         # Scores of each block of dims, then of all.
-        entries = latent_smem.index(stage)._reinterpret(gl.float8e4nv, [N, 512], SMEM_E)
+        entries = latent_smem.index(stage).reinterpret(gl.float8e4nv, [N, 512], SMEM_E)
         keys = right(gl.permute(latent_operand(entries.load(KEYS).to(gl.float16)), (0, 2, 1)))
         parts = mma_v2(queries, keys, empty_scores)
         parts *= gl.expand_dims(scale_smem.permute((1, 0)).load(gl.SliceLayout(1, DOTS)), 1)
-        ropes = rope_smem.index(stage)._reinterpret(gl.bfloat16, [N, 64], SMEM_H).load(ROPES)
+        ropes = rope_smem.index(stage).reinterpret(gl.bfloat16, [N, 64], SMEM_H).load(ROPES)
         parts_smem.store(mma_v2(query_ropes, right(gl.permute(rope_operand(ropes), (0, 2, 1))), parts))
         gl.barrier()
         scores = gl.sum(parts_smem.load(PARTS), 0) * gl.expand_dims(scale, 1)

@@ -1,8 +1,6 @@
 """The attention kernel for Hopper: which keys a program has; few_heads.py, packed.py or plain.py attends to them."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from xmla.core.gluon import gl, gluon
 from xmla.core.ops.sparse_mla.gluon_sm90.common import Constants, Source, Task, Turn
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed

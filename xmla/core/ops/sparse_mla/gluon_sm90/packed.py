@@ -22,9 +22,6 @@ benchmarks/log/sparse_mla_decode.md and sparse_mla_v4.md.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -32,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     O_LAYOUT,
@@ -40,6 +38,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     entry_pointers,
     exponent_of,
     finite_abs,
+    hidden_zero,
     load_slots,
     power_of_two,
     scaled,
@@ -214,13 +213,13 @@ def produce(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
         shared.exponent.index(stage).store(exponent)
         shared.valid.index(stage).store(gl.where(ok, small_float(exponent), float("-inf")))
         shared.seen.store(seen)
-        shared.entries.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words0, factor0))
+        shared.entries.index(stage * 2).reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words0, factor0))
         fence_async_shared()
         mbarrier.arrive(shared.full[0].index(stage), count=1)
         rope = load_rope(entries, ok, LAYOUT.rope_offset, WORDS)
         mbarrier.wait(shared.empty[1].index(stage), (tile // 2 & 1) ^ 1)
-        shared.entries.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words1, factor1))
-        shared.rope.index(stage)._reinterpret(gl.int32, [N, 32], SMEM_W).store(scale_rope(rope, exponent, WORDS))
+        shared.entries.index(stage * 2 + 1).reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words1, factor1))
+        shared.rope.index(stage).reinterpret(gl.int32, [N, 32], SMEM_W).store(scale_rope(rope, exponent, WORDS))
         fence_async_shared()
         mbarrier.arrive(shared.full[1].index(stage), count=1)
         entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
@@ -243,7 +242,7 @@ def copy_blocks(entries, ok, smem, OFFSET: gl.constexpr, BLOCKS: gl.constexpr):
     ptrs += gl.expand_dims(gl.expand_dims(word, 0), 0)
     mask, ptrs = gl.broadcast(mask, ptrs)
     ALL: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0])
-    async_copy.async_copy_global_to_shared(smem._reinterpret(gl.int32, [BLOCKS, 64, 16], ALL), ptrs, mask=mask)
+    async_copy.async_load(smem.reinterpret(gl.int32, [BLOCKS, 64, 16], ALL), ptrs, mask=mask)
     async_copy.commit_group()
 
 
@@ -341,7 +340,7 @@ def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
         shared.valid.index(stage).store(gl.where(ok, valid, float("-inf")))
         shared.seen.store(seen)
         async_copy.wait_group(1)
-        left = shared.entries.index(stage * 2)._reinterpret(gl.int32, [N, 128], SMEM_W)
+        left = shared.entries.index(stage * 2).reinterpret(gl.int32, [N, 128], SMEM_W)
         for block in gl.static_range(0, 4):
             words = shared.rope[0].index(block).load(BLOCK)
             left.slice(block * 32, 32, 1).store(scale_block(words, scale_bytes, exponent, block, PAIRS))
@@ -351,7 +350,7 @@ def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
         copy_blocks(entries, ok, shared.rope[0], 0, 4)
         mbarrier.wait(shared.empty[1].index(stage), (tile // 2 & 1) ^ 1)
         async_copy.wait_group(1)
-        right = shared.entries.index(stage * 2 + 1)._reinterpret(gl.int32, [N, 128], SMEM_W)
+        right = shared.entries.index(stage * 2 + 1).reinterpret(gl.int32, [N, 128], SMEM_W)
         right.slice(64, 32, 1).store(scale_block(last, scale_bytes, exponent, 6, PAIRS))
         factor = gl.convert_layout(power_of_two(-exponent), ROPES, assert_trivial=True)
         right.slice(96, 32, 1).store(scale_halves(rope, factor))
@@ -387,8 +386,8 @@ def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
         largest = gl.maximum(largest, gl.max(finite_abs(q2), 1).to(gl.int32, bitcast=True))
     exponent = exponent_of(largest.to(gl.float32, bitcast=True))
     divisor = power_of_two(-exponent)
-    left = shared.q.index(0)._reinterpret(gl.int32, [64, 128], SMEM_W)
-    right = shared.q.index(1)._reinterpret(gl.int32, [64, 128], SMEM_W)
+    left = shared.q.index(0).reinterpret(gl.int32, [64, 128], SMEM_W)
+    right = shared.q.index(1).reinterpret(gl.int32, [64, 128], SMEM_W)
     left.slice(PART * 32, 32, 0).store(scale_halves(q0, divisor))
     right.slice(PART * 32, 32, 0).store(scale_halves(q1, divisor))
     if C.LAYOUT.tail:
@@ -400,12 +399,13 @@ def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
 @gluon.jit
 def start_scores(shared, tile, empty_scores, LAYOUT: gl.constexpr):
     stage = tile % 2
+    zero = hidden_zero(tile)
     left = shared.entries.index(stage * 2).permute((1, 0))
     right = shared.entries.index(stage * 2 + 1).permute((1, 0))
     mbarrier.wait(shared.full[0].index(stage), tile // 2 & 1)
-    s = warpgroup_mma(shared.q.index(0), left, empty_scores, use_acc=False, is_async=True)
+    s = warpgroup_mma(shared.q.index(zero), left, empty_scores, use_acc=False, is_async=True)
     mbarrier.wait(shared.full[1].index(stage), tile // 2 & 1)
-    s = warpgroup_mma(shared.q.index(1), right, s, is_async=True)
+    s = warpgroup_mma(shared.q.index(zero + 1), right, s, is_async=True)
     if LAYOUT.tail:
         s = warpgroup_mma(shared.q_rope, shared.rope.index(stage).permute((1, 0)), s, is_async=True)
     return s

@@ -14,9 +14,6 @@ is decided by the L2 cache. See benchmarks/log/sparse_mla_prefill.md.
 from typing import Any, NamedTuple
 
 from triton import language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,12 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.lang import LOG2E
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     O_LAYOUT,
     S_LAYOUT,
     close_sums,
     entry_pointers,
+    hidden_zero,
     load_slots,
     scaled,
     store_half,
@@ -67,7 +66,7 @@ def copy_columns(rows, ok, smem, FIRST: gl.constexpr):
     column = gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, COPY))
     ptrs = gl.expand_dims(rows + FIRST, 1) + gl.expand_dims(column, 0)
     mask, ptrs = gl.broadcast(gl.expand_dims(ok, 1), ptrs)
-    async_copy.async_copy_global_to_shared(smem, ptrs, mask=mask)
+    async_copy.async_load(smem, ptrs, mask=mask)
 
 
 @gluon.jit
@@ -127,8 +126,7 @@ def start_scores(shared, pair, empty_scores, STAGE: gl.constexpr, LAYOUT: gl.con
     """S of this stage's tile of a pair, under way when this returns."""
     FIRST: gl.constexpr = STAGE
     LAST: gl.constexpr = 1 - STAGE
-    # Descriptors of operands are the same for every pair, but to keep them takes 72 registers: they must not be known.
-    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
+    zero = hidden_zero(pair)
     entries = zero + STAGE * 2
     mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)
     fence_async_shared()
@@ -186,9 +184,9 @@ def weights(scores, maximum, shared, STAGE: gl.constexpr):
 
 
 @gluon.jit
-def multiply(p, out, shared, STAGE: gl.constexpr, PART: gl.constexpr):
+def multiply(p, out, shared, pair, STAGE: gl.constexpr, PART: gl.constexpr):
     """Half of a tile's P·V on its way."""
-    return warpgroup_mma(p, shared.entries.index(STAGE * 2 + PART), out, is_async=True)
+    return warpgroup_mma(p, shared.entries.index(hidden_zero(pair) + STAGE * 2 + PART), out, is_async=True)
 
 
 @gluon.jit
@@ -207,25 +205,25 @@ def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, 
         scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 0, SCALE)
         out = scaled(out, factor)
         p, shares = weights(scores, maximum, shared, 0)
-        running = multiply(p, out, shared, 0, PART)
+        running = multiply(p, out, shared, pair, 0, PART)
         denominator = scaled(denominator, factor) + shares
         maximum, factor = maximum_of_other(maximum, shared, pair, 1)
         denominator = scaled(denominator, factor)
         out = scaled(hand_back(running, shared, 0, PART), factor)
         mbarrier.wait(shared.p_full.index(1), pair & 1)
-        out = hand_back(multiply(shared.p.index(1), out, shared, 1, PART), shared, 1, PART)
+        out = hand_back(multiply(shared.p.index(1), out, shared, pair, 1, PART), shared, 1, PART)
     else:
         maximum, factor = maximum_of_other(maximum, shared, pair, 0)
         denominator = scaled(denominator, factor)
         out = scaled(out, factor)
+        scores = warpgroup_mma_wait(0, deps=[s])
         mbarrier.wait(shared.p_full.index(0), pair & 1)
-        running = multiply(shared.p.index(0), out, shared, 0, PART)
-        scores = warpgroup_mma_wait(1, deps=[s])
+        running = multiply(shared.p.index(0), out, shared, pair, 0, PART)
         scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 1, SCALE)
         p, shares = weights(scores, maximum, shared, 1)
         denominator = scaled(denominator, factor) + shares
         out = scaled(hand_back(running, shared, 0, PART), factor)
-        out = hand_back(multiply(p, out, shared, 1, PART), shared, 1, PART)
+        out = hand_back(multiply(p, out, shared, pair, 1, PART), shared, 1, PART)
     return out, maximum, denominator
 
 

@@ -1,0 +1,37 @@
+"""The versions that xmla is tested with, the bounds of pyproject.toml, and what follows from others."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+# The compile matrix covers every Triton here, the suite the newest of each.
+TESTED = {
+    "triton": SpecifierSet(">=3.7.1,<3.10"),
+    "torch": SpecifierSet(">=2.12.1,<2.16"),
+    "jax": SpecifierSet(">=0.11,<0.12"),
+    "jax-triton": SpecifierSet(">=0.4.1,<0.5"),
+}
+FOLLOWS = {
+    "triton": "kernels may not compile, or compile to code whose speed nobody measured",
+    "torch": "torch below 2.12.1 pins a Triton below 3.7.1; a later one may lack private calls, which are then slower",
+    "jax": "the primitive may fail to import or lose Refs and sharding under jit",
+    "jax-triton": "GPU kernels under JAX may fail to lower",
+}
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def untested() -> list[str]:
+    """A sentence for each installed package that is outside of the tested versions."""
+    found = {package: installed(package) for package in TESTED}
+    return [
+        f"{package} {found[package]}: tested with {TESTED[package]}; {FOLLOWS[package]}"
+        for package in TESTED
+        if (have := found[package]) is not None and not TESTED[package].contains(have, prereleases=True)
+    ]

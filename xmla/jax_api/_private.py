@@ -1,0 +1,74 @@
+"""What JAX does not export, and what xmla does where a release lacks it. The only file that imports `jax._src`.
+
+`MISSING` names what this release lacks, as a warning at import does. Then:
+  REFS False: a cache is passed as an array, whose new value is returned; a Ref is refused as what is no array.
+  MESHES False: `jit` over several devices replicates every op; `shard_map` shares them out as ever.
+  VARYING False: a result inside of a `shard_map` does not say over which axes it varies: `check_vma=False` is needed.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import jax
+
+MISSING: list[str] = []
+
+
+def _found(module: str, *names: str) -> tuple[Any, ...] | None:
+    """The names of a private module; None if it lacks one of them."""
+    try:
+        home = import_module(f"jax._src.{module}")
+        return tuple(getattr(home, name) for name in names)
+    except (ImportError, AttributeError) as error:
+        MISSING.append(str(error))
+        return None
+
+
+_types = _found("state.types", "AbstractRef", "ReadEffect", "WriteEffect")
+_discharge = _found("state.discharge", "register_discharge_rule")
+REFS = _types is not None and _discharge is not None
+AbstractRef, ReadEffect, WriteEffect = _types if REFS and _types else ((), None, None)  # isinstance(x, ()) is False
+
+
+def register_discharge_rule(primitive: Any, rule: Callable[..., Any]) -> None:
+    if REFS and _discharge:
+        _discharge[0](primitive)(rule)
+
+
+_dispatch = _found("dispatch", "prim_requires_devices_during_lowering")
+_sharding = _found("sharding_impls", "ShardingContext")
+MESHES = _dispatch is not None and _sharding is not None
+ShardingContext: Any = _sharding[0] if _sharding else ()
+
+
+def require_devices_during_lowering(primitive: Any) -> None:
+    if _dispatch:
+        _dispatch[0].add(primitive)
+
+
+_apply = _found("dispatch", "apply_primitive")
+
+
+def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """A call of `primitive` outside of any transformation."""
+    return (
+        _apply[0](primitive, *operands, **params) if _apply else jax.jit(partial(primitive.bind, **params))(*operands)
+    )
+
+
+_manual = _found("core", "ManualAxisType")
+VARYING = _manual is not None
+
+
+def varying(avals: Sequence[Any]) -> dict[str, Any]:
+    """The argument of a result's type that says, in a `shard_map`, over which axes it varies: all that `avals` do."""
+    if not _manual:
+        return {}
+    return {"manual_axis_type": _manual[0](varying=frozenset[Any]().union(*(aval.mat.varying for aval in avals)))}
+
+
+if MISSING:
+    logging.getLogger("xmla").warning("JAX %s lacks what xmla.jax_api takes: %s", jax.__version__, "; ".join(MISSING))
