@@ -35,11 +35,16 @@ converts neither from nor to e4m3, so that only ops over 16-bit rows, logits and
 
 def compile_all(arch: int, triton: Path | None = None) -> list[Line]:
     """What `compile_plans.py` tells of an architecture, with the Triton in a folder or the environment's own."""
+    return lines_of(SCRIPT, str(arch), triton=triton)
+
+
+def lines_of(script: Path, *arguments: str, triton: Path | None = None) -> list[Line]:
+    """The JSON lines of a script that compiles: kernels compile only in a process that does not interpret them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     first = [str(triton)] if triton else []
     environment["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(arch)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

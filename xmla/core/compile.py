@@ -121,20 +121,25 @@ def count_compiled() -> int:
     return _compiled.cache_info().misses
 
 
-def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
+def source_of(specialization: Specialization) -> ASTSource:
+    """What Triton's compiler starts from."""
     kernel, constexprs = specialization.kernel, dict(specialization.constexprs)
     signature = dict(specialization.types) | dict.fromkeys(constexprs, "constexpr")
     positions = {name: (kernel.arg_names.index(name),) for name in signature}
     aligned = [n for n, kind in specialization.types if kind.startswith("*") and n not in specialization.unaligned]
-    source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
+    return (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
         fn=kernel,
         signature=signature,
         constexprs={positions[name]: value for name, value in constexprs.items()},
         attrs={positions[name]: [["tt.divisibility", 16]] for name in aligned},
     )
+
+
+def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
+    kernel = specialization.kernel
     options = specialization.options()
     try:
-        return _load_or_compile(source, GPUTarget("cuda", arch, 32), options)
+        return _load_or_compile(source_of(specialization), GPUTarget("cuda", arch, 32), options)
     except Exception as error:
         reason = str(error).strip() or repr(error)
         if isinstance(error, OSError):

@@ -12,11 +12,11 @@ from xmla.core.lang import (
     as_floats,
     decode_ue8m0,
     encode_ue8m0,
-    page_base,
     quantize,
     quantize_e2m1,
     unpack_e2m1,
 )
+from xmla.core.offsets import offset_of
 
 LANES = tl.constexpr(512)
 TAIL_LANES = tl.constexpr(64)
@@ -25,11 +25,11 @@ TAIL_LANES = tl.constexpr(64)
 @triton.jit
 def entry_offsets(slot, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Where entries at `slot` [N] begin, and where their scales do: bytes, or elements of plain rows."""
-    page = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    page = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
     offset = slot % PAGE_SIZE
-    data = page + offset * LAYOUT.data
+    data = page + offset_of(offset, LAYOUT.data, PAGE_SIZE)
     if LAYOUT.footer:
-        return data, page + PAGE_SIZE * LAYOUT.data + offset * LAYOUT.footer
+        return data, page + PAGE_SIZE * LAYOUT.data + offset_of(offset, LAYOUT.footer, PAGE_SIZE)
     return data, data + LAYOUT.scale_offset
 
 

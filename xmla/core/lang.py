@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from xmla.core.offsets import offset_of
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 E4M3_GREATEST_BITS = tl.constexpr(0x43E00000)  # 448.0
@@ -56,12 +58,6 @@ def quantize(x, axis: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     scaled = x * tl.expand_dims(power_of_two(-exponent), axis)
     scaled = tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
     return scaled.to(tl.float8e4nv), power_of_two(exponent)
-
-
-@triton.jit
-def page_base(page, PAGE_STRIDE: tl.constexpr):
-    """Offset of a page's first element, in 64 bits: pools pass 2**31 bytes."""
-    return page.to(tl.int64) * PAGE_STRIDE
 
 
 @triton.jit
@@ -175,11 +171,12 @@ def load_page_keys(
 ):  # fmt: skip
     """`load_keys` of positions `key` [BLOCK_N] on pages `page`, and which of them are there."""
     ok = (page >= 0) & (page < num_pages)
-    first_byte = page_base(page, PAGE_STRIDE)
+    first_byte = offset_of(page, PAGE_STRIDE)
     offset = key % PAGE_SIZE
     VALUES: tl.constexpr = D // 2 if MXFP4 else D
-    scale_ptrs = as_bytes(cache_ptr) + first_byte + PAGE_SIZE * VALUES + offset * 4
-    keys, factors = load_keys(cache_ptr, first_byte + offset * VALUES, scale_ptrs, ok, D, MXFP4)
+    scale_ptrs = as_bytes(cache_ptr) + first_byte + PAGE_SIZE * VALUES + offset_of(offset, 4, PAGE_SIZE)
+    rows = first_byte + offset_of(offset, VALUES, PAGE_SIZE)
+    keys, factors = load_keys(cache_ptr, rows, scale_ptrs, ok, D, MXFP4)
     return keys, factors, ok
 
 
@@ -203,19 +200,22 @@ def store_keys(
 ):  # fmt: skip
     """Quantise indexer keys x [N, D] f32 and store them at `slot` [N] where `ok`."""
     D: tl.constexpr = x.shape[1]
-    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    base = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
     offset = slot % PAGE_SIZE
     cache = as_bytes(cache_ptr)
     if MXFP4:
         values, scales = quantize_mxfp4(x, MIN_EXPONENT)  # [N, D/2] u8, [N, D/32] u8
         offs_b = tl.arange(0, D // 2)[None, :]
-        tl.store(cache + (base + offset * (D // 2))[:, None] + offs_b, values, mask=ok[:, None])
-        footer = (cache + base + PAGE_SIZE * (D // 2) + offset * 4)[:, None]
+        rows = cache + (base + offset_of(offset, D // 2, PAGE_SIZE))[:, None]
+        tl.store(rows + offs_b, values, mask=ok[:, None])
+        footer = (cache + base + PAGE_SIZE * (D // 2) + offset_of(offset, 4, PAGE_SIZE))[:, None]
         for unused in tl.static_range(D // 32, 4):
             tl.store(footer + unused, tl.full([x.shape[0], 1], 127, tl.uint8), mask=ok[:, None])
         tl.store(footer + tl.arange(0, D // 32)[None, :], scales, mask=ok[:, None])
     else:
         values, scales = quantize(x, 1, MIN_EXPONENT)  # [N, D] e4m3, [N] f32
         offs_d = tl.arange(0, D)[None, :]
-        tl.store(cache + (base + offset * D)[:, None] + offs_d, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
-        tl.store(as_floats(cache + base + PAGE_SIZE * D + offset * 4), scales, mask=ok)
+        rows = cache + (base + offset_of(offset, D, PAGE_SIZE))[:, None]
+        tl.store(rows + offs_d, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
+        footer = cache + base + PAGE_SIZE * D + offset_of(offset, 4, PAGE_SIZE)
+        tl.store(as_floats(footer), scales, mask=ok)

@@ -2,7 +2,8 @@ import triton
 import triton.language as tl
 
 from xmla.core.entries import LANES, TAIL_LANES, store_entries
-from xmla.core.lang import LOG2E, page_base, request_of, store_keys
+from xmla.core.lang import LOG2E, request_of, store_keys
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_requests", "next_n", "table_stride", "table_width", "num_pages"])
@@ -32,13 +33,14 @@ def keep_states_kernel(
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
     position = tl.load(positions_ptr + token)
     kept = (request >= 0) & (position >= 0) & (position // PAGE_SIZE < table_width)
-    page = tl.load(state_table_ptr + request.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=kept, other=-1)
+    page_ptr = state_table_ptr + offset_of(request, table_stride) + position // PAGE_SIZE
+    page = tl.load(page_ptr, mask=kept, other=-1)
     if (page >= 0) & (page < num_pages):
         offs_c = tl.arange(0, WIDTH)
-        kv = tl.load(kv_ptr + token * KV_STRIDE + offs_c).to(tl.float32)
-        score = tl.load(score_ptr + token * SCORE_STRIDE + offs_c).to(tl.float32)
-        score += tl.load(ape_ptr + (position % RATIO).to(tl.int64) * APE_STRIDE + offs_c)
-        row = state_ptr + page_base(page, PAGE_STRIDE) + (position % PAGE_SIZE) * (2 * WIDTH)
+        kv = tl.load(kv_ptr + offset_of(token, KV_STRIDE) + offs_c).to(tl.float32)
+        score = tl.load(score_ptr + offset_of(token, SCORE_STRIDE) + offs_c).to(tl.float32)
+        score += tl.load(ape_ptr + offset_of(position % RATIO, APE_STRIDE) + offs_c)
+        row = state_ptr + offset_of(page, PAGE_STRIDE) + offset_of(position % PAGE_SIZE, 2 * WIDTH, PAGE_SIZE)
         tl.store(row + offs_c, kv)
         tl.store(row + WIDTH + offs_c, score)
 
@@ -61,7 +63,7 @@ def pool_window(
         page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=-1)
         ok = (page >= 0) & (page < num_pages)  # [BLOCK_W]
         # Two series: the earlier group's tokens give the first, the entry's own the second.
-        row = page_base(page, PAGE_STRIDE) + (position % PAGE_SIZE) * (2 * WIDTH) + offs_w // RATIO * D
+        row = offset_of(page, PAGE_STRIDE) + offset_of(position % PAGE_SIZE, 2 * WIDTH, PAGE_SIZE) + offs_w // RATIO * D
         ptrs = state_ptr + row[:, None] + offs_d[None, :]
         kv = tl.load(ptrs, mask=ok[:, None], other=0.0)  # [BLOCK_W, D] f32
         score = tl.load(ptrs + WIDTH, mask=ok[:, None], other=float("-inf"))
@@ -133,17 +135,18 @@ def compress_entries_kernel(
     entry = position // RATIO
     emits = (request >= 0) & (position >= 0) & (position % RATIO == RATIO - 1)
     emits = emits & (entry // PAGE_SIZE < table_width) & (entry * RATIO < num_angles)
-    row = request.to(tl.int64)
-    page = tl.load(block_table_ptr + row * table_stride + entry // PAGE_SIZE, mask=emits, other=-1)
+    page_ptr = block_table_ptr + offset_of(request, table_stride) + entry // PAGE_SIZE
+    page = tl.load(page_ptr, mask=emits, other=-1)
     if (page >= 0) & (page < num_pages):
         pooled, found = pool_window(
-            state_ptr, state_table_ptr + row * state_stride, state_width, state_pages, (entry - (SERIES - 1)) * RATIO,
-            STATE_PAGE_STRIDE, STATE_PAGE_SIZE, RATIO, SERIES * RATIO, SERIES * D, D, BLOCK_W,
+            state_ptr, state_table_ptr + offset_of(request, state_stride), state_width, state_pages,
+            (entry - (SERIES - 1)) * RATIO, STATE_PAGE_STRIDE, STATE_PAGE_SIZE, RATIO, SERIES * RATIO, SERIES * D, D,
+            BLOCK_W,
         )  # fmt: skip
         weight = tl.load(norm_weight_ptr + tl.arange(0, D)).to(tl.float32)
         normed = pooled * tl.rsqrt(tl.sum(pooled * pooled, 0) / D + EPS) * weight
-        x = rotate(normed, cos_sin_ptr + (entry * RATIO).to(tl.int64) * ANGLE_STRIDE, D, E)
-        slot = tl.where(found > 0, page.to(tl.int64) * PAGE_SIZE + entry % PAGE_SIZE, -1)
+        x = rotate(normed, cos_sin_ptr + offset_of(entry * RATIO, ANGLE_STRIDE), D, E)
+        slot = tl.where(found > 0, offset_of(page, PAGE_SIZE) + entry % PAGE_SIZE, -1)
         slot = slot + tl.zeros([1], tl.int64)
         ok = slot >= 0
         if D == LANES:

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import load_page_keys, store_keys
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
@@ -26,8 +27,8 @@ def convert_indexer_cache_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    source_slot = tl.load(source_slots_ptr + token * SOURCE_SLOT_STRIDE, mask=token < num_tokens, other=-1)
-    slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    source_slot = tl.load(source_slots_ptr + offset_of(token, SOURCE_SLOT_STRIDE), mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=token < num_tokens, other=-1)
     ok = (source_slot >= 0) & (source_slot < num_source_slots) & (slot >= 0) & (slot < num_slots)
     page = tl.where(ok, source_slot // SOURCE_PAGE_SIZE, -1)
     keys, factors, _ = load_page_keys(

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.entries import entry_offsets, load_entries, store_entries
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
@@ -25,8 +26,8 @@ def convert_mla_cache_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    source_slot = tl.load(source_slots_ptr + token * SOURCE_SLOT_STRIDE, mask=token < num_tokens, other=-1)
-    slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    source_slot = tl.load(source_slots_ptr + offset_of(token, SOURCE_SLOT_STRIDE), mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=token < num_tokens, other=-1)
     ok = (source_slot >= 0) & (source_slot < num_source_slots) & (slot >= 0) & (slot < num_slots)
     data, scales = entry_offsets(source_slot, SOURCE_LAYOUT, SOURCE_PAGE_STRIDE, SOURCE_PAGE_SIZE)
     value, tail = load_entries(source_ptr, data, scales, ok, tl.float32, SOURCE_LAYOUT)

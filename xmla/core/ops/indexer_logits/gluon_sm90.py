@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.gluon import async_copy, gl, gluon
+from xmla.core.offsets import gluon_offset_of as offset_of
 
 ROWS = gl.constexpr(128)  # of heads, a product
 KEYS = gl.constexpr(128)  # a product
@@ -101,12 +102,12 @@ def load_query(
     offs_d = gl.expand_dims(gl.arange(0, q_smem.shape[1], layout=gl.SliceLayout(0, CHUNKS)), 0)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS))
     member, head = row // BLOCK_I, row % BLOCK_I
-    q_row = (first_token + member).to(gl.int64) * Q_STRIDE_T + head.to(gl.int64) * Q_STRIDE_I
+    q_row = offset_of(first_token + member, Q_STRIDE_T) + offset_of(head, Q_STRIDE_I)
     ok = gl.expand_dims((member < count) & (head < HEADS), 1)
     async_copy.async_load(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
     row = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
     member, head = row // BLOCK_I, row % BLOCK_I
-    weight_ptrs = weights_ptr + (first_token + member).to(gl.int64) * WEIGHT_STRIDE + head
+    weight_ptrs = weights_ptr + offset_of(first_token + member, WEIGHT_STRIDE) + head
     weight_smem.store(gl.load(weight_ptrs, mask=(member < count) & (head < HEADS), other=0.0) * 0.5)
 
 
@@ -132,7 +133,7 @@ def store_nothing(logits_ptr, first_key, count, first_token, num_tokens, num_key
     TILE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
     offs_n = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, TILE)), 0)
     token = gl.expand_dims(first_token + gl.arange(0, GROUP, layout=gl.SliceLayout(1, TILE)), 1)
-    out_ptrs = logits_ptr + token.to(gl.int64) * num_keys + first_key + offs_n
+    out_ptrs = logits_ptr + offset_of(token, num_keys) + first_key + offs_n
     nothing = gl.full([GROUP, KEYS], float("-inf"), gl.float32, TILE)
     for at in range(0, count, KEYS):
         gl.store(out_ptrs + at, nothing, mask=(token < num_tokens) & (offs_n < count - at))
@@ -164,9 +165,9 @@ def indexer_logits_sm90_kernel(
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
 
-    q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + first_row.to(gl.int64) * Q_STRIDE_T
+    q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + offset_of(first_row, Q_STRIDE_T)
     keys_ptr = keys_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
-    weights_ptr += first_row.to(gl.int64) * WEIGHT_STRIDE
+    weights_ptr += offset_of(first_row, WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
     # Neighbouring programs share their keys.
@@ -207,8 +208,8 @@ def indexer_logits_sm90_kernel(
     )  # fmt: skip
     CHUNKS: gl.constexpr = chunks(D)
     offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
-    key_row = gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)).to(gl.int64)
-    tile_ptrs = keys_ptr + first_key.to(gl.int64) * KEY_STRIDE + gl.expand_dims(key_row * KEY_STRIDE, 1) + offs_d
+    key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)
+    tile_ptrs = keys_ptr + offset_of(first_key, KEY_STRIDE) + gl.expand_dims(key_row, 1) + offs_d
     for i in gl.static_range(STAGES - 1):
         if i < tiles:
             copy_keys(tile_ptrs, i * KEYS, start, end, key_smem.index(i), KEY_STRIDE)
@@ -218,7 +219,7 @@ def indexer_logits_sm90_kernel(
     offs_n = gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
     scale_ptrs = key_scales_ptr + first_key + offs_n
     token_ok = gl.expand_dims(token < num_tokens, 0)
-    out_ptrs = logits_ptr + gl.expand_dims(token.to(gl.int64) * num_keys + first_key, 0) + gl.expand_dims(offs_n, 1)
+    out_ptrs = logits_ptr + gl.expand_dims(offset_of(token, num_keys) + first_key, 0) + gl.expand_dims(offs_n, 1)
     nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
     stage, free = 0, STAGES - 1
     at = 0

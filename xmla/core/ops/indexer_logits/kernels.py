@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import as_bytes, head_scores, load_keys
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["first_row", "num_tokens", "num_keys"])
@@ -28,8 +29,8 @@ def indexer_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    q8_ptr += first_row.to(tl.int64) * Q_STRIDE_T
-    weights_ptr += first_row.to(tl.int64) * WEIGHT_STRIDE
+    q8_ptr += offset_of(first_row, Q_STRIDE_T)
+    weights_ptr += offset_of(first_row, WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
     # Neighbouring programs share their queries and walk over the keys.
@@ -44,13 +45,13 @@ def indexer_logits_kernel(
 
     if (tl.min(start) >= first_key + BLOCK_N) | (tl.max(end) <= first_key):  # no row wants any of these keys
         nothing = tl.full([BLOCK_T, BLOCK_N], float("-inf"), tl.float32)
-        out = logits_ptr + offs_t.to(tl.int64)[:, None] * num_keys + offs_n[None, :]
+        out = logits_ptr + offset_of(offs_t[:, None], num_keys) + offs_n[None, :]
         tl.store(out, nothing, mask=(offs_t < num_tokens)[:, None] & in_keys[None, :])
     else:
         # Keys that no row wants are not read.
         wanted = in_keys & (offs_n >= tl.min(start)) & (offs_n < tl.max(end))
-        key_row = offs_n.to(tl.int64) * KEY_STRIDE
-        keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + offs_n * 4, wanted, D, MXFP4)
+        key_row = offset_of(offs_n, KEY_STRIDE)
+        keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + offset_of(offs_n, 4), wanted, D, MXFP4)
         offs_d = tl.arange(0, D)
         offs_g = tl.arange(0, GROUP)
         member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
@@ -59,8 +60,9 @@ def indexer_logits_kernel(
         for i in tl.range(0, BLOCK_T, GROUP):
             # Rows past the last token repeat it: cheaper than a mask, and not stored.
             row_token = tl.minimum(first_token + i + member, num_tokens - 1).to(tl.int64)
-            q_ptrs = q8_ptr + (row_token * Q_STRIDE_T + head * Q_STRIDE_I)[:, None] + offs_d[None, :]
-            weight_ptrs = weights_ptr + row_token * WEIGHT_STRIDE + head
+            q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(head, Q_STRIDE_I, HEADS)
+            q_ptrs = q8_ptr + q_row[:, None] + offs_d[None, :]
+            weight_ptrs = weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + head
             if HEADS < BLOCK_I:
                 q = tl.load(q_ptrs, mask=(head < HEADS)[:, None], other=0.0)
                 weights = tl.load(weight_ptrs, mask=head < HEADS, other=0.0)
@@ -76,5 +78,5 @@ def indexer_logits_kernel(
                 row_end = tl.load(ends_ptr + token, mask=token_ok, other=0)
                 in_range = (offs_n[:, None] >= row_start[None, :]) & (offs_n[:, None] < row_end[None, :])
                 scores = tl.where(in_range, scores, float("-inf"))
-            out = logits_ptr + token.to(tl.int64)[None, :] * num_keys + offs_n[:, None]
+            out = logits_ptr + offset_of(token[None, :], num_keys) + offs_n[:, None]
             tl.store(out, scores, mask=in_keys[:, None] & token_ok[None, :])

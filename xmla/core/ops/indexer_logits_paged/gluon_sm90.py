@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.gluon import async_copy, gl, gluon
+from xmla.core.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90 import (
     KEYS,
     PIECE,
@@ -61,12 +62,15 @@ def copy_tile(
     D: gl.constexpr = key_smem.shape[1]
     left_ok = (left >= 0) & (left < num_pages)
     right_ok = (right >= 0) & (right < num_pages)
-    left_byte = left.to(gl.int64) * PAGE_STRIDE
-    right_byte = right.to(gl.int64) * PAGE_STRIDE
+    left_byte = offset_of(left, PAGE_STRIDE)
+    right_byte = offset_of(right, PAGE_STRIDE)
     left_entry, right_entry = first_key % PAGE_SIZE, (first_key + HALF) % PAGE_SIZE
-    left_ptrs, right_ptrs = values_ptrs + (left_byte + left_entry * D), values_ptrs + (right_byte + right_entry * D)
+    left_ptrs = values_ptrs + (left_byte + offset_of(left_entry, D, PAGE_SIZE))
+    right_ptrs = values_ptrs + (right_byte + offset_of(right_entry, D, PAGE_SIZE))
     word = gl.arange(0, KEYS, layout=WORDS)
-    scale_bytes = gl.where(word < HALF, left_byte + left_entry * 4, right_byte + (right_entry - HALF) * 4)
+    left_scales = left_byte + offset_of(left_entry, 4, PAGE_SIZE)
+    right_scales = right_byte + offset_of(right_entry - HALF, 4, PAGE_SIZE)
+    scale_bytes = gl.where(word < HALF, left_scales, right_scales)
     scale_ptrs = (scales_ptr + scale_bytes).to(gl.pointer_type(gl.float32), bitcast=True) + word
     missing = 1
     if left_ok & right_ok & (first_key + KEYS <= mapped):
@@ -100,7 +104,7 @@ def store_scores(
     key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
     member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
     token = first_token + member
-    out_ptrs = logits_ptr + gl.expand_dims(token.to(gl.int64) * max_len, 0) + gl.expand_dims(key, 1)
+    out_ptrs = logits_ptr + gl.expand_dims(offset_of(token, max_len), 0) + gl.expand_dims(key, 1)
     if whole:
         gl.store(out_ptrs, scores, mask=gl.expand_dims(member < count, 0))
     else:
@@ -118,7 +122,7 @@ def store_scores(
         "num_pages",
         "max_len",
         "table_stride",
-        "table_width",
+        "capacity",
         "next_n",
         "groups_a_request",
     ]
@@ -135,7 +139,7 @@ def indexer_logits_paged_sm90_kernel(
     num_pages,
     max_len,
     table_stride,
-    table_width,
+    capacity,  # min(max_len, M · R)
     next_n,  # tokens a request; 1 with request ids
     groups_a_request,
     logits_ptr,  # [T, max_len] f32
@@ -171,7 +175,6 @@ def indexer_logits_paged_sm90_kernel(
     values_ptrs = cache.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + entry + offs_d
     offs_g = gl.arange(0, BLOCK_G, layout=WORDS)
     nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
-    capacity = gl.minimum(max_len, table_width * PAGE_SIZE)
 
     # Work is the list of all groups' tiles of keys, cut evenly into one run a program. The list follows from the
     # lengths, so each program finds its run alone.
@@ -205,7 +208,7 @@ def indexer_logits_paged_sm90_kernel(
             if HAS_REQUEST_IDS:
                 request = gl.load(request_ids_ptr + group)
             known = (request >= 0) & (request < num_requests)
-            table_row = block_table_ptr + request.to(gl.int64) * table_stride
+            table_row = block_table_ptr + offset_of(request, table_stride)
 
             load_query(
                 q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,

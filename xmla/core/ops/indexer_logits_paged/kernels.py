@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import head_scores, load_page_keys, load_pages
+from xmla.core.offsets import offset_of
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def count_tiles(
         "num_pages",
         "max_len",
         "table_stride",
-        "table_width",
+        "capacity",
         "next_n",
         "groups_a_request",
     ]
@@ -42,7 +43,7 @@ def indexer_logits_paged_kernel(
     num_pages,
     max_len,
     table_stride,
-    table_width,
+    capacity,  # min(max_len, M · R)
     next_n,  # tokens a request; 1 with request ids
     groups_a_request,
     logits_ptr,  # [T, max_len] f32
@@ -65,7 +66,6 @@ def indexer_logits_paged_kernel(
     member = tl.arange(0, GROUP)
     row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
-    capacity = tl.minimum(max_len, table_width * PAGE_SIZE)
 
     # Work is the list of all groups' tiles of keys, cut evenly into one run a program. The list follows from the
     # lengths, so each program finds its run alone.
@@ -102,18 +102,18 @@ def indexer_logits_paged_kernel(
             if HAS_REQUEST_IDS:
                 request = tl.load(request_ids_ptr + group)
             known = (request >= 0) & (request < num_requests)
-            table_row = block_table_ptr + request.to(tl.int64) * table_stride
+            table_row = block_table_ptr + offset_of(request, table_stride)
 
             row_ok = (row_head < HEADS) & (part + row_member < next_n)
             row_token = (first_token + row_member).to(tl.int64)
-            q_row = row_token * Q_STRIDE_T + row_head * Q_STRIDE_I
+            q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(row_head, Q_STRIDE_I, HEADS)
             q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
-            weights = tl.load(weights_ptr + row_token * WEIGHT_STRIDE + row_head, mask=row_ok, other=0.0)
+            weights = tl.load(weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
             token = first_token + member
             length = tl.load(lengths_ptr + token, mask=part + member < next_n, other=0)
             length = tl.minimum(length, capacity)  # [GROUP]
             mapped = tl.where(known, tl.max(length), 0)  # keys that the block table maps
-            out_row = token.to(tl.int64)[None, :] * max_len
+            out_row = offset_of(token[None, :], max_len)
 
             # A tile's pages are read a tile ahead, so that its keys wait for one load instead of two.
             coming = load_pages(table_row, first_tile * BLOCK_N + tl.arange(0, BLOCK_N), mapped, PAGE_SIZE)

@@ -100,7 +100,7 @@ def sizes(problem: Problem, grouping: Grouping) -> tuple[int, ...]:
         problem["P"],
         columns(problem),
         problem.specs["block_table"].stride(0),
-        problem["M"],
+        min(columns(problem), problem["M"] * problem["R"]),
         grouping.next_n,
         grouping.groups_a_request,
     )

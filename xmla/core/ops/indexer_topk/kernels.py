@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import as_bytes, head_scores, load_keys
+from xmla.core.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import (
     COLUMNS_A_WARP,
     KEY_OF_INF,
@@ -72,7 +73,7 @@ def take_block(
     for g in tl.range(0, GROUP):
         count = tl.sum(tl.where(member == g, counts, 0))
         threshold = tl.sum(tl.where(member == g, thresholds, 0).to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
-        space = candidates + g * STRIDE
+        space = candidates + offset_of(g, STRIDE, GROUP)
         if count > CAPACITY - BLOCK:
             threshold = keep_largest(space, count, K, CAPACITY, WARPS)
             count = tl.full([], K, tl.int32)
@@ -80,7 +81,7 @@ def take_block(
         length = tl.sum(tl.where(member == g, lengths, 0))
         for at in tl.range(0, BLOCK, WARPS * COLUMNS_A_WARP):
             last = tl.minimum(length - first, BLOCK) - at
-            x, y, z, w = load_tile(scores + g * BLOCK + at, last, False, WARPS)
+            x, y, z, w = load_tile(scores + offset_of(g, BLOCK, GROUP) + at, last, False, WARPS)
             count = append_tile(
                 space, count, CAPACITY, x, y, z, w, first + at, -first - at, last, threshold, 0.0, False, True, WARPS
             )
@@ -134,15 +135,15 @@ def indexer_topk_kernel(
     member = tl.arange(0, GROUP)
     row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
-    candidates = as_packed(candidates_ptr) + tl.program_id(0).to(tl.int64) * (GROUP * CAPACITY)
-    scores_out = scores_ptr + tl.program_id(0).to(tl.int64) * (GROUP * BLOCK)
+    candidates = as_packed(candidates_ptr) + offset_of(tl.program_id(0), GROUP * CAPACITY)
+    scores_out = scores_ptr + offset_of(tl.program_id(0), GROUP * BLOCK)
     for step in tl.range(0, tl.cdiv(num_groups - tl.program_id(0), tl.num_programs(0))):
         first_token = (tl.program_id(0) + step * tl.num_programs(0)) * GROUP
         row_token = (first_token + row_member).to(tl.int64)
         row_ok = (row_head < HEADS) & (row_token < num_tokens)
-        q_row = row_token * Q_STRIDE_T + row_head * Q_STRIDE_I
+        q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(row_head, Q_STRIDE_I, HEADS)
         q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
-        weights = tl.load(weights_ptr + row_token * WEIGHT_STRIDE + row_head, mask=row_ok, other=0.0)
+        weights = tl.load(weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
 
         token = first_token + member
         token_ok = token < num_tokens
@@ -156,11 +157,13 @@ def indexer_topk_kernel(
             block_key = first_key + block * BLOCK
             for tile in tl.range(0, tl.cdiv(tl.minimum(BLOCK, last_key - block_key), BLOCK_N)):
                 key = block_key + tile * BLOCK_N + offs_n
-                key_row = key.to(tl.int64) * KEY_STRIDE
-                scale_ptrs = as_bytes(key_scales_ptr) + key.to(tl.int64) * 4
+                key_row = offset_of(key, KEY_STRIDE)
+                scale_ptrs = as_bytes(key_scales_ptr) + offset_of(key, 4)
                 keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, MXFP4)
                 scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
-                tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + member[None, :] * BLOCK, scores)
+                tl.store(
+                    scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores
+                )
             counts, thresholds = take_block(
                 candidates, scores_out, block_key - start, end - start, counts, thresholds, K, GROUP, CAPACITY,
                 CAPACITY, BLOCK, WARPS,
@@ -169,11 +172,11 @@ def indexer_topk_kernel(
         for g in tl.range(0, GROUP):
             if first_token + g < num_tokens:
                 count = tl.sum(tl.where(member == g, counts, 0))
-                space = candidates + g * CAPACITY
+                space = candidates + offset_of(g, CAPACITY, GROUP)
                 if count > K:
                     keep_largest(space, count, K, CAPACITY, WARPS)
                     count = tl.full([], K, tl.int32)
-                write_indices(space, count, indices_ptr + (first_token + g).to(tl.int64) * K, K, BLOCK_K)
+                write_indices(space, count, indices_ptr + offset_of(first_token + g, K), K, BLOCK_K)
         tl.debug_barrier()  # the next tokens overwrite the candidates
 
 
@@ -190,11 +193,11 @@ def merge_segments_kernel(
     WARPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    counts_row = counts_ptr + row * SEGMENTS
-    out = indices_ptr + row * K
+    counts_row = counts_ptr + offset_of(row, SEGMENTS)
+    out = indices_ptr + offset_of(row, K)
     total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
     if total >= K:
-        candidates = as_packed(candidates_ptr) + row * (SEGMENTS * CAPACITY)
+        candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
         choose_candidates(candidates, counts_row, total, out, K, SEGMENTS, CAPACITY, LANES, WARPS)
     else:  # the row has fewer than K keys, and they are 0, 1, …
         for base in tl.range(0, K, BLOCK_K):

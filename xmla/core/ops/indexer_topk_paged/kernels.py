@@ -2,13 +2,12 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import head_scores, load_page_keys, load_pages
+from xmla.core.offsets import offset_of
 from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
 from xmla.core.ops.select_topk.kernels import as_packed
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "num_pages", "table_stride", "table_width", "next_n", "groups_a_request"]
-)
+@triton.jit(do_not_specialize=["num_requests", "num_pages", "table_stride", "capacity", "next_n", "groups_a_request"])
 def indexer_topk_paged_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32
@@ -19,7 +18,7 @@ def indexer_topk_paged_kernel(
     num_requests,
     num_pages,
     table_stride,
-    table_width,
+    capacity,  # M · R
     next_n,  # tokens a request; 1 with request ids
     groups_a_request,
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
@@ -51,7 +50,7 @@ def indexer_topk_paged_kernel(
     if HAS_REQUEST_IDS:
         request = tl.load(request_ids_ptr + group)
     known = (request >= 0) & (request < num_requests)
-    table_row = block_table_ptr + request.to(tl.int64) * table_stride
+    table_row = block_table_ptr + offset_of(request, table_stride)
 
     offs_d = tl.arange(0, D)
     member = tl.arange(0, GROUP)
@@ -59,19 +58,19 @@ def indexer_topk_paged_kernel(
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
     row_ok = (row_head < HEADS) & (part + row_member < next_n)
     row_token = (first_token + row_member).to(tl.int64)
-    q_row = row_token * Q_STRIDE_T + row_head * Q_STRIDE_I
+    q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(row_head, Q_STRIDE_I, HEADS)
     q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
-    weights = tl.load(weights_ptr + row_token * WEIGHT_STRIDE + row_head, mask=row_ok, other=0.0)
+    weights = tl.load(weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
 
     token = first_token + member
     token_ok = part + member < next_n
     length = tl.load(lengths_ptr + token, mask=token_ok, other=0)
-    length = tl.maximum(tl.minimum(length, table_width * PAGE_SIZE), 0)  # [GROUP]
+    length = tl.maximum(tl.minimum(length, capacity), 0)  # [GROUP]
     reach = tl.max(length)
     mapped = tl.where(known, reach, 0)  # keys that the block table maps
     blocks = tl.cdiv(tl.cdiv(reach, BLOCK), SEGMENTS)  # of this segment
-    candidates = as_packed(candidates_ptr) + (first_token.to(tl.int64) * SEGMENTS + segment) * CAPACITY
-    scores_out = scores_ptr + tl.program_id(0).to(tl.int64) * (GROUP * BLOCK)
+    candidates = as_packed(candidates_ptr) + offset_of(offset_of(first_token, SEGMENTS) + segment, CAPACITY)
+    scores_out = scores_ptr + offset_of(tl.program_id(0), GROUP * BLOCK)
     offs_n = tl.arange(0, BLOCK_N)
     counts = tl.zeros([GROUP], tl.int32)
     thresholds = tl.zeros([GROUP], tl.uint32)
@@ -83,7 +82,7 @@ def indexer_topk_paged_kernel(
             keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
             scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
             scores = tl.where(ok[:, None], scores, float("-inf"))
-            tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + member[None, :] * BLOCK, scores)
+            tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores)
         column = tl.zeros([GROUP], tl.int32) + block_key
         counts, thresholds = take_block(
             candidates, scores_out, column, length, counts, thresholds, K, GROUP, SEGMENTS * CAPACITY, CAPACITY, BLOCK,
@@ -94,6 +93,6 @@ def indexer_topk_paged_kernel(
         if part + g < next_n:
             count = tl.sum(tl.where(member == g, counts, 0))
             if count > K:
-                keep_largest(candidates + g * (SEGMENTS * CAPACITY), count, K, CAPACITY, WARPS)
+                keep_largest(candidates + offset_of(g, SEGMENTS * CAPACITY, GROUP), count, K, CAPACITY, WARPS)
                 count = tl.full([], K, tl.int32)
-            tl.store(counts_ptr + (first_token + g).to(tl.int64) * SEGMENTS + segment, count)
+            tl.store(counts_ptr + offset_of(first_token + g, SEGMENTS) + segment, count)

@@ -49,7 +49,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             problem["B"],
             problem["P"],
             specs["block_table"].stride(0),
-            problem["M"],
+            problem["M"] * problem["R"],
             grouping.next_n,
             grouping.groups_a_request,
         ),

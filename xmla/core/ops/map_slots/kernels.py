@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import request_of
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
@@ -25,23 +26,23 @@ def map_slots_kernel(
     token = tl.program_id(0).to(tl.int64)
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
     width = tl.where(request >= 0, table_width, 0)
-    table_row = block_table_ptr + request.to(tl.int64) * table_stride
+    table_row = block_table_ptr + offset_of(request, table_stride)
     count = 0
     for first in tl.range(0, K, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
-        index = tl.load(indices_ptr + token * INDEX_STRIDE + offs_k, mask=offs_k < K, other=-1)
+        index = tl.load(indices_ptr + offset_of(token, INDEX_STRIDE) + offs_k, mask=offs_k < K, other=-1)
         inside = (index >= 0) & (index // PAGE_SIZE < width)
         page = tl.load(table_row + index // PAGE_SIZE, mask=inside, other=-1)
-        slot = page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE
+        slot = offset_of(page, PAGE_SIZE) + index % PAGE_SIZE
         ok = (page >= 0) & (slot <= 0x7FFFFFFF)
         if COMPACT:
             place = count + tl.cumsum(ok.to(tl.int32), 0) - 1
-            tl.store(slots_ptr + token * K + place, slot.to(tl.int32), mask=ok)
+            tl.store(slots_ptr + offset_of(token, K) + place, slot.to(tl.int32), mask=ok)
         else:
-            tl.store(slots_ptr + token * K + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < K)
+            tl.store(slots_ptr + offset_of(token, K) + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < K)
         count += tl.sum(ok.to(tl.int32))
     if COMPACT:
         for first in tl.range(0, K, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
-            tl.store(slots_ptr + token * K + offs_k, -1, mask=(offs_k >= count) & (offs_k < K))
+            tl.store(slots_ptr + offset_of(token, K) + offs_k, -1, mask=(offs_k >= count) & (offs_k < K))
     tl.store(counts_ptr + token, count)

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import LN2, LOG2E
+from xmla.core.offsets import offset_of
 
 
 @triton.jit
@@ -37,8 +38,8 @@ def merge_attention_kernel(
     offs_l = tl.arange(0, BLOCK_L)[None, :]
     head_ok = offs_h < HEADS
     latent_ok = offs_l < LATENT
-    lse_row = token * LSE_STRIDE_T + offs_h
-    out_row = token * OUT_STRIDE_T + offs_h * OUT_STRIDE_H
+    lse_row = offset_of(token, LSE_STRIDE_T) + offs_h
+    out_row = offset_of(token, OUT_STRIDE_T) + offset_of(offs_h, OUT_STRIDE_H, HEADS)
 
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     part_row = lse_row  # [BLOCK_H] i64
@@ -66,7 +67,7 @@ def merge_attention_kernel(
     if HAS_SINK:
         whole += tl.exp2((tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) - base) * LOG2E)
     out = tl.where(has_keys[:, None], accumulator / whole[:, None], 0.0)
-    row = token * HEADS + offs_h
-    out_ptrs = out_ptr + row[:, None] * LATENT + offs_l
+    row = offset_of(token, HEADS) + offs_h
+    out_ptrs = out_ptr + offset_of(row[:, None], LATENT) + offs_l
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None] & latent_ok)
     tl.store(lse_ptr + row, tl.where(has_keys, base + tl.log2(denominator) * LN2, EMPTY_LSE), mask=head_ok)

@@ -9,6 +9,7 @@ place is the number of winners before it.
 import triton
 import triton.language as tl
 
+from xmla.core.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import order_key
 
 
@@ -19,11 +20,11 @@ def load_candidates(
 ):  # fmt: skip
     """Order keys u32, 0 of padding, indices and values of a row's candidates; `candidate` counts over all parts."""
     inside = candidate < num_candidates
-    part, place = (candidate // N).to(tl.int64), candidate % N
-    index_ptrs = indices_ptr + part * INDEX_STRIDE_W + row * INDEX_STRIDE_T + place
+    part, place = candidate // N, candidate % N
+    index_ptrs = indices_ptr + offset_of(part, INDEX_STRIDE_W) + offset_of(row, INDEX_STRIDE_T) + place
     index = tl.load(index_ptrs, mask=inside, other=-1)
     valid = index >= 0
-    value_ptrs = values_ptr + part * VALUE_STRIDE_W + row * VALUE_STRIDE_T + place
+    value_ptrs = values_ptr + offset_of(part, VALUE_STRIDE_W) + offset_of(row, VALUE_STRIDE_T) + place
     value = tl.load(value_ptrs, mask=valid, other=0.0)
     return tl.where(valid, order_key(value), 0), index, value
 
@@ -127,8 +128,8 @@ def merge_choose_kernel(
         chosen = over | (last & (rank <= room))
         seen += tl.sum(last.to(tl.int32))
         place = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(chosen_values_ptr + row * K + place, value, mask=chosen)
-        tl.store(chosen_ptr + row * K + place, index, mask=chosen)
+        tl.store(chosen_values_ptr + offset_of(row, K) + place, value, mask=chosen)
+        tl.store(chosen_ptr + offset_of(row, K) + place, index, mask=chosen)
         count += tl.sum(chosen.to(tl.int32))
     tl.store(counts_ptr + row, count)
 
@@ -145,7 +146,7 @@ def merge_order_kernel(
     BLOCK_N: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * K
+    row = offset_of(tl.program_id(0) // BLOCKS, K)
     offs_k = tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
     count = tl.load(counts_ptr + tl.program_id(0) // BLOCKS)
     mine = offs_k < count
@@ -176,7 +177,7 @@ def merge_sort_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,  # ≥ K
 ):
-    row = tl.program_id(0).to(tl.int64) * K
+    row = offset_of(tl.program_id(0), K)
     offs_k = tl.arange(0, BLOCK_K)
     count = tl.load(counts_ptr + tl.program_id(0))
     index = tl.load(chosen_ptr + row + offs_k, mask=offs_k < count, other=0x7FFFFFFF)

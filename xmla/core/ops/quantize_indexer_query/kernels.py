@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import dequantize_mxfp4, quantize, quantize_mxfp4
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -21,17 +22,18 @@ def quantize_indexer_query_kernel(
     MIN_EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] rows of (token, head)
+    row = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)  # [BLOCK] rows of (token, head)
     ok = row < num_rows
     token, head = row // HEADS, row % HEADS
     offs_d = tl.arange(0, D)[None, :]
-    x = tl.load(q_ptr + (token * Q_STRIDE_T + head * Q_STRIDE_I)[:, None] + offs_d, mask=ok[:, None], other=0.0)
-    weights = tl.load(weights_ptr + token * WEIGHT_STRIDE + head, mask=ok, other=0.0).to(tl.float32)
+    q_row = offset_of(token, Q_STRIDE_T) + offset_of(head, Q_STRIDE_I)
+    x = tl.load(q_ptr + q_row[:, None] + offs_d, mask=ok[:, None], other=0.0)
+    weights = tl.load(weights_ptr + offset_of(token, WEIGHT_STRIDE) + head, mask=ok, other=0.0).to(tl.float32)
     if MXFP4:
         packed, exponents = quantize_mxfp4(x.to(tl.float32), MIN_EXPONENT)
         values = dequantize_mxfp4(packed, exponents)  # [BLOCK, D] bf16
     else:
         values, scales = quantize(x.to(tl.float32), 1, MIN_EXPONENT)  # [BLOCK, D] e4m3, [BLOCK] f32
         weights *= scales
-    tl.store(q8_ptr + row[:, None] * D + offs_d, values, mask=ok[:, None])
+    tl.store(q8_ptr + offset_of(row[:, None], D) + offs_d, values, mask=ok[:, None])
     tl.store(folded_weights_ptr + row, weights * SCALE, mask=ok)

@@ -1,7 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, as_words, page_base
+from xmla.core.lang import as_bytes, as_words
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -20,14 +21,16 @@ def read_indexer_cache_kernel(
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     stored = token < num_tokens
-    slot = tl.load(slots_ptr + token.to(tl.int64) * SLOT_STRIDE, mask=stored, other=-1)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=stored, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
-    base = page_base(slot // PAGE_SIZE, PAGE_STRIDE)
+    base = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
     offset = slot % PAGE_SIZE
     cache = as_bytes(cache_ptr)
 
     offs_b = tl.arange(0, VALUE_BYTES)[None, :]
-    values = tl.load(cache + (base + offset * VALUE_BYTES)[:, None] + offs_b, mask=ok[:, None], other=0)
-    tl.store(as_bytes(keys_ptr) + token.to(tl.int64)[:, None] * VALUE_BYTES + offs_b, values, mask=stored[:, None])
-    scales = tl.load(as_words(cache + base + PAGE_SIZE * VALUE_BYTES + offset * 4), mask=ok, other=0)
+    rows = cache + (base + offset_of(offset, VALUE_BYTES, PAGE_SIZE))[:, None]
+    values = tl.load(rows + offs_b, mask=ok[:, None], other=0)
+    tl.store(as_bytes(keys_ptr) + offset_of(token[:, None], VALUE_BYTES) + offs_b, values, mask=stored[:, None])
+    footer = cache + base + PAGE_SIZE * VALUE_BYTES + offset_of(offset, 4, PAGE_SIZE)
+    scales = tl.load(as_words(footer), mask=ok, other=0)
     tl.store(as_words(key_scales_ptr) + token, scales, mask=stored)

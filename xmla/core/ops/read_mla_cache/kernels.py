@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.entries import LANES, TAIL_LANES, entry_offsets, load_entries
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -18,12 +19,12 @@ def read_mla_cache_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=token < num_tokens, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     value, tail = load_entries(cache_ptr, data, scales, ok, dtype, LAYOUT)
-    row = rows_ptr + token[:, None] * LAYOUT.dims
+    row = rows_ptr + offset_of(token[:, None], LAYOUT.dims)
     stored = (token < num_tokens)[:, None]
     tl.store(row + tl.arange(0, LANES)[None, :], value, mask=stored)
     if LAYOUT.tail:

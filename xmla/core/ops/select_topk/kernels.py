@@ -12,6 +12,8 @@ Order keys are unsigned integers in the order of the floats, NaN lowest but for 
 import triton
 import triton.language as tl
 
+from xmla.core.offsets import offset_of
+
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 KEY_OF_INF = tl.constexpr(0xFF800000)
 CHUNK = tl.constexpr(32)  # adjacent elements of a sample
@@ -250,7 +252,7 @@ def topk_candidates_kernel(
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
     if length > K:
-        row_ptr = logits_ptr + row * row_stride + start
+        row_ptr = logits_ptr + offset_of(row, row_stride) + start
         threshold = tl.full([], float("-inf"), tl.float32)
         if length > CAPACITY:
             threshold = estimate_threshold(row_ptr, length, RANK, LANES, STEP, WARPS)
@@ -258,7 +260,7 @@ def topk_candidates_kernel(
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
         tiles = tl.cdiv(tl.cdiv(length, TILE), SEGMENTS)
         first = segment * tiles * TILE
-        out = as_packed(candidates_ptr) + (row * SEGMENTS + segment) * CAPACITY
+        out = as_packed(candidates_ptr) + offset_of(offset_of(row, SEGMENTS) + segment, CAPACITY)
         count = tl.zeros([], tl.int32)
         whole = tl.maximum(tl.minimum(length - first, tiles * TILE), 0) // TILE
         if whole > 0:
@@ -273,7 +275,7 @@ def topk_candidates_kernel(
             at = first + whole * TILE
             x, y, z, w = load_tile(row_ptr + at, length - at, False, WARPS)
             count = append_tile(out, count, CAPACITY, x, y, z, w, at, 0, TILE, 0, threshold, False, False, WARPS)
-        tl.store(counts_ptr + row * SEGMENTS + segment, count)
+        tl.store(counts_ptr + offset_of(row, SEGMENTS) + segment, count)
 
 
 @triton.jit
@@ -398,20 +400,20 @@ def topk_select_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
-    out = indices_ptr + (first_row + row) * K
+    out = indices_ptr + offset_of(first_row + row, K)
     if length <= K:
         for base in tl.range(0, K, TILE):
             column = base + tl.arange(0, TILE)
             tl.store(out + column, tl.where(column < length, column, -1), mask=column < K)
     else:
-        row_ptr = logits_ptr + row * row_stride + start
+        row_ptr = logits_ptr + offset_of(row, row_stride) + start
         if SEGMENTS == 0:
             choose_in_row(row_ptr, length, out, K, TILE)
         else:
-            counts_row = counts_ptr + row * SEGMENTS
+            counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
             if (total > CAPACITY) | (total < K):
                 choose_in_row(row_ptr, length, out, K, TILE)
             else:
-                candidates = as_packed(candidates_ptr) + row * SEGMENTS * CAPACITY
+                candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
                 choose_candidates(candidates, counts_row, total, out, K, SEGMENTS, CAPACITY, CAPACITY, WARPS)

@@ -3,6 +3,7 @@ import triton.language as tl
 
 from xmla.core.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang import LOG2E, as_bytes
+from xmla.core.offsets import offset_of
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.
     position = tl.load(positions_ptr + token)
     known = (position >= 0) & (position < num_positions)
     offs = tl.arange(0, ROPE // 2)  # of the pair
-    row = cos_sin_ptr + position.to(tl.int64) * STRIDE + offs
+    row = cos_sin_ptr + offset_of(position, STRIDE) + offs
     mask = offs < tl.where(known, ROPE // 2, 0)
     cos = tl.load(row, mask=mask, other=1.0).to(tl.float32)[None, None, :]
     sin = tl.load(row + ROPE // 2, mask=mask, other=0.0).to(tl.float32)[None, None, :]
@@ -166,7 +167,7 @@ def sparse_mla_kernel(
     offs_h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
     offs_l = tl.arange(0, LANES)
-    q_row = q_ptr + token * Q_STRIDE_T + offs_h[:, None] * Q_STRIDE_H
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
     q = tl.load(q_row + offs_l[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, LANES]
     q_tail = tl.zeros([BLOCK_H, TAIL_LANES], q.dtype)
     if LAYOUT.tail:
@@ -184,8 +185,8 @@ def sparse_mla_kernel(
     extra_end = tl.minimum(extra_end, extra_first + split_keys)
     extra_first = tl.maximum(extra_first, 0)
 
-    slots = slots_ptr + token * SLOT_STRIDE
-    extra_slots = extra_slots_ptr + token * EXTRA_SLOT_STRIDE
+    slots = slots_ptr + offset_of(token, SLOT_STRIDE)
+    extra_slots = extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE)
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)
@@ -205,16 +206,16 @@ def sparse_mla_kernel(
     if SPLIT:
         factor = tl.where(denominator != 0.0, 1.0 / denominator, 0.0)
         lse = tl.where(denominator != 0.0, maximum + tl.log2(denominator), float("-inf"))
-        row = (token * num_splits + split) * HEADS + offs_h
+        row = offset_of(offset_of(token, num_splits) + split, HEADS) + offs_h
     else:
         sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
         factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
-        row = token * HEADS + offs_h
+        row = offset_of(token, HEADS) + offs_h
     out = accumulator * factor[:, None]
     if ROTATE and not SPLIT:
         out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, LAYOUT.rope, COS_SIN_STRIDE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
-    out_ptrs = out_ptr + row[:, None] * LANES + offs_l[None, :]
+    out_ptrs = out_ptr + offset_of(row[:, None], LANES) + offs_l[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
     tl.store(lse_ptr + row, lse, mask=head_ok)
 
@@ -243,9 +244,10 @@ def combine_splits_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = row // HEADS
     offs_h = tl.program_id(0) % HEADS + tl.arange(0, 1)  # one head
-    head_row = token * num_splits * HEADS + offs_h
+    head_row = offset_of(offset_of(token, num_splits), HEADS) + offs_h
     offs_s = tl.arange(0, MAX_SPLITS)
-    lses = tl.load(split_lse_ptr + head_row + offs_s * HEADS, mask=offs_s < num_splits, other=float("-inf"))
+    lse_ptrs = split_lse_ptr + head_row + offset_of(offs_s, HEADS, MAX_SPLITS)
+    lses = tl.load(lse_ptrs, mask=offs_s < num_splits, other=float("-inf"))
     maximum = tl.max(lses, 0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     denominator = tl.sum(tl.exp2(lses - base), 0)
@@ -256,9 +258,10 @@ def combine_splits_kernel(
     accumulator = tl.zeros([LANES], tl.float32)
     for first in tl.range(0, MAX_SPLITS, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)
-        split_row = head_row + split * HEADS
+        split_row = head_row + offset_of(split, HEADS, MAX_SPLITS)
         lse = tl.load(split_lse_ptr + split_row, mask=split < num_splits, other=float("-inf"))
-        part = tl.load(split_out_ptr + split_row[:, None] * LANES + offs_l, mask=split[:, None] < num_splits, other=0.0)
+        part_ptrs = split_out_ptr + offset_of(split_row[:, None], LANES) + offs_l
+        part = tl.load(part_ptrs, mask=split[:, None] < num_splits, other=0.0)
         accumulator += tl.sum(part * tl.exp2(lse - base)[:, None], 0)
 
     sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, HAS_SINK)
@@ -267,7 +270,7 @@ def combine_splits_kernel(
     if ROTATE:
         out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE, COS_SIN_STRIDE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
-    tl.store(out_ptr + row * LANES + offs_l, out.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + offset_of(row, LANES) + offs_l, out.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 
@@ -277,7 +280,7 @@ def clear_marks_kernel(
     marks_ptr,  # [P, R] i8
     BLOCK: tl.constexpr,
 ):
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offs = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     tl.store(marks_ptr + offs, tl.zeros([BLOCK], tl.int8), mask=offs < num_slots)
 
 
@@ -293,13 +296,13 @@ def mark_entries_kernel(
     HAS_LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * step
+    token = offset_of(tl.program_id(0), step)
     end = num_keys
     if HAS_LENGTHS:
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
     for first in tl.range(0, num_keys, BLOCK):
         offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + token * SLOT_STRIDE + offs, mask=offs < end, other=-1)
+        slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs, mask=offs < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)
         # A store to a mark that many programs write waits for them; a mark that is set comes from the L1 cache.
         ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
@@ -318,7 +321,7 @@ def unpack_entries_kernel(
     ROWS: tl.constexpr,  # their layout
     BLOCK: tl.constexpr,
 ):
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = slot < num_slots
     ok &= tl.load(marks_ptr + slot, mask=ok, other=0) != 0
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)

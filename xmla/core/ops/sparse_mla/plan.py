@@ -3,7 +3,7 @@ from math import inf, log
 
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, VALUE_DIMS, MlaLayout, mla_layout
-from xmla.core.op import Problem
+from xmla.core.op import LARGEST_SIZE, Problem
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
 from xmla.core.ops.sparse_mla.unpack import unpacking
@@ -92,6 +92,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     head_blocks = cdiv(heads, config.block_h)
     if extra is not None:  # tiles do not mix sources
         keys = cdiv(keys, config.block_n) * config.block_n + problem["EXTRA_K"]
+        if keys > LARGEST_SIZE:
+            problem.unsupported("slots", "K + EXTRA_K", problem["K"] + problem["EXTRA_K"], f"up to {LARGEST_SIZE}")
     if attrs["batch_invariant"]:
         splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)
     else:

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import request_of
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
@@ -24,15 +25,15 @@ def window_slots_kernel(
     token = tl.program_id(0).to(tl.int64)
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
     width = tl.where(request >= 0, table_width, 0)
-    table_row = block_table_ptr + request.to(tl.int64) * table_stride
+    table_row = block_table_ptr + offset_of(request, table_stride)
     visible = tl.maximum(tl.load(lengths_ptr + token), 0) // RATIO
-    visible = tl.minimum(visible.to(tl.int64), width.to(tl.int64) * PAGE_SIZE)
+    visible = tl.minimum(visible.to(tl.int64), offset_of(width, PAGE_SIZE))
     count = tl.minimum(visible, WINDOW)
     tl.store(counts_ptr + token, count.to(tl.int32))
     for first in tl.range(0, WINDOW, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         entry = (visible - count + offs_k).to(tl.int32)  # below 2**31 where it counts
         page = tl.load(table_row + entry // PAGE_SIZE, mask=offs_k < count, other=-1)
-        slot = page.to(tl.int64) * PAGE_SIZE + entry % PAGE_SIZE
+        slot = offset_of(page, PAGE_SIZE) + entry % PAGE_SIZE
         slot = tl.where((page >= 0) & (slot <= 0x7FFFFFFF), slot, -1)
-        tl.store(slots_ptr + token * WINDOW + offs_k, slot.to(tl.int32), mask=offs_k < WINDOW)
+        tl.store(slots_ptr + offset_of(token, WINDOW) + offs_k, slot.to(tl.int32), mask=offs_k < WINDOW)

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang import store_keys
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -21,8 +22,8 @@ def write_indexer_cache_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    slot = tl.load(slots_ptr + token.to(tl.int64) * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=token < num_tokens, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
     offs_d = tl.arange(0, D)[None, :]
-    x = tl.load(keys_ptr + token.to(tl.int64)[:, None] * KEY_STRIDE + offs_d, mask=ok[:, None], other=0.0)
+    x = tl.load(keys_ptr + offset_of(token[:, None], KEY_STRIDE) + offs_d, mask=ok[:, None], other=0.0)
     store_keys(cache_ptr, slot, ok, x.to(tl.float32), MXFP4, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.entries import LANES, TAIL_LANES, store_entries
+from xmla.core.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -22,12 +23,12 @@ def write_mla_cache_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    slot = tl.load(slots_ptr + token * SLOT_STRIDE, mask=token < num_tokens, other=-1)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=token < num_tokens, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
     offs_l = tl.arange(0, LANES)[None, :]
-    latent_ptrs = latent_ptr + token[:, None] * LATENT_STRIDE + offs_l
+    latent_ptrs = latent_ptr + offset_of(token[:, None], LATENT_STRIDE) + offs_l
     value = tl.load(latent_ptrs, mask=ok[:, None] & (offs_l < LAYOUT.latent), other=0.0).to(tl.float32)
-    rope_row = rope_ptr + token[:, None] * ROPE_STRIDE
+    rope_row = rope_ptr + offset_of(token[:, None], ROPE_STRIDE)
     if LAYOUT.rope_in_value:
         is_rope = offs_l >= LAYOUT.latent
         rope = tl.load(rope_row + (offs_l - LAYOUT.latent), mask=ok[:, None] & is_rope, other=0.0).to(tl.float32)

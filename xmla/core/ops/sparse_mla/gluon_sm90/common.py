@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from xmla.core.gluon import gl, gluon
 from xmla.core.lang import LOG2E
+from xmla.core.offsets import gluon_offset_of as offset_of
 
 # Of S [64 heads, 64 keys] and of half of the sums [64 heads, 256] in the registers of a warpgroup.
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -19,8 +20,6 @@ class Source(NamedTuple):
     num_slots: Any
     first: Any
     end: Any
-    PAGE_STRIDE: Any
-    PAGE_SIZE: Any
 
 
 class Turn(NamedTuple):
@@ -46,6 +45,10 @@ class Constants:
     """The kernel's parameters of these names that all of its parts need."""
 
     LAYOUT: Any
+    PAGE_STRIDE: int
+    PAGE_SIZE: int
+    EXTRA_PAGE_STRIDE: int
+    EXTRA_PAGE_SIZE: int
     HEADS: int
     Q_STRIDE_H: int
     SCALE: float
@@ -70,27 +73,29 @@ def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def offsets(slot, source, LAYOUT: gl.constexpr):
+def offsets(slot, LAYOUT: gl.constexpr, PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Where entries begin in their cache, and where their scales do."""
-    page = (slot // source.PAGE_SIZE).to(gl.int64) * source.PAGE_STRIDE
-    offset = slot % source.PAGE_SIZE
-    data = page + offset * LAYOUT.data
+    page = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    data = page + offset_of(offset, LAYOUT.data, PAGE_SIZE)
     if LAYOUT.footer:
-        return data, page + (source.PAGE_SIZE * LAYOUT.data + offset * LAYOUT.footer)
+        # In 32 bits only where the sum with the footer's start fits them: where a whole page does.
+        WHOLE: gl.constexpr = PAGE_SIZE * LAYOUT.row // LAYOUT.footer
+        return data, page + (PAGE_SIZE * LAYOUT.data + offset_of(offset, LAYOUT.footer, WHOLE))
     else:
         return data, data + LAYOUT.scale_offset
 
 
 @gluon.jit
-def entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
+def entry_pointers(main, extra, main_tiles, tile, slot, C: gl.constexpr):
     """Where each of a tile's 64 entries starts, where its scales do, and which entries are valid."""
     cache, num_slots = main.cache, main.num_slots
-    data, scales = offsets(slot, main, LAYOUT)
+    data, scales = offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
     if extra is not None:
         is_extra = tile >= main_tiles
         cache = gl.where(is_extra, extra.cache, cache)
         num_slots = gl.where(is_extra, extra.num_slots, num_slots)
-        extra_data, extra_scales = offsets(slot, extra, LAYOUT)
+        extra_data, extra_scales = offsets(slot, C.LAYOUT, C.EXTRA_PAGE_STRIDE, C.EXTRA_PAGE_SIZE)
         data, scales = gl.where(is_extra, extra_data, data), gl.where(is_extra, extra_scales, scales)
     return cache + data, cache + scales, (slot >= 0) & (slot < num_slots)
 
@@ -201,5 +206,5 @@ def store_half(out, share, smem, PART: gl.constexpr, task, C: gl.constexpr):
         result = staged.load(ROWS)
     offs_h = task.head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, result.type.layout))
     offs_l = PART * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, result.type.layout))
-    out_ptrs = task.out_row + gl.expand_dims(offs_h * 512, 1) + gl.expand_dims(offs_l, 0)
+    out_ptrs = task.out_row + gl.expand_dims(offset_of(offs_h, 512, C.HEADS), 1) + gl.expand_dims(offs_l, 0)
     gl.store(out_ptrs, result, mask=gl.expand_dims(offs_h < C.HEADS, 1))

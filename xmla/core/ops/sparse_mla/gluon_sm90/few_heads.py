@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.lang import LOG2E
+from xmla.core.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     close_sums,
     entry_pointers,
@@ -79,17 +80,17 @@ def copy_words(smem, entries, ok, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def copy_entries(latent, rope, main, slot, LAYOUT: gl.constexpr):
-    entries, _, ok = entry_pointers(main, None, 0, 0, slot, LAYOUT)
+def copy_entries(latent, rope, main, slot, C: gl.constexpr):
+    entries, _, ok = entry_pointers(main, None, 0, 0, slot, C)
     copy_words(latent, entries, ok, 0)
-    copy_words(rope, entries, ok, LAYOUT.rope_offset)
+    copy_words(rope, entries, ok, C.LAYOUT.rope_offset)
     async_copy.commit_group()
 
 
 @gluon.jit
-def load_scales(main, slot, LAYOUT: gl.constexpr):
+def load_scales(main, slot, C: gl.constexpr):
     """Scales [64, BLOCKS], and which entries are valid."""
-    _, scales, ok = entry_pointers(main, None, 0, 0, slot, LAYOUT)
+    _, scales, ok = entry_pointers(main, None, 0, 0, slot, C)
     ptrs = gl.expand_dims(scales.to(gl.pointer_type(gl.float32), bitcast=True), 1)
     ptrs += gl.expand_dims(gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, SCALES)), 0)
     return gl.load(ptrs, mask=gl.expand_dims(ok, 1), other=0.0), ok
@@ -100,7 +101,7 @@ def load_rows(q_row, head_block, START: gl.constexpr, DIMS: gl.constexpr, LAYOUT
     """DIMS of each of a program's queries, in float32."""
     rows = head_block * H + gl.arange(0, H, layout=gl.SliceLayout(1, LAYOUT))
     dims = START + gl.arange(0, DIMS, layout=gl.SliceLayout(0, LAYOUT))
-    ptrs = gl.expand_dims(q_row + rows * C.Q_STRIDE_H, 1) + gl.expand_dims(dims, 0)
+    ptrs = gl.expand_dims(q_row + offset_of(rows, C.Q_STRIDE_H, C.HEADS), 1) + gl.expand_dims(dims, 0)
     return gl.load(ptrs, mask=gl.expand_dims(rows < C.HEADS, 1), other=0.0).to(gl.float32)
 
 
@@ -137,7 +138,6 @@ def by_row(factor):
 
 @gluon.jit
 def attend_few_heads(main, tiles, task, C: gl.constexpr):
-    LAYOUT: gl.constexpr = C.LAYOUT
     SMEM_W: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     SMEM_E: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     SMEM_H: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -162,9 +162,9 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
     q = load_rows(task.q_row, task.head_block, 0, 512, gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]), C)
     q_rope = load_rows(task.q_row, task.head_block, 512, 64, gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]), C)
     for tile in gl.static_range(STAGES):
-        copy_entries(latent_smem.index(tile), rope_smem.index(tile), main, slots[tile], LAYOUT)
+        copy_entries(latent_smem.index(tile), rope_smem.index(tile), main, slots[tile], C)
         if tile == 0:
-            scales, ok = load_scales(main, scale_slot, LAYOUT)
+            scales, ok = load_scales(main, scale_slot, C)
             scale_slot = load_slots(main, None, 0, 1, gl.SliceLayout(1, SCALES))
     slot = load_slots(main, None, 0, STAGES, gl.SliceLayout(1, WORDS))
 
@@ -199,7 +199,7 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
         seen |= ok.to(gl.int32)
         async_copy.wait_group(STAGES - 1)
         gl.barrier()
-        scales, ok = load_scales(main, scale_slot, LAYOUT)
+        scales, ok = load_scales(main, scale_slot, C)
         scale_slot = load_slots(main, None, 0, tile + 2, gl.SliceLayout(1, SCALES))
 
         # Scores of each block of dims, then of all.
@@ -231,7 +231,7 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
         values = right(gl.reshape(gl.permute(values, (1, 0, 3, 2)), (BLOCKS, N, 128)))
         out = mma_v2(weights.to(gl.float16), values, out * by_row(factor_smem.load(HEADS_O)))
         gl.barrier()
-        copy_entries(latent_smem.index(stage), rope_smem.index(stage), main, slot, LAYOUT)
+        copy_entries(latent_smem.index(stage), rope_smem.index(stage), main, slot, C)
         slot = load_slots(main, None, 0, tile + STAGES + 1, gl.SliceLayout(1, WORDS))
     async_copy.wait_group(0)
 
@@ -244,5 +244,5 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
     out = gl.convert_layout(out, QUERIES, assert_trivial=True)  # 16 neighbouring dims a thread
     rows = task.head_block * H + gl.arange(0, H, layout=gl.SliceLayout(1, QUERIES))
     dims = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERIES))
-    ptrs = task.out_row + gl.expand_dims(rows * 512, 1) + gl.expand_dims(dims, 0)
+    ptrs = task.out_row + gl.expand_dims(offset_of(rows, 512, C.HEADS), 1) + gl.expand_dims(dims, 0)
     gl.store(ptrs, out, mask=gl.expand_dims(rows < C.HEADS, 1))

@@ -1,6 +1,7 @@
 """The attention kernel for Hopper: which keys a program has; few_heads.py, packed.py or plain.py attends to them."""
 
 from xmla.core.gluon import gl, gluon
+from xmla.core.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import Constants, Source, Task, Turn
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
@@ -78,9 +79,9 @@ def sparse_mla_sm90_kernel(
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    place = token * HEADS
+    place = offset_of(token, HEADS)
     if SPLIT:
-        place = (token * num_splits + split) * HEADS
+        place = offset_of(offset_of(token, num_splits) + split, HEADS)
 
     end = num_keys
     if HAS_LENGTHS:
@@ -88,7 +89,7 @@ def sparse_mla_sm90_kernel(
     first = split * split_keys
     end = gl.minimum(end, first + split_keys)
     cache = pool(cache_ptr, LAYOUT)
-    main = Source(cache, slots_ptr + token * SLOT_STRIDE, num_slots, first, end, PAGE_STRIDE, PAGE_SIZE)
+    main = Source(cache, slots_ptr + offset_of(token, SLOT_STRIDE), num_slots, first, end)
     main_tiles = gl.cdiv(gl.maximum(end, first) - first, N)  # a length may be the least integer
     tiles = main_tiles
     if EXTRA_LAYOUT is not None:
@@ -99,25 +100,26 @@ def sparse_mla_sm90_kernel(
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
         extra_cache = pool(extra_cache_ptr, LAYOUT)
-        extra_slots = extra_slots_ptr + token * EXTRA_SLOT_STRIDE
-        extra = Source(
-            extra_cache, extra_slots, num_extra_slots, extra_first, extra_end, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE
-        )
+        extra_slots = extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE)
+        extra = Source(extra_cache, extra_slots, num_extra_slots, extra_first, extra_end)
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, N)
     else:
         extra: gl.constexpr = None
     tiles = gl.maximum(tiles, 1)  # one without a key where there is none
 
-    q_row = q_ptr + token * Q_STRIDE_T
-    out_row, lse_row = out_ptr + place * 512, lse_ptr + place
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T)
+    out_row, lse_row = out_ptr + offset_of(place, 512), lse_ptr + place
     if ROTATE and not SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
-        turn = Turn(cos_sin_ptr + position.to(gl.int64) * COS_SIN_STRIDE, known)
+        turn = Turn(cos_sin_ptr + offset_of(position, COS_SIN_STRIDE), known)
     else:
         turn: gl.constexpr = None
     task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
-    C: gl.constexpr = constants(LAYOUT, HEADS, Q_STRIDE_H, SCALE, HAS_SINK, EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT)
+    C: gl.constexpr = constants(
+        LAYOUT, PAGE_STRIDE, PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, HEADS, Q_STRIDE_H, SCALE, HAS_SINK,
+        EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
+    )  # fmt: skip
     if BLOCK_H == 16:
         attend_few_heads(main, tiles, task, C)
     elif LAYOUT.packed:

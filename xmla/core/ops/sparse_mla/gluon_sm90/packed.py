@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.lang import LOG2E
+from xmla.core.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     O_LAYOUT,
     S_LAYOUT,
@@ -75,10 +76,11 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def prefetch(main, extra, main_tiles, tile, slot, LAYOUT: gl.constexpr):
+def prefetch(main, extra, main_tiles, tile, slot, C: gl.constexpr):
     """Entries on their way to the L2 cache, a line of 128 bytes at a time."""
     LINES: gl.constexpr = slot.type.layout.parent
-    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
+    LAYOUT: gl.constexpr = C.LAYOUT
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, C)
     line = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, LINES)), 0) * 128
     ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
     END: gl.constexpr = LAYOUT.data + 128 * (LAYOUT.footer > 0)
@@ -185,7 +187,7 @@ def scale_rope(words, exponent, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def produce(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
+def produce(main, extra, main_tiles, tiles, shared, C: gl.constexpr):
     N: gl.constexpr = 64
     # Eight lanes of a row pair store 16 bytes each without a bank conflict: even chunks of one, odd ones of the other.
     WORDS: gl.constexpr = gl.BlockedLayout([1, 2, 2, 4], [8, 1, 1, 4], [4, 1, 1, 1], [3, 2, 1, 0])
@@ -193,7 +195,7 @@ def produce(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
-    entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, LAYOUT)
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, C)
     scales0 = load_scales(scales, ok, 0, WORDS)
     scales1 = load_scales(scales, ok, 8, WORDS)
     words0 = load_words(entries, ok, 0, WORDS)
@@ -216,13 +218,13 @@ def produce(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
         shared.entries.index(stage * 2).reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words0, factor0))
         fence_async_shared()
         mbarrier.arrive(shared.full[0].index(stage), count=1)
-        rope = load_rope(entries, ok, LAYOUT.rope_offset, WORDS)
+        rope = load_rope(entries, ok, C.LAYOUT.rope_offset, WORDS)
         mbarrier.wait(shared.empty[1].index(stage), (tile // 2 & 1) ^ 1)
         shared.entries.index(stage * 2 + 1).reinterpret(gl.int32, [N, 128], SMEM_W).store(to_half(words1, factor1))
         shared.rope.index(stage).reinterpret(gl.int32, [N, 32], SMEM_W).store(scale_rope(rope, exponent, WORDS))
         fence_async_shared()
         mbarrier.arrive(shared.full[1].index(stage), count=1)
-        entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
+        entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, C)
         scales0 = load_scales(scales, ok, 0, WORDS)
         scales1 = load_scales(scales, ok, 8, WORDS)
         words0 = load_words(entries, ok, 0, WORDS)
@@ -306,7 +308,7 @@ def scale_halves(words, factor):
 
 
 @gluon.jit
-def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
+def produce_v4(main, extra, main_tiles, tiles, shared, C: gl.constexpr):
     N: gl.constexpr = 64
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # 64 bytes a row, of the cache
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # 64 dims of it in float16
@@ -317,11 +319,11 @@ def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
     # Blocks of 64 dims share a scale. Raw bytes of the first six come through shared memory, a thread reading what it
     # has copied; the seventh and the roped dims through registers.
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
-    entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, LAYOUT)
+    entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, C)
     copy_blocks(entries, ok, shared.rope[0], 0, 4)
     copy_blocks(entries, ok, shared.rope[1], 256, 2)
     scale_bytes = load_scale_bytes(scales, ok)
-    rope = load_row(entries, ok, LAYOUT.rope_offset, 32, PAIRS)
+    rope = load_row(entries, ok, C.LAYOUT.rope_offset, 32, PAIRS)
     slot = load_slots(main, extra, main_tiles, 1, ROWS)
     seen = gl.zeros([N], gl.int32, ROWS)
     for tile in range(0, tiles):
@@ -346,7 +348,7 @@ def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
             left.slice(block * 32, 32, 1).store(scale_block(words, scale_bytes, exponent, block, PAIRS))
         fence_async_shared()
         mbarrier.arrive(shared.full[0].index(stage), count=1)
-        entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, LAYOUT)
+        entries, scales, ok = entry_pointers(main, extra, main_tiles, tile + 1, slot, C)
         copy_blocks(entries, ok, shared.rope[0], 0, 4)
         mbarrier.wait(shared.empty[1].index(stage), (tile // 2 & 1) ^ 1)
         async_copy.wait_group(1)
@@ -355,7 +357,7 @@ def produce_v4(main, extra, main_tiles, tiles, shared, LAYOUT: gl.constexpr):
         factor = gl.convert_layout(power_of_two(-exponent), ROPES, assert_trivial=True)
         right.slice(96, 32, 1).store(scale_halves(rope, factor))
         next_scales = load_scale_bytes(scales, ok)
-        rope = load_row(entries, ok, LAYOUT.rope_offset, 32, PAIRS)
+        rope = load_row(entries, ok, C.LAYOUT.rope_offset, 32, PAIRS)
         slot = load_slots(main, extra, main_tiles, tile + 2, ROWS)
         for block in gl.static_range(0, 2):
             words = shared.rope[1].index(block).load(BLOCK)
@@ -373,14 +375,15 @@ def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     offs_h = task.head_block * 64 + PART * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, QUERIES))
-    rows = gl.expand_dims((task.q_row + offs_h * C.Q_STRIDE_H).to(gl.pointer_type(gl.int32), bitcast=True), 1)
+    q_rows = task.q_row + offset_of(offs_h, C.Q_STRIDE_H, C.HEADS)
+    rows = gl.expand_dims(q_rows.to(gl.pointer_type(gl.int32), bitcast=True), 1)
     rows += gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, QUERIES)), 0)
     head_ok = gl.expand_dims(offs_h < C.HEADS, 1)
     q0 = gl.load(rows, mask=head_ok, other=0)
     q1 = gl.load(rows + 128, mask=head_ok, other=0)
     largest = gl.maximum(largest_of(q0), largest_of(q1))
     if C.LAYOUT.tail:
-        roped = gl.expand_dims(task.q_row + offs_h * C.Q_STRIDE_H + 512, 1)
+        roped = gl.expand_dims(q_rows + 512, 1)
         roped += gl.expand_dims(gl.arange(0, C.LAYOUT.tail, layout=gl.SliceLayout(0, QUERIES)), 0)
         q2 = gl.load(roped, mask=head_ok, other=0.0).to(gl.float32)
         largest = gl.maximum(largest, gl.max(finite_abs(q2), 1).to(gl.int32, bitcast=True))
@@ -499,7 +502,7 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
     mbarrier.arrive(shared.q_full, count=1)
     for tile in gl.static_range(1, AHEAD):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
-        prefetch(main, extra, main_tiles, tile, ahead, C.LAYOUT)
+        prefetch(main, extra, main_tiles, tile, ahead, C)
     ahead = load_slots(main, extra, main_tiles, AHEAD, AHEADS)
     HEADS_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
@@ -515,12 +518,12 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
         mbarrier.wait(shared.full[1].index(stage), tile // 2 & 1)
         running = warpgroup_mma(p, shared.entries.index(stage * 2 + 1), out, is_async=True)
         if HOLD_BACK:
-            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C.LAYOUT)
+            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C)
             ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
         out = warpgroup_mma_wait(0, deps=[running])
         mbarrier.arrive(shared.empty[1].index(stage), count=1)
         if not HOLD_BACK:
-            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C.LAYOUT)
+            prefetch(main, extra, main_tiles, tile + AHEAD, ahead, C)
             ahead = load_slots(main, extra, main_tiles, tile + AHEAD + 1, AHEADS)
     mbarrier.wait(shared.p_full, tiles & 1)
     store_half(out, shared.factor.load(HEADS_O), shared.entries.index(1), 1, task, C)
@@ -574,7 +577,7 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         [
             (attend_left, (tiles, shared, task, C)),
             (attend_right, (main, extra, main_tiles, tiles, shared, task, C)),
-            (produce if LAYOUT.tail else produce_v4, (main, extra, main_tiles, tiles, shared, LAYOUT)),
+            (produce if LAYOUT.tail else produce_v4, (main, extra, main_tiles, tiles, shared, C)),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],

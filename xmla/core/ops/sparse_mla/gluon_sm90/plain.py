@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.gluon import async_copy, gl, gluon
 from xmla.core.lang import LOG2E
+from xmla.core.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     O_LAYOUT,
     S_LAYOUT,
@@ -70,12 +71,12 @@ def copy_columns(rows, ok, smem, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.constexpr, LAYOUT: gl.constexpr):
+def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.constexpr, C: gl.constexpr):
     """Copies of a tile, that half first which is handed back first; the slots of the next tile of this stage."""
     FIRST: gl.constexpr = STAGE
     LAST: gl.constexpr = 1 - STAGE
     tile = pair * 2 + STAGE
-    entries, _, ok = entry_pointers(main, extra, main_tiles, tile, slot, LAYOUT)
+    entries, _, ok = entry_pointers(main, extra, main_tiles, tile, slot, C)
     slot = load_slots(main, extra, main_tiles, tile + 2, slot.type.layout)
     seen |= ok.to(gl.int32)
     mbarrier.wait(shared.empty[FIRST].index(STAGE), (pair & 1) ^ 1)
@@ -83,7 +84,7 @@ def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.con
     async_copy.mbarrier_arrive(shared.full[FIRST].index(STAGE), increment_count=False)
     mbarrier.wait(shared.empty[LAST].index(STAGE), (pair & 1) ^ 1)
     copy_columns(entries, ok, shared.entries.index(STAGE * 2 + LAST), LAST * 256)
-    if LAYOUT.tail:
+    if C.LAYOUT.tail:
         copy_columns(entries, ok, shared.p.index(STAGE), 512)
     async_copy.mbarrier_arrive(shared.full[LAST].index(STAGE), increment_count=False)
     shared.valid.index(STAGE).store(gl.where(ok, 0.0, float("-inf")))
@@ -93,14 +94,14 @@ def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.con
 
 
 @gluon.jit
-def gather(main, extra, main_tiles, pairs, shared, LAYOUT: gl.constexpr):
+def gather(main, extra, main_tiles, pairs, shared, C: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
     even = load_slots(main, extra, main_tiles, 0, ROWS)
     odd = load_slots(main, extra, main_tiles, 1, ROWS)
     seen = gl.zeros([64], gl.int32, ROWS)
     for pair in range(0, pairs):
-        even, seen = gather_tile(main, extra, main_tiles, even, seen, pair, shared, 0, LAYOUT)
-        odd, seen = gather_tile(main, extra, main_tiles, odd, seen, pair, shared, 1, LAYOUT)
+        even, seen = gather_tile(main, extra, main_tiles, even, seen, pair, shared, 0, C)
+        odd, seen = gather_tile(main, extra, main_tiles, odd, seen, pair, shared, 1, C)
     async_copy.wait_group(0)
 
 
@@ -109,7 +110,7 @@ def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
     """Half of the queries into shared memory."""
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     offs_h = task.head_block * 64 + PART * 32 + gl.arange(0, 32, layout=ROWS)
-    rows, ok = task.q_row + offs_h * C.Q_STRIDE_H, offs_h < C.HEADS
+    rows, ok = task.q_row + offset_of(offs_h, C.Q_STRIDE_H, C.HEADS), offs_h < C.HEADS
     for half in gl.static_range(2):
         copy_columns(rows, ok, shared.q.index(half).slice(PART * 32, 32, 0), half * 256)
     if C.LAYOUT.tail:
@@ -294,7 +295,7 @@ def attend_plain(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         [
             (attend, (pairs, shared, gl.constexpr(0), task, C)),
             (attend, (pairs, shared, gl.constexpr(1), task, C)),
-            (gather, (main, extra, main_tiles, pairs, shared, LAYOUT)),
+            (gather, (main, extra, main_tiles, pairs, shared, C)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
