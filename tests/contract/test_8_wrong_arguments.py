@@ -14,7 +14,7 @@ import torch
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, Device, assume_device
-from xmla.core.layout import PLAIN, PLAIN_V4, V4, V32, V41_FP4
+from xmla.core.layout import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
 from xmla.core.op import Op, registry
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
@@ -43,10 +43,31 @@ def wide_query(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ones((1, count, 128), np.float32), np.ones((1, count), np.float32)
 
 
-ROWS = ("656 bytes (v32) or 584 bytes (v4) or 528 bytes (v41) or 288 bytes (v41_fp4) or 528 bytes (nope) or 352 bytes "
-        "(nvfp4) or 576 elements (plain) or 512 elements (plain_v4)")  # fmt: skip
+ROWS = ("656 bytes (v32) or 584 bytes (v4) or 528 bytes (v41) or 288 bytes (v41_fp4) or 528 bytes (v41_footer) or 288 "
+        "bytes (v41_fp4_footer) or 528 bytes (nope) or 352 bytes (nvfp4) or 576 elements (plain) or 512 elements "
+        "(plain_v4)")  # fmt: skip
+FORMATS = "v32, v4, v41, v41_fp4, v41_footer, v41_fp4_footer, nope, nvfp4, plain, plain_v4"
+
+# Rows that several formats have, by every argument that may hold them and the attribute that names its format.
+SEVERAL = {528: "'v41' or 'v41_footer' or 'nope'", 288: "'v41_fp4' or 'v41_fp4_footer'"}
+
+
+def ambiguous(op: str, argument: str, row: int, case: int) -> Mistake:
+    """`argument` with rows of so many bytes and no format named."""
+    message = f"{op}: {argument}_format value is None, expected {SEVERAL[row]}"
+
+    def change(arrays: Arrays) -> Arrays:
+        return {argument: np.zeros((*arrays[argument].shape[:2], row), np.uint8)}
+
+    return Mistake(op, message, change, {f"{argument}_format": None}, case=case)
+
 
 MISTAKES = [
+    *(ambiguous(op, argument, row, case) for row in SEVERAL for op, argument, case in (
+        ("write_mla_cache", "cache", 0), ("read_mla_cache", "cache", 0), ("compress_kv", "cache", 0),
+        ("convert_mla_cache", "source", 0), ("convert_mla_cache", "cache", 0), ("sparse_mla", "cache", 0),
+        ("sparse_mla", "extra_cache", 8), ("dsa_attention", "mla_cache", 0),
+    )),
     # dtype, rank, axes
     Mistake("sparse_mla", "sparse_mla: q dtype is float32, expected bfloat16 or float16",
             lambda a: {"q": a["q"].astype(np.float32)}),
@@ -59,10 +80,8 @@ MISTAKES = [
             lambda a: {"cache": np.zeros((3, 64, 640), np.uint8)}),
     Mistake("sparse_mla", "sparse_mla: cache axis ROW (axis 2) of uint8 is 656, expected 584 bytes (v4)",
             attrs={"cache_format": "v4"}),
-    Mistake("sparse_mla", "sparse_mla: cache_format value is None, expected 'v41' or 'nope'",
-            lambda a: {"cache": np.zeros((3, 64, 528), np.uint8)}),
-    Mistake("sparse_mla", "sparse_mla: cache_format value is 'v5', expected one of v32, v4, v41, v41_fp4, nope, nvfp4, "
-            "plain, plain_v4", attrs={"cache_format": "v5"}),
+    Mistake("sparse_mla", f"sparse_mla: cache_format value is 'v5', expected one of {FORMATS}",
+            attrs={"cache_format": "v5"}),
     Mistake("sparse_mla", "sparse_mla: extra_slots argument is missing, expected an array beside extra_cache",
             lambda a: {"extra_cache": a["cache"]}),
     Mistake("sparse_mla", "sparse_mla: extra_cache argument is missing, expected an array beside extra_slots",
@@ -86,8 +105,6 @@ MISTAKES = [
             lambda a: {"cache": np.zeros((3, 64, 584), np.uint8)}),
     Mistake("convert_mla_cache", "convert_mla_cache: cache format is 'v4', expected one with the dims of 'v32'",
             lambda a: {"cache": np.zeros((3, 64, 584), np.uint8)}),
-    Mistake("convert_mla_cache", "convert_mla_cache: source_format value is None, expected 'v41' or 'nope'",
-            lambda a: {"source": np.zeros((3, 64, 528), np.uint8)}),
     Mistake("convert_mla_cache", "convert_mla_cache: scale_floor value is 'none', expected 'scale' or 'amax'",
             attrs={"scale_floor": "none"}),
     Mistake("convert_indexer_cache", "convert_indexer_cache: source_format value is None, expected 'fp8' (D 64) or "
@@ -209,7 +226,7 @@ MISTAKES = [
     Mistake("dsa_attention", "dsa_attention: k value is -3, expected at least 1", attrs={"k": -3}),
     Mistake("dsa_attention", "dsa_attention: indexer_cache axis R (axis 1) is 32, expected 64, as before",
             lambda a: {"indexer_cache": np.zeros((a["mla_cache"].shape[0], 32, 132), np.uint8)}),
-    Mistake("dsa_attention", f"sparse_mla: cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
+    Mistake("dsa_attention", f"dsa_attention: mla_cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
             lambda a: {"mla_cache": a["mla_cache"][..., :640].copy()}),
 ]  # fmt: skip
 
@@ -358,7 +375,14 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
     known = "'v32', 'v4', 'plain' or 'plain_v4' entries on compute capability 9.0"
     for case, device, given in (
         (make_case(2, 5, 40, 64), B200, "on NVIDIA B200 over 'v32' entries"),
-        (make_case(2, 5, 40, 64, V41_FP4), H200, "on NVIDIA H200 over 'v41_fp4' entries"),
+        *(
+            (
+                make_case(2, 5, 40, 64, other, cache_format=other.name),
+                H200,
+                f"on NVIDIA H200 over {other.name!r} entries",
+            )
+            for other in (NOPE, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER)
+        ),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(device), pytest.raises(UnsupportedError) as refused:
@@ -370,7 +394,10 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
             "over rows of cache between multiples of 16 bytes, supported: rows on",
         ),
         (make_case(2, 5, 40, 64, V4, extra=(V4, 20, 61)), "over rows of extra_cache between multiples of 16 bytes, "),
-        (make_case(2, 5, 40, 64, V4, extra=(V41_FP4, 20, 64)), "with 'v41_fp4' entries beside 'v4' ones, supported: "),
+        (
+            make_case(2, 5, 40, 64, V4, extra=(V41_FP4, 20, 64), extra_cache_format="v41_fp4"),
+            "with 'v41_fp4' entries beside 'v4' ones, supported: ",
+        ),
         (make_case(2, 5, 40, 64, extra=(V32, 20, 64)), "with 'v32' entries beside 'v32' ones, supported: one source"),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")

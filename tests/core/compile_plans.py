@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.layout import NVFP4, PLAIN, V4, V32, V41_FP4
+from xmla.core.layout import NVFP4, PLAIN, V4, V32, V41, V41_FP4
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
@@ -77,12 +77,13 @@ def of_two_sources() -> Iterator[tuple[str, str, Specs, dict[str, object]]]:
     tokens, heads, k = 64, 128, 512
     slots, lengths = Spec((tokens, k), "int32"), Spec((tokens,), "int32")
     turned = {"cos_sin": Spec((65536, 64), "float32"), "positions": lengths}
-    for first, second, more in ((V32, NVFP4, {}), (PLAIN, NVFP4, {}), (V4, V41_FP4, turned)):
+    for first, second, more in ((V32, NVFP4, {}), (PLAIN, NVFP4, {}), (V4, V41_FP4, turned), (V41, V41_FP4, turned)):
         caches = [Spec((4096, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (first, second)]
         specs = {"q": Spec((tokens, heads, first.dims), "bfloat16"), "cache": caches[0], "slots": slots}
         extra = {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
         name = f"h{heads}-{first.name}+{second.name}"
-        yield "sparse_mla", name, specs | {"lengths": lengths} | extra | more, {"softmax_scale": 0.1}
+        formats = {"cache_format": first.name, "extra_cache_format": second.name}
+        yield "sparse_mla", name, specs | {"lengths": lengths} | extra | more, {"softmax_scale": 0.1, **formats}
 
 
 def planned(name: str, case: str, specs: Specs, given: dict[str, object], device: Device, by: str | None) -> Planned:

@@ -13,7 +13,7 @@ from xmla.core.lang import (
     decode_ue8m0,
     encode_ue8m0,
     quantize,
-    quantize_e2m1,
+    quantize_nvfp4,
     unpack_e2m1,
 )
 from xmla.core.offsets import offset_of
@@ -112,22 +112,21 @@ def load_entries(cache_ptr, data, scales, ok, dtype: tl.constexpr, LAYOUT: tl.co
 def store_quantized(cache, data, scales, ok, x, LAYOUT: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """Quantise the first dims of x [N, LANES] f32, as many as have scales, and store both where `ok`."""
     tiled = tl.reshape(x, (x.shape[0], LANES // LAYOUT.tile, LAYOUT.tile))
-    if LAYOUT.values == "e2m1":
-        packed, scale = quantize_e2m1(tiled, MIN_EXPONENT, LAYOUT.max_exponent)
+    ptrs, present = scale_pointers(cache, scales, LAYOUT)
+    if LAYOUT.values == "e2m1":  # these have e4m3 scales
+        packed, stored_scale = quantize_nvfp4(tiled, MIN_EXPONENT, LAYOUT.scale_up)
         offs_b = tl.arange(0, LANES // 2)[None, :]
         tl.store(cache + data[:, None] + offs_b, packed, mask=ok[:, None] & (offs_b < LAYOUT.quantized // 2))
+        tl.store(ptrs, stored_scale, mask=ok[:, None] & present)
     else:
         values, scale = quantize(tiled, 2, MIN_EXPONENT)
         offs_d = tl.arange(0, LANES)[None, :]
         stored = tl.reshape(values, (x.shape[0], LANES)).to(tl.uint8, bitcast=True)
         tl.store(cache + data[:, None] + offs_d, stored, mask=ok[:, None] & (offs_d < LAYOUT.quantized))
-    ptrs, present = scale_pointers(cache, scales, LAYOUT)
-    if LAYOUT.scale == "float32":
-        tl.store(as_floats(ptrs), scale, mask=ok[:, None] & present)
-    elif LAYOUT.scale == "ue8m0":
-        tl.store(ptrs, encode_ue8m0(scale), mask=ok[:, None] & present)
-    else:
-        tl.store(ptrs, scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=ok[:, None] & present)
+        if LAYOUT.scale == "float32":
+            tl.store(as_floats(ptrs), scale, mask=ok[:, None] & present)
+        else:
+            tl.store(ptrs, encode_ue8m0(scale), mask=ok[:, None] & present)
 
 
 @triton.jit
@@ -137,7 +136,8 @@ def store_entries(
 ):  # fmt: skip
     """Store entries at `slot` [N] where `ok`: float32 tiles [N, LANES] and [N, TAIL_LANES], quantised as LAYOUT has it.
 
-    Rounding is to nearest even, saturating. Scales are powers of two, at least 2**MIN_EXPONENT; NaN does not count.
+    Rounding is to nearest even, saturating. Scales are at least 2**MIN_EXPONENT, and powers of two unless they are e4m3
+    (`quantize_nvfp4`); NaN does not count.
     """
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     offs_l = tl.arange(0, LANES)[None, :]

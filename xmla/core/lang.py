@@ -100,25 +100,48 @@ def encode_ue8m0(scale):
 
 
 @triton.jit
-def quantize_e2m1(tiled, MIN_EXPONENT: tl.constexpr, MAX_EXPONENT: tl.constexpr):
-    """Bytes [N, G · TILE / 2] of two e2m1 values each, and power-of-two scales [N, G] f32, of float32 [N, G, TILE].
+def pack_e2m1(scaled, whole):
+    """Bytes [N, G · TILE / 2] of two e2m1 values each, of float32 [N, G, TILE] clamped to ±6; 6 where not `whole`."""
+    code = encode_e2m1(tl.where(whole, tl.minimum(tl.maximum(scaled, -6.0), 6.0), 6.0))
+    low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] * code.shape[2] // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_e2m1(tiled, MIN_EXPONENT: tl.constexpr):
+    """e2m1 bytes (`pack_e2m1`) and power-of-two scales [N, G] f32 of float32 [N, G, TILE].
 
     e2m1 has no NaN: it makes its tile's scale NaN, and is itself stored as 6, as the conversion instruction has it.
     """
     whole = tiled == tiled
     amax = tl.max(tl.where(whole, tl.abs(tiled), 0.0), axis=2)
-    exponent = tl.minimum(power_of_two_exponent(amax, E2M1_GREATEST_BITS, MIN_EXPONENT), MAX_EXPONENT)
-    scaled = tl.where(whole, tiled * power_of_two(-exponent)[:, :, None], 6.0)
-    code = encode_e2m1(tl.minimum(tl.maximum(scaled, -6.0), 6.0))
-    low, high = tl.split(tl.reshape(code, (tiled.shape[0], tiled.shape[1] * tiled.shape[2] // 2, 2)))
+    exponent = power_of_two_exponent(amax, E2M1_GREATEST_BITS, MIN_EXPONENT)
     scale = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, float("nan"), power_of_two(exponent))
-    return (low | (high << 4)).to(tl.uint8), scale
+    return pack_e2m1(tiled * power_of_two(-exponent)[:, :, None], whole), scale
+
+
+@triton.jit
+def quantize_nvfp4(tiled, MIN_EXPONENT: tl.constexpr, UP: tl.constexpr):
+    """e2m1 bytes (`pack_e2m1`) and bytes [N, G] of e4m3 scales of float32 [N, G, TILE]; `layout.quantize_nvfp4`.
+
+    Quotients are rounded to nearest: the default division is not, and misses ties.
+    """
+    whole = tiled == tiled
+    amax = tl.max(tl.where(whole, tl.abs(tiled), 0.0), axis=2)
+    exact = tl.minimum(tl.maximum(tl.math.div_rn(amax, 6.0), 2.0**MIN_EXPONENT), 448.0)
+    stored = exact.to(tl.float8e4nv)
+    if UP:  # the bytes of positive e4m3 values are in their order
+        below = tl.where(stored.to(tl.float32) < exact, 1, 0)
+        stored = (stored.to(tl.uint8, bitcast=True) + below).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    quotient = tl.math.div_rn(tiled, stored.to(tl.float32)[:, :, None])
+    scales = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, 0x7F, stored.to(tl.uint8, bitcast=True))
+    return pack_e2m1(quotient, whole), scales.to(tl.uint8)
 
 
 @triton.jit
 def quantize_mxfp4(x, MIN_EXPONENT: tl.constexpr):
     """Packed e2m1 [N, D/2] u8 and UE8M0 [N, D/32] u8 of float32 `x` [N, D]; rules in `layout.quantize_mxfp4`."""
-    packed, scale = quantize_e2m1(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32)), MIN_EXPONENT, 127)
+    packed, scale = quantize_e2m1(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 32)), MIN_EXPONENT)
     return packed, encode_ue8m0(scale)
 
 

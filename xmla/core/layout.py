@@ -29,9 +29,7 @@ def power_of_two_exponent(amax: np.ndarray, greatest: float, min_exponent: int) 
     return np.maximum(-(-difference >> 23), min_exponent)
 
 
-def quantize(
-    values: np.ndarray, min_exponent: int, max_exponent: int = 127, kind: str = "e4m3"
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize(values: np.ndarray, min_exponent: int, kind: str = "e4m3") -> tuple[np.ndarray, np.ndarray]:
     """e4m3 or e2m1 values and float32 power-of-two scales of `values` [..., dims], one scale over the last axis.
 
     q = round_to_nearest_even(clamp(x / s, ±greatest)), s = 2**e. NaN does not count towards the scale; it stays NaN in
@@ -40,7 +38,7 @@ def quantize(
     dtype, greatest = VALUES[kind]
     wide = values.astype(np.float32)
     amax = np.nanmax(np.abs(wide), axis=-1, initial=0.0)
-    exponent = np.minimum(power_of_two_exponent(amax, greatest, min_exponent), max_exponent)
+    exponent = power_of_two_exponent(amax, greatest, min_exponent)
     scale = np.ldexp(np.float32(1), exponent)
     scaled = np.clip(np.ldexp(wide, -exponent[..., None]), -greatest, greatest)
     if kind == "e2m1":
@@ -48,6 +46,25 @@ def quantize(
         scale = np.where(broken.any(axis=-1), np.float32(np.nan), scale)
         scaled = np.where(broken, np.float32(greatest), scaled)  # as the conversion instruction has it
     return scaled.astype(dtype), scale
+
+
+def quantize_nvfp4(values: np.ndarray, scale_up: bool) -> tuple[np.ndarray, np.ndarray]:
+    """e2m1 values and float32 scales that e4m3 holds of `values` [..., dims], one scale over the last axis.
+
+    s = e4m3(clamp(max|x| / 6, 2**-9, 448)): the nearest, of which the largest value may saturate, or if `scale_up` the
+    next above. q = round_to_nearest_even(clamp(x / s, ±6)). Quotients are float32's. NaN makes the scale NaN and is
+    itself stored as 6.
+    """
+    wide = values.astype(np.float32)
+    amax = np.nanmax(np.abs(wide), axis=-1, initial=0.0)
+    exact = np.clip(amax / np.float32(6), np.float32(2**-9), np.float32(448))
+    stored = exact.astype(ml_dtypes.float8_e4m3fn)
+    if scale_up:
+        stored = (stored.view(np.uint8) + (stored.astype(np.float32) < exact)).astype(np.uint8).view(stored.dtype)
+    scale = stored.astype(np.float32)
+    broken = np.isnan(wide)
+    scaled = np.where(broken, np.float32(6), np.clip(wide / scale[..., None], -6, 6))
+    return scaled.astype(ml_dtypes.float4_e2m1fn), np.where(broken.any(axis=-1), np.float32(np.nan), scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,7 @@ class MlaLayout:
         values: Element type of the latent dims: "e4m3", "e2m1" (two a byte, the even dim in the low nibble) or "plain".
         tile: Dims that share a scale.
         scale: Type of a scale: "float32", "ue8m0" (a byte e stands for 2**(e − 127)) or "e4m3".
+        scale_up: An e4m3 scale is the next above max|x| / 6 instead of the nearest (`quantize_nvfp4`).
         scale_offset: First byte of an entry's scales within it; of no meaning with a footer.
         interleaved: Scale g stands at place 8 · (g mod 4) + g div 4 instead of g.
         footer: Bytes an entry has in the page's footer.
@@ -82,6 +100,7 @@ class MlaLayout:
     values: str = "e4m3"
     tile: int = 128
     scale: str = "float32"
+    scale_up: bool = False
     scale_offset: int = 512
     interleaved: bool = False
     footer: int = 0
@@ -136,24 +155,21 @@ class MlaLayout:
         """What every page's first byte is a multiple of: the widest element stored in it."""
         return max(self.scale_bytes, 2 if self.rope_values == "bfloat16" else 1) if self.packed else 1
 
-    @property
-    def max_exponent(self) -> int:
-        """Of a scale: 2**8 is the largest power of two in e4m3."""
-        return 8 if self.scale == "e4m3" else 127
-
     def min_exponent(self, scale_floor: str) -> int:
         """No scale is stored below 2**min_exponent, by the rule of one of the published writers.
 
         "scale": scale ≥ 1e-4, rounded up to a power of two (FlashMLA's tests/quant.py).
         "amax": the largest magnitude counts as 1e-4 at least (vLLM, DeepSeek-V4's reference).
+        With e4m3 scales both have the least that e4m3 holds, 2**-9.
         """
         if not self.packed:
             return 0  # no scales
-        least = -9 if self.scale == "e4m3" else -126  # the smallest power of two in e4m3; a normal float32
+        if self.scale == "e4m3":
+            return -9
         if scale_floor == "scale":
-            return max(-13, least)
+            return -13
         _, greatest = VALUES[self.values]
-        return int(power_of_two_exponent(np.array(1e-4), greatest, least))
+        return int(power_of_two_exponent(np.array(1e-4), greatest, -126))
 
     def scatter(
         self, cache: np.ndarray, slots: np.ndarray, latent: np.ndarray, rope: np.ndarray, scale_floor: str = "scale"
@@ -164,10 +180,12 @@ class MlaLayout:
             cache[page, offset] = np.concatenate([latent, rope], axis=1).astype(cache.dtype)
             return
         data, footer = self._sections(cache)
-        min_exponent = self.min_exponent(scale_floor)
         quantized = np.concatenate([latent, rope], axis=1) if self.rope_values == "quantized" else latent
         tiles = quantized.reshape(len(slots), self.scales, self.tile)
-        values, scales = quantize(tiles, min_exponent, self.max_exponent, self.values)
+        if self.scale == "e4m3":
+            values, scales = quantize_nvfp4(tiles, self.scale_up)
+        else:
+            values, scales = quantize(tiles, self.min_exponent(scale_floor), self.values)
         codes = values.view(np.uint8).reshape(len(slots), self.quantized)
         if self.values == "e2m1":
             codes = codes[:, ::2] | codes[:, 1::2] << 4
@@ -242,29 +260,40 @@ V32 = MlaLayout("v32", 656, rope_offset=528)
 NOPE = MlaLayout("nope", 528, rope=0, rope_values="none")
 # vLLM's nvfp4_ds_mla: 256 bytes e2m1, 64 e4m3 roped dims, 32 e4m3 scales.
 NVFP4 = MlaLayout(
-    "nvfp4", 352, values="e2m1", tile=16, scale="e4m3", scale_offset=320, interleaved=True, rope_values="e4m3",
-    rope_offset=256,
+    "nvfp4", 352, values="e2m1", tile=16, scale="e4m3", scale_up=True, scale_offset=320, interleaved=True,
+    rope_values="e4m3", rope_offset=256,
 )  # fmt: skip
 # DeepSeek-V4 (FlashMLA tests/quant.py "MODEL1"): data of 448 e4m3 and 64 bf16 roped dims; 7 UE8M0 scales and a pad.
 V4 = MlaLayout(
     "v4", 584, latent=448, rope_in_value=True, tile=64, scale="ue8m0", footer=8, rope_offset=448, page_multiple=576
 )
-# DeepSeek-V4.1 (vLLM): 512 e4m3, the roped dims among them; 16 UE8M0 scales in the footer.
+# DeepSeek-V4.1 (FlashMLA of 2026-09-30, README and tests/quant.py): entries one after the other, each with its scales
+# behind its values, the roped dims among them. Bytes 0–511: 512 e4m3; 512–527: 16 UE8M0 scales, of 32 dims each.
 V41 = MlaLayout(
-    "v41", 528, latent=448, rope_in_value=True, tile=32, scale="ue8m0", footer=16, rope_values="quantized",
+    "v41", 528, latent=448, rope_in_value=True, tile=32, scale="ue8m0", scale_offset=512, rope_values="quantized"
+)
+# Its compressed entries (same source): bytes 0–255: 512 e2m1, the even dim in the low nibble; 256–287: 32 e4m3 scales,
+# of 16 dims each. FlashMLA and vLLM have it for these alone, beside a window of "v41"; here any cache may be in it.
+V41_FP4 = MlaLayout(
+    "v41_fp4", 288, latent=448, rope_in_value=True, values="e2m1", tile=16, scale="e4m3", scale_offset=256,
+    rope_values="quantized",
+)  # fmt: skip
+# The same two before that release (FlashMLA of 2026-09-10; vLLM's and SGLang's first V4.1): a page's scales stand in
+# its footer. A row has as many bytes, so FlashMLA does not refuse such a cache: it misreads it.
+V41_FOOTER = MlaLayout(
+    "v41_footer", 528, latent=448, rope_in_value=True, tile=32, scale="ue8m0", footer=16, rope_values="quantized",
     page_multiple=512,
 )  # fmt: skip
-# DeepSeek-V4.1's compressed entries: 512 e2m1 in 256 bytes, 32 e4m3 scales in the footer.
-V41_FP4 = MlaLayout(
-    "v41_fp4", 288, latent=448, rope_in_value=True, values="e2m1", tile=16, scale="e4m3", footer=32,
-    rope_values="quantized",
+V41_FP4_FOOTER = MlaLayout(
+    "v41_fp4_footer", 288, latent=448, rope_in_value=True, values="e2m1", tile=16, scale="e4m3", footer=32,
+    rope_values="quantized", page_multiple=256,
 )  # fmt: skip
 # Rows of bfloat16 or float16 as attention's queries have them, of V3.2 and of V4.
 PLAIN = MlaLayout("plain", 576, values="plain", rope_values="plain")
 PLAIN_V4 = MlaLayout(
     "plain_v4", 512, latent=448, rope_in_value=True, values="plain", rope_values="plain", rope_offset=448
 )
-MLA_LAYOUTS = (V32, V4, V41, V41_FP4, NOPE, NVFP4, PLAIN, PLAIN_V4)
+MLA_LAYOUTS = (V32, V4, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER, NOPE, NVFP4, PLAIN, PLAIN_V4)
 
 # Dims of an entry as a value, its first ones, in every layout; with them the dims of attention's output.
 VALUE_DIMS = 512

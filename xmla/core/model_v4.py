@@ -27,8 +27,8 @@ class ModelConfigV4(Model):
         index_format: Of the indexer's cache, "fp8" or "mxfp4".
         k: Entries that the indexer selects for a token.
         window: Tokens of the sliding window.
-        cache_format, extra_format: Of the window's cache and of the compressed entries': "v4", "v41", "plain_v4" or,
-            of the latter, "v41_fp4".
+        cache_format, extra_format: Of the window's cache and of the compressed entries': "v4", "v41" with "v41_fp4"
+            (DeepSeek-V4.1 as released), "v41_footer" with "v41_fp4_footer" (before its release), "plain_v4".
         page_size: Entries a page of the window's cache, R.
         entry_pages: Entries a page of the caches of ratio 4 and of ratio 128.
         state_page: Positions a page of the compressors' states.

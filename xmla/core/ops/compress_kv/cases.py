@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, normal
-from xmla.core.layout import PLAIN_V4, V4, V41, V41_FP4, IndexerLayout, MlaLayout
+from xmla.core.layout import PLAIN_V4, V4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, IndexerLayout, MlaLayout
 from xmla.core.op import Case
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -74,6 +74,8 @@ CASES = (
     _case((3, 17), 7, 4, IndexerLayout(64), 5, 4, dtype=F16, rope=32, with_ids=True),
     _case((5, 2), 7, 4, IndexerLayout(128, "mxfp4"), 3, 4, padding=8),
     _case((4, 3), 4, 4, V41, 61, 4, ring=True, cache_format="v41"),
-    _case((6,), 6, 5, V41_FP4, 2, 3, padding=16),
+    _case((6,), 6, 5, V41_FP4, 2, 3, padding=16, cache_format="v41_fp4"),
+    _case((3,), 3, 2, V41_FOOTER, 3, 2, padding=5, cache_format="v41_footer"),
+    _case((4,), 3, 2, V41_FP4_FOOTER, 53, 2, cache_format="v41_fp4_footer"),
     _case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),
 )

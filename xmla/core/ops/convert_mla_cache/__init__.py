@@ -25,8 +25,8 @@ def convert_mla_cache(
         source_format, cache_format, scale_floor: As in `write_mla_cache`.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold other dims; 528 bytes and
-            no format named.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold other dims; 528 or 288
+            bytes and no format named.
 
     Numerics: an entry is read exactly and rounded once, as by `write_mla_cache`.
     """

@@ -1,7 +1,19 @@
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, mla_pool
-from xmla.core.layout import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.layout import (
+    NOPE,
+    NVFP4,
+    PLAIN,
+    PLAIN_V4,
+    V4,
+    V32,
+    V41,
+    V41_FOOTER,
+    V41_FP4,
+    V41_FP4_FOOTER,
+    MlaLayout,
+)
 from xmla.core.op import Case
 
 
@@ -27,9 +39,11 @@ CASES = (
     _case(9, V32, 64, PLAIN, 61),
     _case(7, PLAIN, 2, V32, 64, padding=8),
     _case(8, V32, 53, NVFP4, 3, np.int64, padding=4),
-    _case(9, V4, 64, V41_FP4, 64, padding=64),
+    _case(9, V4, 64, V41_FP4, 64, padding=64, cache_format="v41_fp4"),
     _case(6, V4, 2, V41, 53, cache_format="v41", scale_floor="amax"),
     _case(9, V41, 61, V4, 256, padding=2, source_format="v41"),
+    _case(6, V41_FOOTER, 5, V41, 61, padding=3, source_format="v41_footer", cache_format="v41"),
+    _case(6, V41_FP4, 3, V41_FP4_FOOTER, 64, source_format="v41_fp4", cache_format="v41_fp4_footer"),
     _case(5, NOPE, 64, V4, 64, padding=4, source_format="nope"),
     _case(5, PLAIN_V4, 7, NOPE, 64, padding=4, cache_format="nope"),
 )

@@ -2,7 +2,7 @@ from functools import partial
 from typing import Any
 
 from xmla.core.checks import paged_limits
-from xmla.core.layout import VALUE_DIMS
+from xmla.core.layout import VALUE_DIMS, mla_layout
 from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
@@ -48,7 +48,7 @@ def dsa_attention(
         indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
 
     Raises:
-        ArgumentError, UnsupportedError: As the four ops.
+        ArgumentError, UnsupportedError: As the four ops; rows of 528 or 288 bytes and no `mla_cache_format`.
     """
 
 
@@ -56,6 +56,7 @@ def check(problem: Problem) -> None:
     """The parts check themselves when the call is planned; here what a fake tensor's shape needs."""
     if problem.attrs["k"] < 1:
         problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    mla_layout(problem, "mla_cache")
     check_dim(problem, "index_q", "axis D (axis 2)")
     check_indexer_row(problem, "indexer_cache", "INDEXER_ROW")
 

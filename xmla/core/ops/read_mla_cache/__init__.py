@@ -26,7 +26,7 @@ def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str 
         rows: [T, L+E] in `dtype`: 576 or 512 dims.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 bytes and no `cache_format`.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 or 288 bytes and no `cache_format`.
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two scales bfloat16 is exact too.
     """

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import mla_pool
-from xmla.core.layout import MLA_LAYOUTS, NOPE, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.layout import MLA_LAYOUTS, NOPE, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.op import Case
 
 
@@ -31,7 +31,9 @@ CASES = (
     _case(9, 576, "float32", arbitrary_scales=True),
     _case(9, 2, "bfloat16", V4, padding=560),
     _case(9, 53, "float32", V41, padding=3, cache_format="v41"),
-    _case(9, 61, "float32", V41_FP4),
+    _case(9, 61, "float32", V41_FP4, cache_format="v41_fp4"),
+    _case(9, 2, "bfloat16", V41_FOOTER, padding=5, cache_format="v41_footer"),
+    _case(6, 53, "float32", V41_FP4_FOOTER, cache_format="v41_fp4_footer"),
     _case(9, 64, "float32", NOPE, arbitrary_scales=True, cache_format="nope"),
     *(_case(6, 69, "float32", layout) for layout in MLA_LAYOUTS[-3:]),
 )

@@ -28,7 +28,7 @@ def sparse_mla(
     A value is the entry's first 512 dims: the latent in V3.2's formats, all of it in V4's.
 
     Args:
-        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, as many dims as an entry: 576, or 512 ("v4", "v41", "v41_fp4",
+        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, as many dims as an entry: 576, or 512 (V4's, V4.1's,
             "nope", "plain_v4"). Absorbed queries, roped part last.
         cache: [P, R, ROW] in any format of `write_mla_cache` (scales may be any that it can hold), or plain rows of q's
             dtype; any page size, any page stride. kv[:, None] makes pages of one from flat rows.
@@ -58,7 +58,7 @@ def sparse_mla(
         lse: [T, H] float32.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 bytes and no format named; one of
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 or 288 bytes and no format named; one of
             extra_cache and extra_slots, or of cos_sin and positions, without the other.
         UnsupportedError: H > 128.
 

@@ -1,7 +1,19 @@
 import numpy as np
 
 from xmla.core.cases import BF16, mla_pool, normal
-from xmla.core.layout import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.layout import (
+    NOPE,
+    NVFP4,
+    PLAIN,
+    PLAIN_V4,
+    V4,
+    V32,
+    V41,
+    V41_FOOTER,
+    V41_FP4,
+    V41_FP4_FOOTER,
+    MlaLayout,
+)
 from xmla.core.op import Case
 
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
@@ -75,13 +87,23 @@ CASES = (
     make_case(2, 9, 40, 64, dtype=F16, with_sink=True),
     make_case(4, 20, 130, 64, V4, with_lengths=True, with_sink=True, padding=64, extra=(V4, 70, 2), rotate=True),
     make_case(3, 64, 70, 61, V4, with_sink=True, padding=2, lse_base="2", lse_sink=True),
-    make_case(3, 7, 33, 2, V4, with_lengths=True, extra=(V41_FP4, 150, 53), rotate=True, batch_invariant=True),
+    make_case(
+        3, 7, 33, 2, V4, with_lengths=True, extra=(V41_FP4, 150, 53), rotate=True, batch_invariant=True,
+        extra_cache_format="v41_fp4",
+    ),
     make_case(4, 70, 200, 64, V4, with_lengths=True, with_sink=True, padding=16, extra=(V4, 130, 2), lse_sink=True),
     make_case(3, 5, 70, 4, V4, with_lengths=True, empty_lse="+inf", lse_base="2"),
-    make_case(2, 5, 40, 64, V41, F16, with_sink=True, extra=(V41_FP4, 20, 64), cache_format="v41", lse_sink=True),
+    make_case(
+        2, 5, 40, 64, V41, F16, with_sink=True, extra=(V41_FP4, 20, 64), cache_format="v41",
+        extra_cache_format="v41_fp4", lse_sink=True,
+    ),
+    make_case(
+        2, 4, 33, 61, V41_FOOTER, with_lengths=True, padding=3, extra=(V41_FP4_FOOTER, 20, 2), rotate=True,
+        cache_format="v41_footer", extra_cache_format="v41_fp4_footer",
+    ),
     make_case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
     make_case(3, 4, 40, 64, NVFP4, with_sink=True, lse_base="2"),
     make_case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
     make_case(90, 17, 40, 27, with_lengths=True, padding=656),  # entries are unpacked first
     make_case(100, 18, 33, 2, V4, F16, with_sink=True, rotate=True),
-)
+)  # fmt: skip

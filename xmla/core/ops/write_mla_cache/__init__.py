@@ -25,17 +25,24 @@ def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = No
         cache_format: How entries are stored (`xmla.core.layout` has the bytes). Default: what ROW and dtype tell.
             Packed formats (uint8, int8 or float8_e4m3fn), greatest value 448 in e4m3 and 6 in e2m1:
             "v32" 656 B: e4m3, a float32 scale a 128 dims, bfloat16 rope.       "nope" 528 B: the same without rope.
-            "v4" 584 B: e4m3, a UE8M0 scale a 64 dims, bfloat16 rope.           "v41" 528 B: e4m3, UE8M0 a 32, all dims.
-            "v41_fp4" 288 B: e2m1, an e4m3 scale a 16 dims, all of them.        "nvfp4" 352 B: so, with e4m3 rope.
+            "v4" 584 B: e4m3, a UE8M0 scale a 64 dims, bfloat16 rope; scales in the page's footer.
+            "v41" 528 B: 512 e4m3, the roped dims among them, then the entry's 16 UE8M0 scales, one a 32 dims.
+            "v41_fp4" 288 B: 512 e2m1, so too, then the entry's 32 e4m3 scales, one a 16 dims: V4.1's compressed cache.
+            "v41_footer", "v41_fp4_footer": these two before V4.1's release, scales in the page's footer.
+            "nvfp4" 352 B: e2m1, an e4m3 scale a 16 dims, e4m3 rope.
             Rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
         scale_floor: "scale": no scale below 2**-13 (FlashMLA's writer); "amax": none below what a largest magnitude of
-            1e-4 gives (vLLM's). Either is raised to 2**-9 where scales are e4m3, whose largest is 2**8.
+            1e-4 gives (vLLM's). Scales that are e4m3 have one floor, 2**-9.
+
+    e4m3 scales are max|x[g]| / 6 rounded to e4m3 and at most 448: to the nearest in "v41_fp4" and "v41_fp4_footer"
+    (FlashMLA, vLLM), to the next above in "nvfp4" (vLLM).
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 bytes and no `cache_format`.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 or 288 bytes and no `cache_format`.
 
     Rounding: to nearest even, saturating; NaN stays NaN, and in e2m1, which has none, makes its tile's scale NaN. In
-    "v32" and "v4" byte for byte what FlashMLA's writer stores (README of FlashMLA, FP8 KV cache; tests/quant.py).
+    "v32", "v4", "v41" and "v41_fp4" byte for byte what FlashMLA's writers store (README of FlashMLA, KV cache format;
+    tests/quant.py; of V4.1 since 2026-09-30) but for the tile of a NaN or an infinity.
     """
 
 

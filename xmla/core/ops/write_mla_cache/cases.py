@@ -2,7 +2,19 @@ import ml_dtypes
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, normal
-from xmla.core.layout import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.layout import (
+    NOPE,
+    NVFP4,
+    PLAIN,
+    PLAIN_V4,
+    V4,
+    V32,
+    V41,
+    V41_FOOTER,
+    V41_FP4,
+    V41_FP4_FOOTER,
+    MlaLayout,
+)
 from xmla.core.op import Case
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -46,7 +58,9 @@ CASES = (
     _case(9, 64, V4, padding=64),
     _case(7, 61, V4, F32, padding=2, scale_floor="amax"),
     _case(11, 2, V41, cache_format="v41"),
-    _case(9, 53, V41_FP4, F32, padding=5),
+    _case(9, 53, V41_FP4, F32, padding=5, cache_format="v41_fp4"),
+    _case(7, 61, V41_FOOTER, padding=3, cache_format="v41_footer", scale_floor="amax"),
+    _case(5, 2, V41_FP4_FOOTER, cache_format="v41_fp4_footer"),
     _case(6, 64, NOPE, F32, padding=4, cache_format="nope"),
     _case(9, 3, NVFP4, F32, padding=1),
     _case(5, 61, PLAIN, padding=8),
