@@ -98,7 +98,7 @@ CASES = (
         extra_cache_format="v41_fp4", lse_sink=True,
     ),
     make_case(
-        2, 4, 33, 61, V41_FOOTER, with_lengths=True, padding=3, extra=(V41_FP4_FOOTER, 20, 2), rotate=True,
+        2, 4, 33, 61, V41_FOOTER, with_lengths=True, padding=16, extra=(V41_FP4_FOOTER, 20, 2), rotate=True,
         cache_format="v41_footer", extra_cache_format="v41_fp4_footer",
     ),
     make_case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
