@@ -158,6 +158,7 @@ class Op:
     implementations: tuple[str, ...] = ("triton",)
     name: str = field(init=False)
     optional: frozenset[str] = field(init=False)
+    mutated: tuple[int, ...] = field(init=False)  # where `mutates` stand among the tensors
     attrs: tuple[Attr, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,6 +168,7 @@ class Op:
             raise RuntimeError(f"{self.prototype.__name__} takes {positional}, declared: {list(self.tensors)}")
         object.__setattr__(self, "name", self.prototype.__name__)
         object.__setattr__(self, "optional", frozenset(n for n in positional if parameters[n].default is None))
+        object.__setattr__(self, "mutated", tuple(positional.index(n) for n in self.mutates))
         attrs = tuple(_attr(n, p) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY)
         object.__setattr__(self, "attrs", attrs)
 
@@ -226,6 +228,12 @@ class Op:
 
     def result_specs(self, problem: Problem) -> dict[str, Spec]:
         return {name: spec(problem) for name, spec in self.outputs.items()}
+
+    def refuse_derivative(self, argument: str, constant: str) -> NoReturn:
+        """Raise for an argument that is differentiated; `constant`: what of the framework makes it none."""
+        raise UnsupportedError(
+            f"{self.name}: {argument} is differentiated, supported: no derivative; {constant} makes it a constant"
+        )
 
     def check_implementation(self, implementation: str | None) -> None:
         choices = (None, *self.implementations, "reference")

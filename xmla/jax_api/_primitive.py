@@ -160,10 +160,7 @@ def _batch_logits(arrays: dict[str, Any], dims: dict[str, int | None], size: int
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):
     for name, tangent in zip(given, tangents, strict=True):
         if not isinstance(tangent, ad.Zero):
-            raise UnsupportedError(
-                f"{op.name}: {name} is differentiated, supported: no derivative; "
-                f"jax.lax.stop_gradient({name}) makes it a constant"
-            )
+            op.refuse_derivative(name, f"jax.lax.stop_gradient({name})")
     out = bind(*primals, op=op, given=given, **params)
     return out, [ad.Zero.from_primal_value(value) for value in out]
 

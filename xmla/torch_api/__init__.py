@@ -7,6 +7,10 @@ Every name here is a function of the op's tensors (positional) and attributes (k
     TRITON_INTERPRET=1); "gluon", the kernels written by hand: None takes them on Hopper for `sparse_mla` and
     `dsa_attention` over plain rows, or with bfloat16 queries over V3.2 or V4 entries, and for the indexer's
     logits over fp8 keys, of pages of a multiple of 64; "reference", the NumPy float64 definition (copies to the host).
+No op has a derivative. An argument that requires grad while grad mode is on, or has a tangent, is differentiated, and
+the call raises UnsupportedError, eager, compiled (as the cause of dynamo's own error) and under `torch.func`. A model
+that only runs calls the ops under `torch.no_grad()` or `torch.inference_mode()`.
+
 The docstring of each function is the op's. Calls read no value, wait for nothing and allocate only the plan's buffers,
 on the current stream.
 

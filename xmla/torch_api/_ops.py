@@ -1,9 +1,11 @@
 """Derives `torch.library` ops, fakes and public functions from the declarations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from xmla.core.device import assumed_device
 from xmla.core.errors import ArgumentError
@@ -42,6 +44,26 @@ def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.
     return tuple(from_numpy(value, fake) for value, fake in zip(values, fakes, strict=True)) if fakes else ()
 
 
+def call_reference(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
+    workspace: torch.Tensor | None = None, implementation: str | None = None,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """As `call`, by the reference; there is nothing to do in `workspace`."""
+    check_tensors(op, tensors)
+    if out:
+        check_out(op, _result_specs(op, tensors, attrs), out, tensors[0].device)
+    results = _reference(op, tensors, attrs)
+    for given, result in zip(out, results, strict=False):
+        given.copy_(result)
+    increment_version([tensors[place] for place in op.mutated])
+    return out or results
+
+
+def _way(implementation: str | None) -> Callable[..., Any]:
+    """The function that runs a call on real tensors."""
+    return call_reference if implementation == "reference" else call
+
+
 def _single(values: Any) -> Any:
     return tuple(values) if len(values) > 1 else values[0] if values else None
 
@@ -70,14 +92,14 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         return [values[name] for name in tensor_names], tuple(values[name] for name in attr_names)
 
     def kernel(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        return _single(call(op, *unpack(args, kwargs), implementation=implementation))
+        return _single(_way(implementation)(op, *unpack(args, kwargs), implementation=implementation))
 
     def fake(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
         return _single(_fake(op, *unpack(args, kwargs)))
 
     def kernel_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
-        call(op, *unpack(args, kwargs), out, workspace, implementation)
+        _way(implementation)(op, *unpack(args, kwargs), out, workspace, implementation)
 
     def fake_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
@@ -91,11 +113,38 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         _library.define(f"{op.name}.out({', '.join([inputs, *out, space])}) -> ()")
         variants.append((f"{op.name}.out", kernel_out, fake_out))
     for name, implementation, abstract in variants:
-        _library.impl(name, implementation, "CPU")
-        _library.impl(name, implementation, "CUDA")
+        for backend in _private.BACKENDS:
+            _library.impl(name, implementation, backend)
         torch.library.register_fake(f"xmla::{name}", abstract, lib=_library)
     packet = getattr(torch.ops.xmla, op.name)
-    return packet.default, packet.out if results else None
+    overloads = (packet.default, packet.out if results else None)
+    for (name, implementation, _), overload in zip(variants, overloads if _private.AUTOGRAD else (), strict=False):
+        _library.impl(name, _autograd(op, overload, implementation), "Autograd", with_keyset=True)
+    return overloads
+
+
+def _autograd(op: Op, overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """What the dispatcher calls before `kernel` in every eager, traced or transformed call: the place of derivatives.
+
+    No op has one yet, so whatever asks for one is refused, before anything is computed.
+    """
+
+    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in (*zip(op.tensors, args, strict=False), *kwargs.items()):
+            if isinstance(value, torch.Tensor) and (constant := _differentiated(value)):
+                op.refuse_derivative(name, constant.format(name))
+        return _private.below_autograd(keyset, overload, kernel, args, kwargs)
+
+    return autograd
+
+
+def _differentiated(tensor: torch.Tensor) -> str | None:
+    """What makes a constant of `tensor` if it is differentiated, backward or forward, else None."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return "{0}.detach() or torch.no_grad()"
+    if _private.forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "{0}.detach()"  # no_grad leaves forward mode as it is
+    return None
 
 
 def _is_plain(tensors: Tensors) -> bool:
@@ -122,13 +171,12 @@ def public(op: Op) -> Callable[..., Any]:
     def function(
         tensors: Tensors, attrs: tuple[Any, ...], out: Any, workspace: torch.Tensor | None, implementation: str | None
     ) -> Any:
+        run = call
         if implementation is not None:
             op.check_implementation(implementation)
-            if implementation == "reference":
-                check_tensors(op, tensors)
-                return _single(_reference(op, tensors, attrs))
+            run = _way(implementation)
         if out is None and workspace is None and _is_plain(tensors):
-            return _single(call(op, tensors, attrs, implementation=implementation))
+            return _single(run(op, tensors, attrs, implementation=implementation))
         results = () if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
         if out is not None and len(results) != len(out_names):
             if out_variant is None:
@@ -136,8 +184,8 @@ def public(op: Op) -> Callable[..., Any]:
             raise ArgumentError(f"{op.name}: out has {len(results)} tensors, expected {len(out_names)}: {out_names}")
         if workspace is not None and not results:
             raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
-        if _is_plain(tensors):
-            call(op, tensors, attrs, results, workspace, implementation)
+        if _is_plain((*tensors, *results)):
+            run(op, tensors, attrs, results, workspace, implementation)
             return out
         check_tensors(op, tensors)
         keywords = dict(zip(names, attrs, strict=True))

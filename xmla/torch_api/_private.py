@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 FALLBACKS: list[str] = []
 
@@ -43,8 +44,29 @@ _sees_dispatch = None not in (_modes, _functorch_level)
 
 
 def dispatches() -> bool:
-    """Whether a mode or a functorch transformation may want to see a call; True where torch does not tell."""
-    return not _sees_dispatch or _modes() != 0 or _functorch_level() is not None
+    """Whether a mode, a functorch transformation or forward-mode AD may see a call; True if torch cannot tell."""
+    return not _sees_dispatch or _modes() != 0 or _functorch_level() is not None or forward_mode()
+
+
+def forward_mode() -> bool:
+    """Whether a level of forward-mode AD is open; True if torch cannot tell."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+BACKENDS = ("CPU", "CUDA")
+_after_views = _found("_C._after_ADInplaceOrView_keyset", None)
+_after_autograd = _found("_C._after_autograd_keyset", None)
+_below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
+# Without them ops have no autograd kernel: the public functions alone refuse a call that is differentiated.
+AUTOGRAD = all(found is not None for found in (_after_views, _after_autograd, _below_autograd))
+
+
+def below_autograd(keyset: Any, overload: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the dispatcher does with a call after its autograd kernel."""
+    if (keyset & _after_views).highestPriorityTypeId().name in BACKENDS:
+        return kernel(*args, **kwargs)  # at once: a redispatch costs as much as a launch
+    with _below_autograd():
+        return overload.redispatch(keyset & _after_autograd, *args, **kwargs)
 
 
 if FALLBACKS:

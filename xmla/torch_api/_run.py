@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from triton.runtime import driver
 
 from xmla.core import shadow
@@ -185,6 +186,8 @@ def call(
     if settings.live:
         taken = _before(op, tensors, attrs)
 
+    if op.mutated or out:  # a backward that saved them from before is an error then
+        increment_version([tensors[place] for place in op.mutated] or out)
     allocate = _private.empty_strided_cuda if ordinal >= 0 else _private.empty_strided_cpu
     try:
         if not out:
