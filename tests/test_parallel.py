@@ -12,7 +12,7 @@ from conftest import HAS_GPU
 
 from xmla import ArgumentError
 from xmla.core.op import registry
-from xmla.core.parallel import Ownership, heads_of, received_bytes
+from xmla.core.parallel import Ownership, heads_of, query_format, received_bytes
 
 FOLDER = Path(__file__).parent / "parallel"
 
@@ -124,7 +124,8 @@ def test_jit() -> None:
         assert not any(found[call]["specs"][-1]), found[call]
 
 
-def test_the_model_lists_the_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("index_format", ["fp8", "mxfp4"])
+def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -157,12 +158,14 @@ def test_the_model_lists_the_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(_run, "_prepared", {})
     dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        problem = make(Ownership(1, PAGE), (31, 17), 1)
+        problem = make(Ownership(1, PAGE), (31, 17), 1, index_format=index_format)
         attend(ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
     finally:
         dist.destroy_process_group()
     pages, width = len(problem.ranks[0]["mla_cache"]), problem.whole["block_table"].shape[1]
-    model = ModelConfig(heads=8, index_heads=4, k=K, page_size=PAGE, softmax_scale=SCALE, sink=True)
+    model = ModelConfig(
+        heads=8, index_heads=4, k=K, page_size=PAGE, softmax_scale=SCALE, sink=True, index_format=index_format
+    )
     listed = []
     for call in model.shared(2, 2, width * PAGE, mixed=False):
         op = registry()[call.op]
@@ -196,6 +199,11 @@ def test_contiguous_shares_are_runs() -> None:
     assert [own.own_pages(10, rank) for rank in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
+def test_queries_have_the_format_of_the_keys() -> None:
+    """Where rows of 68 bytes are those of both formats, the query's dims tell which."""
+    assert [query_format(132, 128), query_format(68, 128), query_format(68, 64)] == ["fp8", "mxfp4", "fp8"]
+
+
 def test_received_bytes() -> None:
     assert received_bytes(64, 128, 2048, 4) == {
         "candidates": 3 * 64 * 2048 * 8, "partial attention": 3 * 64 * 128 * (512 * 2 + 4),
@@ -209,5 +217,9 @@ def test_what_is_refused() -> None:
         Ownership(0, 64)
     with pytest.raises(ArgumentError, match="mesh has 3 ranks, expected 2, as its Ownership"):
         Ownership(2, 64).check_ranks(3, "mesh")
+    with pytest.raises(
+        ArgumentError, match=r"indexer_cache axis ROW \(axis 2\) is 100, expected 132 \(fp8: D \+ 4\) or"
+    ):
+        query_format(100, 128)
     with pytest.raises(ArgumentError, match="axis H is 40, expected a multiple of 16 ranks"):
         heads_of(40, 16)

@@ -23,8 +23,9 @@ class Problem:
 
 def make(
     ownership: Ownership, contexts: tuple[int, ...], next_n: int, heads: int = 8, ids: bool = False, ties: bool = False,
-    seed: int = 0,
+    seed: int = 0, index_format: str = "fp8",
 ) -> Problem:  # fmt: skip
+    layout = IndexerLayout(128, index_format)
     rng = np.random.default_rng(seed)
     size = ownership.page_size
     lengths = np.array(contexts)
@@ -33,12 +34,12 @@ def make(
     table = block_tables(rng, lengths, size, pages, width)
     used = slots_of(table, lengths, size)
     tokens = len(contexts) * next_n
-    indexer = indexer_pool(rng, IndexerLayout(128), pages, size, used)
+    indexer = indexer_pool(rng, layout, pages, size, used)
     if ties:  # few different keys: the total order decides by position, across ranks
         page, offset = np.divmod(used, size)
-        values, scales = IndexerLayout(128).gather(indexer, used[:3])
+        values, scales = layout.gather(indexer, used[:3])
         pick = rng.integers(0, 3, len(used))
-        IndexerLayout(128).scatter(indexer, page * size + offset, values[pick], scales[pick])
+        layout.scatter(indexer, page * size + offset, values[pick], scales[pick])
     whole = {
         "q": normal(rng, tokens, heads, 576),
         "index_q": normal(rng, tokens, 4, 128),
@@ -79,8 +80,8 @@ def share(whole: dict[str, np.ndarray], own: Ownership, rank: int, lengths: np.n
 
 # Interpreting takes a while: with so many ranks these are checked.
 CHECKED = {
-    2: ["prefill of one request, ties", "two tokens a request, contiguous"],
-    4: ["decode, interleaved", "mixed, padding"],
+    2: ["prefill of one request, ties", "two tokens a request, contiguous", "MXFP4 keys"],
+    4: ["decode, interleaved", "mixed, padding", "MXFP4 keys"],
     8: ["decode, interleaved"],
 }
 PROBLEMS = {
@@ -88,4 +89,5 @@ PROBLEMS = {
     "two tokens a request, contiguous": lambda ranks: make(Ownership.contiguous(ranks, PAGE, 7), (110, 33), 2),
     "prefill of one request, ties": lambda ranks: make(Ownership(ranks, PAGE, 2), (100,), 6, ties=True),
     "mixed, padding": lambda ranks: make(Ownership(ranks, PAGE), (40, 100), 2, ids=True),
+    "MXFP4 keys": lambda ranks: make(Ownership(ranks, PAGE), (150, 90), 1, index_format="mxfp4"),
 }

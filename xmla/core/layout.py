@@ -471,6 +471,12 @@ def indexer_layouts(row: int, dim: int | None = None, form: str | None = None) -
             if known.row == row and dim in (None, known.dim) and form in (None, known.format)]  # fmt: skip
 
 
+def indexer_rows(dim: int) -> str:
+    """The rows, in bytes, that a cache of keys of `dim` dims can have, in the words of an error."""
+    fp8, mxfp4 = (IndexerLayout(dim, form).row for form in INDEXER_FORMATS)
+    return f"{fp8} (fp8: D + 4) or {mxfp4} (mxfp4: D/2 + 4)"
+
+
 def indexer_pairs(
     source_row: int, row: int, source_format: str | None, cache_format: str | None
 ) -> list[tuple[IndexerLayout, IndexerLayout]]:

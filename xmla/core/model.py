@@ -180,9 +180,9 @@ class ModelConfig(Model):
         own = self.table(requests, cdiv(max_len, ranks))
         lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
         index = {"q": queries["index_q"], "weights": queries["index_weights"]}
-        yield Call("quantize_indexer_query", index, {"scale": self.index_scale})
+        yield Call("quantize_indexer_query", index, {"scale": self.index_scale, "format": self.index_format})
         index = {
-            "q8": Spec(queries["index_q"].shape, "float8_e4m3fn"), "weights": queries["index_weights"],
+            "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype), "weights": queries["index_weights"],
             "cache": caches["indexer_cache"], "block_table": own, "lengths": lengths, **ids,
         }  # fmt: skip
         yield Call("indexer_logits_paged", index, {})

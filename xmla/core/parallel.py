@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xmla.core.errors import ArgumentError
+from xmla.core.layout import indexer_layouts, indexer_rows
 from xmla.core.plan import cdiv
 
 
@@ -66,6 +67,18 @@ class Ownership:
         """Refuse another number of ranks than there are."""
         if ranks != self.ranks:
             raise ArgumentError(f"ContextParallel: {what} has {ranks} ranks, expected {self.ranks}, as its Ownership")
+
+
+def query_format(row: int, dim: int) -> str:
+    """The format of queries of `dim` dims over an indexer's cache with rows of `row` bytes: that of its keys.
+
+    Raises:
+        ArgumentError: No format has such rows.
+    """
+    found = indexer_layouts(row, dim)
+    if not found:
+        raise ArgumentError(f"ContextParallel: indexer_cache axis ROW (axis 2) is {row}, expected {indexer_rows(dim)}")
+    return found[0].format
 
 
 def heads_of(heads: int, ranks: int) -> int:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from xmla import jax_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, heads_of
+from xmla.core.parallel import Ownership, heads_of, query_format
 
 
 class Batch(NamedTuple):
@@ -65,7 +65,8 @@ class ContextParallel:
         Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
         a time as fit workspace_bytes, and at least one.
         """
-        q8, weights = jax_api.quantize_indexer_query(index_q, index_weights, scale=index_scale)
+        form = query_format(indexer_cache.shape[2], index_q.shape[2])
+        q8, weights = jax_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
         tokens, requests = len(q8), len(batch.own_table)
         columns = batch.own_table.shape[1] * self.ownership.page_size
         ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xmla import torch_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, heads_of
+from xmla.core.parallel import Ownership, heads_of, query_format
 
 # torch 2.13 gave it another name.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -122,7 +122,8 @@ class ContextParallel:
         Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
         a time as fit workspace_bytes, and at least one.
         """
-        q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale)
+        form = query_format(indexer_cache.shape[2], index_q.shape[2])
+        q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
         tokens, requests = len(q8), len(batch.own_table)
         columns = batch.own_table.shape[1] * self.ownership.page_size
         ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)

@@ -1,7 +1,7 @@
 from typing import Any
 
 from xmla.core.checks import Limit
-from xmla.core.layout import INDEXER_DIMS, INDEXER_FORMATS, IndexerLayout, indexer_layouts
+from xmla.core.layout import INDEXER_DIMS, indexer_layouts, indexer_rows
 from xmla.core.op import BYTES, FLOATS, Op, Problem, Tensor
 from xmla.core.ops.write_indexer_cache.cases import CASES
 from xmla.core.ops.write_indexer_cache.plan import plan
@@ -46,9 +46,7 @@ def check_dim(problem: Problem, argument: str, axis: str) -> None:
 def check_indexer_row(problem: Problem, cache: str, axis: str) -> None:
     """Rows of the cache are those of one format for keys of D dims."""
     if not indexer_layouts(problem[axis], problem["D"]):
-        fp8, mxfp4 = (IndexerLayout(problem["D"], form).row for form in INDEXER_FORMATS)
-        expected = f"{fp8} (fp8: D + 4) or {mxfp4} (mxfp4: D/2 + 4)"
-        problem.refuse(cache, f"axis {axis} (axis 2)", problem[axis], expected)
+        problem.refuse(cache, f"axis {axis} (axis 2)", problem[axis], indexer_rows(problem["D"]))
 
 
 def check_indexer_pages(problem: Problem, cache: str = "cache") -> None:
