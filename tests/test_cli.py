@@ -2,25 +2,34 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 from conftest import HAS_GPU
+from kit import all_cases
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from xmla import __version__, torch_api
-from xmla.bench import picture, run
-from xmla.cli import app, main
+from xmla.bench import parallel, picture, record, run
+from xmla.cli import app, calls, main
 from xmla.cli.plan import configure, find_device
-from xmla.cli.verify import largest_error
+from xmla.cli.verify import compare, largest_error
 from xmla.core.device import KNOWN_DEVICES
 from xmla.core.op import registry
 from xmla.core.parallel import received_bytes
+from xmla.core.spec import Spec
+from xmla.torch_api._arrays import from_strided, spec_of
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 def test_info() -> None:
@@ -56,9 +65,22 @@ def test_verify_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "DIFFERS" in result.output
 
 
-def test_verify_names_what_there_is() -> None:
-    result = CliRunner().invoke(app, ["verify", "--op", "sparse_mle"])
-    assert result.exit_code != 0 and "no op sparse_mle; there are" in str(result.exception)
+def test_verify_takes_every_case() -> None:
+    """Also arrays without elements; what the kernels make of each case is tests/test_ops.py's."""
+    for op, case in all_cases():
+        arrays = case.make(np.random.default_rng(0))
+        for name, array in arrays.items():
+            tensor = from_strided(array)
+            assert tuple(tensor.shape) == array.shape and str(tensor.dtype) == f"torch.{array.dtype.name}"
+            assert not array.size or spec_of(tensor).strides == Spec.of_numpy(array).strides, (op, case, name)
+
+
+def test_verify_without_elements() -> None:
+    """The case whose entries have no rope."""
+    op = registry()["write_mla_cache"]
+    (case,) = [case for case in op.cases if case.name == "nope-t6-page64-float32-pad4-nope"]
+    assert not case.make(np.random.default_rng(0))["rope"].size
+    assert compare(op, case, calls.FRONT_ENDS) == (0.0, True, True)
 
 
 def test_largest_error() -> None:
@@ -69,11 +91,14 @@ def test_largest_error() -> None:
 
 
 def test_supports_answers_for_every_device() -> None:
-    yes = CliRunner().invoke(app, ["supports", "sparse_mla", "H=16", "K=2048"])
-    assert yes.exit_code == 1 and yes.output.count("yes") == len(KNOWN_DEVICES)
+    (example,) = re.findall(r"`xmla (supports [^`]*)`", README)
+    yes = CliRunner().invoke(app, example.split())
+    assert yes.exit_code == 0 and yes.output.count("yes") == len(KNOWN_DEVICES)
     assert "NVIDIA A100 has compute capability 8.0" in yes.output
     no = CliRunner().invoke(app, ["supports", "sparse_mla", "H=129", "--device", "GB10"])
     assert no.exit_code == 1 and "at most 128 heads" in no.output and "H200" not in no.output
+    alone = CliRunner().invoke(app, ["supports", "sparse_mla", "H=16", "--device", "A100"])
+    assert alone.exit_code == 1 and "yes" not in alone.output
 
 
 def test_plan_prints_launches_and_workspace() -> None:
@@ -95,7 +120,12 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
         (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected a part of one name of: NVIDIA H100"),
         (["supports", "sparse_mla", "H:3"], "size is 'H:3', expected AXIS=NUMBER"),
         (["supports", "sparse_mla", "Z=3"], "supports: axis is 'Z', expected one of"),
-        (["bench", "--op", "nothing"], "bench: no "),
+        (
+            ["supports", "sparse_mla", "--device", "H200", "--device", "V100"],
+            "device is 'V100', expected a part of one of the names: NVIDIA H100, NVIDIA H200, NVIDIA B200, NVIDIA B300",
+        ),
+        (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, convert_indexer_"),
+        (["bench", "--op", "nothing"], "bench: no op nothing; there are sparse_mla, indexer_logits, "),
     ):
         monkeypatch.setattr("sys.argv", ["xmla", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -123,3 +153,56 @@ def test_picture_and_comparison_of_results(tmp_path: Path) -> None:
     earlier = {(line["op"], line["case"]): line for line in faster}
     table = run.table_of([line for line in lines if "us" in line], earlier)
     assert set(table.columns[7].cells) == {"2.00"}
+
+
+@pytest.mark.parametrize("command", ["plan", "warmup"])
+@pytest.mark.parametrize(
+    "option",
+    ["--batch", "--max-len", "--next-n", "--prefill", "--heads", "--index-heads", "--k", "--page-size", "--ranks"],
+)
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_sizes_are_positive(command: str, option: str, value: str) -> None:
+    result = CliRunner().invoke(app, [command, option, value], env=WIDE)
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output, result.output
+
+
+def options() -> Iterator[tuple[str, type, OptionInfo]]:
+    """Every option of this command and of those of `xmla.bench`: its name, type and declaration."""
+    for command in (command for part in (app, parallel.app, record.app) for command in part.registered_commands):
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            (declared,) = getattr(hint, "__metadata__", [None])
+            if isinstance(declared, OptionInfo):
+                kinds = [kind for kind in (int, float, Path) if str(kind.__name__) in str(hint.__origin__)]
+                yield f"{command.callback.__name__} {name}", kinds[0] if kinds else str, declared
+
+
+def test_every_number_has_a_bound() -> None:
+    numbers = [(name, option.min) for name, kind, option in options() if kind in (int, float)]
+    assert len(numbers) >= 20
+    assert [name for name, least in numbers if least is None] == []
+
+
+def test_every_file_is_checked_first() -> None:
+    files = {name: option for name, kind, option in options() if kind is Path}
+    assert {"demo out", "bench out", "bench picture", "bench compare", "run out", "main out"} == set(files)
+    assert [name for name, option in files.items() if option.callback is None and not option.exists] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["demo", "--json"], ["demo", "--model", "deepseek_v4", "--json"], ["bench", "--out"], ["bench", "--picture"]],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_told_at_once(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for path, message in (("missing/a.png", "is no folder"), ("folder.png", "cannot be written")):
+        result = CliRunner().invoke(app, [*words, str(tmp_path / path)], env=WIDE)
+        assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_pictures_of_a_kind_that_is_drawn(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "--picture", str(tmp_path / "a.xyz")], env=WIDE)
+    assert result.exit_code == 2 and "ends in '.xyz', expected one of" in " ".join(result.output.split())
+    missing = CliRunner().invoke(app, ["bench", "--compare", str(tmp_path / "none")], env=WIDE)
+    assert missing.exit_code == 2 and "does not exist" in " ".join(missing.output.split())

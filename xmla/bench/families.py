@@ -1,6 +1,6 @@
 """What is timed: ops at serving size, each beside peers, ceilings or itself at another size."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +13,25 @@ from xmla.core.plan import cdiv
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
 L2_BYTES = 60 << 20
+CHECKED_ROWS = 4
 LOGITS_TOLERANCE = 3e-3  # DeepGEMM's own bound, 1 − 2Σab/Σ(a²+b²) < 5e-6, as a relative norm
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One case: `ours` and `peers` are functions of an input set; flops and bytes are a call's, as the model counts."""
+    """One case: `ours` and `peers` are functions of an input set; flops and bytes are a call's, as the model counts.
+
+    `check` gives the error of `ours(0)` against something that shares no kernel with it.
+    """
 
     op: str
     case: str
     ours: Callable[[int], Any]
+    check: Callable[[], float]
     peers: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
     sets: int = 1
-    check: Callable[[], float] = lambda: 0.0
     tolerance: float = 1e-2
     bound: str = "copy"
 
@@ -35,6 +39,52 @@ class Benchmark:
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     got, want = got.double(), want.double()
     return float((got - want).norm() / want.norm())
+
+
+def sampled(rows: int) -> range:
+    """A few rows of so many, the first among them."""
+    return range(0, rows, max(1, rows // CHECKED_ROWS))
+
+
+# A cache, its slots [T, K], and how many of a row count [T], or None for all.
+Source = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def attention_error(
+    out: torch.Tensor, q: torch.Tensor, sources: Sequence[Source], scale: float, sink: torch.Tensor | None = None
+) -> float:
+    """The worst relative error of sampled rows of `out` against softmax attention in float64 over the same entries."""
+    worst = 0.0
+    for row in sampled(len(q)):
+        entries = []
+        for cache, slots, lengths in sources:
+            chosen = slots[row] if lengths is None else slots[row, : int(lengths[row])]
+            entries.append(torch_api.read_mla_cache(cache, chosen[chosen >= 0].contiguous(), dtype="float32"))
+        keys = torch.cat(entries).double()
+        scores = q[row].double() @ keys.T * scale
+        shares = (scores if sink is None else torch.cat([scores, sink.double()[:, None]], 1)).softmax(1)
+        worst = max(worst, relative_error(out[row], shares[:, : len(keys)] @ keys[:, :512]))
+    return worst
+
+
+def step_error(arguments: Sequence[torch.Tensor], k: int, scale: float) -> float:
+    """The worst error of sampled rows of `dsa_attention`: of attention over its selection, and the share of it missed.
+
+    What it should select follows from the formula in float32 over the stored keys, with the query rounded to e4m3.
+    """
+    q, index_q, index_weights, mla, indexer, table, lengths = arguments
+    out, _, indices = torch_api.dsa_attention(*arguments, k=k, softmax_scale=scale)
+    page = mla.shape[1]
+    slots = torch.where(indices < 0, -1, table.gather(1, indices.clamp(min=0).long() // page) * page + indices % page)
+    worst = attention_error(out, q, [(mla, slots.to(torch.int32), None)], scale)
+    q8, weights = torch_api.quantize_indexer_query(index_q, index_weights)
+    for row in sampled(len(q)):
+        place = torch.arange(int(lengths[row]), device=q.device)
+        k8, scales = torch_api.read_indexer_cache(indexer, table[row, place // page] * page + place % page)
+        logits = (q8[row].float() @ k8.float().T).relu().T @ weights[row] * scales
+        wanted = logits.topk(min(k, len(logits)))[1]
+        worst = max(worst, 1 - float(torch.isin(wanted, indices[row]).double().mean()))
+    return worst
 
 
 def rotation(bytes_a_set: float) -> int:
@@ -62,14 +112,14 @@ def decode() -> Iterator[Benchmark]:
             return torch_api.sparse_mla(q[i], pool, slots[i], softmax_scale=SCALE, batch_invariant=True)[0]
 
         peers: dict[str, Callable[[int], Any]] = {"itself with batch_invariant": invariant}
-        check = lambda ours=ours, invariant=invariant: relative_error(ours(0), invariant(0))
+        check = lambda ours=ours, q=q, slots=slots: attention_error(ours(0), q[0], [(pool, slots[0], None)], SCALE)
         if peer is not None:
             calls = [baselines.flash_mla_decode(q[i], pool, slots[i], requests, SCALE) for i in range(sets)]
             peers = {"FlashMLA": lambda i, calls=calls: calls[i](), **peers}
             check = lambda ours=ours, calls=calls: relative_error(ours(0), calls[0]())
         yield Benchmark(
-            "sparse_mla", f"decode b={requests} h={heads} s_q={s_q} k={k}", ours, peers,
-            2 * tokens * heads * k * (576 + 512), tokens * k * 656, sets, check, bound="bf16",
+            "sparse_mla", f"decode b={requests} h={heads} s_q={s_q} k={k}", ours, check, peers,
+            2 * tokens * heads * k * (576 + 512), tokens * k * 656, sets, bound="bf16",
         )  # fmt: skip
 
 
@@ -109,7 +159,12 @@ def decode_v4() -> Iterator[Benchmark]:
             def ours(i: int, q: Any = q, slots: Any = slots, sink: Any = sink, second: Any = second) -> torch.Tensor:
                 return torch_api.sparse_mla(q[i], pool, slots[i], None, sink, *second[i], softmax_scale=scale)[0]
 
-            peers, check = {}, lambda: 0.0
+            def check(
+                ours: Any = ours, q: Any = q, slots: Any = slots, sink: Any = sink, second: Any = second
+            ) -> float:
+                return attention_error(ours(0), q[0], [(pool, slots[0], None), second[0]], scale, sink)
+
+            peers = {}
             if peer is not None:
                 calls = [
                     baselines.flash_mla_decode(q[i], pool, slots[i], requests, scale, sink, *second[i])
@@ -120,7 +175,7 @@ def decode_v4() -> Iterator[Benchmark]:
             case = f"{name} b={requests} h={heads} s_q={s_q} k={window}+{extra_k} pages 256, {extra_page}"
             flops = 2 * heads * attended * (512 + 512)
             yield Benchmark(
-                "sparse_mla", case, ours, peers, flops, attended * V4.row, sets, check, bound="bf16",
+                "sparse_mla", case, ours, check, peers, flops, attended * V4.row, sets, bound="bf16",
             )  # fmt: skip
 
 
@@ -153,12 +208,16 @@ def prefill() -> Iterator[Benchmark]:
             def ours(i: int, q: Any = q, cache: Any = cache, slots: Any = slots, scale: Any = scale) -> torch.Tensor:
                 return torch_api.sparse_mla(q, cache, slots, softmax_scale=scale)[0]
 
-            def check(ours: Any = ours, call: Any = call) -> float:
-                return 0.0 if call is None else relative_error(ours(0), call())
+            def check(
+                ours: Any = ours, call: Any = call, q: Any = q, source: Any = (cache, slots, None), scale: Any = scale
+            ) -> float:
+                if call is None:
+                    return attention_error(ours(0), q, [source], scale)
+                return relative_error(ours(0), call())
 
             version = "" if layout == V32 else f"{layout.name} "
             case = f"prefill {kind} {version}s_q={tokens} h={heads} k={k} s_kv={keys}"
-            yield Benchmark("sparse_mla", case, ours, peers, flops, tokens * k * layout.row, 1, check, bound="bf16")
+            yield Benchmark("sparse_mla", case, ours, check, peers, flops, tokens * k * layout.row, bound="bf16")
 
 
 def ragged_logits() -> Iterator[Benchmark]:
@@ -183,8 +242,8 @@ def ragged_logits() -> Iterator[Benchmark]:
 
             pairs = int(ends.sum())
             yield Benchmark(
-                "indexer_logits", f"i={heads} s_q={tokens} s_kv={keys} causal", ours, {}, 2 * pairs * heads * 128,
-                tokens * keys * 4, 1, check, LOGITS_TOLERANCE, "fp8",
+                "indexer_logits", f"i={heads} s_q={tokens} s_kv={keys} causal", ours, check, {},
+                2 * pairs * heads * 128, tokens * keys * 4, 1, LOGITS_TOLERANCE, "fp8",
             )  # fmt: skip
 
 
@@ -216,8 +275,8 @@ def paged_logits() -> Iterator[Benchmark]:
             return relative_error(got, want)
 
         yield Benchmark(
-            "indexer_logits_paged", f"b={requests} next_n={next_n} keys={keys}", ours, {},
-            2 * tokens * keys * 64 * 128, read + tokens * keys * 4, sets, check, LOGITS_TOLERANCE,
+            "indexer_logits_paged", f"b={requests} next_n={next_n} keys={keys}", ours, check, {},
+            2 * tokens * keys * 64 * 128, read + tokens * keys * 4, sets, LOGITS_TOLERANCE,
         )  # fmt: skip
 
 
@@ -237,8 +296,8 @@ def topk() -> Iterator[Benchmark]:
             return float((ours(0).sort(1)[0] != peer(0).sort(1)[0]).sum() > rows)  # ties may differ
 
         yield Benchmark(
-            "select_topk", f"{rows} × {columns} k=2048", ours, {"torch.topk": torch_topk}, 0.0, rows * columns * 4,
-            sets, check,
+            "select_topk", f"{rows} × {columns} k=2048", ours, check, {"torch.topk": torch_topk}, 0.0,
+            rows * columns * 4, sets,
         )  # fmt: skip
 
 
@@ -259,7 +318,8 @@ def whole_step() -> Iterator[Benchmark]:
             return torch_api.dsa_attention(*arguments, k=2048, softmax_scale=SCALE)[0]
 
         read = requests * (32768 * 132 + 2048 * 656)
-        yield Benchmark("dsa_attention", f"b={requests} h=128 context=32768 k=2048", ours, bytes=read)
+        check = lambda arguments=arguments: step_error(arguments, 2048, SCALE)
+        yield Benchmark("dsa_attention", f"b={requests} h=128 context=32768 k=2048", ours, check, bytes=read)
 
 
 def capacity() -> Iterator[Benchmark]:
@@ -283,9 +343,9 @@ def capacity() -> Iterator[Benchmark]:
         yield Benchmark(
             "dsa_attention", f"b={requests} h=128 context={context} max_len={wide}",
             lambda i, step=step, long=long: step(long),
+            lambda rest=(*queries, mla, indexer, long, lengths): step_error(rest, 2048, SCALE),
             {f"itself at max_len={narrow}": lambda i, step=step, short=short: step(short)},
             bytes=requests * (context * 132 + 2048 * 656),
-            check=lambda step=step, long=long, short=short: relative_error(step(long), step(short)),
         )  # fmt: skip
 
 
@@ -307,8 +367,8 @@ def bounded_selection() -> Iterator[Benchmark]:
             return float((ours(0) != stored(0)).float().mean())
 
         yield Benchmark(
-            "indexer_topk", f"i=64 s_q={tokens} s_kv={keys} k=2048 in {mib} MiB", ours, {"stored logits": stored},
-            2 * int(ends.sum()) * 64 * 128, check=check, tolerance=1e-3, bound="fp8",
+            "indexer_topk", f"i=64 s_q={tokens} s_kv={keys} k=2048 in {mib} MiB", ours, check,
+            {"stored logits": stored}, 2 * int(ends.sum()) * 64 * 128, tolerance=1e-3, bound="fp8",
         )  # fmt: skip
 
 
@@ -361,7 +421,7 @@ def compression() -> Iterator[Benchmark]:
 
             case = f"{name} b={requests} tokens={tokens}"
             # Half a step of e4m3, 2**-4 at most.
-            yield Benchmark("compress_kv", case, ours, {}, 0.0, moved, sets, check, 2**-4)
+            yield Benchmark("compress_kv", case, ours, check, {}, 0.0, moved, sets, 2**-4)
 
 
 BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {

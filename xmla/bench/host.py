@@ -1,31 +1,12 @@
-"""Host time of a call: what the CPU spends before the GPU can start, of eager torch and of a jitted JAX step."""
+"""Host time of eager torch calls: what the CPU spends before the GPU can start."""
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from xmla import torch_api
 from xmla.bench import problems
-
-REPEATS, ROUNDS = 300, 7
-
-
-def host_us(call: Callable[[], Any], wait: Callable[[], Any] = torch.cuda.synchronize) -> float:
-    """Microseconds until `call` returns, median of rounds; the GPU keeps up, so nothing waits for it."""
-    for _ in range(20):
-        call()
-    rounds = []
-    for _ in range(ROUNDS):
-        wait()
-        start = time.perf_counter()
-        for _ in range(REPEATS):
-            call()
-        rounds.append((time.perf_counter() - start) / REPEATS * 1e6)
-    wait()
-    return round(statistics.median(rounds), 2)
+from xmla.bench.host_time import host_us
 
 
 def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
@@ -54,48 +35,27 @@ def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
     }
 
 
-def torch_lines() -> list[dict[str, Any]]:
+def lines() -> list[dict[str, Any]]:
     """A line an op, allocating its results and with `out` and `workspace`; `torch.add` beside it as the floor."""
     a = torch.randn(1, 64, device=problems.DEVICE)
-    lines = []
+    found = []
     with torch.inference_mode():
-        floor = host_us(lambda: torch.add(a, a))
+        floor = host_us(lambda: torch.add(a, a), torch.cuda.synchronize)
         for name, (tensors, attrs) in arguments().items():
             function = getattr(torch_api, name)
             plan = function.plan(*tensors, **attrs)
             line = {
                 "op": name, "case": "host time of an eager torch call", "launches": len(plan.active),
                 "allocations": len(plan.results) + (plan.workspace_bytes > 0),
-                "host_us": host_us(lambda f=function, t=tensors, a=attrs: f(*t, **a)), "torch_add_us": floor,
+                "host_us": host_us(lambda f=function, t=tensors, a=attrs: f(*t, **a), torch.cuda.synchronize),
+                "torch_add_us": floor,
             }  # fmt: skip
             if plan.results:
                 out = function(*tensors, **attrs)
                 space = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=problems.DEVICE)
                 line["host_us_out_workspace"] = host_us(
-                    lambda f=function, t=tensors, a=attrs, o=out, w=space: f(*t, **a, out=o, workspace=w)
+                    lambda f=function, t=tensors, a=attrs, o=out, w=space: f(*t, **a, out=o, workspace=w),
+                    torch.cuda.synchronize,
                 )
-            lines.append(line)
-    return lines
-
-
-def jax_lines() -> list[dict[str, Any]]:
-    """Dispatch of a jitted decode step beside that of a jitted addition."""
-    import jax
-
-    from xmla import interop, jax_api
-
-    tensors, attrs = arguments()["dsa_attention"]
-    arrays = [interop.to_jax(tensor) for tensor in tensors]
-    step = jax.jit(lambda *given: jax_api.dsa_attention(*given, **attrs))
-    trivial = jax.jit(lambda x: x + 1)
-
-    def wait() -> None:
-        jax.block_until_ready(trivial(arrays[2]))
-
-    ours, addition = host_us(lambda: step(*arrays), wait), host_us(lambda: trivial(arrays[2]), wait)
-    case = "dispatch of a jitted JAX step"
-    return [{"op": "dsa_attention", "case": case, "host_us": ours, "jitted_addition_us": addition}]
-
-
-def lines() -> list[dict[str, Any]]:
-    return [*torch_lines(), *jax_lines()]
+            found.append(line)
+    return found

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from xmla import torch_api
 from xmla.bench.problems import block_table, indexer_pool, latent_pool
 from xmla.bench.provenance import provenance
+from xmla.cli._files import writable
 from xmla.core.parallel import Ownership, received_bytes
 from xmla.torch_api.parallel import ContextParallel, all_gather
 
@@ -193,10 +194,10 @@ def worker(store: str, rank: int, ranks: int, seconds: float) -> None:
 
 @app.command()
 def run(
-    ranks: Annotated[list[int], typer.Option(help="Numbers of GPUs.")],
-    out: Annotated[Path, typer.Option(help="Append to this file.")],
+    ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of GPUs.")],
+    out: Annotated[Path, typer.Option(help="Append to this file.", callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
-    seconds: Annotated[float, typer.Option(help="Begin no case of a number of ranks after this.")] = 60,
+    seconds: Annotated[float, typer.Option(min=0, help="Begin no case of a number of ranks after this.")] = 60,
 ) -> None:
     """Time every case on each number of ranks; exit 1 if one failed or was wrong."""
     words = ["python", "-m", "xmla.bench.parallel", "run", *(w for n in ranks for w in ("--ranks", str(n)))]

@@ -102,7 +102,7 @@ def report(file: Path) -> str:
 
 def main(
     file: Annotated[Path, typer.Argument(help="JSON lines written by `python -m xmla.bench.parallel run`.")],
-    readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
 ) -> None:
     """Print the tables in Markdown, or put them in their place."""
     if readme is None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from xmla.bench.provenance import provenance
+from xmla.cli._files import writable
 
 app = typer.Typer(add_completion=False)
 
@@ -19,9 +20,9 @@ app = typer.Typer(add_completion=False)
 @app.command(context_settings={"allow_interspersed_args": False})
 def main(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
-    out: Annotated[Path, typer.Option(help="Append to this file.")],
+    out: Annotated[Path, typer.Option(help="Append to this file.", callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
-    lines: Annotated[int, typer.Option(help="How many of the last lines to keep.")] = 40,
+    lines: Annotated[int, typer.Option(min=1, help="How many of the last lines to keep.")] = 40,
 ) -> None:
     """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""
     start = time.monotonic()

@@ -74,7 +74,7 @@ def insert(text: str, numbers: str, markers: tuple[str, str] = (BEGIN, END)) -> 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSON lines written by `xmla bench`, the ops' times first.")],
-    readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""
     if readme is None:

@@ -1,8 +1,9 @@
 """`xmla bench`: time ops at serving size beside peers and ceilings.
 
 Every figure is a median of CUDA-graph replays over inputs rotated past the L2 cache. Before a case is timed its result
-is compared with the peer's, or with the portable definition, and a wrong one is not timed. Its ceiling is timed right
-after it, since clocks fall while a GPU works: ceilings of the run's beginning would be those of a cool one.
+is compared with the peer's, or on sampled rows with the formula in plain torch, and a wrong one is not timed. Its
+ceiling is timed right after it, since clocks fall while a GPU works: ceilings of the run's beginning would be those of
+a cool one. PyTorch times the ops; JAX adds the host time of a jitted step.
 Results are JSON lines: the first names command, commit, versions, device and ceilings, each further one is a case.
 """
 
@@ -10,25 +11,30 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from xmla.bench import baselines, host, picture
-from xmla.bench.families import BENCHMARKS, Benchmark
+from xmla._frameworks import PACKAGES, missing, needed
+from xmla._warmup import present_device
+from xmla.bench import picture
 from xmla.bench.provenance import provenance
-from xmla.bench.timing import Timing, measure
 from xmla.core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from xmla.bench.baselines import Ceiling
+    from xmla.bench.families import Benchmark
+    from xmla.bench.timing import Timing
 
 Line = dict[str, Any]
 HOST = "host"  # the name of the host-time cases among the ops
 
 
-def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, ceiling: float) -> Line:
+def record(benchmark: "Benchmark", times: Mapping[str, "Timing"], error: float, ceiling: float) -> Line:
     """A case's line: times, rates, its ratio to each peer (> 1: faster than the peer) and its share of the ceiling."""
     ours = times["xmla"]
     seconds = ours.median * 1e-6
@@ -47,8 +53,14 @@ def record(benchmark: Benchmark, times: Mapping[str, Timing], error: float, ceil
     }
 
 
-def time_cases(names: Iterable[str], limits: Mapping[str, baselines.Ceiling]) -> Iterator[Line]:
+def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"]) -> Iterator[Line]:
     """A line a case; of a wrong one it tells the error and no time."""
+    import torch
+
+    from xmla.bench import baselines
+    from xmla.bench.families import BENCHMARKS
+    from xmla.bench.timing import measure
+
     for name in names:
         for family in BENCHMARKS.get(name, ()):
             for benchmark in family():
@@ -83,22 +95,55 @@ def read_lines(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def host_lines() -> Iterator[Line]:
+    """The host time of calls, by each framework that is installed."""
+    if not missing("torch"):
+        from xmla.bench import host
+
+        yield from host.lines()
+    if not missing("jax"):
+        from xmla.bench import host_jax
+
+        yield from host_jax.lines()
+
+
 def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Path | None, commit: str | None) -> bool:
     """Time, print, and write what is asked for; False if a result was wrong.
 
     Raises:
-        UnsupportedError: There is no GPU.
+        UnsupportedError: There is no GPU, no framework is installed, or none that can time an op that is asked for.
     """
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: no GPU is present; times of interpreted kernels mean nothing")
-    chosen = ops or [*BENCHMARKS, HOST]
-    if unknown := set(chosen) - {*BENCHMARKS, HOST}:
-        raise UnsupportedError(f"bench: no op {min(unknown)}; there are {', '.join([*BENCHMARKS, HOST])}")
-    torch.manual_seed(0)
-    limits = baselines.ceilings()
-    peer = baselines.FLASH_MLA_VERSION if baselines.flash_mla() else None
+    absent = [framework for framework in PACKAGES if missing(framework)]
+    if len(absent) == len(PACKAGES):
+        raise UnsupportedError(f"bench: {'; '.join(map(needed, absent))}")
+    known = [HOST]
+    if "torch" not in absent:
+        from xmla.bench.families import BENCHMARKS
+
+        known = [*BENCHMARKS, HOST]
+    chosen = ops or known
+    if unknown := set(chosen) - set(known):
+        why = f", since {needed('torch')}" if "torch" in absent else ""
+        raise UnsupportedError(f"bench: no op {min(unknown)}; there are {', '.join(known)}{why}")
+    if image is not None and "torch" in absent:
+        raise UnsupportedError(f"bench: a picture is of times by PyTorch, and {needed('torch')}")
+    try:
+        present_device()
+    except UnsupportedError:
+        raise UnsupportedError("bench: no GPU is present; times of interpreted kernels mean nothing") from None
+    limits: Mapping[str, Ceiling] = {}
+    first: dict[str, float] = {}
+    peer = None
+    if "torch" not in absent:
+        import torch
+
+        from xmla.bench import baselines
+
+        torch.manual_seed(0)
+        limits = baselines.ceilings()
+        peer = baselines.FLASH_MLA_VERSION if baselines.flash_mla() else None
+        first = baselines.rates(limits)
     command = shlex.join(["xmla", "bench", *(word for op in ops or () for word in ("--op", op))])
-    first = baselines.rates(limits)
     head = provenance(command, commit) | {"flash_mla": peer, "ceilings": first}
     lines: list[Line] = []
     with (
@@ -113,17 +158,16 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
 
         keep(head)
         task = bar.add_task("timing", total=None)
-        for line in time_cases(chosen, limits):
+        for line in chain(time_cases(chosen, limits) if limits else (), host_lines() if HOST in chosen else ()):
             keep(line)
             lines.append(line)
             bar.update(task, description=f"{line['op']} {line['case']}")
-        for line in host.lines() if HOST in chosen else ():
-            keep(line)
-            lines.append(line)
     if image is not None:
         picture.draw(head, lines, image)
     earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}
     console = Console(width=190)
     console.print({name: f"{value:.3e}" for name, value in first.items()})
     console.print(table_of(lines, earlier))
+    for framework in absent:
+        console.print(f"left out: {framework}, since {needed(framework)}", markup=False, soft_wrap=True)
     return not any(line.get("wrong") for line in lines)

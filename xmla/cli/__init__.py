@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from xmla.cli import _environment
+from xmla.cli._files import drawable, writable
 
 app = typer.Typer(help="DeepSeek sparse attention for PyTorch and JAX.", no_args_is_help=True, add_completion=False)
 
@@ -46,10 +47,23 @@ class Model(StrEnum):
 @app.command()
 def demo(
     model: Annotated[Model, typer.Option(help="Whose attention is replaced.")] = Model.V32,
-    out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
+    ] = None,
 ) -> None:
     """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX."""
-    figures = import_module("xmla.cli.demo" if model is Model.V32 else "xmla.cli.demo_v4").run()
+    from xmla._frameworks import missing, needed
+    from xmla.core.errors import UnsupportedError
+
+    if missing("torch"):
+        raise UnsupportedError(f"demo: the model is one of PyTorch, and {needed('torch')}")
+    try:
+        module = import_module("xmla.cli.demo" if model is Model.V32 else "xmla.cli.demo_v4")
+    except ImportError as error:
+        if "transformers" not in str(error):
+            raise
+        raise UnsupportedError(f"demo: {error}: pip install 'transformers>=5.17'") from None
+    figures = module.run()
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)
@@ -65,7 +79,7 @@ def verify(op: Annotated[list[str] | None, typer.Option(help="Only these ops.")]
 
 @app.command()
 def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.")]) -> None:
-    """Repeat the call of a failed check on this machine; exit 1 if it fails here too."""
+    """Repeat the call of a failed check on this machine, in each front-end; exit 1 if it fails here too."""
     from xmla.cli.replay import run
 
     raise typer.Exit(code=0 if run(file) else 1)
@@ -77,22 +91,22 @@ def supports(
     sizes: Annotated[list[str] | None, typer.Argument(help="Axes and sizes, such as H=16 K=2048.")] = None,
     device: Annotated[list[str] | None, typer.Option(help="Only devices whose names contain this.")] = None,
 ) -> None:
-    """Whether an op runs at these sizes, on every known device; needs no GPU. Exit 1 if it does not on one."""
+    """Whether an op runs at these sizes, on each known device; needs no GPU. Exit 1 if it does on none of them."""
     from xmla.cli.plan import show_support
 
-    raise typer.Exit(code=0 if show_support(op, sizes or [], device or [""]) else 1)
+    raise typer.Exit(code=0 if show_support(op, sizes or [], device) else 1)
 
 
-Batches = Annotated[list[int] | None, typer.Option("--batch", help="Requests of a decode step.")]
-Contexts = Annotated[list[int] | None, typer.Option("--max-len", help="Longest context, in keys.")]
-NextN = Annotated[list[int] | None, typer.Option("--next-n", help="Tokens a request decodes at once.")]
-Prefills = Annotated[list[int] | None, typer.Option("--prefill", help="Tokens of a prefill step.")]
-Heads = Annotated[int, typer.Option(help="Query heads of this rank.")]
-IndexHeads = Annotated[int, typer.Option(help="Indexer heads.")]
-TopK = Annotated[int, typer.Option("--k", help="Selected keys a token.")]
-PageSize = Annotated[int, typer.Option(help="Entries a page.")]
+Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step.")]
+Contexts = Annotated[list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys.")]
+NextN = Annotated[list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once.")]
+Prefills = Annotated[list[int] | None, typer.Option("--prefill", min=1, help="Tokens of a prefill step.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads of this rank.")]
+IndexHeads = Annotated[int, typer.Option(min=1, help="Indexer heads.")]
+TopK = Annotated[int, typer.Option("--k", min=1, help="Selected keys a token.")]
+PageSize = Annotated[int, typer.Option(min=1, help="Entries a page.")]
 Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
-Ranks = Annotated[int, typer.Option(help="Ranks that share each request's pages (context parallel).")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
 Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
 
 
@@ -116,8 +130,8 @@ def warmup(
     ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
     """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
+    from xmla._warmup import warmup
     from xmla.cli.plan import configure, find_device
-    from xmla.warmup import warmup
 
     config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
     warmup(config, None if device is None else find_device(device))
@@ -126,9 +140,13 @@ def warmup(
 @app.command()
 def bench(
     op: Annotated[list[str] | None, typer.Option(help="Only these ops; `host` is the host time of calls.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
-    compare: Annotated[Path | None, typer.Option(help="Show speed against this earlier file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw times and roofline into this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.", callback=writable)] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Show speed against this earlier file.", exists=True, dir_okay=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw times and roofline into this file.", callback=drawable)
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
 ) -> None:
     """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong."""

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from xmla import interop, jax_api, torch_api
+from xmla import interop, torch_api
+from xmla._frameworks import missing
 from xmla.cli import client
 from xmla.cli.client import ARRAYS, Attended, Run
-from xmla.cli.figures import Figure, figure, identical, overlap, relative_error, show
+from xmla.cli.figures import Figure, figure, identical, overlap, relative_error, show, tell_left_out
 
 PROMPT, DECODED = 120, 8
 
@@ -69,6 +70,8 @@ def against_definition(ours: Run, reference: Run) -> Iterator[Figure]:
 
 def parity(step: Attended, where: str) -> Iterator[Figure]:
     """One layer's tensors handed to JAX through DLPack, its results handed back and compared bit for bit."""
+    from xmla import jax_api
+
     arrays = [interop.to_jax(step.arguments[name].contiguous()) for name in ARRAYS]
     results = jax_api.dsa_attention(*arrays, k=step.arguments["k"], softmax_scale=step.arguments["softmax_scale"])
     for name, ours, theirs in zip(("out", "lse", "indices"), (step.out, step.lse, step.indices), results, strict=True):
@@ -77,6 +80,8 @@ def parity(step: Attended, where: str) -> Iterator[Figure]:
 
 def cache_parity(step: Attended) -> Iterator[Figure]:
     """The first layer's cache read by one front-end, written again by the other: the same bytes."""
+    from xmla import jax_api
+
     mla = step.arguments["mla_cache"]
     slots = torch.arange(mla.shape[0] * mla.shape[1], device=mla.device, dtype=torch.int32)
     rows = torch_api.read_mla_cache(mla, slots)
@@ -115,8 +120,9 @@ def run() -> list[Figure]:
         reference = client.run_replaced(model, tokens, PROMPT, ours.caches, implementation="reference")
         done(steps[3])
         figures = [*against_definition(ours, reference), *against_shipped(ours, shipped)]
-        figures += [*parity(ours.steps[0][0], "layer 0, prefill"), *parity(ours.steps[1][-1], "layer 1, decode")]
-        figures += cache_parity(ours.steps[0][-1])
+        if not missing("jax"):
+            figures += [*parity(ours.steps[0][0], "layer 0, prefill"), *parity(ours.steps[1][-1], "layer 1, decode")]
+            figures += cache_parity(ours.steps[0][-1])
         done(steps[4])
         timings = []
         if device == "cuda":
@@ -129,6 +135,7 @@ def run() -> list[Figure]:
     console.print(f"{PROMPT} tokens of text prefilled, {DECODED} decoded one by one; the most likely next token is the "
                   f"shipped model's for {agreement:.0%} of them.")  # fmt: skip
     show(figures, console, TITLE, CAPTION)
+    tell_left_out(console)
     if timings:
         table = Table("op", "b = 1, µs", "b = 64, µs", title="128 heads, 64 indexer heads, top-k 2048, context 32768")
         for row in timings:

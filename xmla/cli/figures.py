@@ -7,6 +7,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from xmla._frameworks import missing, needed
+
 Figure = dict[str, Any]
 
 
@@ -47,3 +49,9 @@ def show(figures: list[Figure], console: Console, title: str, caption: str) -> N
         value = "identical" if f["bound"] == "identical" and f["ok"] else f"{f['value']:.4f}"
         table.add_row(f["name"], f["where"], value, f["bound"], "[green]ok" if f["ok"] else "[red]DISAGREES")
     console.print(table)
+
+
+def tell_left_out(console: Console) -> None:
+    """A line where JAX is not installed, and so nothing was compared with it."""
+    if missing("jax"):
+        console.print(f"left out: torch = JAX, since {needed('jax')}", markup=False, soft_wrap=True)

@@ -2,34 +2,41 @@
 
 import platform
 from importlib.util import find_spec
-from typing import Any
 
 from xmla import __version__
+from xmla._frameworks import PACKAGES as FRAMEWORKS
+from xmla._frameworks import missing, needed
 from xmla.cli._environment import HAS_GPU
 from xmla.core.config import variables
+from xmla.core.device import Device
 from xmla.core.versions import installed, untested
 
 PACKAGES = ("triton", "numpy", "ml_dtypes", "torch", "jax", "jax-triton", "transformers")
 
 
-def _properties() -> list[Any]:
-    try:
+def _present() -> list[Device]:
+    """The GPUs, as whichever framework is installed describes them."""
+    if not missing("torch"):
         import torch
-    except ImportError:
-        return []
-    return [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [Device.of(p.name, p.major * 10 + p.minor, p.multi_processor_count) for p in found]
+    if not missing("jax"):
+        import jax
+
+        from xmla.jax_api._run import describe
+
+        return [describe(device) for device in jax.devices() if device.platform == "gpu"]
+    return []
 
 
 def _devices() -> list[str]:
-    return [f"{p.name} (sm_{p.major}{p.minor}, {p.multi_processor_count} SMs)" for p in _properties()]
+    return [f"{device.name} (sm_{device.arch}, {device.num_sms} SMs)" for device in _present()]
 
 
 def _supported() -> list[str]:
     """What works here beside the ops themselves, and why what does not."""
-    facts = []
-    for framework, needs in (("torch", ("torch",)), ("jax", ("jax", "jax-triton"))):
-        missing = [package for package in needs if installed(package) is None]
-        facts.append(f"{framework}: {'yes' if not missing else 'no, ' + ' and '.join(missing) + ' not installed'}")
+    facts = [f"{framework}: {f'no, {needed(framework)}' if missing(framework) else 'yes'}" for framework in FRAMEWORKS]
     facts.append(f"compiled kernels: {'yes' if HAS_GPU else 'no, no GPU; CPU arrays are interpreted'}")
     peer = find_spec("flash_mla") is not None
     facts.append(f"FlashMLA as a baseline: {'yes' if peer else 'no, flash_mla not installed'}")

@@ -3,11 +3,11 @@
 from rich.console import Console
 from rich.table import Table
 
+from xmla._warmup import present_device
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.model import ModelConfig
 from xmla.core.support import supports
-from xmla.warmup import present_device
 
 
 def configure(
@@ -71,20 +71,30 @@ def show_plan(config: ModelConfig, device_name: str | None) -> None:
     console.print(f"{len(config.specializations(device))} kernels in all")
 
 
-def show_support(op: str, sizes: list[str], devices: list[str]) -> bool:
-    """Print the answer for every device whose name contains one of `devices`; True if it is yes on all."""
+def show_support(op: str, sizes: list[str], devices: list[str] | None = None) -> bool:
+    """Print the answer for every known device, or those whose names contain one of `devices`; True if one is yes.
+
+    Raises:
+        ArgumentError: There is no such op, axis or device, or a size is none.
+    """
     axes = {}
     for size in sizes:
         name, _, value = size.partition("=")
         if not value.isdecimal():
             raise ArgumentError(f"size is {size!r}, expected AXIS=NUMBER")
         axes[name] = int(value)
+    known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
+    named = {part: [device for device in known if part.lower() in device.name.lower()] for part in devices or [""]}
+    for part, found in named.items():
+        if not found:
+            names = ", ".join(device.name for device in known)
+            raise ArgumentError(f"device is {part!r}, expected a part of one of the names: {names}")
     table = Table("device", "compute capability", "", "why not")
     answers = []
-    for device in (*KNOWN_DEVICES, *LIMITED_DEVICES):
-        if any(part.lower() in device.name.lower() for part in devices):
+    for device in known:
+        if any(device in found for found in named.values()):
             answer = supports(op, device, **axes)
             answers.append(answer.ok)
             table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.reason)
     Console(width=160).print(table)
-    return all(answers)
+    return any(answers)

@@ -42,6 +42,11 @@ def has_tokens(op: "Op", name: str) -> bool:
     return op.tensors[name].names[0] == "T"
 
 
+def _has_requests(op: "Op", name: str) -> bool:
+    """Whether an argument has a row a request."""
+    return op.tensors[name].names[0] == "B"
+
+
 def shrink(
     op: "Op", arrays: Mapping[str, Any], rows: np.ndarray | None, take: Take
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
@@ -60,13 +65,13 @@ def shrink(
         if "request_ids" not in arrays:
             rows = (requests[:, None] * next_n + np.arange(next_n)).reshape(-1)
     small = {
-        name: take(array, rows if has_tokens(op, name) else requests if name == "block_table" else None).copy()
+        name: take(array, rows if has_tokens(op, name) else requests if _has_requests(op, name) else None).copy()
         for name, array in arrays.items()
         if name not in caches
     }
     if requests is not None and "request_ids" in small:
         ids = small["request_ids"]
-        small["request_ids"] = np.where(np.isin(ids, requests), np.searchsorted(requests, ids), -1).astype(ids.dtype)
+        small["request_ids"] = np.where(np.isin(ids, requests), np.searchsorted(requests, ids), ids).astype(ids.dtype)
     for name in caches:
         indices = (name.replace("cache", "slots"), f"{name}_slots", "block_table")
         index = next((n for n in indices if n in small), None)

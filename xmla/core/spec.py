@@ -68,5 +68,6 @@ class Spec:
 
     @classmethod
     def of_numpy(cls, array: np.ndarray) -> "Spec":
-        strides = tuple(step // array.itemsize for step in array.strides)
+        # NumPy leaves zeros for the strides of an array without elements.
+        strides = tuple(step // array.itemsize for step in array.strides) if array.size else None
         return cls(array.shape, array.dtype.name, strides, "cpu", alignment_of(array.ctypes.data))

@@ -22,6 +22,11 @@ Importing this module needs neither a GPU nor PyTorch. To plan and lower for a G
 `xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
 """
 
+from xmla._frameworks import missing, needed
+
+if missing("jax"):
+    raise ImportError(needed("jax"))
+
 from jax import export as _export
 
 from xmla.core import ops

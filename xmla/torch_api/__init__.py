@@ -19,6 +19,11 @@ on the current stream.
 keyword arguments, which it writes. Ops that update a cache in place (`write_*`) have one form, which declares that.
 """
 
+from xmla._frameworks import missing, needed
+
+if missing("torch"):
+    raise ImportError(needed("torch"))
+
 from xmla.core import ops
 from xmla.torch_api._ops import public
 

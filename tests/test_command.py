@@ -1,0 +1,226 @@
+"""The `xmla` command as a user starts it: in a clean environment, and with a part of the frameworks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kit
+import pytest
+
+from xmla import ArgumentError, torch_api
+from xmla.cli.replay import run as repeat
+from xmla.core.checks import find_violation
+from xmla.core.config import settings
+from xmla.core.op import Case, Op, registry
+
+ROOT = Path(__file__).parent.parent
+
+# A package that is blocked is one that is not installed: neither found nor imported.
+BLOCKER = """
+import os, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in os.environ["BLOCKED"].split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run(folder: Path, *words: str, without: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in `folder` without the variables that the Makefile sets, and without some packages."""
+    set_by_make = ("TRITON_INTERPRET", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
+    (folder / "blocker").mkdir(exist_ok=True)
+    (folder / "blocker" / "sitecustomize.py").write_text(BLOCKER if without else "")
+    environment |= {"PYTHONPATH": f"{folder / 'blocker'}:{ROOT}", "BLOCKED": without, "COLUMNS": "200"} | variables
+    words = (sys.executable, *words)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def xmla(folder: Path, *words: str, without: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "-m", "xmla.cli", *words, without=without, **variables)
+
+
+def lines(text: str) -> list[str]:
+    return text.strip().splitlines()
+
+
+def reproduce(
+    op: Op, case: Case, argument: str, value: int, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The file that XMLA_CHECK writes of a case whose every `argument` is `value`."""
+    monkeypatch.setattr(settings, "reproducer_dir", folder / "calls")
+    inputs = kit.make(case)
+    inputs[argument][...] = value
+    with monkeypatch.context() as context:
+        context.setattr(settings, "check", True)
+        with pytest.raises(ArgumentError, match="; xmla replay ") as raised:
+            getattr(torch_api, op.name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
+    return Path(str(raised.value).rpartition(" ")[2])
+
+
+@pytest.fixture
+def file(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a failed check wrote."""
+    op = registry()["map_slots"]
+    return reproduce(op, op.cases[0], "indices", 10**6, device, tmp_path, monkeypatch)
+
+
+def test_importing_xmla_leaves_triton_to_the_command(tmp_path: Path) -> None:
+    code = "import sys, xmla, xmla.cli; print([n for n in ('triton', 'torch', 'jax', 'numpy') if n in sys.modules])"
+    assert run(tmp_path, "-c", code).stdout.strip() == "[]"
+
+
+def test_every_public_name(tmp_path: Path) -> None:
+    """What a type checker sees is what there is, in whatever order modules were imported."""
+    code = """
+import ast, xmla, xmla._warmup, xmla.cli.plan
+tree = ast.parse(open(xmla.__file__).read())
+names = {a.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names if a.asname}
+assert len(names) == 11, names
+assert names == {name for name in dir(xmla) if not name.startswith("_")} & names
+assert callable(xmla.warmup) and xmla.layouts.inspect and {getattr(xmla, name) for name in names}
+try:
+    xmla.nothing
+except AttributeError as error:
+    assert str(error) == "module 'xmla' has no attribute 'nothing'"
+else:
+    raise SystemExit("nothing was found")
+assert names == {*xmla._MODULES, "layouts"}
+"""
+    done = run(tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verify_and_replay_need_no_variables(tmp_path: Path, file: Path) -> None:
+    verified = xmla(tmp_path, "verify", "--op", "map_slots")
+    assert verified.returncode == 0, verified.stderr
+    assert verified.stdout.count("identical") == len(registry()["map_slots"].cases)
+    replayed = xmla(tmp_path, "replay", str(file))
+    assert replayed.returncode == 1, replayed.stderr
+    assert "is 1000000, limit" in replayed.stdout and not replayed.stderr
+
+
+@pytest.mark.parametrize(("there", "absent"), [("torch", "jax"), ("jax", "torch")])
+def test_verify_and_replay_with_one_framework(there: str, absent: str, tmp_path: Path, file: Path) -> None:
+    told = f"left out: {absent}, since xmla.{absent}_api needs {absent}"
+    without = {"jax": "jax jaxlib jax_triton", "torch": "torch"}[absent]
+    verified = xmla(tmp_path, "verify", "--op", "map_slots", without=without)
+    assert verified.returncode == 0, verified.stderr
+    assert told in verified.stdout and f"xmla verify, {there}, " in verified.stdout
+    assert verified.stdout.count("agrees") == len(registry()["map_slots"].cases)
+    assert "identical" not in verified.stdout
+    replayed = xmla(tmp_path, "replay", str(file), without=without)
+    assert replayed.returncode == 1, replayed.stderr
+    assert told in replayed.stdout and f"{there}, slots: wrong share 0," in replayed.stdout
+
+
+def test_demo_without_jax(tmp_path: Path) -> None:
+    """And without the Makefile's variables, as all of these."""
+    done = xmla(tmp_path, "demo", "--json", "figures.json", without="jax jaxlib jax_triton")
+    assert done.returncode == 0, done.stderr
+    assert "left out: torch = JAX, since xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'" in done.stdout
+    names = {figure["name"] for figure in json.loads((tmp_path / "figures.json").read_text())}
+    assert "attention, same caches" in names and not any("JAX" in name for name in names)
+
+
+TORCH = "xmla.torch_api needs torch: pip install 'xmla[torch]'"
+BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'"
+
+
+@pytest.mark.parametrize(
+    ("words", "without", "message"),
+    [
+        (["verify"], "torch jax jax_triton", f"verify: {BOTH}"),
+        (["replay", "FILE"], "torch jax jax_triton", f"replay: {BOTH}"),
+        (["bench"], "torch jax jax_triton", f"bench: {BOTH}"),
+        (["demo"], "torch", f"demo: the model is one of PyTorch, and {TORCH}"),
+        (["demo"], "torch jax jax_triton", f"demo: the model is one of PyTorch, and {TORCH}"),
+        (["demo"], "transformers", "demo: No module named 'transformers': pip install 'transformers>=5.17'"),
+        (["demo", "--model", "deepseek_v4"], "transformers",
+         "demo: No module named 'transformers': pip install 'transformers>=5.17'"),
+        (["bench", "--op", "sparse_mla"], "torch", f"bench: no op sparse_mla; there are host, since {TORCH}"),
+        (["bench", "--picture", "a.png"], "torch", f"bench: a picture is of times by PyTorch, and {TORCH}"),
+    ],
+)  # fmt: skip
+def test_what_is_not_installed_is_one_line(
+    words: list[str], without: str, message: str, tmp_path: Path, file: Path
+) -> None:
+    words = [str(file) if word == "FILE" else word for word in words]
+    done = xmla(tmp_path, *words, without=without)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert lines(done.stderr) == [f"xmla: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "without", "packages"),
+    [("torch", "torch", "torch"), ("jax", "jax jaxlib", "jax"), ("jax", "jax_triton", "jax-triton"),
+     ("jax", "jax jaxlib jax_triton", "jax and jax-triton")],
+)  # fmt: skip
+def test_a_front_end_without_its_framework(framework: str, without: str, packages: str, tmp_path: Path) -> None:
+    for module in (f"xmla.{framework}_api", f"xmla.{framework}_api.parallel"):
+        done = run(tmp_path, "-c", f"import {module}", without=without)
+        message = f"ImportError: xmla.{framework}_api needs {packages}: pip install 'xmla[{framework}]'"
+        assert lines(done.stderr)[-1] == message, done.stderr
+
+
+# The host times of a jitted step, on the interpreter and once: that the lines are made, not what they say.
+BENCH_BY_JAX = """
+from pathlib import Path
+from xmla.cli import _environment
+_environment.prepare()
+from xmla.bench import host_jax, host_time, run
+run.present_device = lambda: None
+host_time.REPEATS = host_time.ROUNDS = host_time.WARM_UP = 1
+host_jax.PAGES, host_jax.HEADS, host_jax.INDEX_HEADS = 8, 8, 8
+assert run.run(None, Path("out.jsonl"), None, None, "a commit")
+"""
+
+
+def test_bench_by_jax_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", BENCH_BY_JAX, without="torch")
+    assert done.returncode == 0, done.stderr
+    assert f"left out: torch, since {TORCH}" in done.stdout
+    head, line = map(json.loads, lines((tmp_path / "out.jsonl").read_text()))
+    assert head["commit"] == "a commit" and head["ceilings"] == {}
+    assert line["case"] == "dispatch of a jitted JAX step" and line["host_us"] > 0 < line["jitted_addition_us"]
+
+
+def refused() -> Iterator[tuple[Op, Case, str, int]]:
+    """Each integer argument with a value below and one above its limits, in the first case that is refused for it."""
+    for op in registry().values():
+        for argument, tensor in op.tensors.items():
+            for value in (-5, 10**6) if tensor.dtypes[0].startswith("int") else ():
+                for case in op.cases:
+                    inputs = kit.make(case)
+                    if argument in inputs:
+                        inputs[argument][...] = value
+                        found = find_violation(op, inputs, kit.attributes(op, case))
+                        if found is not None and found.message.startswith(f"{op.name}: {argument}["):
+                            yield op, case, argument, value
+                            break
+
+
+REFUSED = list(refused())
+
+
+def test_most_ops_refuse_places() -> None:
+    assert len({op.name for op, *_ in REFUSED}) >= 15 and len(REFUSED) >= 50
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "argument", "value"), REFUSED, ids=[f"{op.name}-{name}-{value}" for op, _, name, value in REFUSED]
+)
+def test_replay_repeats_whatever_a_check_refused(
+    op: Op, case: Case, argument: str, value: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Also calls without one valid place, of whose caches no page is kept."""
+    file = reproduce(op, case, argument, value, device, tmp_path, monkeypatch)
+    assert repeat(file) is False
+    assert f"values: {op.name}: {argument}[" in capsys.readouterr().out

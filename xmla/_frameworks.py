@@ -1,0 +1,23 @@
+"""Which frameworks are installed, and the extra that brings one that is not."""
+
+from importlib.util import find_spec
+
+PACKAGES = {"torch": ("torch",), "jax": ("jax", "jax_triton")}  # by framework, whose name is the extra's
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+def missing(framework: str) -> list[str]:
+    """The packages that `xmla.torch_api` or `xmla.jax_api` needs and that are not installed."""
+    return [package for package in PACKAGES[framework] if not _is_installed(package)]
+
+
+def needed(framework: str) -> str:
+    """What to say where `missing` is not empty."""
+    packages = " and ".join(missing(framework)).replace("_", "-")
+    return f"xmla.{framework}_api needs {packages}: pip install 'xmla[{framework}]'"
