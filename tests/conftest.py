@@ -15,6 +15,8 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from xmla import torch_api  # noqa: E402
+
 # Interpreted kernels take too long to shrink and explain a failure.
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
 hypothesis.settings.register_profile(
@@ -38,6 +40,20 @@ def _device_memory_back() -> Iterator[None]:
     yield
     if torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=not HAS_GPU)
+def _cpu_tensors_only_where_a_gpu_would_stand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nothing is interpreted: a test that runs ops on torch tensors puts them on `device` (or DEVICE).
+
+    One whose code chooses the device itself, or that means the CPU, says so by `usefixtures("device")`.
+    """
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("tensors on the CPU in a test without the fixture `device`: it fails on a GPU machine")
+
+    if "device" not in request.fixturenames and not hasattr(request.module, "DEVICE"):
+        monkeypatch.setattr(torch_api._run, "_interpret", refuse)
 
 
 def require_assembler(arch: int) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xmla.core.layout import V41_FP4
+from xmla.core.layout import V41_FP4, MlaLayout
 from xmla.core.op import Case, Op, registry
 from xmla.core.ops.compress_kv.reference import stored_values
 from xmla.core.spec import DTYPES
@@ -126,6 +126,25 @@ def assert_bits_equal(name: str, got: object, want: object, where: np.ndarray | 
     if where is not None:
         a, b = a[where], b[where]
     assert np.array_equal(a, b), f"{name}: {int((a != b).sum())} of {a.size} elements have other bits"
+
+
+def assert_entries_equal(name: str, layout: MlaLayout, got: object, want: object) -> None:
+    """Pools of the same entries: NaN in the same dims, which NaN is the hardware's choice, and the bits of the rest.
+
+    An entry with a NaN has other bits than its own: those of its scale. So its other dims are compared as values.
+    """
+    pools = [as_numpy(pool).copy() for pool in (got, want)]
+    slots = np.arange(pools[1].shape[0] * pools[1].shape[1])
+    with np.errstate(invalid="ignore"):
+        ours, theirs = (layout.gather(pool, slots) for pool in pools)
+    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    assert same.all(), f"{name}: {int((~same).sum())} of {same.size} values differ"
+    broken = slots[np.isnan(theirs).any(axis=1)]
+    for pool in pools:
+        layout.scatter(
+            pool, broken, *(np.zeros((len(broken), dims), np.float32) for dims in (layout.latent, layout.rope))
+        )
+    assert_bits_equal(name, *pools)
 
 
 def assert_close(

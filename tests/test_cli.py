@@ -50,6 +50,7 @@ def test_plan_prints_what_ranks_exchange() -> None:
     assert "merge" not in CliRunner().invoke(app, words).output
 
 
+@pytest.mark.usefixtures("device")
 def test_verify_passes() -> None:
     names = ("map_slots", "write_indexer_cache")
     result = CliRunner().invoke(app, ["verify", "--op", names[0], "--op", names[1]])
@@ -58,6 +59,7 @@ def test_verify_passes() -> None:
     assert result.output.count("identical") == cases and "DIFFERS" not in result.output
 
 
+@pytest.mark.usefixtures("device")
 def test_verify_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch_api.map_slots
     monkeypatch.setattr(torch_api, "map_slots", lambda *a, **k: tuple(r + 1 for r in real(*a, **k)))
@@ -75,6 +77,7 @@ def test_verify_takes_every_case() -> None:
             assert not array.size or spec_of(tensor).strides == Spec.of_numpy(array).strides, (op, case, name)
 
 
+@pytest.mark.usefixtures("device")
 def test_verify_without_elements() -> None:
     """The case whose entries have no rope."""
     op = registry()["write_mla_cache"]

@@ -21,6 +21,7 @@ def demo(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["demo", *arguments])
 
 
+@pytest.mark.usefixtures("device")
 def test_demo_agrees(tmp_path: Any) -> None:
     result = demo("--json", str(tmp_path / "figures.json"))
     assert result.exit_code == 0, result.output
@@ -47,6 +48,7 @@ def wrong_selection(attend: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mistake", [wrong_scale, wrong_selection])
 def test_demo_notices_a_mistake(mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_api, "dsa_attention", mistake(torch_api.dsa_attention))
@@ -60,6 +62,7 @@ def test_the_model_has_deepseeks_geometry() -> None:
     assert (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
 
 
+@pytest.mark.usefixtures("device")
 def test_v4_demo_agrees(tmp_path: Any) -> None:
     result = demo("--model", "deepseek_v4", "--json", str(tmp_path / "figures.json"))
     assert result.exit_code == 0, result.output
@@ -88,9 +91,9 @@ def wrong_place(arguments: dict[str, Any]) -> None:
 
 
 @cache
-def few_tokens() -> tuple[Any, torch.Tensor, client_v4.Run, client_v4.Run]:
+def few_tokens(device: str) -> tuple[Any, torch.Tensor, client_v4.Run, client_v4.Run]:
     """The model, a few tokens, most of which ratio 4 compresses, and both runs over them."""
-    model, tokens = client_v4.build("cpu"), torch.arange(14)
+    model, tokens = client_v4.build(device), torch.arange(14, device=device)
     shipped = client_v4.run_as_shipped(model, tokens, 12)
     return model, tokens, shipped, client_v4.run_replaced(model, tokens, 12, packed=False, picks=shipped.indices)
 
@@ -100,7 +103,9 @@ def few_tokens() -> tuple[Any, torch.Tensor, client_v4.Run, client_v4.Run]:
     [("sparse_mla", without_sink), ("sparse_mla", without_inverse_rope), ("sparse_mla", without_entries),
      ("compress_kv", wrong_place)],
 )  # fmt: skip
-def test_v4_demo_notices_a_mistake(op: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_v4_demo_notices_a_mistake(
+    op: str, mistake: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo_v4, "PROMPT", 12)
     right, names = getattr(torch_api, op), list(registry()[op].tensors)
 
@@ -109,7 +114,7 @@ def test_v4_demo_notices_a_mistake(op: str, mistake: Callable[..., Any], monkeyp
         mistake(arguments)
         return right(*arguments.values(), **attrs)
 
-    model, tokens, shipped, right_run = few_tokens()
+    model, tokens, shipped, right_run = few_tokens(device)
     assert all(figure["ok"] for figure in demo_v4.against_model(right_run, shipped, "plain rows"))
     monkeypatch.setattr(torch_api, op, wrong)
     wrong_run = client_v4.run_replaced(model, tokens, 12, packed=False, picks=shipped.indices)

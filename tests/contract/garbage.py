@@ -12,9 +12,18 @@ from xmla.core.op import Op, registry
 DEVICE = "cuda" if HAS_GPU else "cpu"
 OPS = registry()
 GARBAGE = st.one_of(st.integers(-2, 200), st.sampled_from([-(2**31), -(2**31) + 1, 2**31 - 1, 2**30, -1]))
-INTEGERS = {"slots", "indices", "lengths", "starts", "ends", "block_table", "request_ids", "query_starts",
-            "has_context", "positions", "state_table", "extra_slots", "extra_lengths"}  # fmt: skip
-PLACES = INTEGERS - {"request_ids"}  # where an op that updates in place writes: distinct ones
+
+
+def integers(op: Op) -> list[str]:
+    """The arguments that hold places, lengths, bounds or flags; bytes of caches are none."""
+    return [name for name, tensor in op.tensors.items() if tensor.dtypes[0] in ("int32", "int64")]
+
+
+def must_differ(op: Op, name: str) -> bool:
+    """Whether an argument leads to where an op that updates in place writes: two rows may not meet there."""
+    updated = {axis for pool in op.mutates for axis in op.tensors[pool].names}
+    axes = op.tensors[name].index_of.split()
+    return bool(op.mutates) and (not axes or bool(updated & set(axes)))
 
 
 @st.composite
@@ -22,9 +31,9 @@ def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict
     """A case of `op` whose integers are arbitrary and whose caches hold arbitrary bytes."""
     case = draw(st.sampled_from([c for c in op.cases if sum(a.size for a in kit.make(c).values()) < 400_000]))
     inputs = kit.make(case, seed=draw(st.integers(0, 3)))
-    for name in INTEGERS & set(inputs):
+    for name in (name for name in integers(op) if name in inputs):
         array = inputs[name]
-        if op.mutates and name in PLACES:
+        if must_differ(op, name):
             chosen = draw(st.lists(GARBAGE, min_size=array.size, max_size=array.size, unique=True))
             inputs[name] = np.array(chosen).astype(array.dtype).reshape(array.shape)
         else:

@@ -7,27 +7,40 @@ import torch
 from garbage import DEVICE, OPS, run
 
 from xmla import torch_api
+from xmla.core import cases
+from xmla.core.op import Op
+
+PAGED = [(op, name) for op in OPS.values() for name in op.pools if len(op.tensors[name].names) == 3]
+READ = [(op, name) for op, name in PAGED if name not in op.mutates]
 
 
-@pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF], ids=["zeros", "nan", "all ones"])
-@pytest.mark.parametrize("name", ["sparse_mla", "read_mla_cache", "read_indexer_cache", "indexer_logits_paged"])
-def test_unreferenced_memory_does_not_matter(name: str, byte: int) -> None:
-    """The cases' caches are NaN wherever nothing refers to; any other bytes there give the same bits."""
-    op = OPS[name]
+@pytest.mark.parametrize(("op", "pool"), READ, ids=lambda value: getattr(value, "name", value))
+def test_unreferenced_memory_does_not_matter(op: Op, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases' pools are NaN wherever nothing refers to; filled with any other byte they give the same bits."""
     for case in op.cases:
         inputs = kit.make(case)
-        if inputs["cache"].dtype != np.uint8:
+        if pool not in inputs:
             continue
-        where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case))) if name.endswith("paged") else None
-        want = run(op, inputs, case.attrs)
-        other = kit.make(case)
-        cache = other["cache"]
-        entries = (cache == 0xFF).all(axis=2) if name != "indexer_logits_paged" else None
-        if entries is not None:
-            cache[entries] = byte
-        for a, b in zip(run(op, other, case.attrs), want, strict=True):
-            kit.assert_bits_equal(name, a, b, where)
-        assert entries is None or entries.any()
+        where = None
+        if op.name == "indexer_logits_paged":
+            where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
+        want = [kit.as_numpy(result).copy() for result in run(op, kit.make(case), case.attrs)]
+        for byte in (0x00, 0x7F):
+            with monkeypatch.context() as context:
+                context.setattr(cases, "POISON", byte)
+                other = kit.make(case)[pool]
+            changed = other.view(np.uint8) != inputs[pool].view(np.uint8)
+            assert changed.any(), f"{case.name}: every entry is referred to"
+            for a, b in zip(run(op, kit.make(case) | {pool: other}, case.attrs), want, strict=True):
+                kit.assert_bits_equal(op.name, a, b, where)
+
+
+def test_every_pool_that_is_read() -> None:
+    """Each stands in a case; those left out belong to the ops that only write."""
+    assert {op.name for op, _ in PAGED} - {op.name for op, _ in READ} == {
+        "write_mla_cache", "write_indexer_cache", "compress_kv",
+    }  # fmt: skip
+    assert all(any(pool in kit.make(case) for case in op.cases) for op, pool in READ)
 
 
 def test_empty_rows() -> None:

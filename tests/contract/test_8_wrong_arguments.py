@@ -543,6 +543,7 @@ def test_kind_of_argument_and_implementation(api: object, device: str, no_launch
         api.select_topk(array, array, k=1, page=3)
 
 
+@pytest.mark.usefixtures("device")
 def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "InterpretedFunction", type("Never", (), {}))
     with pytest.raises(
