@@ -28,7 +28,7 @@ def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 or 288 bytes and no `cache_format`.
 
-    Numerics: the float32 product is rounded once to `dtype`; with power-of-two scales bfloat16 is exact too.
+    Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
     """
 
 

@@ -67,9 +67,9 @@ def sparse_mla(
     `batch_invariant`, nor V3.2's for 16 heads and fewer.
 
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
-    with power-of-two scales and bfloat16 q). The kernel by hand holds packed entries, or with 16 heads and fewer the
-    weights that they meet, in float16 relative to the largest of an entry's scales, V4's also to 2**-8 of its largest
-    roped dim: of dims 2**-20 below that bits are lost.
+    with power-of-two or e4m3 scales and bfloat16 q). The kernel by hand holds packed entries, or with 16 heads and
+    fewer the weights that they meet, in float16 relative to the largest of an entry's scales, V4's also to 2**-8 of its
+    largest roped dim: of dims 2**-20 below that bits are lost.
     """
 
 
