@@ -61,7 +61,7 @@ def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr):
     if (at >= start) & (at + KEYS <= end):
         for i in gl.static_range(KEYS // PIECE):
             ptrs = tile_ptrs + i * PIECE * KEY_STRIDE
-            async_copy.async_load(smem.slice(i * PIECE, PIECE), ptrs, cache_modifier=".ca")
+            async_copy.async_load(smem.slice(i * PIECE, PIECE), ptrs)
     else:
         position = at + gl.arange(0, PIECE, layout=gl.SliceLayout(1, chunks(smem.shape[1])))
         for i in gl.static_range(KEYS // PIECE):
@@ -111,6 +111,28 @@ def load_query(
     weight_smem.store(gl.load(weight_ptrs, mask=(member < count) & (head < HEADS), other=0.0) * 0.5)
 
 
+@gluon.constexpr_function
+def log2_of(power):
+    return power.bit_length() - 1
+
+
+@gluon.jit
+def own_heads(x, GROUP: gl.constexpr, OWN: gl.constexpr):
+    """[KEYS, ROWS] as one [KEYS, GROUP, 4] for each head of a token that a lane has: registers under other names."""
+    x = gl.reshape(x, (KEYS, GROUP, OWN // 2, 4, 2)).permute((0, 1, 3, 2, 4))
+    parts = (gl.reshape(x, (KEYS, GROUP, 4, OWN)),)
+    for halving in gl.static_range(log2_of(OWN)):
+        smaller = ()
+        for part in gl.static_range(2**halving):
+            pairs = gl.reshape(parts[part], (KEYS, GROUP, 4, 2, OWN >> (halving + 1)))
+            smaller += gl.split(pairs.permute((0, 1, 2, 4, 3)))
+        parts = smaller
+    heads = ()
+    for own in gl.static_range(OWN):
+        heads += (gl.reshape(parts[own], (KEYS, GROUP, 4)),)
+    return heads
+
+
 @gluon.jit
 def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
     """Σ relu(dots) · weight over each token's heads, [KEYS, GROUP], of dots [KEYS, ROWS] and halves of weights [ROWS].
@@ -120,9 +142,12 @@ def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
     other lanes, two apart and side by side.
     """
     OWN: gl.constexpr = dots.shape[1] // GROUP // 4  # heads of a token in one lane
-    terms = (dots + gl.abs(dots)) * gl.expand_dims(halves, 0)
-    terms = gl.reshape(terms, (KEYS, GROUP, OWN // 2, 4, 2)).permute((0, 1, 3, 2, 4))
-    lanes = gl.sum(gl.reshape(terms, (KEYS, GROUP, 4, OWN)), 3)
+    halves, dots = gl.broadcast(gl.expand_dims(halves, 0), dots)
+    twice, halves = own_heads(dots + gl.abs(dots), GROUP, OWN), own_heads(halves, GROUP, OWN)
+    # One sum after the other: a tree of them, as Triton 3.9 makes of `gl.sum`, multiplies every second term apart.
+    lanes = twice[0] * halves[0]
+    for own in gl.static_range(1, OWN):
+        lanes += twice[own] * halves[own]
     lanes = gl.reshape(gl.convert_layout(lanes, BY_KEY), (KEYS, GROUP, 2, 2))
     return gl.convert_layout(gl.sum(gl.sum(lanes, 2), 2), gl.SliceLayout(2, BY_KEY), assert_trivial=True)
 
