@@ -203,17 +203,53 @@ def load_page_keys(
     return keys, factors, ok
 
 
+@triton.constexpr_function
+def log2_of(power):
+    return power.bit_length() - 1
+
+
 @triton.jit
-def head_scores(k, q, weights, factors, GROUP: tl.constexpr):
+def by_lane(x, GROUP: tl.constexpr):
+    """[N, GROUP · BLOCK_I] as [N, GROUP, 4] for each of BLOCK_I / 4 heads: those that one lane of four has.
+
+    A product's rows lie in registers so: the lanes of a row have two neighbouring columns of every eight.
+    """
+    N: tl.constexpr = x.shape[0]
+    OWN: tl.constexpr = x.shape[1] // GROUP // 4
+    x = tl.permute(tl.reshape(x, (N, GROUP, OWN // 2, 4, 2)), (0, 1, 3, 2, 4))
+    parts = (tl.reshape(x, (N, GROUP, 4, OWN)),)
+    for halving in tl.static_range(log2_of(OWN)):
+        smaller = ()
+        for part in tl.static_range(2**halving):
+            pairs = tl.reshape(parts[part], (N, GROUP, 4, 2, OWN >> (halving + 1)))
+            smaller += tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+        parts = smaller
+    return parts
+
+
+@triton.jit
+def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HOPPER_SUMS: tl.constexpr):
     """Indexer logits of GROUP tokens over a tile of keys: factor · Σ_i relu(k · q_i) · weight_i.
 
     k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
     f32 → [BLOCK_N, GROUP] f32. A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
+    HOPPER_SUMS writes out the order of the sum, in which Hopper's Gluon kernels add too: all give the same bits, with any
+    Triton, whose own order depends on its version. Where products are not wgmma's, it would cross lanes.
     """
     dots = tl.dot(k, tl.trans(q.to(k.dtype)))  # [BLOCK_N, GROUP · BLOCK_I] f32
-    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL) * weights[None, :]
-    by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))
-    return tl.sum(by_token, axis=2) * factors[:, None]
+    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
+    if HOPPER_SUMS:
+        weights, dots = tl.broadcast(weights[None, :], dots)
+        terms, shares = by_lane(dots, GROUP), by_lane(weights, GROUP)
+        lanes = terms[0] * shares[0]
+        for own in tl.static_range(1, dots.shape[1] // GROUP // 4):
+            lanes += terms[own] * shares[own]
+        lanes = tl.reshape(lanes, (dots.shape[0], GROUP, 2, 2))
+        return tl.sum(tl.sum(lanes, axis=2), axis=2) * factors[:, None]
+    else:
+        dots *= weights[None, :]
+        by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))
+        return tl.sum(by_token, axis=2) * factors[:, None]
 
 
 @triton.jit

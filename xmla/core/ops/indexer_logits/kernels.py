@@ -24,6 +24,7 @@ def indexer_logits_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     MXFP4: tl.constexpr,
+    HOPPER_SUMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,  # tokens a matrix product
     BLOCK_N: tl.constexpr,
@@ -69,7 +70,7 @@ def indexer_logits_kernel(
             else:
                 q = tl.load(q_ptrs)
                 weights = tl.load(weight_ptrs)
-            scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
+            scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
             token = first_token + i + offs_g
             token_ok = token < num_tokens
             # The product stands outside of this branch: ptxas 12.8 mixes up the operands of wgmma in two branches.

@@ -127,6 +127,7 @@ def launch_portable(problem: Problem, device: Device) -> Launch:
         constexprs=(
             *query_constexprs(problem),
             ("MXFP4", keys_are_mxfp4(problem)),
+            ("HOPPER_SUMS", device.arch == 90),
             ("KEY_STRIDE", problem.specs["keys"].stride(0)),
             ("BLOCK_T", config.block_t),
             ("GROUP", min(config.block_t, config.max_rows // block_i)),

@@ -55,6 +55,7 @@ def indexer_logits_paged_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     MXFP4: tl.constexpr,
+    HOPPER_SUMS: tl.constexpr,
     GROUP: tl.constexpr,  # tokens that share a tile of keys, a power of two
     HAS_REQUEST_IDS: tl.constexpr,
     BLOCK_G: tl.constexpr,  # groups looked at together when work is shared out
@@ -122,7 +123,7 @@ def indexer_logits_paged_kernel(
                 page = coming
                 coming = load_pages(table_row, key + BLOCK_N, mapped, PAGE_SIZE)
                 keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
-                scores = head_scores(keys, q, weights, factors, GROUP)  # [BLOCK_N, GROUP] f32
+                scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
                 scores = tl.where(ok[:, None], scores, float("-inf"))
                 tl.store(logits_ptr + out_row + key[:, None], scores, mask=key[:, None] < length[None, :])
         passed += tl.sum(tiles)

@@ -148,6 +148,7 @@ def launch_portable(problem: Problem, device: Device) -> Launch:
         constexprs=(
             *page_constexprs(problem),
             ("MXFP4", mxfp4),
+            ("HOPPER_SUMS", device.arch == 90),
             ("GROUP", grouping.group),
             ("BLOCK_G", 256),
             ("BLOCK_N", config.block_n),

@@ -138,6 +138,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=(
             *query_constexprs(problem),
             ("MXFP4", mxfp4),
+            ("HOPPER_SUMS", device.arch == 90),
             ("KEY_STRIDE", specs["keys"].stride(0)),
             ("K", k),
             ("GROUP", group),

@@ -57,6 +57,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=(
             *page_constexprs(problem),
             ("MXFP4", mxfp4),
+            ("HOPPER_SUMS", device.arch == 90),
             *shared,
             ("GROUP", grouping.group),
             ("BLOCK", block),

@@ -109,7 +109,7 @@ def estimate_threshold(
     maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
     blocks = length // (CHUNK * STEP)
     AT_ONCE: tl.constexpr = max(2, WARPS * 1024 // LANES)  # 32 loads a thread
-    for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=AT_ONCE):
+    for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=AT_ONCE, disable_licm=True):
         left = blocks - fold * (LANES // CHUNK)
         x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
         maxima = tl.maximum(maxima, x)

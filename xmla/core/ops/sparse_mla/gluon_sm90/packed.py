@@ -243,6 +243,8 @@ def copy_blocks(entries, ok, smem, OFFSET: gl.constexpr, BLOCKS: gl.constexpr):
     mask = gl.expand_dims(gl.expand_dims(gl.convert_layout(ok, ROWS, assert_trivial=True), 0), 2)
     ptrs += gl.expand_dims(gl.expand_dims(word, 0), 0)
     mask, ptrs = gl.broadcast(mask, ptrs)
+    # Entries start on 16 bytes, as the plan demands; of two sources the compiler does not see it.
+    ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [16, 16, 16]), [1, 1, 4])
     ALL: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0])
     async_copy.async_load(smem.reinterpret(gl.int32, [BLOCKS, 64, 16], ALL), ptrs, mask=mask)
     async_copy.commit_group()
@@ -255,6 +257,7 @@ def load_row(entries, ok, OFFSET: gl.constexpr, LENGTH: gl.constexpr, LAYOUT: gl
     ptrs = gl.convert_layout(entries, ROWS, assert_trivial=True) + OFFSET
     ptrs = gl.expand_dims(ptrs.to(gl.pointer_type(gl.int32), bitcast=True), 1)
     ptrs += gl.expand_dims(gl.arange(0, LENGTH, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [16, 16]), [1, 4])  # as in `copy_blocks`
     return gl.load(ptrs, mask=gl.expand_dims(gl.convert_layout(ok, ROWS, assert_trivial=True), 1), other=0)
 
 
