@@ -27,7 +27,7 @@ from xmla.core.spec import Spec
 pytestmark = pytest.mark.xdist_group("device memory")
 
 # Bytes of memory to lay arrays out in, and from where: an offset of 32 bits that wrapped round stays inside of it.
-SPACE = 66 << 30 if HAS_GPU else 18 << 30
+SPACE = 66 << 30
 ORIGIN = 2**31  # elements
 FAREST = 2**31 - 2**21  # the largest stride; some are runtime sizes
 ENTRIES = {"R", "EXTRA_R", "SOURCE_R", "STATE_R"}  # axes of a page, which are dense
@@ -89,6 +89,8 @@ def test_neighbours_far_apart(space: torch.Tensor, op: Op, argument: str, axis: 
     """Each axis of each argument in turn with its neighbours far apart, pages too: the bits of the dense call."""
     case = case_with(op, argument, axis)
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
+    # Slots of 64 bits would widen what they are multiplied by.
+    inputs = {name: array.astype(np.int32) if array.dtype == np.int64 else array for name, array in inputs.items()}
     where = None
     if op.name == "indexer_logits_paged":
         where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
@@ -118,6 +120,16 @@ def far_slots(pool: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).permutation(places)).to(DEVICE)
 
 
+def stored(pool: torch.Tensor, slots: torch.Tensor, data: int) -> torch.Tensor:
+    """The bytes or elements of entries, by torch's own offsets: a page has the `data` of all, then their footers."""
+    entries, row = pool.shape[1:]
+    page, offset = slots.long() // entries, slots.long() % entries
+    first = page * entries * row
+    footer = first + entries * data + offset * (row - data)
+    parts = ((first + offset * data, data), (footer, row - data))
+    return torch.cat([pool.view(-1)[at[:, None] + torch.arange(n, device=DEVICE)] for at, n in parts], dim=1)
+
+
 @pytest.mark.parametrize("layout", MLA_LAYOUTS, ids=named)
 def test_a_page_of_very_many_entries(space: torch.Tensor, layout: MlaLayout) -> None:
     """Entries of one page, past 2**31 elements: written, read, converted and attended to as on pages of one."""
@@ -137,6 +149,7 @@ def test_a_page_of_very_many_entries(space: torch.Tensor, layout: MlaLayout) -> 
     torch_api.write_mla_cache(*keys, slots, pool, **known)
     torch_api.write_mla_cache(*keys, near, dense, **known)
     want = torch_api.read_mla_cache(dense, near, **known)
+    kit.assert_bits_equal("entries", stored(pool, slots, layout.data), stored(dense, near, layout.data))
     kit.assert_bits_equal("rows", torch_api.read_mla_cache(pool, slots, **known), want)
 
     torch_api.convert_mla_cache(pool, slots, near, back, **source)
@@ -171,6 +184,7 @@ def test_a_page_of_very_many_indexer_keys(space: torch.Tensor, layout: IndexerLa
     keys, form = kit.to_torch(values, DEVICE), {"cache_format": layout.format}
     torch_api.write_indexer_cache(keys, slots, pool)
     torch_api.write_indexer_cache(keys, near, dense)
+    kit.assert_bits_equal("entries", stored(pool, slots, layout.value_bytes), stored(dense, near, layout.value_bytes))
     want = torch_api.read_indexer_cache(dense, near, **form)
     for got, expected in zip(torch_api.read_indexer_cache(pool, slots, **form), want, strict=True):
         kit.assert_bits_equal("keys", got, expected)
@@ -195,7 +209,7 @@ def test_a_page_of_very_many_states(space: torch.Tensor) -> None:
         for rows, width in ((tokens, 2 * dim), (tokens, 2 * dim), (ratio, 2 * dim), (1, 64))
     )
     far = page_of_many(space, 4 * dim, torch.float32)
-    entries = []
+    results = []
     for state in (torch.zeros(1, tokens, 4 * dim, device=DEVICE), far):
         first = state.shape[1] - tokens
         assert first == 0 or first * 4 * dim > 2**31
@@ -207,9 +221,12 @@ def test_a_page_of_very_many_states(space: torch.Tensor) -> None:
         cos_sin = angle.expand(state.shape[1], -1)
         norm = torch.ones(dim, device=DEVICE)
         torch_api.compress_kv(kv, score, ape, norm, cos_sin, positions, state, table, cache, table)
-        entries.append(torch_api.read_mla_cache(cache, torch.tensor([last], dtype=torch.int32, device=DEVICE)))
-    assert entries[0].any()
-    kit.assert_bits_equal("entry", entries[1], entries[0])
+        entry = torch_api.read_mla_cache(cache, torch.tensor([last], dtype=torch.int32, device=DEVICE))
+        results.append((entry, state[0, first:]))
+    (near_entry, near_states), (far_entry, far_states) = results
+    assert near_entry.any()
+    kit.assert_bits_equal("entry", far_entry, near_entry)
+    kit.assert_bits_equal("states", far_states, near_states)
 
 
 @pytest.mark.gpu
