@@ -4,9 +4,9 @@ python tests/fuzz.py [--seconds N] [--cases N] [--op NAME]      many cases, in p
 python tests/fuzz.py --rerun OP/CASE/SEED                       one of them
 
 A fuzz case is one of an op's cases with integers, floats and cache bytes replaced: limits of int32, NaN, infinities,
-0xFF, arbitrary bits. Axes are cut to odd sizes, which leaves gaps between rows, and an array may start beside a
-multiple of 16 bytes. All arrays of a call, its results and workspace too, lie in one buffer between guards, and every
-byte of it that the call has no business with is compared.
+0xFF, arbitrary bits. Axes are cut to odd sizes, which leaves gaps between rows, or stored in another order with more
+space between neighbours, and an array may start beside a multiple of 16 bytes. All arrays of a call, its results and
+workspace too, lie in one buffer between guards, and every byte of it that the call has no business with is compared.
 
 The comparison leaves no room: cases draw their values from `Dyadic`, so that sums of products do not round and
 selections are beyond doubt, ties included. Replaced ("wild") floats round and overflow as they like; of ops that
@@ -180,6 +180,23 @@ def cut(
                 arrays |= shorter
 
 
+def restride(
+    op: Op, arrays: dict[str, np.ndarray], attrs: Mapping[str, Any], by: str | None, rng: np.random.Generator
+) -> None:
+    """Store some arrays in another order of their axes, with space between neighbours, where the op takes it."""
+    for name, array in arrays.items():
+        if array.ndim == 1 or not array.size:
+            continue
+        *outer, row = array.shape
+        order = rng.permutation(len(outer))
+        space = [outer[axis] + rng.choice([0, 0, 1, 3]) for axis in order]
+        whole = np.empty((*space, row + rng.choice([0, 0, 4, 16])), array.dtype)
+        moved = whole.transpose(*np.argsort(order), -1)[tuple(map(slice, array.shape))]
+        bits(moved)[...] = bits(array)
+        if bind(op, arrays | {name: moved}, attrs, by) is not None:
+            arrays[name] = moved
+
+
 @lru_cache(maxsize=256)
 def arena(target: Target, shape: int) -> Arena:
     """The call's arrays laid out for one of the case's shapes."""
@@ -192,6 +209,7 @@ def arena(target: Target, shape: int) -> Arena:
         if shape:
             rng.bit_generator.state = sizes  # the same cut in each
             cut(op, arrays, attrs, target.implementation, rng)
+            restride(op, arrays, attrs, target.implementation, rng)
     shifted = None
     if shape == SHAPES - 1:
         # A scale read as float32 stands at a multiple of 4 bytes.
