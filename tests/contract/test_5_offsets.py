@@ -263,7 +263,8 @@ def test_no_product_of_32_bits_is_a_far_offset() -> None:
     lines = lines_of(Path(far_strides.__file__))
     kernels = [line for line in lines if "kernel" in line]
     assert not [line for line in kernels if line["wrong"]]
-    assert {(line["op"], line["far"]) for line in lines} == {(op, far) for op in OPS for far in ("strides", "entries")}
+    assert {line["op"] for line in kernels if line["far"] == "strides"} == set(OPS)
+    assert {line["op"] for line in kernels if line["far"] == "entries"} >= {op.name for op in OPS.values() if op.pools}
     found = {line["kernel"] for line in kernels}
     assert {"sparse_mla_kernel", "indexer_logits_kernel", "indexer_logits_paged_kernel"} <= found
     assert {"sparse_mla_sm90_kernel", "indexer_logits_sm90_kernel", "indexer_logits_paged_sm90_kernel"} <= found
