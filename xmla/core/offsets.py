@@ -10,11 +10,12 @@ import triton.language as tl
 from triton.experimental import gluon
 
 
-def _offset_of(index, STRIDE, BOUND: tl.constexpr = None):
+def _offset_of(index, STRIDE, BOUND=None):
     """index · STRIDE, exactly wherever −BOUND < index < BOUND; without BOUND always.
 
-    STRIDE may be a runtime size where there is no BOUND. The product has 32 bits only where the constants tell that it
-    fits them; elsewhere the index is widened first. What an index beyond its BOUND gives must be masked.
+    BOUND is a constant; STRIDE may be a runtime size where there is none. The product has 32 bits only where the
+    constants tell that it fits them; elsewhere the index is widened first. What an index beyond its BOUND gives must be
+    masked.
     """
     if BOUND is None or BOUND * STRIDE >= 2**31:
         return index.to(tl.int64) * STRIDE
