@@ -55,6 +55,11 @@ def test_log_tells_each_compile(tmp_path: Path) -> None:
     assert "sm_90" not in quiet.stderr
 
 
+def test_a_level_that_does_not_exist() -> None:
+    done = run_python("import xmla.core.config", XMLA_LOG="foo")
+    assert done.returncode == 1 and "ArgumentError: XMLA_LOG is 'foo', expected one of CRITICAL, " in done.stderr
+
+
 def test_forbidden_compiles_name_the_specialisation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "forbid_jit", True)
     specs = {"logits": Spec((3, 77), "float32"), "ends": Spec((3,), "int32")}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import kit
 import ml_dtypes
@@ -39,8 +40,8 @@ def heads(count: int) -> Callable[[Arrays], Arrays]:
     return lambda a: {"q": np.zeros((len(a["slots"]), count, 576), ml_dtypes.bfloat16)}
 
 
-def wide_query(count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.ones((1, count, 128), np.float32), np.ones((1, count), np.float32)
+def wide_query(count: int, tokens: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones((tokens, count, 128), np.float32), np.ones((tokens, count), np.float32)
 
 
 ROWS = ("656 bytes (v32) or 584 bytes (v4) or 528 bytes (v41) or 288 bytes (v41_fp4) or 528 bytes (v41_footer) or 288 "
@@ -62,6 +63,8 @@ def ambiguous(op: str, argument: str, row: int, case: int) -> Mistake:
     return Mistake(op, message, change, {f"{argument}_format": None}, case=case)
 
 
+TO_INT32 = "(.int() in torch, .astype('int32') in JAX)"
+
 MISTAKES = [
     *(ambiguous(op, argument, row, case) for row in SEVERAL for op, argument, case in (
         ("write_mla_cache", "cache", 0), ("read_mla_cache", "cache", 0), ("compress_kv", "cache", 0),
@@ -74,7 +77,7 @@ MISTAKES = [
     Mistake("sparse_mla", "sparse_mla: slots rank is 1, expected 2 (T, K)", lambda a: {"slots": a["slots"][0]}),
     Mistake("sparse_mla", "sparse_mla: q axis L+E (axis 2) is 512, expected 576 for 'v32' entries",
             lambda a: {"q": a["q"][..., :512]}),
-    Mistake("sparse_mla", "sparse_mla: slots axis T (axis 0) is 2, expected 1, as before",
+    Mistake("sparse_mla", "sparse_mla: slots axis T (axis 0) is 2, expected 1, as q",
             lambda a: {"slots": np.repeat(a["slots"], 2, axis=0)}),
     Mistake("sparse_mla", f"sparse_mla: cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
             lambda a: {"cache": np.zeros((3, 64, 640), np.uint8)}),
@@ -117,7 +120,7 @@ MISTAKES = [
             lambda a: {"cache": np.zeros((3, 64, 576), np.float16)}),
     Mistake("sparse_mla", "sparse_mla: q axis H (axis 1) is 129, supported: at most 128 heads", heads(129),
             error=UnsupportedError),
-    Mistake("sparse_mla", "sparse_mla: sink axis H (axis 0) is 7, expected 128, as before",
+    Mistake("sparse_mla", "sparse_mla: sink axis H (axis 0) is 7, expected 128, as q",
             lambda a: {"sink": np.zeros(7, np.float32)}),
     Mistake("sparse_mla", "sparse_mla: lengths dtype is float32, expected int32",
             lambda a: {"lengths": np.zeros(1, np.float32)}),
@@ -221,13 +224,49 @@ MISTAKES = [
             "request_ids)", lambda a: {"block_table": np.repeat(a["block_table"], 2, axis=0)}),
     Mistake("select_topk", "select_topk: k value is 0, expected at least 1", attrs={"k": 0}),
     Mistake("select_topk", "select_topk: k type is bool, expected int", attrs={"k": True}),
-    Mistake("select_topk", "select_topk: ends axis T (axis 0) is 2, expected 1, as before",
+    Mistake("select_topk", "select_topk: ends axis T (axis 0) is 2, expected 1, as logits",
             lambda a: {"ends": np.zeros(2, np.int32)}),
     Mistake("dsa_attention", "dsa_attention: k value is -3, expected at least 1", attrs={"k": -3}),
-    Mistake("dsa_attention", "dsa_attention: indexer_cache axis R (axis 1) is 32, expected 64, as before",
+    Mistake("dsa_attention", "dsa_attention: indexer_cache axis R (axis 1) is 32, expected 64, as mla_cache",
             lambda a: {"indexer_cache": np.zeros((a["mla_cache"].shape[0], 32, 132), np.uint8)}),
     Mistake("dsa_attention", f"dsa_attention: mla_cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
             lambda a: {"mla_cache": a["mla_cache"][..., :640].copy()}),
+    Mistake("dsa_attention", "dsa_attention: mla_cache_format value is 'v5', expected one of v32, v4, v41, v41_fp4, "
+            "nope, nvfp4, plain, plain_v4", attrs={"mla_cache_format": "v5"}),
+    Mistake("dsa_attention", "dsa_attention: index_q axis I (axis 1) is 130, supported: at most 128 indexer heads",
+            lambda a: dict(zip(("index_q", "index_weights"), wide_query(130, len(a["q"])), strict=True)),
+            error=UnsupportedError),
+    Mistake("dsa_attention", "dsa_attention: q axis H (axis 1) is 129, supported: at most 128 heads",
+            lambda a: {"q": np.zeros((len(a["q"]), 129, 576), ml_dtypes.bfloat16)}, error=UnsupportedError),
+    Mistake("dsa_attention", "dsa_attention: workspace_bytes value is -1, expected at least 0",
+            attrs={"workspace_bytes": -1}),
+    Mistake("dsa_attention", "dsa_attention: q axis T (axis 0) is 2, expected a multiple of B = 4 "
+            "(or pass request_ids)",
+            lambda a: {"block_table": np.repeat(a["block_table"], 4 // len(a["block_table"]), axis=0)}),
+    Mistake("dsa_attention", "dsa_attention: q axis T (axis 0) is 2, expected a multiple of B = 0 "
+            "(or pass request_ids)",
+            lambda a: {"block_table": a["block_table"][:0]}),
+    # a dtype is that of the array as it was given: JAX would make 32 bits of NumPy's 64
+    Mistake("sparse_mla", f"sparse_mla: slots dtype is int64, expected int32 {TO_INT32}",
+            lambda a: {"slots": a["slots"].astype(np.int64)}),
+    Mistake("select_topk", f"select_topk: ends dtype is int64, expected int32 {TO_INT32}",
+            lambda a: {"ends": a["ends"].astype(np.int64)}),
+    Mistake("sparse_mla", "sparse_mla: sink dtype is float64, expected float32",
+            lambda a: {"sink": np.zeros(128, np.float64)}),
+    # attributes
+    Mistake("select_topk", "select_topk: k type is float32, expected int", attrs={"k": np.float32(3)}),
+    Mistake("select_topk", "select_topk: k type is bool, expected int", attrs={"k": np.True_}),
+    Mistake("select_topk", "select_topk: k type is list, expected int", attrs={"k": [3]}),
+    Mistake("select_topk", "select_topk: k type is ndarray, expected int", attrs={"k": np.array([3])}),
+    Mistake("select_topk", "select_topk: k type is NoneType, expected int", attrs={"k": None}),
+    Mistake("sparse_mla", "sparse_mla: softmax_scale type is bool, expected float", attrs={"softmax_scale": True}),
+    Mistake("sparse_mla", "sparse_mla: softmax_scale value is nan, expected a finite number",
+            attrs={"softmax_scale": float("nan")}),
+    Mistake("sparse_mla", "sparse_mla: softmax_scale value is inf, expected a finite number",
+            attrs={"softmax_scale": np.float32("inf")}),
+    Mistake("quantize_indexer_query", "quantize_indexer_query: scale value is -inf, expected a finite number",
+            attrs={"scale": -np.inf}),
+    Mistake("compress_kv", "compress_kv: eps value is nan, expected a finite number", attrs={"eps": np.nan}),
 ]  # fmt: skip
 
 
@@ -251,9 +290,11 @@ def test_message(mistake: Mistake, device: str, no_launch: None) -> None:
     with pytest.raises(mistake.error) as by_torch:
         getattr(torch_api, op.name)(*kit.torch_inputs(op, inputs, device), **attrs)
     with pytest.raises(mistake.error) as by_jax:
-        getattr(jax_api, op.name)(*kit.jax_inputs(op, inputs), **attrs)
+        getattr(jax_api, op.name)(*(inputs.get(name) for name in op.tensors), **attrs)
     assert str(by_torch.value) == mistake.message
     assert str(by_jax.value) == mistake.message
+    name, rest = mistake.message.split(": ", 1)
+    assert name == op.name and rest.split()[0] in {*op.tensors, *op.defaults}, "the caller's own names"
 
 
 def test_strides(device: str, no_launch: None) -> None:
@@ -546,7 +587,99 @@ def test_kind_of_argument_and_implementation(api: object, device: str, no_launch
 @pytest.mark.usefixtures("device")
 def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "InterpretedFunction", type("Never", (), {}))
-    with pytest.raises(
-        UnsupportedError, match="set TRITON_INTERPRET=1 before Triton is imported, or pass implementation"
-    ):
-        torch_api.select_topk(torch.zeros(1, 4), torch.ones(1, dtype=torch.int32), k=1)
+    monkeypatch.setattr(interpreter, "run", lambda *_: pytest.fail("it ran"))
+    logits, ends = np.arange(4, dtype=np.float32)[None], np.full(1, 4, np.int32)
+    by_jax = partial(jax_api.select_topk, k=1)
+    with jax.default_device(jax.devices("cpu")[0]):
+        for call in (partial(torch_api.select_topk, k=1), by_jax, jax.jit(by_jax)):
+            array = torch.from_numpy if call is not by_jax and not hasattr(call, "lower") else jnp.asarray
+            with pytest.raises(UnsupportedError) as refused:
+                call(array(logits), array(ends))
+            assert str(refused.value) == (
+                "select_topk: arrays on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before Triton is "
+                "imported, or pass implementation='reference'"
+            )
+            assert np.asarray(jax_api.select_topk(logits, ends, k=1, implementation="reference")).tolist() == [[3]]
+
+
+ROWS_OF_REQUESTS = [op for op in registry().values() if any("B" in t.names for t in op.tensors.values())]
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("op", ROWS_OF_REQUESTS, ids=lambda op: op.name)
+def test_an_idle_rank(op: Op, ids: bool, device: str) -> None:
+    """No token of no request: results without rows, and caches as they were, by kernels and by the reference."""
+    case = op.cases[0]
+    inputs = kit.make(case)
+    if "request_ids" in op.tensors:
+        inputs.pop("request_ids", None)
+        if ids:
+            inputs["request_ids"] = np.zeros(0, np.int32)
+    for name, array in inputs.items():
+        empty = tuple(slice(0, 0) if axis in ("T", "B") else slice(None) for axis in op.tensors[name].names)
+        inputs[name] = np.ascontiguousarray(array[empty])
+    if op.name == "split_batch":
+        inputs["query_starts"] = np.zeros(1, np.int32)
+    want = kit.as_tuple(op.reference(**kit.copies(inputs), **kit.attributes(op, case)))
+    for implementation in (None, "reference"):
+        arguments = kit.torch_inputs(op, kit.copies(inputs), device)
+        found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs, implementation=implementation))
+        caches = dict(zip(op.tensors, arguments, strict=True))
+        found += tuple(caches[name] for name in op.mutates)
+        by_jax = getattr(jax_api, op.name)(*kit.jax_inputs(op, inputs), **case.attrs, implementation=implementation)
+        for name, got, other in zip([*op.outputs, *op.mutates], found, kit.as_tuple(by_jax), strict=True):
+            kit.assert_bits_equal(name, got, other)
+            if name in op.mutates:
+                kit.assert_bits_equal(name, got, inputs[name])
+        for name, got, wanted in zip(op.outputs, found, want, strict=False):
+            kit.assert_close(name, got, wanted, None)
+
+
+@pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_numbers_of_numpy_are_attributes(api: object, implementation: str | None, device: str) -> None:
+    op, case = registry()["sparse_mla"], registry()["sparse_mla"].cases[1]
+    inputs = kit.make(case)
+    arguments = kit.torch_inputs(op, inputs, device) if api is torch_api else kit.jax_inputs(op, inputs)
+    want = api.sparse_mla(*arguments, **case.attrs | {"softmax_scale": 0.5}, implementation=implementation)
+    for scale in (np.float32(0.5), np.float64(0.5), np.float16(0.5), np.array(0.5), np.array(0.5, np.float32)):
+        found = api.sparse_mla(*arguments, **case.attrs | {"softmax_scale": scale}, implementation=implementation)
+        for name, got, wanted in zip(op.outputs, found, want, strict=True):
+            kit.assert_bits_equal(name, got, wanted)
+    array = torch.tensor if api is torch_api else jnp.asarray
+    logits, ends = array(np.arange(4.0, dtype=np.float32)[None]), array(np.full(1, 4, np.int32))
+    for k in (np.int32(2), np.int64(2), np.uint8(2), np.array(2)):
+        assert api.select_topk(logits, ends, k=k, implementation=implementation).tolist() == [[2, 3]]
+
+
+def test_numbers_of_numpy_in_the_other_calls() -> None:
+    logits, ends = torch.arange(4.0)[None], torch.full((1,), 4, dtype=torch.int32)
+    k = np.int32(2)
+    assert torch_api.select_topk.plan(logits, ends, k=k).launches
+    assert torch_api.select_topk(torch.nn.Parameter(logits, False), ends, k=k).tolist() == [[2, 3]]
+    out = torch.empty(1, 2, dtype=torch.int32)
+    assert torch_api.select_topk(logits, ends, k=np.array(2), out=out).tolist() == [[2, 3]]
+    whole = torch.compile(lambda x: torch_api.select_topk(x, ends, k=2), fullgraph=True, backend="aot_eager")
+    assert whole(logits).tolist() == [[2, 3]]
+
+
+def test_slots_of_64_bits_in_jax() -> None:
+    """Where the declaration has them a slot beyond 32 bits names nothing, as in torch, and no other slot."""
+    rng = np.random.default_rng(0)
+    cache = rng.integers(0, 120, (2, 4, 656), np.uint8)
+    slots = np.array([3, 2**32 + 3, -(2**32) + 2, 2**31, -1, 7])
+    got = jax_api.read_mla_cache(cache, slots)
+    want = torch_api.read_mla_cache(torch.from_numpy(cache), torch.from_numpy(slots))
+    kit.assert_bits_equal("rows", got, want)
+    assert [bool(np.asarray(row).any()) for row in got] == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_meta_tensors(implementation: str | None) -> None:
+    """They have no values; torch's own op tells the shapes, the function refuses."""
+    logits, ends = torch.empty(2, 8, device="meta"), torch.empty(2, device="meta", dtype=torch.int32)
+    for arguments, name in (((logits, ends), "logits"), ((torch.zeros(2, 8), ends), "ends")):
+        with pytest.raises(UnsupportedError) as refused:
+            torch_api.select_topk(*arguments, k=3, implementation=implementation)
+        assert str(refused.value) == f"select_topk: {name} device is meta, supported: cpu and cuda"
+    assert torch.ops.xmla.select_topk(logits, ends, k=3).shape == (2, 3)

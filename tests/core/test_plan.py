@@ -9,7 +9,8 @@ import pytest
 from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
-from xmla.core.model import Call, ModelConfig
+from xmla.core.model import Call, Model, ModelConfig
+from xmla.core.model_v4 import ModelConfigV4
 from xmla.core.op import Case, Op, plan_call, registry
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
@@ -247,3 +248,24 @@ def test_the_stride_of_a_single_row_is_of_no_matter() -> None:
     assert plans[0] == plans[1] == plans[2]
     assert dict(plans[0].launches[0].constexprs)["Q_STRIDE_T"] == 2304
     assert dict(plans[0].launches[0].constexprs)["PAGE_STRIDE"] == 64 * 656
+
+
+@pytest.mark.parametrize("model", [ModelConfig, ModelConfigV4])
+def test_fields_of_a_model(model: type[Model]) -> None:
+    """Each is of its type, or an error that names it; NumPy's numbers and lists are taken."""
+    for field, value, got, expected in (
+        ("batches", 3, "int", "a tuple of int"),
+        ("batches", (1, 2.5), "float", "int"),
+        ("next_n", "1", "str", "a tuple of int"),
+        ("heads", 16.0, "float", "int"),
+        ("heads", None, "NoneType", "int"),
+        ("mixed", 1, "int", "bool"),
+        ("index_format", 4, "int", "str"),
+        ("softmax_scale", "0.1", "str", "float"),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            model(**{field: value})
+        assert str(refused.value) == f"{model.__name__}: {field} type is {got}, expected {expected}"
+    with pytest.raises(ArgumentError, match=r": softmax_scale value is nan, expected a finite number"):
+        model(softmax_scale=float("nan"))
+    assert model(batches=[1, np.int64(2)], heads=np.int32(16)) == model(batches=(1, 2), heads=16)

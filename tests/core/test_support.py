@@ -1,9 +1,10 @@
 """`supports` answers from the declaration and the planner."""
 
+import numpy as np
 import pytest
 
 from xmla import ArgumentError, Device, supports
-from xmla.core.device import A100, KNOWN_DEVICES
+from xmla.core.device import A100, H200, KNOWN_DEVICES
 from xmla.core.op import registry
 
 
@@ -39,3 +40,15 @@ def test_questions_that_make_no_sense() -> None:
         supports("sparse", KNOWN_DEVICES[0])
     with pytest.raises(ArgumentError, match="axis is 'Z', expected one of"):
         supports("sparse_mla", KNOWN_DEVICES[0], Z=3)
+    with pytest.raises(ArgumentError, match=r"^supports: H type is float, expected int$"):
+        supports("sparse_mla", KNOWN_DEVICES[0], H=1.5)
+    with pytest.raises(ArgumentError, match=r"^supports: device is int, expected a Device or a part of its name$"):
+        supports("sparse_mla", 90)
+    with pytest.raises(ArgumentError, match=r"^device is 'V2', expected a part of one name of: NVIDIA H100, NVIDIA H"):
+        supports("sparse_mla", "V2")
+
+
+def test_a_device_by_its_name() -> None:
+    assert supports("sparse_mla", "H200", H=16) == supports("sparse_mla", H200, H=16)
+    assert supports("sparse_mla", "a100") == supports("sparse_mla", A100)
+    assert supports("map_slots", "H200", K=np.int32(64))

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xmla._warmup import present_device
-from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
+from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.model import ModelConfig
 from xmla.core.support import supports
@@ -20,20 +20,6 @@ def configure(
         batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]),
         prefill_tokens=tuple(prefill or []),
     )  # fmt: skip
-
-
-def find_device(name: str) -> Device:
-    """The known device whose name contains `name`.
-
-    Raises:
-        ArgumentError: There is none, or several.
-    """
-    known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
-    found = [device for device in known if name.lower() in device.name.lower()]
-    if len(found) != 1:
-        names = ", ".join(device.name for device in found or known)
-        raise ArgumentError(f"device is {name!r}, expected a part of one name of: {names}")
-    return found[0]
 
 
 def present_or_known(name: str | None) -> Device:

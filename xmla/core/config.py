@@ -25,6 +25,13 @@ def _fraction(name: str) -> float:
     return value
 
 
+def _level(name: str) -> str:
+    text, known = os.environ.get(name, ""), logging.getLevelNamesMapping()
+    if text and text.upper() not in known:
+        raise ArgumentError(f"{name} is {text!r}, expected one of {', '.join(known)}")
+    return text
+
+
 @dataclass(slots=True)
 class Settings:
     """What the environment asks for; each field's variable and meaning stand in its metadata.
@@ -34,7 +41,7 @@ class Settings:
 
     live: bool = field(default=False, init=False)
     log: str = field(
-        default_factory=lambda: os.environ.get("XMLA_LOG", ""),
+        default_factory=lambda: _level("XMLA_LOG"),
         metadata={"variable": "XMLA_LOG", "meaning": "level of the `xmla` logger, on stderr: INFO tells each compile"},
     )
     forbid_jit: bool = field(

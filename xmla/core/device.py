@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from xmla.core.errors import ArgumentError
+
 # Shared memory one thread block may use, in bytes, by compute capability (CUDA programming guide, table of
 # technical specifications per compute capability).
 SMEM_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
@@ -73,6 +75,21 @@ PEAKS = {
     L40S.name: Peaks(0.864e12, 362e12, 733e12),
     A100.name: Peaks(2.039e12, 312e12, 312e12),
 }
+
+
+def find_device(name: str) -> Device:
+    """The known device whose name contains `name`.
+
+    Raises:
+        ArgumentError: There is none, or several.
+    """
+    known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
+    found = [device for device in known if name.lower() in device.name.lower()]
+    if len(found) != 1:
+        names = ", ".join(device.name for device in found or known)
+        raise ArgumentError(f"device is {name!r}, expected a part of one name of: {names}")
+    return found[0]
+
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)
 

@@ -79,15 +79,19 @@ def _size(value: int) -> tl.tensor:
 
 
 def _interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
-    if not isinstance(launch.kernel, InterpretedFunction):
-        raise UnsupportedError(
-            "arrays on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
-            "or pass implementation='reference'"
-        )
     pointers = [_pointer(arrays[name]) for name in (*launch.inputs, *launch.outputs)]
     split = len(launch.inputs)
     sizes = [_size(value) for value in launch.sizes]
     launch.kernel[launch.grid](*pointers[:split], *sizes, *pointers[split:], **dict(launch.constexprs))
+
+
+def require(op: str, plan: Plan) -> None:
+    """Refuse a call of `op` on the CPU whose kernels are not interpreted."""
+    if not all(isinstance(launch.kernel, InterpretedFunction) for launch in plan.launches):
+        raise UnsupportedError(
+            f"{op}: arrays on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
+            "or pass implementation='reference'"
+        )
 
 
 def run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:

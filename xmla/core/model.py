@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from xmla.core.attribute import Attr
 from xmla.core.compile import Specialization, specialize
 from xmla.core.device import Device
 from xmla.core.layout import V32, IndexerLayout
@@ -59,6 +60,12 @@ class Model(ABC):
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     max_lens: tuple[int, ...] = (4096, 32768, 131072)
     prefill_tokens: tuple[int, ...] = (2048, 8192)
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a field of another type than declared."""
+        for field in fields(self):
+            declared = Attr.of(field.name, field.type, field.default)
+            object.__setattr__(self, field.name, declared.plain(type(self).__name__, getattr(self, field.name)))
 
     @abstractmethod
     def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:

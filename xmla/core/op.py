@@ -12,16 +12,16 @@ Glossary of axes, the same everywhere:
 
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, NoReturn, Union, get_args, get_origin
+from typing import Any, NoReturn
 
 import numpy as np
 
+from xmla.core.attribute import Attr
 from xmla.core.checks import Limit
 from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
@@ -59,20 +59,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Attr:
-    name: str
-    type: type
-    optional: bool
-    default: object
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """A named set of inputs: `make(rng)` gives NumPy arrays by argument name, `attrs` the keyword arguments."""
 
     name: str
     make: Callable[[np.random.Generator], dict[str, np.ndarray]]
     attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An op that calls another for a part of its work, as errors name it: what the part calls `names[…]` otherwise."""
+
+    op: str
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class Problem:
     attrs: Mapping[str, Any]
     axes: Mapping[str, int]
     implementation: str | None = None  # the one asked for by name
+    whole: "Whole | None" = None  # the call that this one is a part of
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]
@@ -94,6 +95,15 @@ class Problem:
     def either(self, argument: str, stand_in: str) -> str:
         """`argument` if it was given, else another one that can stand in as a valid pointer never read."""
         return argument if argument in self.specs else stand_in
+
+    @property
+    def tokens_a_request(self) -> int:
+        """Adjacent tokens of every request, of a call without request ids; with them, or of an empty call, 1."""
+        return 1 if self.has("request_ids") else max(self["T"] // max(self["B"], 1), 1)
+
+    def called(self, argument: str) -> str:
+        """The caller's name of an argument."""
+        return argument if self.whole is None else self.whole.names.get(argument, argument)
 
     def require_dense_entries(self, cache: str) -> None:
         """Entries of a page are dense; only the page stride is free."""
@@ -112,10 +122,13 @@ class Problem:
 
     def refuse(self, argument: str, what: str, got: object, expected: object) -> NoReturn:
         """Raise the one kind of message wrong arguments get."""
-        raise ArgumentError(f"{self.op.name}: {argument} {what} is {got}, expected {expected}")
+        raise ArgumentError(f"{self._place(argument)} {what} is {got}, expected {expected}")
 
     def unsupported(self, argument: str, what: str, got: object, supported: object) -> NoReturn:
-        raise UnsupportedError(f"{self.op.name}: {argument} {what} is {got}, supported: {supported}")
+        raise UnsupportedError(f"{self._place(argument)} {what} is {got}, supported: {supported}")
+
+    def _place(self, argument: str) -> str:
+        return f"{self.op.name if self.whole is None else self.whole.op}: {self.called(argument)}"
 
     def takes_by_hand(self, unmet: tuple[str, str] | None) -> bool:
         """Whether the kernel written by hand is to run, which it does by default wherever it can.
@@ -125,14 +138,6 @@ class Problem:
         if unmet is not None and self.implementation == "gluon":
             self.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
         return unmet is None and self.implementation in (None, "gluon")
-
-
-def _attr(name: str, parameter: inspect.Parameter) -> Attr:
-    annotation = parameter.annotation
-    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    (kind,) = (member for member in members if member is not type(None))
-    default = None if parameter.default is inspect.Parameter.empty else parameter.default
-    return Attr(name, kind, type(None) in members, default)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +174,11 @@ class Op:
         object.__setattr__(self, "name", self.prototype.__name__)
         object.__setattr__(self, "optional", frozenset(n for n in positional if parameters[n].default is None))
         object.__setattr__(self, "mutated", tuple(positional.index(n) for n in self.mutates))
-        attrs = tuple(_attr(n, p) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY)
+        attrs = tuple(
+            Attr.of(n, p.annotation, None if p.default is p.empty else p.default)
+            for n, p in parameters.items()
+            if p.kind is p.KEYWORD_ONLY
+        )
         object.__setattr__(self, "attrs", attrs)
 
     def __repr__(self) -> str:
@@ -186,45 +195,51 @@ class Op:
         return {attr.name: attr.default for attr in self.attrs}
 
     def bind(
-        self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any], implementation: str | None = None
-    ) -> Problem:
+        self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any], implementation: str | None = None,
+        whole: Whole | None = None,
+    ) -> Problem:  # fmt: skip
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
         given = {name: spec for name, spec in specs.items() if spec is not None}
         axes: dict[str, int] = {}  # filled below
-        problem = Problem(self, given, dict(attrs), axes, implementation)
+        problem = Problem(self, given, self.plain_attributes(attrs), axes, implementation, whole)
+        first: dict[str, str] = {}  # the argument that each axis has its size of
         for name, tensor in self.tensors.items():
             if name not in given:
                 if name not in self.optional:
                     problem.refuse(name, "argument", "missing", "an array")
                 continue
-            self._check_tensor(problem, name, tensor, given[name], axes)
-        self.check_attributes(attrs)
+            self._check_tensor(problem, name, tensor, given[name], axes, first)
         self.check(problem)
         return problem
 
-    def check_attributes(self, attrs: Mapping[str, Any]) -> None:
-        """Raise for an attribute of another type than declared."""
-        for attr in self.attrs:
-            value = attrs[attr.name]
-            accepted = (int, float) if attr.type is float else (attr.type,)
-            right = isinstance(value, accepted) and (attr.type is bool or not isinstance(value, bool))
-            if not right and not (value is None and attr.optional):
-                got = type(value).__name__
-                raise ArgumentError(f"{self.name}: {attr.name} type is {got}, expected {attr.type.__name__}")
+    def plain_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes in Python's own types, in order.
 
-    def _check_tensor(self, problem: Problem, name: str, tensor: Tensor, spec: Spec, axes: dict[str, int]) -> None:
+        Raises:
+            ArgumentError: One is of another type than declared, or a float that is not finite.
+        """
+        return {attr.name: attr.plain(self.name, attrs[attr.name]) for attr in self.attrs}
+
+    def _check_tensor(
+        self, problem: Problem, name: str, tensor: Tensor, spec: Spec, axes: dict[str, int], first: dict[str, str]
+    ) -> None:
         if len(spec.shape) != len(tensor.names):
             problem.refuse(name, "rank", len(spec.shape), f"{len(tensor.names)} ({', '.join(tensor.names)})")
         if spec.dtype not in tensor.dtypes:
-            problem.refuse(name, "dtype", spec.dtype, " or ".join(tensor.dtypes))
+            narrowed = " (.int() in torch, .astype('int32') in JAX)" if spec.dtype == "int64" else ""
+            problem.refuse(
+                name, "dtype", spec.dtype, " or ".join(tensor.dtypes) + narrowed * ("int32" in tensor.dtypes)
+            )
         for axis, (label, size) in enumerate(zip(tensor.names, spec.shape, strict=True)):
             if axes.setdefault(label, size) != size:
-                problem.refuse(name, f"axis {label} (axis {axis})", size, f"{axes[label]}, as before")
+                expected = f"{axes[label]}, as {problem.called(first[label])}"
+                problem.refuse(name, f"axis {label} (axis {axis})", size, expected)
+            first.setdefault(label, name)
         if spec.shape[-1] > 1 and spec.stride(-1) != 1:
             problem.refuse(name, f"stride of axis {tensor.names[-1]} (the last)", spec.stride(-1), "1 (dense)")
-        first = next(iter(problem.specs.values()))
-        if None not in (spec.device, first.device) and spec.device != first.device:
-            problem.refuse(name, "device", spec.device, f"{first.device}, as {next(iter(problem.specs))}")
+        other, leading = next(iter(problem.specs.items()))
+        if None not in (spec.device, leading.device) and spec.device != leading.device:
+            problem.refuse(name, "device", spec.device, f"{leading.device}, as {problem.called(other)}")
 
     def result_specs(self, problem: Problem) -> dict[str, Spec]:
         return {name: spec(problem) for name, spec in self.outputs.items()}
@@ -251,8 +266,8 @@ def plan_call(
 
     `specs` follow `op.tensors`, `attrs` follow `op.attrs`.
     """
-    op.check_attributes(dict(zip(op.defaults, attrs, strict=True)))  # the memo takes True for 1
-    return _plan_call(op, specs, attrs, device, implementation)
+    values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))  # the memo takes True for 1
+    return _plan_call(op, specs, tuple(values.values()), device, implementation)
 
 
 @lru_cache(maxsize=1 << 14)

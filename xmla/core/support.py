@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xmla.core.device import Device
+from xmla.core.attribute import Attr
+from xmla.core.device import Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import plan_call, registry
 from xmla.core.spec import Spec
@@ -21,19 +22,25 @@ class Support:
         return self.ok
 
 
-def supports(op: str, device: Device, /, **axes: int) -> Support:
+def supports(op: str, device: Device | str, /, **axes: int) -> Support:
     """Whether `op` runs on `device` at these sizes, from the same declaration and planner that serve the call.
 
         supports("sparse_mla", RTX_PRO_6000, H=16, K=2048)
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
-        device: One of `xmla.core.device.KNOWN_DEVICES` or `LIMITED_DEVICES`, or any other `Device`.
+        device: One of `xmla.core.device.KNOWN_DEVICES` or `LIMITED_DEVICES`, any other `Device`, or a part of the
+            name of one of those lists, such as "H200".
         axes: Sizes by the declaration's axis names; others, and the attributes, are those of the op's first case.
 
     Raises:
-        ArgumentError: There is no such op, or it has no such axis.
+        ArgumentError: There is no such op or device, or the op has no such axis, or a size is no integer.
     """
+    if isinstance(device, str):
+        device = find_device(device)
+    elif not isinstance(device, Device):
+        raise ArgumentError(f"supports: device is {type(device).__name__}, expected a Device or a part of its name")
+    axes = {axis: Attr(axis, int, False, None).plain("supports", size) for axis, size in axes.items()}
     ops = registry()
     if op not in ops:
         raise ArgumentError(f"supports: op is {op!r}, expected one of {', '.join(ops)}")

@@ -16,7 +16,7 @@ from xmla.core.op import Op, plan_call
 from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.jax_api._primitive import call, is_ref
-from xmla.jax_api._run import describe
+from xmla.jax_api._run import describe, on_host
 
 
 def _spec(array: Any) -> Spec:
@@ -36,9 +36,17 @@ def _device(arrays: Mapping[str, Any]) -> Device:
     )
 
 
+def _as_jax(value: Any) -> Any:
+    """A NumPy array as JAX's. An index that JAX would cut to 32 bits names nothing before, and nothing after."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == np.int64 and not jax.config.jax_enable_x64:
+        value = np.clip(value, -1, np.iinfo(np.int32).max).astype(np.int32)
+    return jnp.asarray(value)
+
+
 def public(op: Op) -> Callable[..., Any]:
     """The user's function for `op`: its prototype's signature and docstring, plus `implementation=`."""
-    names = [attr.name for attr in op.attrs]
 
     def function(tensors: list[Any], attrs: tuple[Any, ...], implementation: str | None) -> Any:
         op.check_implementation(implementation)
@@ -48,12 +56,18 @@ def public(op: Op) -> Callable[..., Any]:
                 continue
             if not isinstance(value, jax.Array | np.ndarray) and not _is_jax_type(value):
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array")
-            arrays[name] = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+            arrays[name] = value
+        values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
+        attrs = tuple(values.values())
         # Planned here, where an error names the user's line.
         device = _device(arrays)
         specs = tuple(_spec(arrays[name]) if name in arrays else None for name in op.tensors)
-        plan_call(op, specs, attrs, device, None if implementation == "reference" else implementation)
-        values = dict(zip(names, attrs, strict=True))
+        plan, _ = plan_call(op, specs, attrs, device, None if implementation == "reference" else implementation)
+        if implementation != "reference" and on_host(implementation, device):
+            from xmla.core import interpreter
+
+            interpreter.require(op.name, plan)
+        arrays = {name: _as_jax(array) for name, array in arrays.items()}
         if settings.check:
             read = {name: array[...] if is_ref(array) else array for name, array in arrays.items()}
             jax.debug.callback(lambda host: check_values(op, _to_host(host), values), read)

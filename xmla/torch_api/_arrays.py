@@ -13,7 +13,7 @@ NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
-    name = NAMES.get(tensor.dtype, str(tensor.dtype))
+    name = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()  # a meta tensor's is 0 too
     return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device), alignment_of(address))
 

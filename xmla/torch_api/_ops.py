@@ -15,7 +15,7 @@ from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
-from xmla.torch_api._run import Tensors, call, check_out, check_tensors, plan_tensors
+from xmla.torch_api._run import Tensors, call, check_devices, check_out, check_tensors, plan_tensors
 
 _library = torch.library.Library("xmla", "DEF")
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
@@ -50,6 +50,8 @@ def call_reference(
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """As `call`, by the reference; there is nothing to do in `workspace`."""
     check_tensors(op, tensors)
+    check_devices(op, tensors)
+    attrs = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
     if out:
         check_out(op, _result_specs(op, tensors, attrs), out, tensors[0].device)
     results = _reference(op, tensors, attrs)
@@ -165,7 +167,6 @@ def public(op: Op) -> Callable[..., Any]:
     call's `Plan`, whose `workspace_bytes` is what the call needs besides its results.
     """
     functional, out_variant = _register(op)
-    names = [attr.name for attr in op.attrs]
     out_names = list(op.outputs)
 
     def function(
@@ -188,8 +189,8 @@ def public(op: Op) -> Callable[..., Any]:
             run(op, tensors, attrs, results, workspace, implementation)
             return out
         check_tensors(op, tensors)
-        keywords = dict(zip(names, attrs, strict=True))
-        op.check_attributes(keywords)  # before the dispatcher, whose messages do not name the op
+        # Before the dispatcher, whose messages do not name the op.
+        keywords = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)
         given = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}

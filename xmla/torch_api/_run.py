@@ -64,11 +64,19 @@ def check_tensors(op: Op, tensors: Tensors) -> None:
             raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
 
 
+def check_devices(op: Op, tensors: Tensors) -> None:
+    for name, tensor in zip(op.tensors, tensors, strict=True):
+        if tensor is not None and tensor.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(f"{op.name}: {name} device is {tensor.device}, supported: cpu and cuda")
+
+
 def plan_tensors(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], device: Device | None = None, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
     """The plan of a call on `device`, by default the tensors', and its results' specs, after every check."""
     check_tensors(op, tensors)
+    if device is None:
+        check_devices(op, tensors)
     specs = tuple(None if tensor is None else spec_of(tensor) for tensor in tensors)
     return plan_call(op, specs, attrs, device or device_of(tensors[0].device), implementation)
 
@@ -177,8 +185,14 @@ def call(
     if elsewhere:
         with torch.cuda.device(ordinal):
             return call(op, tensors, attrs, out, workspace, implementation)
-    prepared = _prepared.get(tuple(key))
+    try:
+        prepared = _prepared.get(tuple(key))
+    except TypeError:  # an attribute that cannot be hashed
+        prepared = None
     if prepared is None:
+        plain = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
+        if [*map(type, plain)] != [*map(type, attrs)]:
+            return call(op, tensors, plain, out, workspace, implementation)
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
         prepared = _prepared[tuple(key)] = prepare(op, tensors, attrs, implementation)
@@ -249,6 +263,7 @@ def _interpret(
 ) -> None:
     from xmla.core import interpreter
 
+    interpreter.require(op.name, plan)
     arrays = {name: to_numpy(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
     arrays |= {name: to_numpy(tensor) for name, tensor in zip(op.outputs, out, strict=True)}
     if workspace is not None:

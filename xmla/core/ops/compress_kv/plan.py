@@ -38,7 +38,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     window = width // dim * ratio
     ids = problem.has("request_ids")
     request_ids = problem.either("request_ids", "positions")
-    requests = (problem["B"], 1 if ids else max(problem["T"] // max(problem["B"], 1), 1))
+    requests = (problem["B"], problem.tokens_a_request)
     state_table = (specs["state_table"].stride(0), problem["STATE_M"], problem["STATE_P"])
     keep = Launch(
         keep_states_kernel,

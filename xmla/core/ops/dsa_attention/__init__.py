@@ -7,6 +7,7 @@ from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
 from xmla.core.ops.dsa_attention.reference import reference
+from xmla.core.ops.indexer_logits_paged import check_requests
 from xmla.core.ops.write_indexer_cache import check_dim, check_indexer_row
 from xmla.core.spec import Spec
 
@@ -59,6 +60,7 @@ def check(problem: Problem) -> None:
     mla_layout(problem, "mla_cache")
     check_dim(problem, "index_q", "axis D (axis 2)")
     check_indexer_row(problem, "indexer_cache", "INDEXER_ROW")
+    check_requests(problem, "q")
 
 
 OP = Op(

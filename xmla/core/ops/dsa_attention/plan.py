@@ -3,10 +3,21 @@ from typing import Any
 
 from xmla.core.device import Device
 from xmla.core.layout import indexer_layouts
-from xmla.core.op import Op, Problem
+from xmla.core.op import Op, Problem, Whole
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.plan import Plan, join
 from xmla.core.spec import Spec
+
+# Arguments of the parts that are not the whole's, by what of the whole they are made of.
+CALLED = {
+    "q8": "index_q",
+    "weights": "index_weights",
+    "scale": "index_scale",
+    "format": "indexer_cache",
+    "cache_format": "mla_cache_format",
+    "indices": "lengths",
+    "slots": "lengths",
+}
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -18,7 +29,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         """Plan `op`, whose arguments and buffers are called `names[...]` in the whole."""
         specs = {argument: arrays.get(names.get(argument, argument)) for argument in op.tensors}
         chosen = problem.implementation if problem.implementation in op.implementations else None
-        part = op.plan(op.bind(specs, op.defaults | values, chosen), device)
+        part = op.plan(
+            op.bind(specs, op.defaults | values, chosen, Whole(problem.op.name, {**names, **CALLED})), device
+        )
         arrays.update({names.get(name, name): spec for name, spec in part.buffers.items()})
         steps.append((part, names))
 

@@ -61,10 +61,10 @@ def check_paged_cache(problem: Problem) -> None:
 
 
 def check_requests(problem: Problem, argument: str) -> None:
-    """Without request ids every request has the same number of tokens."""
-    if not problem.has("request_ids") and (not problem["B"] or problem["T"] % problem["B"]):
-        expected = f"a multiple of B = {problem['B']} (or pass request_ids)"
-        problem.refuse(argument, "axis T (axis 0)", problem["T"], expected)
+    """Without request ids every request has the same number of tokens; without a request there is no token."""
+    tokens, requests = problem["T"], problem["B"]
+    if not problem.has("request_ids") and (tokens % requests if requests else tokens):
+        problem.refuse(argument, "axis T (axis 0)", tokens, f"a multiple of B = {requests} (or pass request_ids)")
 
 
 OP = Op(

@@ -57,8 +57,7 @@ class Grouping:
 
 def group_tokens(problem: Problem, max_rows: int) -> Grouping:
     """As many tokens of a request together as a product of `max_rows` takes; tokens with request ids stand alone."""
-    ids = problem.has("request_ids")
-    next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
+    next_n = problem.tokens_a_request
     block_i = head_rows(problem)
     group = min(next_power_of_2(next_n), max(1, max_rows // block_i))
     groups_a_request = cdiv(next_n, group)

@@ -7,12 +7,11 @@ from xmla.core.plan import Launch, Plan, next_power_of_2
 def plan(problem: Problem, device: Device) -> Plan:
     specs = problem.specs
     ids = problem.has("request_ids")
-    next_n = 1 if ids else max(problem["T"] // problem["B"], 1)
     launch = Launch(
         map_slots_kernel,
         grid=(problem["T"],),
         inputs=("indices", "block_table", problem.either("request_ids", "indices")),
-        sizes=(problem["B"], specs["block_table"].stride(0), problem["M"], next_n),
+        sizes=(problem["B"], specs["block_table"].stride(0), problem["M"], problem.tokens_a_request),
         outputs=("slots", "counts"),
         constexprs=(
             ("INDEX_STRIDE", specs["indices"].stride(0)),

@@ -15,7 +15,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             problem["B"],
             specs["block_table"].stride(0),
             problem["M"],
-            1 if ids else max(problem["T"] // problem["B"], 1),
+            problem.tokens_a_request,
         ),
         outputs=("slots", "counts"),
         constexprs=(

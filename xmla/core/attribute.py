@@ -1,0 +1,54 @@
+"""Plain values by name and type, as an op's attributes and a configuration's fields are declared."""
+
+import types
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Union, get_args, get_origin
+
+import numpy as np
+
+from xmla.core.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """A number, flag or word, or with `many` a tuple of them."""
+
+    name: str
+    type: type
+    optional: bool
+    default: object
+    many: bool = False
+
+    @classmethod
+    def of(cls, name: str, annotation: Any, default: object) -> "Attr":
+        members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+        (kind,) = (member for member in members if member is not type(None))
+        many = get_origin(kind) is tuple
+        return cls(name, get_args(kind)[0] if many else kind, type(None) in members, default, many)
+
+    def plain(self, owner: str, value: Any) -> Any:
+        """`value` in Python's own type. NumPy's scalars and arrays without an axis are taken as what they hold.
+
+        Raises:
+            ArgumentError: It is of another type than declared, or a float that is not finite.
+        """
+        if value is None and self.optional:
+            return None
+        if not self.many:
+            return self._one(owner, value)
+        if not isinstance(value, tuple | list):
+            expected = f"a tuple of {self.type.__name__}"
+            raise ArgumentError(f"{owner}: {self.name} type is {type(value).__name__}, expected {expected}")
+        return tuple(self._one(owner, element) for element in value)
+
+    def _one(self, owner: str, value: Any) -> Any:
+        given = type(value).__name__
+        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+            value = value.item()
+        accepted = (int, float) if self.type is float else (self.type,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
+            raise ArgumentError(f"{owner}: {self.name} type is {given}, expected {self.type.__name__}")
+        if self.type is float and not isfinite(value):
+            raise ArgumentError(f"{owner}: {self.name} value is {value}, expected a finite number")
+        return value
