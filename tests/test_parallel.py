@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,49 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
                  for n, s in zip(op.tensors, specs, strict=True)]  # fmt: skip
         listed.append(key(call.op, specs, tuple((op.defaults | dict(call.attrs)).values())))
     assert listed == called
+
+
+@pytest.mark.parametrize("api", ["torch", "jax"])
+def test_an_idle_step(api: str) -> None:
+    """No token of no request, as a data-parallel rank has while the others work."""
+    sys.path.insert(0, str(FOLDER))
+    from problem import PAGE, SCALE, K, make
+
+    problem = make(Ownership(1, PAGE), (31, 17), 1)
+    whole = {name: array if name == "sink" else array[:0] for name, array in problem.whole.items()}
+    own = problem.ranks[0] | {"block_table": problem.ranks[0]["block_table"][:0]}
+    if api == "torch":
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch_ranks import DEVICE, attend
+
+        from xmla.torch_api.parallel import ContextParallel
+
+        dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            parallel = ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership)
+            found = attend(parallel, replace(problem, whole=whole, ranks=[own]), 0)
+        finally:
+            dist.destroy_process_group()
+    else:
+        import jax
+        from jax.sharding import Mesh
+        from jax.sharding import PartitionSpec as P
+
+        from xmla.jax_api.parallel import ContextParallel
+
+        parallel = ContextParallel("context", problem.ownership)
+
+        def step() -> tuple[jax.Array, ...]:
+            batch = parallel.batch(own["block_table"], jax.numpy.asarray(whole["lengths"]))
+            queries = (whole[name] for name in ("q", "index_q", "index_weights"))
+            return parallel.dsa_attention(
+                *queries, own["mla_cache"], own["indexer_cache"], batch, k=K, softmax_scale=SCALE
+            )
+
+        mesh = Mesh(np.array(jax.devices()[:1]), ("context",))
+        found = jax.shard_map(step, mesh=mesh, in_specs=(), out_specs=(P(), P(), P()), check_vma=False)()
+    assert [tuple(result.shape) for result in found] == [(0, 8, 512), (0, 8), (0, K)]
 
 
 @pytest.mark.parametrize(

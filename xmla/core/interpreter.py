@@ -82,7 +82,8 @@ def _interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
     pointers = [_pointer(arrays[name]) for name in (*launch.inputs, *launch.outputs)]
     split = len(launch.inputs)
     sizes = [_size(value) for value in launch.sizes]
-    launch.kernel[launch.grid](*pointers[:split], *sizes, *pointers[split:], **dict(launch.constexprs))
+    kernel: Any = launch.kernel
+    kernel[launch.grid](*pointers[:split], *sizes, *pointers[split:], **dict(launch.constexprs))
 
 
 def require(op: str, plan: Plan) -> None:

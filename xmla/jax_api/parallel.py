@@ -73,7 +73,7 @@ class ContextParallel:
         if step < tokens and ids is None:
             ids = jnp.arange(tokens, dtype=jnp.int32) // (tokens // requests)
         found = []
-        for first in range(0, tokens, step):
+        for first in range(0, max(tokens, 1), step):
             rows = slice(first, first + step)
             lengths = batch.own_lengths[rows]
             logits = jax_api.indexer_logits_paged(

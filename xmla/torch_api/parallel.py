@@ -164,6 +164,8 @@ class ContextParallel:
             out = out.view(tokens, ranks, heads, latent).transpose(0, 1)
             lse = lse.view(tokens, ranks, heads).transpose(0, 1)
             sink = None if sink is None else sink[self.rank * heads : (self.rank + 1) * heads]
+        if not tokens:  # no bytes that could be viewed as anything
+            return out.new_empty((0, heads, latent)), lse.new_empty((0, heads))
         flat = [x.contiguous().view(torch.uint8).view(parts, x.nbytes // parts) for x in (out, lse)]
         sent = torch.cat(flat, dim=1)
         gathered = sent.new_empty((ranks, sent.shape[1]))
