@@ -117,6 +117,62 @@ def test_compiling(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.split()[-1] == "done", done.stderr[-3000:]
 
 
+# Mistakes in a function that a kernel calls, in the kernel, and of a name.
+WRONG = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def helper(n):
+    return tl.zeros([n], tl.float32)
+
+@triton.jit
+def wrong_kernel(out_ptr, KIND: tl.constexpr):
+    if KIND == 0:
+        tl.store(out_ptr, tl.sum(helper(3)))
+    elif KIND == 1:
+        tl.static_assert(KIND == 0, "KIND is 0")
+    else:
+        tl.store(out_ptr, nowhere)
+"""
+COMPILING_WRONG = """
+import sys
+from xmla import CompileError
+from xmla.core import compile as xc
+sys.path.insert(0, sys.argv[1])
+from wrong import wrong_kernel
+
+for kind in range(3):
+    try:
+        xc.compiled(xc.Specialization(wrong_kernel, (("out_ptr", "*fp32"),), (("KIND", kind),), 4, 1), 90)
+    except CompileError as error:
+        print(error, end="\\0")
+"""
+
+
+def test_the_first_line_of_a_compile_error_has_the_cause(tmp_path: Path) -> None:
+    """Below stand the lines that led there, of the kernel and of what it calls."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILING_WRONG, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    *messages, rest = done.stdout.split("\0")
+    assert not rest
+    for message, cause, place in zip(
+        messages,
+        (
+            "ValueError: Shape element 0 must be a power of 2",
+            "CompileTimeAssertionFailure: KIND is 0",
+            "nowhere is not def",
+        ),
+        ("return tl.zeros([n], tl.float32)", "tl.static_assert(KIND == 0", "tl.store(out_ptr, nowhere)"),
+        strict=True,
+    ):
+        first, below = message.split("\n", 1)
+        assert first.startswith("wrong: wrong_kernel was not compiled for sm_90: ") and cause in first, first
+        assert place in below and "def wrong_kernel(out_ptr" in below, below
+
+
 def test_out_of_memory_names_the_op(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry()["select_topk"]
     case = op.cases[5]

@@ -141,11 +141,23 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
     try:
         return _load_or_compile(source_of(specialization), GPUTarget("cuda", arch, 32), options)
     except Exception as error:
-        reason = str(error).strip() or repr(error)
+        reason = _reason(error)
         if isinstance(error, OSError):
             reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
         op = kernel.__module__.removeprefix("xmla.core.ops.").split(".")[0]
         raise CompileError(f"{op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in the first line; below, what Triton says of the places that led there, outermost first."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    innermost = chain[-1]
+    told = getattr(innermost, "error_message", None) or str(innermost).strip() or repr(innermost)
+    kind = "" if isinstance(innermost, OSError) else f"{type(innermost).__name__}: "
+    below = [text for text in (str(link).strip() for link in chain) if text and text != told]
+    return "\n".join([f"{kind}{told}", *below])
 
 
 def _load_or_compile(source: ASTSource, target: GPUTarget, options: dict[str, Hashable]) -> CompiledKernel:
