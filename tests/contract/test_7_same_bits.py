@@ -1,19 +1,29 @@
-"""Clause 7: same inputs and shapes, same bits; with batch_invariant also whatever the batch around a row.
+"""Clause 7: same inputs, shapes and strides, same bits; with batch_invariant also whatever the batch around a row.
 
 Torch against JAX is tests/test_parity.py.
 """
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from itertools import product
+from pathlib import Path
 
 import hypothesis.strategies as st
 import kit
 import numpy as np
 import pytest
 import torch
+from alignment import aligned, apart, plan_of
 from conftest import HAS_GPU
 from fuzz import Dyadic
 from garbage import DEVICE, OPS, run
 from hypothesis import given, settings
 
 from xmla import torch_api
+from xmla.core.device import KNOWN_DEVICES
 from xmla.core.op import Case, Op
 
 RERUNS = 20 if HAS_GPU else 1
@@ -42,6 +52,71 @@ def test_repeated_calls_give_the_same_bits(op: Op, case: Case) -> None:
     for _ in range(RERUNS):
         for a, b in zip(run(op, kit.make(case), case.attrs), first, strict=True):
             kit.assert_bits_equal(op.name, a, b, where)
+
+
+STATED = "Bits may differ where an array starts on another address modulo 16 bytes."
+
+
+@cache
+def kernels_by_address(*archs: str) -> list[dict[str, object]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("alignment.py")
+    path = os.pathsep.join([str(script.parent.parent), str(script.parents[2]), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), *archs], env=environment | {"PYTHONPATH": path}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_ops_whose_bits_depend_on_addresses_say_so() -> None:
+    """By another kernel of the plan, or by another order of its sums: wgmma's architecture and one of mma.sync."""
+    by_plan = set()
+    for op, case in kit.all_cases():
+        specs = aligned(case)
+        for device, name in product(KNOWN_DEVICES, specs):
+            moved = plan_of(op, case, apart(op, specs, name), device)
+            if moved is not None and moved.launches != plan_of(op, case, specs, device).launches:
+                by_plan.add(op.name)
+    kernels = kernels_by_address("90", "120")
+    by_order = {kernel["op"] for kernel in kernels if not kernel["same"]}
+    assert sum(kernel["sums"] > 0 for kernel in kernels) > 10
+    assert by_plan and by_order
+    stated = {op.name for op in OPS.values() if STATED in " ".join(op.prototype.__doc__.split())}
+    assert by_plan | by_order == stated
+
+
+@pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)
+def test_bits_at_another_address(op: Op, case: Case) -> None:
+    """Alike modulo 16 bytes, the bits are the same; elsewhere too, but of ops that say otherwise and run on a GPU."""
+    inputs = kit.make(case)
+    arguments = kit.torch_inputs(op, inputs, DEVICE)
+    want = results_at(op, case, arguments, 0)
+    where = defined(op, inputs, case)
+    for first in (16, 48, 4) if STATED not in " ".join(op.prototype.__doc__.split()) or not HAS_GPU else (16, 48):
+        for a, b in zip(results_at(op, case, arguments, first), want, strict=True):
+            kit.assert_bits_equal(op.name, a, b, where)
+
+
+def results_at(op: Op, case: Case, arguments: list[torch.Tensor | None], first: int) -> list[np.ndarray]:
+    """Results and updated arguments of a call whose arguments all start `first` bytes past a multiple of 16."""
+    moved = []
+    for tensor in arguments:
+        if tensor is None or not tensor.numel():
+            moved.append(tensor)
+            continue
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        skip = -(-first // tensor.itemsize)
+        memory = torch.zeros(skip + span, dtype=tensor.dtype, device=tensor.device)[skip:]
+        assert memory.data_ptr() % 16 == skip * tensor.itemsize % 16
+        memory.view(BITS[tensor.itemsize]).copy_(tensor.as_strided((span,), (1,)).view(BITS[tensor.itemsize]))
+        moved.append(memory.as_strided(tensor.shape, tensor.stride()))
+    found = kit.as_tuple(getattr(torch_api, op.name)(*moved, **case.attrs))
+    return [kit.as_numpy(result) for result in (*found, *(moved[place] for place in op.mutated))]
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def batch(op: Op, inputs: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:

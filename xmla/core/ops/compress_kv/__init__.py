@@ -56,6 +56,8 @@ def compress_kv(
 
     Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
     vLLM's compressor (states addressed by position, norm before rounding).
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 

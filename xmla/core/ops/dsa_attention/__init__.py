@@ -50,6 +50,8 @@ def dsa_attention(
 
     Raises:
         ArgumentError, UnsupportedError: As the four ops; rows of 528 or 288 bytes and no `mla_cache_format`.
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 

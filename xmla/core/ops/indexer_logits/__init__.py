@@ -38,6 +38,8 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
     MXFP4, where keys, scales and queries are exact, but keys of 2**128 and more, for which e2m1 · 2**127 has room, are
     infinite. The formula is that of DeepSeek-V3.2-Exp's indexer, of DeepGEMM's
     fp8_mqa_logits with clean_logits and of its fp4 variant.
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 

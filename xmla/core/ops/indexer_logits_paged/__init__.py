@@ -41,6 +41,8 @@ def indexer_logits_paged(
 
     Numerics as `indexer_logits`. Time follows the lengths, not max_len: a fixed number of programs shares the work by
     the lengths themselves.
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 

@@ -30,6 +30,8 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes too small for one program; k > 8192 where the logits do not fit.
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 

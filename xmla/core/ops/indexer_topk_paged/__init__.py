@@ -32,6 +32,8 @@ def indexer_topk_paged(
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; k < 1.
         UnsupportedError: I > 128; workspace_bytes too small for a program a group of tokens; k > 8192 where the logits
             do not fit.
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 

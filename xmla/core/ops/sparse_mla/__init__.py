@@ -70,6 +70,8 @@ def sparse_mla(
     with power-of-two or e4m3 scales and bfloat16 q). The kernel by hand holds packed entries, or with 16 heads and
     fewer the weights that they meet, in float16 relative to the largest of an entry's scales, V4's also to 2**-8 of its
     largest roped dim: of dims 2**-20 below that bits are lost.
+
+    Bits may differ where an array starts on another address modulo 16 bytes.
     """
 
 
