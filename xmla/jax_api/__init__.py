@@ -6,6 +6,8 @@ Every name here is a function of the op's tensors (positional) and attributes (k
     `dsa_attention` over plain rows, or with bfloat16 queries over V3.2 or V4 entries, and for the indexer's
     logits over fp8 keys, of pages of a multiple of 64; "reference", the NumPy float64 definition behind
     `jax.pure_callback`.
+NumPy arrays are taken as they are: one of 64 bits is of 64 bits, although JAX would make 32 of them.
+
 All work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; a cache with a batch axis is each element's
 own) and `jax.shard_map`, and can be lowered ahead of time; a derivative is refused. Ops that update a cache take it as
 a `jax.Ref` (`jax.new_ref`) and update it in place, or as an array and return the new one, which under `jit` with a
