@@ -125,6 +125,7 @@ def test_jit() -> None:
         assert not any(found[call]["specs"][-1]), found[call]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("index_format", ["fp8", "mxfp4"])
 def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included."""
@@ -177,6 +178,7 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
     assert listed == called
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("api", ["torch", "jax"])
 def test_an_idle_step(api: str) -> None:
     """No token of no request, as a data-parallel rank has while the others work."""

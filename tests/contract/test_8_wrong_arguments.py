@@ -231,8 +231,8 @@ MISTAKES = [
             lambda a: {"indexer_cache": np.zeros((a["mla_cache"].shape[0], 32, 132), np.uint8)}),
     Mistake("dsa_attention", f"dsa_attention: mla_cache axis ROW (axis 2) of uint8 is 640, expected {ROWS}",
             lambda a: {"mla_cache": a["mla_cache"][..., :640].copy()}),
-    Mistake("dsa_attention", "dsa_attention: mla_cache_format value is 'v5', expected one of v32, v4, v41, v41_fp4, "
-            "nope, nvfp4, plain, plain_v4", attrs={"mla_cache_format": "v5"}),
+    Mistake("dsa_attention", f"dsa_attention: mla_cache_format value is 'v5', expected one of {FORMATS}",
+            attrs={"mla_cache_format": "v5"}),
     Mistake("dsa_attention", "dsa_attention: index_q axis I (axis 1) is 130, supported: at most 128 indexer heads",
             lambda a: dict(zip(("index_q", "index_weights"), wide_query(130, len(a["q"])), strict=True)),
             error=UnsupportedError),
@@ -652,24 +652,24 @@ def test_numbers_of_numpy_are_attributes(api: object, implementation: str | None
         assert api.select_topk(logits, ends, k=k, implementation=implementation).tolist() == [[2, 3]]
 
 
-def test_numbers_of_numpy_in_the_other_calls() -> None:
-    logits, ends = torch.arange(4.0)[None], torch.full((1,), 4, dtype=torch.int32)
+def test_numbers_of_numpy_in_the_other_calls(device: str) -> None:
+    logits, ends = torch.arange(4.0, device=device)[None], torch.full((1,), 4, device=device, dtype=torch.int32)
     k = np.int32(2)
     assert torch_api.select_topk.plan(logits, ends, k=k).launches
     assert torch_api.select_topk(torch.nn.Parameter(logits, False), ends, k=k).tolist() == [[2, 3]]
-    out = torch.empty(1, 2, dtype=torch.int32)
+    out = torch.empty(1, 2, device=device, dtype=torch.int32)
     assert torch_api.select_topk(logits, ends, k=np.array(2), out=out).tolist() == [[2, 3]]
     whole = torch.compile(lambda x: torch_api.select_topk(x, ends, k=2), fullgraph=True, backend="aot_eager")
     assert whole(logits).tolist() == [[2, 3]]
 
 
-def test_slots_of_64_bits_in_jax() -> None:
+def test_slots_of_64_bits_in_jax(device: str) -> None:
     """Where the declaration has them a slot beyond 32 bits names nothing, as in torch, and no other slot."""
     rng = np.random.default_rng(0)
     cache = rng.integers(0, 120, (2, 4, 656), np.uint8)
     slots = np.array([3, 2**32 + 3, -(2**32) + 2, 2**31, -1, 7])
     got = jax_api.read_mla_cache(cache, slots)
-    want = torch_api.read_mla_cache(torch.from_numpy(cache), torch.from_numpy(slots))
+    want = torch_api.read_mla_cache(*(torch.from_numpy(array).to(device) for array in (cache, slots)))
     kit.assert_bits_equal("rows", got, want)
     assert [bool(np.asarray(row).any()) for row in got] == [True, False, False, False, False, True]
 
