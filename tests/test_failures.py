@@ -275,7 +275,12 @@ def test_another_current_device() -> None:
         there = kit.torch_inputs(op, kit.make(case), "cuda:1")
         want = kit.as_tuple(getattr(torch_api, op.name)(*here, **case.attrs))
         got = kit.as_tuple(getattr(torch_api, op.name)(*there, **case.attrs))
-        assert torch.cuda.current_device() == 0 and all(tensor.get_device() == 1 for tensor in got)
-        if op.name != "indexer_logits_paged":
-            for a, b in zip(got, want, strict=True):
-                kit.assert_bits_equal(op.name, a, b)
+        assert torch.cuda.current_device() == 0
+        for name in op.mutates:
+            want, got = (*want, here[list(op.tensors).index(name)]), (*got, there[list(op.tensors).index(name)])
+        assert got and all(tensor.get_device() == 1 for tensor in got)
+        where = None
+        if op.name == "indexer_logits_paged":
+            where = kit.written(op, op.reference(**kit.make(case), **kit.attributes(op, case)))
+        for a, b in zip(got, want, strict=True):
+            kit.assert_bits_equal(op.name, a, b, where)

@@ -141,7 +141,8 @@ def test_a_row_does_not_depend_on_its_batch(op: Op, case: Case, change: str) -> 
     rows = {
         "permuted": np.random.default_rng(1).permutation(tokens),
         "padded": np.append(np.arange(tokens), [0] * 3),
-        "a part": np.arange(tokens)[::2],
+        # Of what a cache is made from the first half: a compressor has the tokens before those of a call.
+        "a part": np.arange(tokens)[: (tokens + 1) // 2] if op.mutates else np.arange(tokens)[::2],
     }[change]
     given = batch(op, inputs, rows)
     where = defined(op, inputs, case)
@@ -154,8 +155,12 @@ def test_a_row_does_not_depend_on_its_batch(op: Op, case: Case, change: str) -> 
         if "workspace_bytes" in attrs:
             attrs["workspace_bytes"] *= 4
     if op.mutates:
-        if change != "a part":
-            kit.assert_bits_equal(op.name, run(op, given, attrs)[0], whole[0])
+        updated = [kit.as_numpy(r).copy() for r in run(op, given, attrs)]
+        if change == "a part":  # the others in a call of their own
+            rest = batch(op, inputs, np.setdiff1d(np.arange(tokens), rows))
+            updated = run(op, rest | dict(zip(op.mutates, updated, strict=True)), attrs)
+        for name, a, b in zip(op.mutates, updated, whole, strict=True):
+            kit.assert_bits_equal(name, a, b)
         return
     for a, b in zip(run(op, given, attrs), whole, strict=True):
         kept = rows[:tokens]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from xmla import torch_api
@@ -54,7 +55,7 @@ def attention_error(
     out: torch.Tensor, q: torch.Tensor, sources: Sequence[Source], scale: float, sink: torch.Tensor | None = None
 ) -> float:
     """The worst relative error of sampled rows of `out` against softmax attention in float64 over the same entries."""
-    worst = 0.0
+    errors = []
     for row in sampled(len(q)):
         entries = []
         for cache, slots, lengths in sources:
@@ -63,8 +64,8 @@ def attention_error(
         keys = torch.cat(entries).double()
         scores = q[row].double() @ keys.T * scale
         shares = (scores if sink is None else torch.cat([scores, sink.double()[:, None]], 1)).softmax(1)
-        worst = max(worst, relative_error(out[row], shares[:, : len(keys)] @ keys[:, :512]))
-    return worst
+        errors.append(relative_error(out[row], shares[:, : len(keys)] @ keys[:, :512]))
+    return float(np.max(errors))  # NaN stays, unlike in max()
 
 
 def step_error(arguments: Sequence[torch.Tensor], k: int, scale: float) -> float:
@@ -76,15 +77,15 @@ def step_error(arguments: Sequence[torch.Tensor], k: int, scale: float) -> float
     out, _, indices = torch_api.dsa_attention(*arguments, k=k, softmax_scale=scale)
     page = mla.shape[1]
     slots = torch.where(indices < 0, -1, table.gather(1, indices.clamp(min=0).long() // page) * page + indices % page)
-    worst = attention_error(out, q, [(mla, slots.to(torch.int32), None)], scale)
+    errors = [attention_error(out, q, [(mla, slots.to(torch.int32), None)], scale)]
     q8, weights = torch_api.quantize_indexer_query(index_q, index_weights)
     for row in sampled(len(q)):
         place = torch.arange(int(lengths[row]), device=q.device)
         k8, scales = torch_api.read_indexer_cache(indexer, table[row, place // page] * page + place % page)
         logits = (q8[row].float() @ k8.float().T).relu().T @ weights[row] * scales
         wanted = logits.topk(min(k, len(logits)))[1]
-        worst = max(worst, 1 - float(torch.isin(wanted, indices[row]).double().mean()))
-    return worst
+        errors.append(1 - float(torch.isin(wanted, indices[row]).double().mean()))
+    return float(np.max(errors))
 
 
 def rotation(bytes_a_set: float) -> int:

@@ -1,0 +1,82 @@
+"""What `xmla bench` compares its cases with before it times them, where no peer is installed."""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit import to_torch
+
+from xmla import torch_api
+from xmla.bench.families import Benchmark, attention_error, sampled, step_error
+from xmla.core.cases import indexer_pool, mla_pool
+from xmla.core.layout import PLAIN, V4, V32, IndexerLayout, MlaLayout
+
+TOLERANCE = next(field.default for field in fields(Benchmark) if field.name == "tolerance")
+PAGES, PAGE, SCALE = 6, 16, 0.07
+
+
+def test_every_case_is_compared() -> None:
+    (check,) = [field for field in fields(Benchmark) if field.name == "check"]
+    assert check.default is check.default_factory is MISSING
+
+
+def test_a_few_rows_are_sampled() -> None:
+    assert list(sampled(1)) == [0] and list(sampled(3)) == [0, 1, 2]
+    assert 4 <= len(sampled(4096)) <= 5 and sampled(4096)[0] == 0
+
+
+def pool(layout: MlaLayout, device: str) -> torch.Tensor:
+    return to_torch(mla_pool(np.random.default_rng(0), layout, PAGES, PAGE, np.arange(PAGES * PAGE)), device)
+
+
+def chosen(count: int, device: str, seed: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return to_torch(np.stack([rng.permutation(PAGES * PAGE)[:count] for _ in range(3)]).astype(np.int32), device)
+
+
+@pytest.mark.parametrize("layouts", [(V32,), (PLAIN,), (V4, V4)], ids=lambda found: "+".join(x.name for x in found))
+def test_wrong_attention_is_noticed(layouts: tuple[MlaLayout, ...], device: str) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(3, 8, layouts[0].dims, device=device).bfloat16()
+    sink = torch.randn(8, device=device)
+    lengths = torch.tensor([20, 5, 0], dtype=torch.int32, device=device)
+    sources: list[Any] = [(pool(layouts[0], device), chosen(30, device, 1), None)]
+    sources += [(pool(layout, device), chosen(20, device, 2), lengths) for layout in layouts[1:]]
+    extra = sources[1] if len(sources) > 1 else ()
+    right, _ = torch_api.sparse_mla(q, *sources[0][:2], None, sink, *extra, softmax_scale=SCALE)
+    assert attention_error(right, q, sources, SCALE, sink) < TOLERANCE
+    wrong = [
+        torch_api.sparse_mla(q, *sources[0][:2], None, sink, *extra, softmax_scale=SCALE * 1.2)[0],
+        torch_api.sparse_mla(q, *sources[0][:2], None, None, *extra, softmax_scale=SCALE)[0],
+        torch_api.sparse_mla(q, sources[0][0], sources[0][1].roll(1, 0), None, sink, *extra, softmax_scale=SCALE)[0],
+    ]
+    if extra:
+        wrong.append(torch_api.sparse_mla(q, *sources[0][:2], None, sink, softmax_scale=SCALE)[0])
+    for out in (*wrong, right * torch.nan):
+        assert not attention_error(out, q, sources, SCALE, sink) <= TOLERANCE
+
+
+def test_a_wrong_step_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    indexer = indexer_pool(np.random.default_rng(0), IndexerLayout(128), PAGES, PAGE, np.arange(PAGES * PAGE))
+    arguments = (
+        torch.randn(2, 8, 576, device=device).bfloat16(), torch.randn(2, 4, 128, device=device).bfloat16(),
+        torch.randn(2, 4, device=device), pool(V32, device), to_torch(indexer, device),
+        torch.tensor([[4, 0, 5], [3, 1, 2]], dtype=torch.int32, device=device),
+        torch.tensor([48, 11], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    real = torch_api.dsa_attention
+    assert step_error(arguments, 16, SCALE) < TOLERANCE
+
+    def selects_another(*tensors: Any, **attrs: Any) -> Any:
+        out, lse, indices = real(*tensors[:2], -tensors[2], *tensors[3:], **attrs)
+        return out, lse, indices
+
+    def attends_wrongly(*tensors: Any, softmax_scale: float, **attrs: Any) -> Any:
+        return real(*tensors, softmax_scale=softmax_scale * 1.5, **attrs)
+
+    for wrong in (selects_another, attends_wrongly):
+        monkeypatch.setattr(torch_api, "dsa_attention", wrong)
+        assert not step_error(arguments, 16, SCALE) <= TOLERANCE
