@@ -12,7 +12,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 from conftest import HAS_GPU
-from kit import all_cases
+from kit import all_cases, assert_bits_equal
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
@@ -67,14 +67,26 @@ def test_verify_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "DIFFERS" in result.output
 
 
-def test_verify_takes_every_case() -> None:
+def test_verify_takes_every_case(device: str) -> None:
     """Also arrays without elements; what the kernels make of each case is tests/test_ops.py's."""
     for op, case in all_cases():
         arrays = case.make(np.random.default_rng(0))
         for name, array in arrays.items():
-            tensor = from_strided(array)
+            tensor = from_strided(array, device)
             assert tuple(tensor.shape) == array.shape and str(tensor.dtype) == f"torch.{array.dtype.name}"
             assert not array.size or spec_of(tensor).strides == Spec.of_numpy(array).strides, (op, case, name)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("call", [*calls.FRONT_ENDS.values(), calls.by_reference], ids=lambda call: call.__name__)
+def test_a_call_leaves_its_arrays(call: calls.Call) -> None:
+    """Of an op that writes too: the next front-end and the reference start from the same."""
+    op = registry()["write_mla_cache"]
+    case = op.cases[1]
+    arrays = case.make(np.random.default_rng(0))
+    updated = call(op, arrays, case.attrs)["cache"]
+    assert_bits_equal("cache", arrays["cache"], case.make(np.random.default_rng(0))["cache"])
+    assert (updated != arrays["cache"]).any()
 
 
 @pytest.mark.usefixtures("device")

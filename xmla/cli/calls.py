@@ -19,14 +19,16 @@ def as_tuple(results: Any) -> tuple[Any, ...]:
 
 
 def by_torch(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> Arrays:
-    """The results, and the arrays that the call updates, by name; tensors have the arrays' strides."""
+    """The results, and copies of the arrays that the call updates, by name; tensors have the arrays' strides."""
     import torch
 
     from xmla import torch_api
     from xmla.torch_api._arrays import from_strided, to_numpy
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = {name: from_strided(arrays[name]).to(device) if name in arrays else None for name in op.tensors}
+    tensors: dict[str, Any] = {
+        name: from_strided(arrays[name], device) if name in arrays else None for name in op.tensors
+    }
     results = as_tuple(getattr(torch_api, op.name)(*tensors.values(), **attrs))
     named = dict(zip(op.outputs, results, strict=True)) | {name: tensors[name] for name in op.mutates}
     return {name: to_numpy(value.cpu()) for name, value in named.items()}

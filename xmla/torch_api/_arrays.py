@@ -34,15 +34,15 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().numpy().view(dtype)
 
 
-def from_strided(array: np.ndarray) -> torch.Tensor:
-    """A CPU tensor with the array's dtype and strides, on the same memory."""
+def from_strided(array: np.ndarray, device: str) -> torch.Tensor:
+    """A copy with the array's dtype and strides, on `device`."""
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
+        return torch.empty(array.shape, dtype=dtype, device=device)
     strides = [step // array.itemsize for step in array.strides]
     span = 1 + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
-    flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,))
-    return torch.from_numpy(flat.view(f"u{array.itemsize}")).view(dtype).as_strided(array.shape, strides)
+    flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).view(f"u{array.itemsize}").copy()
+    return torch.from_numpy(flat).to(device).view(dtype).as_strided(array.shape, strides)
 
 
 def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
