@@ -233,7 +233,7 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HOPPER_SUMS: tl.con
 
     k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
     f32 → [BLOCK_N, GROUP] f32. A NaN survives the relu, so that a broken key ranks last instead of scoring 0.
-    HOPPER_SUMS writes out the order of the sum, in which Hopper's Gluon kernels add too: all give the same bits, with any
+    HOPPER_SUMS writes out the order of the sum, which Hopper's Gluon kernels share: all give the same bits, with any
     Triton, whose own order depends on its version. Where products are not wgmma's, it would cross lanes.
     """
     dots = tl.dot(k, tl.trans(q.to(k.dtype)))  # [BLOCK_N, GROUP · BLOCK_I] f32

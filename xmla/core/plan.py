@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-
-from triton import JITFunction
-from triton.runtime.interpreter import InterpretedFunction
+from typing import Any
 
 from xmla.core.spec import Spec
 
@@ -36,8 +34,8 @@ def most_registers(warps: int) -> int:
     return min(255, 65536 // (32 * warps))
 
 
-# What `triton.jit` and `gluon.jit` make of a function.
-Kernel = JITFunction | InterpretedFunction
+# What `triton.jit` and `gluon.jit` make of a function; Triton 3.9 types it as the function itself.
+Kernel = Any
 
 
 @dataclass(frozen=True, slots=True)

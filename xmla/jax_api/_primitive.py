@@ -162,7 +162,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
         if not isinstance(tangent, ad.Zero):
             op.refuse_derivative(name, f"jax.lax.stop_gradient({name})")
     out = bind(*primals, op=op, given=given, **params)
-    return out, [ad.Zero.from_primal_value(value) for value in out]
+    return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
 
 
 for primitive in (call_p, jit_p):

@@ -30,7 +30,8 @@ def _found(module: str, *names: str) -> tuple[Any, ...] | None:
 _types = _found("state.types", "AbstractRef", "ReadEffect", "WriteEffect")
 _discharge = _found("state.discharge", "register_discharge_rule")
 REFS = _types is not None and _discharge is not None
-AbstractRef, ReadEffect, WriteEffect = _types if REFS and _types else ((), None, None)  # isinstance(x, ()) is False
+_refs: tuple[Any, ...] = _types if REFS and _types else ((), None, None)  # isinstance(x, ()) is False
+AbstractRef, ReadEffect, WriteEffect = _refs
 
 
 def register_discharge_rule(primitive: Any, rule: Callable[..., Any]) -> None:
