@@ -13,7 +13,7 @@ endif
 SECONDS ?= 60
 WORKERS ?= 2
 
-.PHONY: demo test fuzz mutants lint types clean
+.PHONY: demo test fuzz matrix mutants lint types clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -22,6 +22,10 @@ fuzz: $(READY)
 
 mutants: $(READY)
 	$(ENV) $(PYTHON) tests/mutants.py
+
+# Every plan for every architecture with every Triton; `make test` leaves out what shares a code generator.
+matrix: $(READY)
+	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) tests/core/test_compile.py
 
 demo: $(READY)
 	$(ENV) $(PYTHON) -m xmla.cli demo

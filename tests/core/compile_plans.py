@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.layout import NVFP4, PLAIN, V4, V32, V41, V41_FP4
+from xmla.core.layout import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
 from xmla.core.op import Op, plan_call, registry
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
@@ -73,11 +73,16 @@ def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Spec
 
 
 def of_two_sources() -> Iterator[tuple[str, str, Specs, dict[str, object]]]:
-    """Attention over two formats at once, with all heads: the most that a tile's registers and shared memory hold."""
+    """Attention over two sources with all heads: the most that a tile's registers and shared memory hold.
+
+    Those of one format are what Hopper's Gluon kernel takes.
+    """
     tokens, heads, k = 64, 128, 512
     slots, lengths = Spec((tokens, k), "int32"), Spec((tokens,), "int32")
     turned = {"cos_sin": Spec((65536, 64), "float32"), "positions": lengths}
-    for first, second, more in ((V32, NVFP4, {}), (PLAIN, NVFP4, {}), (V4, V41_FP4, turned), (V41, V41_FP4, turned)):
+    both = ((V4, V4, turned), (PLAIN, PLAIN, {}), (PLAIN_V4, PLAIN_V4, turned))
+    mixed = ((V32, NVFP4, {}), (PLAIN, NVFP4, {}), (V4, V41_FP4, turned), (V41, V41_FP4, turned))
+    for first, second, more in (*mixed, *both):
         caches = [Spec((4096, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (first, second)]
         specs = {"q": Spec((tokens, heads, first.dims), "bfloat16"), "cache": caches[0], "slots": slots}
         extra = {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
@@ -166,6 +171,8 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
         "trap": "trap;" in ptx,
         **machine_code(kernel.asm["cubin"]),
         "serialized": serialized(ptx) if device.arch == 90 and "wgmma" in ptx else None,
+        # Bytes of each copy to shared memory. cp.async takes 4, 8 or 16.
+        "copies": sorted({int(size, 0) for size in re.findall(r"cp\.async\.c[ag][^;]*\], (0x[0-9a-f]+|\d+)", ptx)}),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
     }
 

@@ -1,5 +1,7 @@
 """Every kernel configuration compiles for every architecture, without its hardware, and fits the part."""
 
+import os
+
 import pytest
 import support_matrix
 from compile_plans import DEVICES
@@ -20,9 +22,17 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
     assert kernel["tensor_memory"] <= TENSOR_MEMORY_COLUMNS, kernel
     assert not kernel["trap"], kernel
     assert kernel["serialized"] is None, kernel
+    # Rows come by 16 bytes, though the compiler does not see their alignment: by 4 attention takes a fifth longer.
+    if kernel["kernel"].endswith("_sm90_kernel"):
+        others = {4} if kernel["kernel"].startswith("indexer_logits_paged") else set()  # scales, one a key
+        assert set(kernel["copies"]) <= {16} | others, kernel
 
 
-@pytest.mark.parametrize("arch", support_matrix.ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+# Of each code generator one architecture: 25 minutes on two cores for all. `make matrix` compiles the others too.
+OLDER_ARCHITECTURES = support_matrix.ARCHITECTURES if os.environ.get("XMLA_MATRIX") else (90, 100, 120)
+
+
+@pytest.mark.parametrize("arch", OLDER_ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
 @pytest.mark.parametrize("version", OLDER)
 def test_every_configuration_compiles_with_an_older_triton(version: str, arch: int) -> None:
     if HAS_GPU and not folder(version).exists():
