@@ -95,7 +95,7 @@ MUTANTS = (
            "test_1_every_kernel_ends.py", "arbitrary and compress_kv"),
     Mutant("(offs_w < WINDOW) & (position >= 0)", "(offs_w < WINDOW) & (position < 1 << 30)",
            f"{OPS}/compress_kv/kernels.py", "test_4_unreferenced_memory.py", "states_outside"),
-    Mutant("tl.minimum(visible.to(tl.int64), width.to(tl.int64) * PAGE_SIZE)", "visible.to(tl.int64)",
+    Mutant("tl.minimum(visible.to(tl.int64), offset_of(width, PAGE_SIZE))", "visible.to(tl.int64)",
            f"{OPS}/window_slots/kernels.py", "test_2_lengths.py", "window_slots"),
     Mutant("mask=lane < K)", "mask=lane < BLOCK_K)", f"{OPS}/indexer_topk/kernels.py", "test_3_indices.py",
            "nothing_is_written and indexer_topk"),

@@ -71,13 +71,14 @@ FileCacheManager.put = put
 
 # An assembler that fails, and one that is not there.
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 ptxas = folder / "ptxas"
-version = os.popen(f"{knobs.nvidia.ptxas.path} --version").read()
+version = os.popen(f"{get_ptxas(90).path} --version").read()
 ptxas.write_text(f"#!/bin/sh\\ncase $1 in --version) cat {folder}/version;; *) echo broken >&2; exit 7;; esac\\n")
 (folder / "version").write_text(version)
 ptxas.chmod(0o755)
 with knobs.nvidia.scope():
-    os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
+    os.environ["TRITON_PTXAS_PATH"] = os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(ptxas)  # since 3.9 the latter
     fails("`ptxas` failed with error code 7", "broken")
 assert records == [], records
 

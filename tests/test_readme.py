@@ -18,7 +18,8 @@ def test_numbers_are_the_committed_ones() -> None:
 
 def test_steps_over_several_gpus_are_the_committed_ones() -> None:
     table = ranks_report.report(ROOT / "benchmarks/results/h200/parallel.jsonl")
-    assert insert(README, table, ranks_report.MARKERS) == README
+    page = (ROOT / "docs/ranks.md").read_text()
+    assert insert(page, table, ranks_report.MARKERS) == page
     assert table.count("µs") > 20
 
 

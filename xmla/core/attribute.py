@@ -2,7 +2,7 @@
 
 import types
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Any, Union, get_args, get_origin
 
 import numpy as np
@@ -49,6 +49,6 @@ class Attr:
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             raise ArgumentError(f"{owner}: {self.name} type is {given}, expected {self.type.__name__}")
-        if self.type is float and not isfinite(value):
+        if self.type is float and not -inf < value < inf:  # what torch.compile traces, unlike isfinite
             raise ArgumentError(f"{owner}: {self.name} value is {value}, expected a finite number")
         return value
