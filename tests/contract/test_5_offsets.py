@@ -170,7 +170,10 @@ def test_a_page_of_very_many_entries(space: torch.Tensor, layout: MlaLayout) -> 
             calls.append(torch_api.sparse_mla(q, dense, near_row, **given, **attrs, **extra))
         for got, expected in (calls[:2], calls[2:]):
             for name, far, same in zip(("out", "lse"), got, expected, strict=True):
-                kit.assert_bits_equal(name, far, same)
+                if HAS_GPU:  # pages of another size are another kernel's, which may add in another order
+                    kit.assert_close(name, far, kit.as_numpy(same), kit.tolerance_of(OPS["sparse_mla"], name))
+                else:
+                    kit.assert_bits_equal(name, far, same)
 
 
 @pytest.mark.parametrize("layout", INDEXER_LAYOUTS, ids=named)

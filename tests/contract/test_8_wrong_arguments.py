@@ -646,7 +646,7 @@ def test_numbers_of_numpy_are_attributes(api: object, implementation: str | None
         found = api.sparse_mla(*arguments, **case.attrs | {"softmax_scale": scale}, implementation=implementation)
         for name, got, wanted in zip(op.outputs, found, want, strict=True):
             kit.assert_bits_equal(name, got, wanted)
-    array = torch.tensor if api is torch_api else jnp.asarray
+    array = (lambda values: torch.tensor(values, device=device)) if api is torch_api else jnp.asarray
     logits, ends = array(np.arange(4.0, dtype=np.float32)[None]), array(np.full(1, 4, np.int32))
     for k in (np.int32(2), np.int64(2), np.uint8(2), np.array(2)):
         assert api.select_topk(logits, ends, k=k, implementation=implementation).tolist() == [[2, 3]]

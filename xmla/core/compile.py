@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptx_version_from_options
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from xmla.core.config import settings
 from xmla.core.errors import CompileError, UnsupportedError
-from xmla.core.plan import COMPILE_OPTIONS, Kernel, Launch, Plan
+from xmla.core.plan import Kernel, Launch, Plan
 from xmla.core.spec import DTYPES, Spec
 
 log = logging.getLogger("xmla")
@@ -45,6 +47,7 @@ class Specialization:
     num_stages: int
     max_registers: int | None = None
     unaligned: frozenset[str] = frozenset()
+    fp_fusion: bool = True
 
     def __str__(self) -> str:
         types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
@@ -56,7 +59,8 @@ class Specialization:
 
     def options(self) -> dict[str, Hashable]:
         """The compiler's options, under its own names."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **COMPILE_OPTIONS}
+        options: dict[str, Hashable] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options["enable_fp_fusion"] = self.fp_fusion  # spelled out: defaults differ between versions
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
@@ -81,6 +85,7 @@ def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Special
         launch.num_stages,
         launch.max_registers,
         unaligned,
+        launch.fp_fusion,
     )
 
 
@@ -137,7 +142,7 @@ def source_of(specialization: Specialization) -> ASTSource:
 
 def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
     kernel = specialization.kernel
-    options = specialization.options()
+    options = specialization.options() | _ptx_option(arch)
     try:
         return _load_or_compile(source_of(specialization), GPUTarget("cuda", arch, 32), options)
     except Exception as error:
@@ -146,6 +151,17 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
             reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
         op = kernel.__module__.removeprefix("xmla.core.ops.").split(".")[0]
         raise CompileError(f"{op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}") from error
+
+
+# It knows every architecture here, and CUDA 12.9 and later assemble it.
+PTX_VERSION = 88
+
+
+@cache
+def _ptx_option(arch: int) -> dict[str, Hashable]:
+    """PTX no newer than 8.8: JAX assembles it with its own ptxas, and CUDA 13.0's refuses the 9.4 of Triton 3.9."""
+    default = get_ptx_version_from_options(SimpleNamespace(ptx_version=None), arch)
+    return {"ptx_version": PTX_VERSION} if default > PTX_VERSION else {}
 
 
 def _reason(error: BaseException) -> str:

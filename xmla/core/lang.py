@@ -243,7 +243,7 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HOPPER_SUMS: tl.con
         terms, shares = by_lane(dots, GROUP), by_lane(weights, GROUP)
         lanes = terms[0] * shares[0]
         for own in tl.static_range(1, dots.shape[1] // GROUP // 4):
-            lanes += terms[own] * shares[own]
+            lanes = tl.fma(terms[own], shares[own], lanes)  # of two products the compiler chooses which it rounds
         lanes = tl.reshape(lanes, (dots.shape[0], GROUP, 2, 2))
         return tl.sum(tl.sum(lanes, axis=2), axis=2) * factors[:, None]
     else:

@@ -8,10 +8,6 @@ from typing import Any
 
 from xmla.core.spec import Spec
 
-# Compiler options beside num_warps and num_stages; spelled out so that both launchers pass the same ones.
-COMPILE_OPTIONS: Mapping[str, Hashable] = {"enable_fp_fusion": True}
-
-
 # Buffers of a workspace start on multiples of this many bytes, as those of frameworks' allocators do.
 ALIGNMENT = 256
 
@@ -57,6 +53,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None  # a thread; without, the compiler weighs them against programs an SM itself
+    fp_fusion: bool = True  # of a product into the sum that takes it; of two products the compiler chooses which
 
     @property
     def name(self) -> str:

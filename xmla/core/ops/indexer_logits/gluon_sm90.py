@@ -147,7 +147,7 @@ def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
     # One sum after the other: a tree of them, as Triton 3.9 makes of `gl.sum`, multiplies every second term apart.
     lanes = twice[0] * halves[0]
     for own in gl.static_range(1, OWN):
-        lanes += twice[own] * halves[own]
+        lanes = gl.fma(twice[own], halves[own], lanes)
     lanes = gl.reshape(gl.convert_layout(lanes, BY_KEY), (KEYS, GROUP, 2, 2))
     return gl.convert_layout(gl.sum(gl.sum(lanes, 2), 2), gl.SliceLayout(2, BY_KEY), assert_trivial=True)
 
