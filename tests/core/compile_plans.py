@@ -163,6 +163,7 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
         "case": call.case,
         "kernel": launch.name,
         "triton": triton.__version__,
+        "ptx": float(re.findall(r"^\.version (\S+)", ptx, re.MULTILINE)[0]),
         "block_h": dict(launch.constexprs).get("BLOCK_H", 0),
         "shared": kernel.metadata.shared,
         "tensor_memory": kernel.metadata.tmem_size,

@@ -47,7 +47,6 @@ class Specialization:
     num_stages: int
     max_registers: int | None = None
     unaligned: frozenset[str] = frozenset()
-    fp_fusion: bool = True
 
     def __str__(self) -> str:
         types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
@@ -60,7 +59,7 @@ class Specialization:
     def options(self) -> dict[str, Hashable]:
         """The compiler's options, under its own names."""
         options: dict[str, Hashable] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        options["enable_fp_fusion"] = self.fp_fusion  # spelled out: defaults differ between versions
+        options["enable_fp_fusion"] = True  # spelled out: defaults differ between versions
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
@@ -85,7 +84,6 @@ def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Special
         launch.num_stages,
         launch.max_registers,
         unaligned,
-        launch.fp_fusion,
     )
 
 

@@ -53,7 +53,6 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None  # a thread; without, the compiler weighs them against programs an SM itself
-    fp_fusion: bool = True  # of a product into the sum that takes it; of two products the compiler chooses which
 
     @property
     def name(self) -> str:

@@ -55,9 +55,8 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
     types = tuple((name, kind) for name, kind in spec.signature.items() if kind != "constexpr")
     constexprs = tuple((name, spec.constants[name]) for name in fn.arg_names if name in spec.constants)
     specialization = Specialization(
-        fn, types, constexprs, options["num_warps"], options["num_stages"], options.get("maxnreg"),
-        fp_fusion=options["enable_fp_fusion"],
-    )  # fmt: skip
+        fn, types, constexprs, options["num_warps"], options["num_stages"], options.get("maxnreg")
+    )
     made = compiled(specialization, target.arch)
     facts = made.metadata
     ir = made.asm["ttir" if "ttir" in made.asm else "ttgir"]  # Gluon starts one level lower

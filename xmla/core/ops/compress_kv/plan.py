@@ -84,6 +84,5 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("BLOCK_W", min(next_power_of_2(window), POOLED // dim)),
         ),
         num_warps=num_warps,
-        fp_fusion=False,  # its sums of products would round one way or another with the batch around a token
     )  # fmt: skip
     return Plan((keep, compress), {}, ())
