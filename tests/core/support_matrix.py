@@ -24,9 +24,9 @@ Made by `python tests/core/support_matrix.py` and held against the compiled kern
 [test_compile.py](../tests/core/test_compile.py). Every plan of the ops' cases and of serving sizes is compiled for each
 architecture: it fits the part's shared and tensor memory, and a cell shows the tensor-core instructions found in it
 (`yes`: it needs none). `spills` is the local memory of a thread, in bytes, of the worst kernel that stores registers
-there (STL in its SASS; a stack that no instruction touches does not count). On sm_90 tiles are measured, and a few words
-are the price of more programs an SM; sm_80 has no tiles of its own, and Triton 3.9 spills there; on sm_120 and sm_121
-MXFP4 keys in bounded memory spill eight words with it. `no` is what `xmla supports` answers too. Formats are the
+there (STL in its SASS; a stack that no instruction touches does not count). On sm_90 tiles are measured, and a few
+words are the price of more programs an SM; sm_80 has no tiles of its own, and Triton 3.9 spills there; on sm_120 and
+sm_121 MXFP4 keys in bounded memory spill eight words with it. `no` is what `xmla supports` answers too. Formats are the
 dtype and the last axis of the caches.
 
 sm_90 also runs, on an H200; the others are compiled only. sm_89 and sm_80 are extras without tiles of their own; sm_80

@@ -12,7 +12,7 @@ from xmla.core.device import MIN_E4M3_ARCH, Device
 from xmla.core.op import registry
 
 TENSOR_MEMORY_COLUMNS = 512
-# Bytes with Triton 3.9: MXFP4 keys against candidates, in the 128 registers that sixteen warps have.
+# Bytes with Triton 3.9: MXFP4 keys against candidates.
 SPILLED = {(arch, "indexer_topk_kernel"): 32 for arch in (120, 121)}
 NATIVE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma",
           120: "mma.sync", 121: "mma.sync"}  # fmt: skip
