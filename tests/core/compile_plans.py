@@ -1,7 +1,8 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90
+    python tests/core/compile_plans.py 90 [--hash]
+With --hash each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
@@ -118,8 +119,8 @@ def plans(device: Device) -> Iterator[Planned]:
                 yield planned(name, *call, device, implementation)
 
 
-def machine_code(cubin: bytes) -> dict[str, object]:
-    """Registers of a thread, bytes that they spill to local memory, and the SHA-256 of the instructions.
+def machine_code(cubin: bytes, hashed: bool) -> dict[str, object]:
+    """Registers of a thread, bytes that they spill to local memory, and if `hashed` the SHA-256 of the instructions.
 
     Spilled is the stack if an instruction stores there: LLVM may leave an array on it that nothing uses. All are None
     where this Triton was packed without cuobjdump.
@@ -134,12 +135,15 @@ def machine_code(cubin: bytes) -> dict[str, object]:
         def dump(what: str) -> str:
             return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
 
-        usage, sass = dump("--dump-resource-usage"), dump("--dump-sass")
-    registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
+        usage = dump("--dump-resource-usage")
+        registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
+        # Disassembling takes a third as long as compiling.
+        sass = dump("--dump-sass") if stack or hashed else ""
+    code = "\n".join(re.findall(r"/\*[0-9a-f]{4}\*/.*", sass))
     return {
         "registers": registers,
-        "spilled_bytes": stack if stack and re.search(r"\bSTL\b", sass) else 0,
-        "sass": hashlib.sha256("\n".join(re.findall(r"/\*[0-9a-f]{4}\*/.*", sass)).encode()).hexdigest(),
+        "spilled_bytes": stack if re.search(r"\bSTL\b", sass) else 0,
+        "sass": hashlib.sha256(code.encode()).hexdigest() if hashed else None,
     }
 
 
@@ -154,7 +158,7 @@ def serialized(ptx: str) -> str | None:
     return found and found[0]
 
 
-def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[str, object]:
+def report(call: Planned, launch: Launch, plan: Plan, device: Device, hashed: bool) -> dict[str, object]:
     kernel = compiled(specialize(launch, plan, call.specs), device.arch)
     ptx = kernel.asm["ptx"]
     return {
@@ -170,7 +174,7 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
         "cubin_bytes": len(kernel.asm["cubin"]),
         # Triton turns a kernel that does not fit tensor memory into one that only traps.
         "trap": "trap;" in ptx,
-        **machine_code(kernel.asm["cubin"]),
+        **machine_code(kernel.asm["cubin"], hashed),
         "serialized": serialized(ptx) if device.arch == 90 and "wgmma" in ptx else None,
         # Bytes of each copy to shared memory. cp.async takes 4, 8 or 16.
         "copies": sorted({int(size, 0) for size in re.findall(r"cp\.async\.c[ag][^;]*\], (0x[0-9a-f]+|\d+)", ptx)}),
@@ -179,7 +183,7 @@ def report(call: Planned, launch: Launch, plan: Plan, device: Device) -> dict[st
 
 
 def main() -> None:
-    device = DEVICES[int(sys.argv[1])]
+    device, hashed = DEVICES[int(sys.argv[1])], "--hash" in sys.argv
     seen: dict[object, dict[str, object]] = {}
     for call in plans(device):
         if call.plan is None:
@@ -188,7 +192,7 @@ def main() -> None:
         for launch in call.plan.launches:
             key = specialize(launch, call.plan, call.specs)
             if key not in seen:
-                seen[key] = report(call, launch, call.plan, device)
+                seen[key] = report(call, launch, call.plan, device, hashed)
             print(json.dumps(seen[key] | {"op": call.op, "form": call.form, "case": call.case}), flush=True)
 
 

@@ -39,11 +39,11 @@ def compile_all(arch: int, triton: Path | None = None) -> list[Line]:
     return lines_of(SCRIPT, str(arch), triton=triton)
 
 
-def lines_of(script: Path, *arguments: str, triton: Path | None = None) -> list[Line]:
-    """The JSON lines of a script that compiles: kernels compile only in a process that does not interpret them."""
+def lines_of(script: Path, *arguments: str, triton: Path | None = None, root: Path = ROOT) -> list[Line]:
+    """The JSON lines of a script that compiles the tree at `root`, in a process that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     first = [str(triton)] if triton else []
-    environment["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([*first, str(root), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
     )

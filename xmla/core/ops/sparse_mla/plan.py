@@ -7,7 +7,7 @@ from xmla.core.op import LARGEST_SIZE, Problem
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel, sparse_mla_kernel
 from xmla.core.ops.sparse_mla.unpack import unpacking
-from xmla.core.plan import Kernel, Launch, Plan, cdiv, join, next_power_of_2
+from xmla.core.plan import Kernel, Launch, Plan, cdiv, join, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 INVARIANT_SPLIT_KEYS = 512
@@ -149,6 +149,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs=constexprs,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        # Before sm_90 the compiler would spill for a second program on the SM.
+        max_registers=most_registers(config.num_warps) if device.arch < 90 else None,
     )
     results = problem.op.result_specs(problem)
     if splits == 1:
