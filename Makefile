@@ -10,12 +10,23 @@ ifeq ($(PYTHON),.venv/bin/python)
 READY := .venv/ready
 endif
 
+# What users import: no type in it may be unknown.
+PUBLIC := __init__.py _warmup.py interop.py layouts.py torch_api/__init__.pyi torch_api/parallel.py \
+	jax_api/__init__.pyi jax_api/parallel.py core/errors.py core/models/base.py core/models/v32.py core/models/v4.py core/parallel.py \
+	core/support.py
+
 SECONDS ?= 60
 WORKERS ?= 2
+FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
+  tests/test_formats.py
 
-.PHONY: demo test fuzz matrix mutants lint types clean
+.PHONY: demo test test-fast fuzz matrix mutants lint types clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
+
+# A minute: declarations, plans, layouts, formats, wrong arguments, and a case of every op under torch and JAX.
+test-fast: $(READY)
+	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --one-case $(FAST)
 
 fuzz: $(READY)
 	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS)
@@ -28,7 +39,7 @@ matrix: $(READY)
 	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) tests/core/test_compile.py
 
 demo: $(READY)
-	$(ENV) $(PYTHON) -m xmla.cli demo
+	$(ENV) $(PYTHON) -m xmla demo
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -36,6 +47,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(PYTHON) -m pyrefly check
+	$(PYTHON) -m pyrefly coverage check --strict --public-only $(PUBLIC:%=xmla/%)
 
 .venv/ready: pyproject.toml tests/core/tritons.py
 	$(BOOTSTRAP) -m venv .venv

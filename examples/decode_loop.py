@@ -1,4 +1,4 @@
-"""A decode loop as an engine runs it, in PyTorch: paged fp8 caches, two tokens a request, one CUDA graph replayed.
+"""A decode loop as an engine runs it, in PyTorch: paged fp8 caches, two tokens per request, one CUDA graph replayed.
 
 python examples/decode_loop.py [steps]
 

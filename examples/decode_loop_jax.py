@@ -1,4 +1,4 @@
-"""A decode loop in JAX: paged fp8 caches as Refs, two tokens a request, one jitted step that never traces again.
+"""A decode loop in JAX: paged fp8 caches as Refs, two tokens per request, one jitted step that never traces again.
 
 python examples/decode_loop_jax.py [steps]
 

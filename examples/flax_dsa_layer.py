@@ -176,7 +176,7 @@ def load(layer: SparseAttention, weights: dict[str, np.ndarray]) -> None:
 
 
 def run(layer: SparseAttention, x: jax.Array, prompt: int, plain: bool) -> tuple[jax.Array, int]:
-    """One request: the prompt in one call, then a token a step. Outputs [T, hidden]; how often a step was traced."""
+    """One request: the prompt in one call, then one token per step. Outputs [T, hidden]; times a step was traced."""
     graph, state = nnx.split(layer)
     traces = []
 
@@ -196,7 +196,7 @@ def transformers_layer() -> tuple[dict[str, np.ndarray], Any]:
     """The weights of a small random `deepseek_v32` attention, and a function of x [T, hidden] that runs it."""
     import torch
 
-    from xmla.cli.client import build
+    from xmla.demo.deepseek_v32 import build
 
     model = build("cpu").float()
     module = model.model.layers[0].self_attn

@@ -81,7 +81,7 @@ def shared(*shape: int) -> pl.BlockSpec:
 
 
 def launch(kernel: Callable[..., None], tokens: int, inputs: list[pl.BlockSpec]) -> Callable[..., Any]:
-    """A Pallas call of one program a token that gives q8 [T, HEADS, D] and folded weights [T, HEADS]."""
+    """A Pallas call of one program per token that gives q8 [T, HEADS, D] and folded weights [T, HEADS]."""
     outputs = [
         jax.ShapeDtypeStruct((tokens, HEADS, DIM), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((tokens, HEADS), jnp.float32),
@@ -140,7 +140,7 @@ def main() -> None:
     lengths = jnp.full(TOKENS, CONTEXT, jnp.int32)
 
     @partial(jax.jit, static_argnames="prepare")
-    def select(*arguments: jax.Array, prepare: Callable[..., Any]) -> jax.Array:
+    def select(*arguments: jax.Array, prepare: Callable[..., tuple[jax.Array, jax.Array]]) -> jax.Array:
         return xmla.indexer_topk_paged(*prepare(*arguments), cache, table, lengths, k=K)
 
     ours, theirs = jax.jit(by_xmla)(*arguments), jax.jit(by_pallas)(*arguments)

@@ -1,4 +1,4 @@
-"""Chooses the interpreter where there is no GPU, before Triton, JAX or torch are imported."""
+"""Chooses the interpreter where there is no GPU, before NumPy, Triton, JAX or torch are imported."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Interpreted tiles are small: a second thread of BLAS mostly spins, on a core that the other worker needs.
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 from collections.abc import Iterator  # noqa: E402
 
@@ -26,12 +28,33 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("xmla")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-case", action="store_true", help="of tests that take every case of every op, the first")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.one_case:
+        items[:] = [item for item in items if not _is_later_case(item)]
+    if hasattr(config, "workerinput"):  # the longest first, so that workers end together
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not HAS_GPU:
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """xdist tells groups apart by what it appends to the names of their tests."""
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if session.config.option.__dict__.get("loadgroup") and not all("@" in item.nodeid for item in grouped):
+        raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist do not group tests")
+
+
+def _is_later_case(item: pytest.Item) -> bool:
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    return {"op", "case"} <= chosen.keys() and chosen["case"] is not chosen["op"].cases[0]
 
 
 @pytest.fixture(autouse=HAS_GPU)

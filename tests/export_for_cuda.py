@@ -13,7 +13,8 @@ import numpy as np
 
 from xmla import jax_api
 from xmla.core.device import KNOWN_DEVICES, Device, assume_device
-from xmla.core.op import Case, Op, registry
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
 
 
 def exported_case(op: Op) -> tuple[Case, dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Fuzzes every op of the registry against its definition (make fuzz SECONDS=60).
+"""Fuzzes every op of the registry against its reference (make fuzz SECONDS=60).
 
 python tests/fuzz.py [--seconds N] [--cases N] [--op NAME]      many cases, in parallel, under a watchdog
 python tests/fuzz.py --rerun OP/CASE/SEED                       one of them
@@ -10,7 +10,7 @@ workspace too, lie in one buffer between guards, and every byte of it that the c
 
 The comparison leaves no room: cases draw their values from `Dyadic`, so that sums of products do not round and
 selections are beyond doubt, ties included. Replaced ("wild") floats round and overflow as they like; of ops that
-compute with them, a row is compared where the definition is the same with them, without them and with NaN for them:
+compute with them, a row is compared where the reference is the same with them, without them and with NaN for them:
 they stand in memory that the row does not refer to.
 """
 
@@ -59,7 +59,7 @@ AND_MORE = f" and {BATCH - 1} more" if BATCH > 1 else ""
 INT32 = (-(2**31), -(2**31) + 1, -1, 0, 1, 2**30, 2**31 - 1)
 FLOAT = (np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, 6e-8, 448.0, 3e38, -3e38)
 BYTE = (0x00, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)
-# Ops with one of these select by sums of products, which the definition rounds otherwise than the kernels.
+# Ops with one of these select by sums of products, which the reference rounds differently from the kernels.
 HEAD_WEIGHTS = {"weights", "index_weights"}
 
 
@@ -140,7 +140,7 @@ def targets(names: Iterable[str] = ()) -> list[Target]:
         inputs = kit.make(case)
         if sum(a.size for a in inputs.values()) >= LARGEST:
             continue
-        named = op.implementations if conftest.HAS_GPU and len(op.implementations) > 1 else (None,)
+        named = op.choices if conftest.HAS_GPU and len(op.implementations) > 1 else (None,)
         found += [Target(op, case, name) for name in named if bind(op, inputs, attributes(op, case), name)]
     return found
 
@@ -165,7 +165,7 @@ def cut(
 ) -> None:
     """Leave out the end of some axes, where the op takes it: what remains is no longer dense."""
     plan = bind(op, arrays, attrs, by)
-    constants = [dict(launch.constexprs) for launch in plan.launches] if plan is not None else []
+    constants = [launch.constexprs for launch in plan.launches] if plan is not None else []
     # A shorter page has values for scales. Of MXFP4's each sum has several; V4's are too far apart for float16.
     far = any(c.get("MXFP4") or (by == "gluon" and "LAYOUT" in c and c["LAYOUT"].footer) for c in constants)
     for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
@@ -333,10 +333,10 @@ def launch_apart(laid: Arena, buffer: torch.Tensor) -> None:
 
 
 def define(laid: Arena, image: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The definition's results, and its inputs after the call."""
+    """The reference's results, and its inputs after the call."""
     copy = image.copy()
     inputs = {name: place.array(copy) for name, place in laid.inputs.items()}
-    values = kit.as_tuple(laid.op.reference(**inputs, **laid.attrs))
+    values = laid.op.reference(**inputs, **laid.attrs)
     return dict(zip(laid.results, map(np.asarray, values), strict=True)), inputs
 
 
@@ -364,7 +364,7 @@ def without_nan(laid: Arena, image: np.ndarray) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
-    """Raise AssertionError if the buffer `after` the call is not what the definition makes of `drawn`."""
+    """Raise AssertionError if the buffer `after` the call is not what the reference makes of `drawn`."""
     op = laid.op
     want, inputs = define(laid, drawn.wild)
     expected = drawn.wild.copy()
@@ -390,19 +390,20 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
         raise AssertionError(f"a byte beside the outputs was written: {near[-1]}")
 
     same = {}
-    if drawn.wild is not drawn.tame and (HEAD_WEIGHTS & set(op.tensors) or any(kit.tolerance_of(op, n) for n in want)):
+    rounded = any(result.agreement for result in op.outputs.values())
+    if drawn.wild is not drawn.tame and (HEAD_WEIGHTS & set(op.tensors) or rounded):
         for variant in (define(laid, drawn.tame)[0], define(laid, poisoned(laid, drawn))[0]):
             for name in want:
                 a, b = want[name], variant[name]
                 rows = ((a == b) | ((a != a) & (b != b))).reshape(len(a), -1).all(axis=1)
                 same[len(a)] = same.get(len(a), True) & rows
     for name, value in want.items():
-        where = kit.written(op, value)
+        where = op.outputs[name].written(value)
         got = laid.results[name].array(after)
         if same and not same[len(value)].all():
             rows = same[len(value)]
             got, value, where = got[rows], value[rows], None if where is None else where[rows]
-        kit.assert_close(name, got, value, kit.tolerance_of(op, name), where)
+        kit.assert_close(name, got, value, op.outputs[name].agreement, where)
 
 
 def run_batch(target: Target, seeds: Iterable[int], apart: bool = False) -> Iterator[tuple[str, str]]:

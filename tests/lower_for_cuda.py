@@ -2,8 +2,8 @@
 
 A script of its own, for a process without the interpreter; no GPU is needed.
     JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90
-Prints a JSON line an op: its custom calls, for each launch the SHA-256 of the cubin that either front-end runs, and how
-many kernels JAX asked for that a warm-up for torch had not made ready.
+Prints a JSON line per op: its custom calls, for each launch the SHA-256 of the cubin that either front-end runs, and
+how many kernels JAX asked for that a warm-up for torch had not compiled.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -22,14 +23,16 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from xmla.core.compile import compiled, count_compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
-from xmla.core.op import Case, Op, plan_call, registry
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
 DUMPS = Path(os.environ["JAX_TRITON_DUMP_DIR"])
 
 
+@cache
 def assemble(ptx: str, arch: int) -> str:
     """SHA-256 of the cubin that Triton's ptxas makes of `ptx`."""
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,8 @@ from kit import to_torch
 from xmla import torch_api
 from xmla.bench.families import Benchmark, attention_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
-from xmla.core.layout import PLAIN, V4, V32, IndexerLayout, MlaLayout
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
 
 TOLERANCE = next(field.default for field in fields(Benchmark) if field.name == "tolerance")
 PAGES, PAGE, SCALE = 6, 16, 0.07

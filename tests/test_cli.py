@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 
 from xmla import __version__, torch_api
 from xmla.bench import parallel, picture, record, run
-from xmla.cli import app, calls, main
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import compare, largest_error
+from xmla.command import app, main
 from xmla.core.device import KNOWN_DEVICES
-from xmla.core.op import registry
 from xmla.core.parallel import received_bytes
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
+from xmla.machine import calls
 from xmla.torch_api._arrays import from_strided, spec_of
 
 ROOT = Path(__file__).parent.parent
@@ -121,7 +122,7 @@ def test_plan_prints_launches_and_workspace() -> None:
     result = CliRunner().invoke(app, [*arguments, "--device", "GB10"], env={"COLUMNS": "150"})
     assert result.exit_code == 0, result.output
     for shown in ("split_counts_kernel", "indexer_logits_paged_kernel", "8 requests × 2, mixed", "prefill 1024 tokens",
-                  "656 bytes a key and layer", "NVIDIA GB10"):  # fmt: skip
+                  "656 bytes per key and layer", "NVIDIA GB10"):  # fmt: skip
         assert shown in result.output
     config = configure([8], [32768], [2], [], 128, 64, 2048, 64, True)
     calls = dict(config.steps())["decode 8 requests × 2, mixed, max_len 32768"]
@@ -152,7 +153,7 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
 def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = ["--batch", "1", "--max-len", "64", "--heads", "8", "--k", "64"]
-    command = [sys.executable, "-m", "xmla.cli", "warmup", *sizes, "--device", "H200"]
+    command = [sys.executable, "-m", "xmla", "warmup", *sizes, "--device", "H200"]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "150"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

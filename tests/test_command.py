@@ -1,5 +1,6 @@
 """The `xmla` command as a user starts it: in a clean environment, and with a part of the frameworks."""
 
+import ast
 import json
 import os
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 
 from xmla import ArgumentError, torch_api
 from xmla.cli.replay import run as repeat
-from xmla.core.checks import find_violation
 from xmla.core.config import settings
-from xmla.core.op import Case, Op, registry
+from xmla.core.live.checks import find_violation
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +45,7 @@ def run(folder: Path, *words: str, without: str = "", **variables: str) -> subpr
 
 
 def xmla(folder: Path, *words: str, without: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "-m", "xmla.cli", *words, without=without, **variables)
+    return run(folder, "-m", "xmla", *words, without=without, **variables)
 
 
 def lines(text: str) -> list[str]:
@@ -71,8 +73,32 @@ def file(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return reproduce(op, op.cases[0], "indices", 10**6, device, tmp_path, monkeypatch)
 
 
+def imported(file: Path) -> Iterator[str]:
+    """Every module that a file names in an import, at its top or in a function."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
+            yield from (part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+
+
+# Which of the packages around the ops a package may import; `command` composes them all.
+PACKAGES = {"bench": {"machine"}, "cli": {"machine"}, "demo": {"machine"}, "machine": set()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_of_the_command_do_not_import_each_other(package: str) -> None:
+    files = [*(ROOT / "xmla" / package).rglob("*.py")]
+    found = {(file.name, name) for file in files for name in imported(file) if name.startswith("xmla.")}
+    assert found
+    others = {*PACKAGES, "command", "__main__"} - PACKAGES[package] - {package}
+    assert [(file, name) for file, name in sorted(found) if name.split(".")[1] in others] == []
+
+
 def test_importing_xmla_leaves_triton_to_the_command(tmp_path: Path) -> None:
-    code = "import sys, xmla, xmla.cli; print([n for n in ('triton', 'torch', 'jax', 'numpy') if n in sys.modules])"
+    code = "import sys, xmla, xmla.command; print([n for n in ('triton', 'torch', 'jax', 'numpy') if n in sys.modules])"
     assert run(tmp_path, "-c", code).stdout.strip() == "[]"
 
 
@@ -120,9 +146,25 @@ def test_verify_and_replay_with_one_framework(there: str, absent: str, tmp_path:
     assert told in replayed.stdout and f"{there}, slots: wrong share 0," in replayed.stdout
 
 
+# The demo on fewer tokens, though more than are selected.
+SHORT_DEMO = """
+from xmla.command import main
+from xmla.machine import environment
+
+def prepare_less(prepare=environment.prepare, **given):
+    prepare(**given)
+    from xmla.demo import deepseek_v32, shell
+    deepseek_v32.PROMPT, shell.DECODED = 40, 2
+
+environment.prepare = prepare_less
+main()
+"""
+
+
 def test_demo_without_jax(tmp_path: Path) -> None:
     """And without the Makefile's variables, as all of these."""
-    done = xmla(tmp_path, "demo", "--json", "figures.json", without="jax jaxlib jax_triton")
+    words = ("-c", SHORT_DEMO, "demo", "--json", "figures.json")
+    done = run(tmp_path, *words, without="jax jaxlib jax_triton")
     assert done.returncode == 0, done.stderr
     assert "left out: torch = JAX, since xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'" in done.stdout
     names = {figure["name"] for figure in json.loads((tmp_path / "figures.json").read_text())}
@@ -172,8 +214,8 @@ def test_a_front_end_without_its_framework(framework: str, without: str, package
 # The host times of a jitted step, on the interpreter and once: that the lines are made, not what they say.
 BENCH_BY_JAX = """
 from pathlib import Path
-from xmla.cli import _environment
-_environment.prepare()
+from xmla.machine import environment
+environment.prepare()
 from xmla.bench import host_jax, host_time, run
 run.present_device = lambda: None
 host_time.REPEATS = host_time.ROUNDS = host_time.WARM_UP = 1

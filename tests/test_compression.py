@@ -13,8 +13,8 @@ from conftest import HAS_GPU
 from hypothesis import given, settings
 
 from xmla import torch_api
+from xmla.core.formats import stored_values
 from xmla.core.ops.compress_kv.cases import angles
-from xmla.core.ops.compress_kv.reference import stored_values
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DIM, LENGTH = 32, 32  # small keys, so that many tokens are quick

@@ -10,8 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from xmla import torch_api
-from xmla.cli import app, client, client_v4, demo_v4
-from xmla.core.op import registry
+from xmla.command import app
+from xmla.core.registry import registry
+from xmla.demo import deepseek_v4, deepseek_v32, shell
+from xmla.demo.comparisons import against_model
+from xmla.demo.passes import Run, run_as_shipped
 
 # transformers warns of its own deprecations.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -21,6 +24,7 @@ def demo(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["demo", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_demo_agrees(tmp_path: Any) -> None:
     result = demo("--json", str(tmp_path / "figures.json"))
@@ -49,27 +53,47 @@ def wrong_selection(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("mistake", [wrong_scale, wrong_selection])
-def test_demo_notices_a_mistake(mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_api, "dsa_attention", mistake(torch_api.dsa_attention))
+@pytest.mark.parametrize("mistake", [None, wrong_scale, wrong_selection])
+def test_demo_notices_a_mistake(mistake: Callable[..., Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fewer tokens, though more than are selected; without one it agrees there too."""
+    monkeypatch.setattr(deepseek_v32, "PROMPT", 40)
+    monkeypatch.setattr(shell, "DECODED", 2)
+    if mistake is not None:
+        monkeypatch.setattr(torch_api, "dsa_attention", mistake(torch_api.dsa_attention))
     result = demo()
-    assert result.exit_code == 1, result.output
-    assert "DISAGREES" in result.output
+    assert result.exit_code == (mistake is not None), result.output
+    assert ("DISAGREES" in result.output) == (mistake is not None)
 
 
 def test_the_model_has_deepseeks_geometry() -> None:
-    config = client.build("cpu").config
+    config = deepseek_v32.build("cpu").config
     assert (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
 
 
+def test_parity_notices_one_bit(device: str) -> None:
+    """A result or a cache that differs from JAX's in its last bit."""
+    run = deepseek_v32.run_replaced(deepseek_v32.build(device), torch.arange(14, device=device), 12)
+    assert [figure["name"] for figure in deepseek_v32.parity(run) if not figure["ok"]] == []
+    for name, tensor in (
+        ("torch = JAX: lse", run.layers[0].steps[0][-1].results[1]),
+        ("torch = JAX: cache bytes", run.layers[0].pools["mla"].pages),
+        ("torch = JAX: cache bytes", run.layers[0].pools["indexer"].pages),
+    ):
+        first = tensor.view(torch.uint8).flatten()[:1]
+        first ^= 1
+        assert [figure["name"] for figure in deepseek_v32.parity(run) if not figure["ok"]] == [name]
+        first ^= 1
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_v4_demo_agrees(tmp_path: Any) -> None:
     result = demo("--model", "deepseek_v4", "--json", str(tmp_path / "figures.json"))
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     names = {figure["name"] for figure in figures}
-    assert {"attention, plain rows", "attention, as shipped", "attention, definition", "selection, as shipped",
-            "torch = JAX: results", "torch = JAX: compressor entries", "entries, definition"} <= names  # fmt: skip
+    assert {"attention, plain rows", "attention, as shipped", "attention, reference", "selection, as shipped",
+            "torch = JAX: results", "torch = JAX: compressor entries", "entries, reference"} <= names  # fmt: skip
     assert all(figure["ok"] for figure in figures)
 
 
@@ -91,11 +115,15 @@ def wrong_place(arguments: dict[str, Any]) -> None:
 
 
 @cache
-def few_tokens(device: str) -> tuple[Any, torch.Tensor, client_v4.Run, client_v4.Run]:
+def few_tokens(device: str) -> tuple[Any, torch.Tensor, Run, Run]:
     """The model, a few tokens, most of which ratio 4 compresses, and both runs over them."""
-    model, tokens = client_v4.build(device), torch.arange(14, device=device)
-    shipped = client_v4.run_as_shipped(model, tokens, 12)
-    return model, tokens, shipped, client_v4.run_replaced(model, tokens, 12, packed=False, picks=shipped.indices)
+    model, tokens = deepseek_v4.build(device), torch.arange(14, device=device)
+    shipped = run_as_shipped(model, tokens, 12)
+    return model, tokens, shipped, deepseek_v4.run_replaced(model, tokens, 12, packed=False, selected=shipped.indices)
+
+
+def figures_of(run: Run, shipped: Run) -> list[dict[str, Any]]:
+    return [*against_model(run, shipped, "plain rows", deepseek_v4.PLACES, deepseek_v4.BOUNDS)]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +134,6 @@ def few_tokens(device: str) -> tuple[Any, torch.Tensor, client_v4.Run, client_v4
 def test_v4_demo_notices_a_mistake(
     op: str, mistake: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_v4, "PROMPT", 12)
     right, names = getattr(torch_api, op), list(registry()[op].tensors)
 
     def wrong(*tensors: Any, **attrs: Any) -> Any:
@@ -115,14 +142,14 @@ def test_v4_demo_notices_a_mistake(
         return right(*arguments.values(), **attrs)
 
     model, tokens, shipped, right_run = few_tokens(device)
-    assert all(figure["ok"] for figure in demo_v4.against_model(right_run, shipped, "plain rows"))
+    assert all(figure["ok"] for figure in figures_of(right_run, shipped))
     monkeypatch.setattr(torch_api, op, wrong)
-    wrong_run = client_v4.run_replaced(model, tokens, 12, packed=False, picks=shipped.indices)
-    assert not all(figure["ok"] for figure in demo_v4.against_model(wrong_run, shipped, "plain rows"))
+    wrong_run = deepseek_v4.run_replaced(model, tokens, 12, packed=False, selected=shipped.indices)
+    assert not all(figure["ok"] for figure in figures_of(wrong_run, shipped))
 
 
 def test_the_v4_model_has_deepseeks_geometry() -> None:
-    config = client_v4.build("cpu").config
+    config = deepseek_v4.build("cpu").config
     assert (config.head_dim, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
     assert config.sliding_window == 128 and sorted(config.compress_rates.values()) == [4, 128]
     assert config.rope_parameters["compress"]["rope_type"] == "yarn"

@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     done = subprocess.run([sys.executable, str(example)], env=os.environ, capture_output=True, text=True, check=False)

@@ -12,7 +12,9 @@ from conftest import HAS_GPU
 from jax.experimental import pallas as pl
 
 from xmla import jax_api
-from xmla.core.op import Op, registry
+from xmla.core.op import Op
+from xmla.core.registry import registry
+from xmla.core.tolerance import ATTENTION_OUT, Tolerance
 
 OPS = list(registry().values())
 WRITERS = [op for op in OPS if op.mutates]
@@ -112,11 +114,11 @@ def test_pallas_kernels_around_an_op_in_one_jit() -> None:
     cos, sin = np.cos(np.asarray(angles, np.float64)), np.sin(np.asarray(angles, np.float64))
     even, odd = pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin
     want = np.concatenate([wide[..., :512] * np.linspace(0.5, 1.5, width)[:512], even, odd], axis=-1)
-    kit.assert_close("query", prepared, want, kit.Tolerance(1e-6, 2**-8, 1e-5))
+    kit.assert_close("query", prepared, want, Tolerance(1e-6, 2**-8, 1e-5))
     out, _ = op.reference(
         np.asarray(prepared), inputs["cache"], inputs["slots"], inputs["lengths"], inputs["sink"], softmax_scale=0.1
     )
-    kit.assert_close("out", got, out * 0.5, kit.ATTENTION_OUT)
+    kit.assert_close("out", got, out * 0.5, ATTENTION_OUT)
 
 
 def run_python(code: str, **environment: str) -> str:

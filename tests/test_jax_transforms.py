@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from xmla import ArgumentError, UnsupportedError, jax_api
-from xmla.core.op import Case, Op, registry
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
 
 OPS = registry()
 
@@ -42,7 +43,7 @@ def batch(op: Op, case: Case, size: int) -> dict[str, list[np.ndarray]]:
 
 
 def same(op: Op, name: str, got: object, want: object, where: np.ndarray | None) -> None:
-    if name in op.mutates or (tolerance := kit.tolerance_of(op, name)) is None:
+    if name in op.mutates or (tolerance := op.outputs[name].agreement) is None:
         kit.assert_bits_equal(name, got, want, where)
     else:
         kit.assert_close(name, got, np.asarray(want), tolerance, where)
@@ -63,7 +64,7 @@ def check_vmap(op: Op, case: Case, axes: dict[str, int | None], size: int = 3) -
     for element in range(size):
         arrays = {name: values[0 if name in shared else element] for name, values in inputs.items()}
         where = None
-        if op.name == "indexer_logits_paged":
+        if op.partial:
             where = kit.written(op, op.reference(**arrays, **kit.attributes(op, case)))
         want = kit.as_tuple(function(*map(jnp.asarray, arrays.values())))
         for name, mine, theirs in zip([*op.outputs, *op.mutates], got, want, strict=True):
@@ -252,7 +253,7 @@ def test_ahead_of_time(op: Op) -> None:
     dense = [jnp.asarray(np.ascontiguousarray(a)) for a in arrays.values()]
     compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in dense)).compile()
     where = None
-    if op.name == "indexer_logits_paged":
+    if op.partial:
         where = kit.written(op, op.reference(**arrays, **kit.attributes(op, case)))
     for name, got, want in zip([*op.outputs, *op.mutates], kit.as_tuple(compiled(*dense)),
                                kit.as_tuple(function(*dense)), strict=True):  # fmt: skip

@@ -7,9 +7,8 @@ import pytest
 
 from xmla import ArgumentError, layouts
 from xmla.core.cases import indexer_pool, mla_pool
-from xmla.core.layout import (
-    INDEXER_DIMS,
-    INDEXER_LAYOUTS,
+from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, IndexerLayout
+from xmla.core.formats.mla import (
     MLA_LAYOUTS,
     NOPE,
     PLAIN_V4,
@@ -19,7 +18,6 @@ from xmla.core.layout import (
     V41_FOOTER,
     V41_FP4,
     V41_FP4_FOOTER,
-    IndexerLayout,
     MlaLayout,
 )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import require_assembler
 
-from xmla.core.op import registry
+from xmla.core.registry import registry
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100, 120])
 def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path) -> None:
     require_assembler(arch)

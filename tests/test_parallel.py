@@ -12,8 +12,8 @@ import pytest
 from conftest import HAS_GPU
 
 from xmla import ArgumentError
-from xmla.core.op import registry
 from xmla.core.parallel import Ownership, heads_of, query_format, received_bytes
+from xmla.core.registry import registry
 
 FOLDER = Path(__file__).parent / "parallel"
 
@@ -45,6 +45,7 @@ def run_ranks(tmp_path: Path, ranks: int, *checks: str, **environment: str) -> l
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torch(ranks: int, tmp_path: Path) -> None:
     found = run_ranks(tmp_path, ranks, "context", "options", "writes", "heads", "bytes")
@@ -82,6 +83,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert "closed by peer" in alive["message"] or "reset by peer" in alive["message"]
 
 
+@pytest.mark.slow
 def test_jax() -> None:
     ranks = [n for n in (2, 4, 8) if not HAS_GPU or n <= visible_gpus()]
     if not ranks:
@@ -98,6 +100,7 @@ def test_jax() -> None:
             assert measured == predicted, (kind, line)
 
 
+@pytest.mark.slow
 def test_jit() -> None:
     """Tokens and heads that are shared out stay so, with one device's bits and no exchange; the rest is replicated."""
     if HAS_GPU and visible_gpus() < 2:

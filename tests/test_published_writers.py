@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from xmla import torch_api
-from xmla.core.layout import V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
+from xmla.core.formats.mla import V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.fx.passes.split_module import split_module
 
 from xmla import ArgumentError, jax_api, torch_api
-from xmla.core.op import registry
+from xmla.core.registry import registry
 
 OPS = registry()
 HEADS, INDEX_HEADS, K, PAGE = 4, 4, 24, 16
@@ -67,7 +67,7 @@ def int32(values: Any, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("next_n", range(1, 9))
 def test_next_n_gives_what_single_tokens_give(next_n: int, device: str) -> None:
-    """next_n tokens a request, as it is, equal the same tokens one by one with request ids, bit for bit."""
+    """next_n tokens per request, as it is, equal the same tokens one by one with request ids, bit for bit."""
     contexts = [40, 9, 75]
     engine = Engine(contexts, 80, device)
     lengths = int32([[max(0, c - next_n + 1 + j) for j in range(next_n)] for c in contexts], device).flatten()
@@ -280,7 +280,7 @@ os.environ["XLA_FLAGS"] = sys.argv[1]
 sys.path.insert(0, "tests")
 import jax, kit, numpy as np
 from xmla import jax_api
-from xmla.core.op import registry
+from xmla.core.registry import registry
 op = registry()["dsa_attention"]
 case = op.cases[1]
 step = jax.jit(lambda *arrays: jax_api.dsa_attention(*arrays, **case.attrs))
@@ -336,7 +336,7 @@ def test_workspace_of_the_caller(device: str) -> None:
 def test_selection_over_a_million_keys_stays_within_its_bound() -> None:
     """8192 rows × 1M keys: the plan's memory is exact, needs no GPU to know, and keeps to 64 MiB."""
     from xmla.core.device import KNOWN_DEVICES
-    from xmla.core.model import Call
+    from xmla.core.models.base import Call
     from xmla.core.spec import Spec
 
     tokens, keys, bound = 8192, 1 << 20, 64 << 20

@@ -16,8 +16,10 @@ from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.compile import compiled, compiling_allowed, count_compiled, specialize
 from xmla.core.config import settings, variables
 from xmla.core.device import H200
-from xmla.core.model import Call, ModelConfig
-from xmla.core.op import Case, Op, registry
+from xmla.core.models.base import Call
+from xmla.core.models.v32 import ModelConfig
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +47,7 @@ def test_print_plans_once_each() -> None:
 def test_log_tells_each_compile(tmp_path: Path) -> None:
     code = (
         "from xmla.core.compile import compiled, specialize\n"
-        "from xmla.core.device import H200\nfrom xmla.core.model import ModelConfig\n"
+        "from xmla.core.device import H200\nfrom xmla.core.models.v32 import ModelConfig\n"
         "compiled(ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=()).specializations(H200)[0], 90)\n"
     )
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
@@ -179,7 +181,7 @@ def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
 
 def test_warmup_needs_compiled_kernels() -> None:
     from xmla import warmup
-    from xmla.cli._environment import HAS_GPU
+    from xmla.machine.environment import HAS_GPU
 
     if not HAS_GPU:
         with pytest.raises(UnsupportedError, match="no GPU is present; name a device"):

@@ -12,7 +12,8 @@ import torch
 from torch.autograd import forward_ad
 
 from xmla import ArgumentError, UnsupportedError, torch_api
-from xmla.core.op import Case, Op, registry
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
 
 OPS = registry()
 

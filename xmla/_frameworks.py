@@ -1,8 +1,8 @@
-"""Which frameworks are installed, and the extra that brings one that is not."""
+"""Which frameworks are installed, and the extra that installs a missing one."""
 
 from importlib.util import find_spec
 
-PACKAGES = {"torch": ("torch",), "jax": ("jax", "jax_triton")}  # by framework, whose name is the extra's
+PACKAGES = {"torch": ("torch",), "jax": ("jax", "jax_triton")}  # by framework, which is also the extra's name
 
 
 def _is_installed(package: str) -> bool:
@@ -18,6 +18,6 @@ def missing(framework: str) -> list[str]:
 
 
 def needed(framework: str) -> str:
-    """What to say where `missing` is not empty."""
+    """The message if `missing` is not empty."""
     packages = " and ".join(missing(framework)).replace("_", "-")
     return f"xmla.{framework}_api needs {packages}: pip install 'xmla[{framework}]'"

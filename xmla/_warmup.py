@@ -1,4 +1,4 @@
-"""Kernels made ready before the first request."""
+"""Warm-up: compile and load kernels before the first request."""
 
 import logging
 import os
@@ -13,21 +13,21 @@ from triton.runtime.interpreter import InterpretedFunction
 from xmla.core.compile import Specialization, compiled, compiling_allowed
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.model import Model
+from xmla.core.models.base import Model
 
 log = logging.getLogger("xmla")
 
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """What `warmup` made ready, and the seconds it took."""
+    """The kernels that `warmup` compiled or loaded, and the seconds it took."""
 
     specializations: tuple[Specialization, ...]
     seconds: float
 
 
 def present_device() -> tuple[Device, int]:
-    """The current GPU and its ordinal, asked of whichever framework is installed.
+    """The current GPU and its ordinal, according to an installed framework.
 
     Raises:
         UnsupportedError: There is no GPU.
@@ -56,18 +56,18 @@ def present_device() -> tuple[Device, int]:
 
 
 def warmup(config: Model, device: Device | None = None, *, workers: int | None = None, progress: bool = True) -> Warmup:
-    """Compile every kernel that serving `config` launches, in parallel, for PyTorch and JAX alike.
+    """Compile every kernel that serving `config` launches, in parallel, for both PyTorch and JAX.
 
-    The list is closed: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 asserts. What was
-    compiled stays in Triton's cache on disk (TRITON_CACHE_DIR), so that the next process only loads it; several
-    processes may fill one cache. XLA's own compilation of a jitted function is not part of it.
+    The list is complete: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 enforces.
+    Compiled kernels stay in Triton's cache on disk (TRITON_CACHE_DIR), so the next process only loads them; several
+    processes may fill one cache. Warm-up does not include XLA's own compilation of a jitted function.
 
     Args:
         config: The model and the sizes that occur: a `ModelConfig` or `ModelConfigV4`.
-        device: Fill the cache on disk for this device, which need not be present. Default: the current GPU, onto which
-            the kernels are loaded too.
-        workers: Threads, by default one a CPU core.
-        progress: Show a progress bar and the list.
+        device: Fill the cache on disk for this device, which need not be present. Default: the current GPU; the kernels
+            are then also loaded onto it.
+        workers: Threads, by default one per CPU core.
+        progress: Show a progress bar and the list of kernels.
 
     Raises:
         UnsupportedError: There is no GPU and no device is named; kernels are interpreted in this process.

@@ -1,8 +1,8 @@
-"""Arrays between the frameworks without a copy, through DLPack, in both directions.
+"""Pass arrays between the frameworks in both directions through DLPack, without a copy.
 
-The two arrays share memory: what one framework writes in place the other sees. Neither call waits for the device, so
-finish the writer's work first (`torch.cuda.synchronize()`, `jax.block_until_ready`) unless DLPack's stream exchange
-already orders it.
+The two arrays share memory: a write in place by one framework is visible in the other. Neither call waits for the
+device. Finish the writer's work first (`torch.cuda.synchronize()`, `jax.block_until_ready`) unless DLPack's stream
+exchange already orders it.
 """
 
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
 
 
 def to_torch(array: "jax.Array") -> "torch.Tensor":
-    """The jax.Array's memory as a torch tensor. Write to it only if JAX does not use the array any more."""
+    """The jax.Array's memory as a torch tensor. Write to it only if JAX no longer uses the array."""
     import torch
 
     return torch.from_dlpack(array)

@@ -1,29 +1,26 @@
-"""Paged caches as wholes: which format one holds, told from its bytes, and the same pool in another.
+"""Whole paged caches: infer the format of a pool from its bytes, and convert a pool to another format.
 
-The formats are those of `write_mla_cache`, by the same names, and of `write_indexer_cache`, by names such as
-`indexer_fp8_d128`; their bytes stand in `xmla.core.layout`.
+Formats are named as in `write_mla_cache`; those of `write_indexer_cache` have names such as `indexer_fp8_d128`.
+`xmla.core.formats` defines their bytes.
 """
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xmla.core.errors import ArgumentError
-from xmla.core.layout import (
-    INDEXER_LAYOUTS,
-    MLA_LAYOUTS,
-    SCALE_FLOORS,
-    IndexerLayout,
-    MlaLayout,
-    indexer_layouts,
-    mla_layouts,
-)
-from xmla.core.op import registry
+from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout, indexer_layouts
+from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
-# Scales of keys lie in this range, by many orders of magnitude; other bytes taken for scales do not.
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+# Scales of keys lie well inside this range; other bytes read as scales do not.
 USUAL_SCALES = 2.0**-40, 2.0**40
 SAMPLED_PAGES = 64
 Layout = MlaLayout | IndexerLayout
@@ -36,9 +33,9 @@ class Inspection:
 
     Attributes:
         format: The one format that fits, or None.
-        power_of_two: Whether all scales seen are powers of two, as FlashMLA's kernels for Blackwell need; None where
-            the format is not known or is none of the latent cache with float32 scales.
-        reason: Each format of this row size and dtype, and what speaks for or against it.
+        power_of_two: Whether all scales read are powers of two, as FlashMLA's kernels for Blackwell need; None if the
+            format is unknown or is not a latent format with float32 scales.
+        reason: Each format of this row size and dtype, and the evidence for or against it.
     """
 
     format: str | None
@@ -46,12 +43,12 @@ class Inspection:
     reason: str
 
 
-def inspect(pool: Any) -> Inspection:
+def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
     """Name the format of a latent or an indexer cache [P, R, ROW], a torch, JAX or NumPy array.
 
-    It is told from row size, dtype and bytes, of which up to 64 pages are read back. Entries of one byte value
-    throughout count as never written. A format is ruled out if most of the others have scales in it that no key has;
-    where not exactly one is left, none is named.
+    The format is inferred from row size, dtype and bytes; up to 64 pages are read back. An entry whose bytes are all
+    equal counts as never written. A format is ruled out if most of the written entries would have scales in it that no
+    key has. If not exactly one format is left, none is named.
 
     Raises:
         ArgumentError: The array has no three axes.
@@ -90,20 +87,22 @@ def _judge(layout: Layout, sample: np.ndarray) -> tuple[bool, str]:
     return 2 * usual > len(scales), f"{usual} of {len(scales)} entries have usual scales"
 
 
-def convert(pool: Any, cache_format: str, *, source_format: str | None = None, scale_floor: str = "scale") -> Any:
-    """A new pool of the same pages and slots in another format of the same dims.
+def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
+    pool: Pool, cache_format: str, *, source_format: str | None = None, scale_floor: str = "scale"
+) -> Pool:
+    """A new pool with the same pages and slots, in another format with the same dims.
 
-    With `convert_mla_cache`, or `convert_indexer_cache` where both are formats of indexer keys.
+    Uses `convert_mla_cache`, or `convert_indexer_cache` if both are formats of indexer keys.
 
     Args:
         pool: [P, R, ROW], a torch, JAX or NumPy array; the result is of the same kind and on the same device.
-        cache_format: The name of the new format. Its page stride in torch is the multiple that the format's allocators
-            use; plain rows are bfloat16.
-        source_format: The present one. Default: what `inspect` finds.
+        cache_format: The name of the new format. In torch the page stride is the multiple that the format's allocators
+            use. Plain rows are bfloat16.
+        source_format: The format of `pool`. Default: the one that `inspect` finds.
         scale_floor: As in `write_mla_cache`; indexer keys have one rule.
 
     Raises:
-        ArgumentError: A name is unknown, the formats hold other dims, or `inspect` names none.
+        ArgumentError: A name is unknown, the formats hold different dims, or `inspect` finds no format.
     """
     spec = _spec_of(pool)
     layout = _named("cache_format", cache_format)
@@ -126,15 +125,16 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
     else:
         raise ArgumentError(f"convert: cache_format is {layout.name!r}, expected one with the dims of {origin.name!r}")
     kind = _framework(pool)
+    array: Any = pool  # a type checker cannot follow `kind`
     if kind == "torch":
         import torch
 
         from xmla import torch_api
 
-        memory = torch.zeros(pages, layout.page_stride(entries), dtype=getattr(torch, dtype), device=pool.device)
+        memory = array.new_zeros(pages, layout.page_stride(entries), dtype=getattr(torch, dtype))
         cache = memory[:, : entries * layout.row].view(pages, entries, layout.row)
-        slots = torch.arange(pages * entries, device=pool.device)
-        getattr(torch_api, name)(pool, slots, slots, cache, **attrs)
+        slots = torch.arange(pages * entries, device=array.device)
+        getattr(torch_api, name)(array, slots, slots, cache, **attrs)
         return cache
     if kind == "jax":
         import jax.numpy as jnp
@@ -143,14 +143,14 @@ def convert(pool: Any, cache_format: str, *, source_format: str | None = None, s
 
         slots = jnp.arange(pages * entries, dtype=jnp.int32)
         cache = jnp.zeros((pages, entries, layout.row), dtype)
-        return getattr(jax_api, name)(pool, slots, slots, cache, **attrs)
+        return getattr(jax_api, name)(array, slots, slots, cache, **attrs)
     from xmla.core.spec import DTYPES
 
     slots = np.arange(pages * entries)
-    cache = np.zeros((pages, entries, layout.row), DTYPES[dtype][0])
+    cache: Any = np.zeros((pages, entries, layout.row), DTYPES[dtype][0])
     op = registry()[name]
-    op.bind({name: Spec.of_numpy(a) for name, a in zip(op.tensors, (pool, slots, slots, cache), strict=True)}, attrs)
-    op.reference(pool, slots, slots, cache, **attrs)
+    op.bind({name: Spec.of_numpy(a) for name, a in zip(op.tensors, (array, slots, slots, cache), strict=True)}, attrs)
+    op.reference(array, slots, slots, cache, **attrs)
     return cache
 
 

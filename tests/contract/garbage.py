@@ -7,7 +7,8 @@ from conftest import HAS_GPU
 from hypothesis.extra import numpy as hnp
 
 from xmla import torch_api
-from xmla.core.op import Op, registry
+from xmla.core.op import Op
+from xmla.core.registry import registry
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 OPS = registry()

@@ -14,8 +14,8 @@ from xmla import torch_api
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # a maximum in the interpreter
 @pytest.mark.timeout(120)  # a kernel that does not end fails, rather than the run
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_arbitrary_bytes_give_the_definition(name: str) -> None:
-    """A slice of `make fuzz`: calls return, agree with the definition and write nothing beside their outputs."""
+def test_arbitrary_bytes_give_the_reference(name: str) -> None:
+    """A slice of `make fuzz`: calls return, agree with the reference and write nothing besides their outputs."""
     chosen = st.sampled_from(fuzz.targets([name]))
 
     @given(chosen, st.integers(0, 10**6))

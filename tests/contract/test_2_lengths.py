@@ -21,20 +21,21 @@ CLAMPED = [
 
 @pytest.mark.parametrize(("name", "argument"), CLAMPED)
 def test_any_length_is_the_clamped_one(name: str, argument: str) -> None:
-    """Every value around 0, the capacity and the limits of int32 gives what the definition gives."""
+    """Every value around 0, the capacity and the limits of int32 gives what the reference gives."""
     op = OPS[name]
     assert any(argument in kit.make(case) for case in op.cases)
     for case in op.cases:
         inputs = kit.make(case)
         if argument not in inputs:
             continue
-        for shift in range(3):
+        # Rows of a small batch meet the other values in turn.
+        for shift in range(3 if inputs[argument].size < len(NASTY) else 1):
             values = np.resize(np.roll(NASTY, shift), inputs[argument].shape)
             inputs[argument] = values.astype(np.int32)
             with np.errstate(all="ignore"):
                 want = op.reference(**inputs, **kit.attributes(op, case))
             for (label, value), got in zip(kit.results(op, want), run(op, inputs, case.attrs), strict=True):
-                kit.assert_close(label, got, value, kit.tolerance_of(op, label), kit.written(op, value))
+                kit.assert_close(label, got, value, op.outputs[label].agreement, op.outputs[label].written(value))
 
 
 def test_padded_rows_of_a_graph() -> None:

@@ -7,6 +7,7 @@ import torch
 from garbage import DEVICE, OPS, run
 
 from xmla import torch_api
+from xmla.core.tolerance import ATTENTION_OUT
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, "total"])
@@ -31,7 +32,7 @@ def test_an_invalid_slot_is_as_if_it_were_not_there(place: int, wrong: int | str
         kit.assert_bits_equal("row", a, b)
     want = op.reference(**inputs | {"slots": with_hole, "lengths": lengths}, **kit.attributes(op, op.cases[0]))
     out, _ = run(op, inputs | {"slots": with_hole, "lengths": lengths}, attrs)
-    kit.assert_close("out", out, want[0], kit.ATTENTION_OUT)
+    kit.assert_close("out", out, want[0], ATTENTION_OUT)
 
 
 @pytest.mark.parametrize("name", sorted(n for n in OPS if OPS[n].outputs))
@@ -40,11 +41,14 @@ def test_nothing_is_written_beside_the_results(name: str) -> None:
     for case in op.cases:
         arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
         function = getattr(torch_api, name)
-        plain = kit.as_tuple(function(*arguments, **case.attrs))
-        buffers = [
-            torch.full((t.numel() * t.itemsize + 512,), kit.CANARY, dtype=torch.uint8, device=DEVICE) for t in plain
-        ]
-        out = tuple(b[256:-256].view(t.dtype).view(t.shape) for b, t in zip(buffers, plain, strict=True))
+        plan = function.plan(*arguments, **case.attrs)
+        results = [plan.buffers[result] for result in plan.results]
+        buffers = [torch.full((spec.nbytes + 512,), kit.CANARY, dtype=torch.uint8, device=DEVICE) for spec in results]
+        out = tuple(
+            buffer[256:-256].view(getattr(torch, spec.dtype)).view(spec.shape)
+            for buffer, spec in zip(buffers, results, strict=True)
+        )
         function(*arguments, **case.attrs, out=out if len(out) > 1 else out[0])
         for buffer in buffers:
             assert (buffer[:256] == kit.CANARY).all() and (buffer[-256:] == kit.CANARY).all()
+            assert (buffer[256:-256] != kit.CANARY).any(), "nothing was written"

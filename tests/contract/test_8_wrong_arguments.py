@@ -15,10 +15,11 @@ import torch
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, Device, assume_device
-from xmla.core.layout import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
-from xmla.core.op import Op, registry
+from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
+from xmla.core.op import Op
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 Arrays = dict[str, np.ndarray]
@@ -142,7 +143,7 @@ MISTAKES = [
     Mistake("write_indexer_cache", "write_indexer_cache: cache axis ROW (axis 2) is 131, expected 132 (fp8: D + 4) "
             "or 68 (mxfp4: D/2 + 4)",
             lambda a: {"cache": np.zeros((3, 64, 131), np.uint8)}),
-    Mistake("write_indexer_cache", "write_indexer_cache: keys axis D (the last) is 96, expected 32, 64 or 128",
+    Mistake("write_indexer_cache", "write_indexer_cache: keys axis D (axis 1) is 96, expected 32, 64 or 128",
             lambda a: {"keys": a["keys"][:, :96].copy()}),
     Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 100, expected 36, 68 or 132 (fp8: D "
             "+ 4) or 20, 36 or 68 (mxfp4: D/2 + 4)", lambda a: {"cache": np.zeros((3, 64, 100), np.uint8)}),
@@ -397,30 +398,31 @@ def test_out(device: str, no_launch: None) -> None:
         torch_api.write_indexer_cache(keys, ends, cache, out=cache)
 
 
-def takes_by_hand(op: str, plan: Callable[..., Plan], device: Device, refusal: str | None) -> None:
-    """By default the kernel written by hand, or the portable one where it is refused; "triton" the portable one."""
-    portable, by_hand = f"{op}_kernel", f"{op}_sm90_kernel"
+def takes_gluon(op: str, plan: Callable[..., Plan], device: Device, refusal: str | None) -> None:
+    """The default is the Gluon kernel, or where that is refused the portable one; "triton" is the portable one."""
+    portable, hopper = f"{op}_kernel", f"{op}_sm90_kernel"
     with assume_device(device):
-        assert plan().launches[0].name == (portable if refusal else by_hand)
+        assert plan().launches[0].name == (portable if refusal else hopper)
         assert plan(implementation="triton").launches[0].name == portable
         if refusal is None:
-            assert plan(implementation="gluon").launches[0].name == by_hand
+            assert plan(implementation="gluon").launches[0].name == hopper
         else:
             with pytest.raises(UnsupportedError) as refused:
                 plan(implementation="gluon")
             assert str(refused.value) == f"{op}: implementation value is 'gluon' {refusal}"
 
 
-def test_gluon_refuses_what_it_was_not_written_for() -> None:
+def test_gluon_refuses_what_it_does_not_support() -> None:
     op = registry()["sparse_mla"]
-    known = "'v32', 'v4', 'plain' or 'plain_v4' entries on compute capability 9.0"
-    for case, device, given in (
-        (make_case(2, 5, 40, 64), B200, "on NVIDIA B200 over 'v32' entries"),
+    known = "'v32' or 'v4' or 'plain' or 'plain_v4' entries"
+    for case, device, given, supported in (
+        (make_case(2, 5, 40, 64), B200, "on NVIDIA B200", "compute capability 9.0"),
         *(
             (
                 make_case(2, 5, 40, 64, other, cache_format=other.name),
                 H200,
-                f"on NVIDIA H200 over {other.name!r} entries",
+                f"over {other.name!r} entries",
+                known,
             )
             for other in (NOPE, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER)
         ),
@@ -428,7 +430,7 @@ def test_gluon_refuses_what_it_was_not_written_for() -> None:
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(device), pytest.raises(UnsupportedError) as refused:
             torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
-        assert str(refused.value) == f"sparse_mla: implementation value is 'gluon' {given}, supported: {known}"
+        assert str(refused.value) == f"sparse_mla: implementation value is 'gluon' {given}, supported: {supported}"
     for case, message in (
         (
             make_case(2, 5, 40, 61, V4, padding=2),
@@ -466,7 +468,10 @@ def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
     def pool(row: int = 584, first: int = 0) -> torch.Tensor:
         return beside(torch.zeros(2, 64, row, dtype=torch.uint8), first)
 
-    between = "over rows of {0} between multiples of {1} bytes, supported: rows on multiples of {1} bytes"
+    between = (
+        "over rows of {0} between multiples of {1} bytes, "
+        "supported: rows on multiples of 16 bytes, or 4 for queries over packed entries"
+    )
     for q, cache, extra, message in (
         (query(), pool(first=8), None, between.format("cache", 16)),
         (query(), pool(), pool(first=2), between.format("extra_cache", 16)),
@@ -486,7 +491,7 @@ def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
             torch_api.sparse_mla.plan, q, cache, slots, None, None, extra, slots if extra is not None else None,
             softmax_scale=0.1,
         )  # fmt: skip
-        takes_by_hand("sparse_mla", plan, H200, message)
+        takes_gluon("sparse_mla", plan, H200, message)
 
 
 def test_gluon_is_the_default_where_it_is_written_for() -> None:
@@ -510,7 +515,7 @@ def test_gluon_is_the_default_where_it_is_written_for() -> None:
             assert plan.launches[0].name == kernel
 
 
-def test_logits_by_hand_where_they_are_written_for() -> None:
+def test_gluon_logits_serve_what_they_support() -> None:
     numbers = torch.zeros(1 << 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
     def rows(*shape: int, first: int = 0, more: int = 0) -> torch.Tensor:
@@ -521,40 +526,40 @@ def test_logits_by_hand_where_they_are_written_for() -> None:
     q8, keys, weights, scales = rows(2, 5, 128), rows(40, 128), torch.zeros(2, 5), torch.zeros(40)
     bounds = torch.zeros(2, dtype=torch.int32)
     packed = torch.zeros(40, 64, dtype=torch.uint8), torch.zeros(40, dtype=torch.int32)
-    known = "supported: fp8 keys on compute capability 9.0"
+    elsewhere, mxfp4 = "on NVIDIA B200, supported: compute capability 9.0", "over MXFP4 keys, supported: fp8 keys"
     between = "over rows of {} between multiples of 16 bytes, supported: rows on multiples of 16 bytes"
     for device, q, k, s, message in (
         (H200, q8, keys, scales, None),
         (H200, rows(2, 5, 128, first=16, more=16), rows(40, 128, first=32, more=48), scales, None),
-        (B200, q8, keys, scales, f"on NVIDIA B200 over fp8 keys, {known}"),
-        (H200, q8, *packed, f"on NVIDIA H200 over MXFP4 keys, {known}"),
+        (B200, q8, keys, scales, elsewhere),
+        (H200, q8, *packed, mxfp4),
         (H200, rows(2, 5, 128, first=8), keys, scales, between.format("q8")),
         (H200, rows(2, 5, 128, more=8), keys, scales, between.format("q8")),
         (H200, q8, rows(40, 128, first=4), scales, between.format("keys")),
         (H200, q8, rows(40, 128, more=4), scales, between.format("keys")),
     ):
         plan = partial(torch_api.indexer_logits.plan, q, weights, k, s, bounds, bounds)
-        takes_by_hand("indexer_logits", plan, device, message)
+        takes_gluon("indexer_logits", plan, device, message)
 
 
-def test_paged_logits_by_hand_where_they_are_written_for() -> None:
+def test_gluon_paged_logits_serve_what_they_support() -> None:
     def pages(entries: int, row: int, first: int = 0) -> torch.Tensor:
         return beside(torch.zeros(3, entries, row, dtype=torch.uint8), first)
 
     q8, weights = torch.zeros(2, 5, 128).to(torch.float8_e4m3fn), torch.zeros(2, 5)
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    known = "supported: fp8 keys on compute capability 9.0"
+    elsewhere, mxfp4 = "on NVIDIA B200, supported: compute capability 9.0", "over MXFP4 keys, supported: fp8 keys"
     between = "over rows of cache between multiples of 16 bytes, supported: rows on multiples of 16 bytes"
     for device, cache, message in (
         (H200, pages(64, 132), None),
         (H200, pages(192, 132, first=16), None),
-        (B200, pages(64, 132), f"on NVIDIA B200 over fp8 keys, {known}"),
-        (H200, pages(64, 68), f"on NVIDIA H200 over MXFP4 keys, {known}"),
+        (B200, pages(64, 132), elsewhere),
+        (H200, pages(64, 68), mxfp4),
         (H200, pages(32, 132), "over pages of 32 keys, supported: pages of a multiple of 64 keys"),
         (H200, pages(64, 132, first=4), between),
     ):
         plan = partial(torch_api.indexer_logits_paged.plan, q8, weights, cache, table, lengths)
-        takes_by_hand("indexer_logits_paged", plan, device, message)
+        takes_gluon("indexer_logits_paged", plan, device, message)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])

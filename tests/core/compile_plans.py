@@ -1,31 +1,41 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90 [--hash]
-With --hash each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
+    python tests/core/compile_plans.py 90 [--hash] [--branches] [--as 100]
+--hash      Each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
+--branches  Of Triton kernels that differ in sizes alone only the one with the largest tiles is compiled.
+--as ARCH   Takes the PTX of kernels that are planned for ARCH too from there and assembles it. One kernel of each name
+            is compiled besides, and its PTX compared.
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
+import argparse
 import hashlib
+import io
 import json
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import triton
-from triton.backends.nvidia.compiler import get_ptxas
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonJITFunction
 
-from xmla.core.compile import compiled, specialize
+from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.layout import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
-from xmla.core.op import Op, plan_call, registry
-from xmla.core.plan import Launch, Plan
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
+from xmla.core.op import Op, plan_call
+from xmla.core.plan import Plan
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
@@ -114,86 +124,140 @@ def plans(device: Device) -> Iterator[Planned]:
     for call in calls:
         yield planned(*call, device, None)
     for name, op in ops.items():
-        for implementation in op.implementations if len(op.implementations) > 1 else ():
+        for implementation in op.choices if len(op.implementations) > 1 else ():
             for call in of_cases(op):
                 yield planned(name, *call, device, implementation)
 
 
-def machine_code(cubin: bytes, hashed: bool) -> dict[str, object]:
-    """Registers of a thread, bytes that they spill to local memory, and if `hashed` the SHA-256 of the instructions.
-
-    Spilled is the stack if an instruction stores there: LLVM may leave an array on it that nothing uses. All are None
-    where this Triton was packed without cuobjdump.
-    """
+def instructions(cubin: bytes) -> str | None:
+    """The SHA-256 of a kernel's instructions; None where this Triton was packed without cuobjdump."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
-        return dict.fromkeys(("registers", "spilled_bytes", "sass"))
+        return None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
+        sass = subprocess.run([str(tool), "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return hashlib.sha256("\n".join(re.findall(r"/\*[0-9a-f]{4}\*/.*", sass)).encode()).hexdigest()
 
-        def dump(what: str) -> str:
-            return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
 
-        usage = dump("--dump-resource-usage")
-        registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
-        # Disassembling takes a third as long as compiling.
-        sass = dump("--dump-sass") if stack or hashed else ""
-    code = "\n".join(re.findall(r"/\*[0-9a-f]{4}\*/.*", sass))
+@dataclass(frozen=True)
+class Built:
+    """A kernel's PTX and cubin, and what `ptxas -v` said of it."""
+
+    ptx: str
+    cubin: bytes
+    said: str
+    shared: int
+    tensor_memory: int
+
+
+def build(specialization: Specialization, arch: int, source_arch: int) -> Built:
+    """The kernel for `arch`, from its PTX for `source_arch`."""
+    with redirect_stdout(io.StringIO()) as log:  # Triton prints there, unless it has the kernel in its cache
+        kernel = compiled(specialization, source_arch)
+    ptx, cubin = re.sub(r"\.target sm_\d+", f".target sm_{arch}", kernel.asm["ptx"]), kernel.asm["cubin"]
+    if arch != source_arch or "registers" not in log.getvalue():
+        backend = make_backend(GPUTarget("cuda", arch, 32))
+        with redirect_stdout(io.StringIO()) as log:
+            cubin = backend.make_cubin(ptx, {}, backend.parse_options(specialization.options()), arch)
+    return Built(ptx, cubin, log.getvalue(), kernel.metadata.shared, kernel.metadata.tmem_size)
+
+
+def report(specialization: Specialization, arch: int, source_arch: int) -> dict[str, object]:
+    built = build(specialization, arch, source_arch)
+    ptx = built.ptx
+
+    def most(what: str) -> int:
+        return max(int(found) for found in re.findall(what, built.said))
+
+    # A stack that nothing is stored to is no spill: LLVM may leave an array there that nothing uses.
+    spills = most(r"(\d+) bytes spill stores") or "st.local" in ptx
+    # What ptxas says if it makes each `wgmma` wait for the last one, or ignores `setmaxnreg`.
+    serialized = re.search(r"Potential Performance Loss.*", built.said)
     return {
-        "registers": registers,
-        "spilled_bytes": stack if re.search(r"\bSTL\b", sass) else 0,
-        "sass": hashlib.sha256(code.encode()).hexdigest() if hashed else None,
-    }
-
-
-def serialized(ptx: str) -> str | None:
-    """What ptxas says if it makes each `wgmma` wait for the last one, or ignores `setmaxnreg`; else None."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"Potential Performance Loss.*", said.stdout + said.stderr)
-    return found and found[0]
-
-
-def report(call: Planned, launch: Launch, plan: Plan, device: Device, hashed: bool) -> dict[str, object]:
-    kernel = compiled(specialize(launch, plan, call.specs), device.arch)
-    ptx = kernel.asm["ptx"]
-    return {
-        "op": call.op,
-        "form": call.form,
-        "case": call.case,
-        "kernel": launch.name,
+        "kernel": specialization.kernel.__name__,
         "triton": triton.__version__,
         "ptx": float(re.findall(r"^\.version (\S+)", ptx, re.MULTILINE)[0]),
-        "block_h": dict(launch.constexprs).get("BLOCK_H", 0),
-        "shared": kernel.metadata.shared,
-        "tensor_memory": kernel.metadata.tmem_size,
-        "cubin_bytes": len(kernel.asm["cubin"]),
+        "block_h": dict(specialization.constexprs).get("BLOCK_H", 0),
+        "shared": built.shared,
+        "tensor_memory": built.tensor_memory,
+        "cubin_bytes": len(built.cubin),
         # Triton turns a kernel that does not fit tensor memory into one that only traps.
         "trap": "trap;" in ptx,
-        **machine_code(kernel.asm["cubin"], hashed),
-        "serialized": serialized(ptx) if device.arch == 90 and "wgmma" in ptx else None,
+        "registers": most(r"Used (\d+) registers"),
+        "spilled_bytes": most(r"(\d+) bytes stack frame") if spills else 0,
+        "serialized": serialized and serialized[0],
         # Bytes of each copy to shared memory. cp.async takes 4, 8 or 16.
         "copies": sorted({int(size, 0) for size in re.findall(r"cp\.async\.c[ag][^;]*\], (0x[0-9a-f]+|\d+)", ptx)}),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
     }
 
 
+def specializations(call: Planned) -> list[Specialization]:
+    assert call.plan is not None
+    return [specialize(launch, call.plan, call.specs) for launch in call.plan.launches]
+
+
+def all_of(device: Device) -> list[Specialization]:
+    """Every kernel that is planned for a device, once each."""
+    return list(dict.fromkeys(s for call in plans(device) if call.plan is not None for s in specializations(call)))
+
+
+def branches(specialization: Specialization) -> Hashable:
+    """What decides, but for sizes, which code a kernel has: layouts, flags, rows of heads, which choose the product.
+
+    Of Gluon kernels all: their tiles are written out.
+    """
+    if isinstance(specialization.kernel, GluonJITFunction):
+        return specialization
+    flags = [
+        (name, value)
+        for name, value in specialization.constexprs
+        if name == "BLOCK_H" or isinstance(value, bool) or not isinstance(value, int | float)
+    ]
+    return specialization.kernel, specialization.types, tuple(flags)
+
+
+def tile(specialization: Specialization) -> int:
+    """About how much a kernel holds at once. BLOCK_K are only results to write."""
+    sizes = ("BLOCK", "D", "GROUP", "TILE", "LANES", "MAX_SPLITS")
+    held = [v for name, v in specialization.constexprs if name.startswith(sizes) and name != "BLOCK_K"]
+    return prod(size for size in held if isinstance(size, int)) * specialization.num_stages
+
+
 def main() -> None:
-    device, hashed = DEVICES[int(sys.argv[1])], "--hash" in sys.argv
-    seen: dict[object, dict[str, object]] = {}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int, choices=DEVICES)
+    parser.add_argument("--hash", action="store_true")
+    parser.add_argument("--branches", action="store_true")
+    parser.add_argument("--as", dest="source", type=int, choices=DEVICES)
+    given = parser.parse_args()
+    knobs.nvidia.dump_ptxas_log = True
+    device = DEVICES[given.arch]
+    kernels = all_of(device)
+    chosen = set(kernels)
+    if given.branches:
+        chosen = set({branches(kernel): kernel for kernel in sorted(kernels, key=tile)}.values())
+    shared = chosen.intersection(all_of(DEVICES[given.source])) if given.source else set()
+    compared = {kernel.kernel.__name__: kernel for kernel in shared}.values()
+    made: dict[Specialization, dict[str, object]] = {}
     for call in plans(device):
+        names = {"op": call.op, "form": call.form, "case": call.case}
         if call.plan is None:
-            print(json.dumps({"op": call.op, "form": call.form, "case": call.case, "refused": call.reason}))
+            print(json.dumps(names | {"refused": call.reason}))
             continue
-        for launch in call.plan.launches:
-            key = specialize(launch, call.plan, call.specs)
-            if key not in seen:
-                seen[key] = report(call, launch, call.plan, device, hashed)
-            print(json.dumps(seen[key] | {"op": call.op, "form": call.form, "case": call.case}), flush=True)
+        for kernel in specializations(call):
+            if kernel not in chosen:
+                continue
+            if kernel not in made:
+                made[kernel] = report(kernel, given.arch, given.source if kernel in shared else given.arch)
+                if given.hash:
+                    made[kernel]["sass"] = instructions(compiled(kernel, given.arch).asm["cubin"])
+                if kernel in compared:
+                    ours, theirs = (build(kernel, given.arch, arch).ptx for arch in (given.arch, given.source))
+                    made[kernel]["same_ptx"] = ours == theirs
+            print(json.dumps(names | made[kernel]), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ product of 32 bits that can pass them is wrong
 - where constants alone bound what it is made of: an index of a head or a part, an entry within its page;
 - where a factor is larger than any tile, as strides and rows are;
 - where a factor is a size of the call that does not count tokens or keys, as strides and columns do not;
-- in `xmla.core.offsets`, whatever the factors.
+- in `xmla.core.lang.offsets`, whatever the factors.
 What is left are tiles and their tokens and keys, counted: there are no more of these than `op.LARGEST_SIZE` and a bit.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from compile_plans import DEVICES, Planned, Specs, of_cases, planned
 from triton._C.libtriton import ir, passes
@@ -27,7 +28,8 @@ from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.compile import Specialization, source_of, specialize
-from xmla.core.op import Op, registry
+from xmla.core.op import Op
+from xmla.core.registry import registry
 
 ARCH = 90
 FAR = 2**31 - 2**21  # a stride, or the entries of a page
@@ -142,24 +144,29 @@ def wrapping(text: str) -> Iterator[str]:
                 expression, _, location = line.strip().rpartition(" loc(")
                 place = where[location.rstrip(")")]
                 large = any(x.low == x.high and x.size > TILE for x in (a, b))
-                strided = large or a.stride or b.stride or place.startswith("core/offsets.py")
+                strided = large or a.stride or b.stride or place.startswith("core/lang/offsets.py")
                 if not result.free or (operation == "arith.muli" and strided):
                     yield f"{expression} at {place}"
 
 
-def front_end(specialization: Specialization) -> str:
-    """A kernel's IR before any pass but inlining and folding of constants."""
-    source = source_of(specialization)
-    backend = make_backend(GPUTarget("cuda", ARCH, 32))
+def source_ir(specialization: Specialization, arch: int) -> tuple[Any, Any, Any]:
+    """A kernel's IR as Triton's front-end makes it, and the compiler's backend and options."""
+    target = GPUTarget("cuda", arch, 32)
+    source, backend = source_of(specialization), make_backend(target)
     options = backend.parse_options(specialization.options())
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
-    module = source.make_ir(GPUTarget("cuda", ARCH, 32), options, functions, backend.get_module_map(), context)
-    manager = ir.pass_manager(context)
-    by_hand = isinstance(specialization.kernel, GluonJITFunction)
-    (passes.gluon.add_inliner if by_hand else passes.common.add_inliner)(manager)
+    return source.make_ir(target, options, functions, backend.get_module_map(), context), backend, options
+
+
+def front_end(specialization: Specialization) -> str:
+    """A kernel's IR before any pass but inlining and folding of constants."""
+    module, _, _ = source_ir(specialization, ARCH)
+    manager = ir.pass_manager(module.context)
+    is_gluon = isinstance(specialization.kernel, GluonJITFunction)
+    (passes.gluon.add_inliner if is_gluon else passes.common.add_inliner)(manager)
     passes.common.add_canonicalizer(manager)
     manager.run(module, "front_end")
     return str(module)
@@ -191,7 +198,7 @@ def calls() -> Iterator[tuple[Planned, str]]:
             for kind, far in (("strides", far_apart(op, specs)), ("entries", far_within(op, specs))):
                 if kind == "entries" and "page_size" in attrs:
                     attrs = attrs | {"page_size": FAR}
-                for by in (None, *op.implementations) if len(op.implementations) > 1 else (None,):
+                for by in (None, *op.choices) if len(op.implementations) > 1 else (None,):
                     yield planned(name, case, far, attrs, DEVICES[ARCH], by), kind
 
 

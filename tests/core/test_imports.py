@@ -1,17 +1,58 @@
-"""The core knows neither framework."""
+"""Which module may import which: no circles, no op below the ops, no framework in the core."""
 
+import ast
 import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import xmla
+from xmla.core.registry import registry
+
+PACKAGE = Path(xmla.__file__).parent
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports() -> dict[str, set[str]]:
+    """The modules of xmla that each of them imports, wherever in the file: in functions and for type checkers too."""
+    files = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, file in files.items():
+        named: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= {name if name in files else node.module for name in inner}
+        graph[module] = named & files.keys()
+    return graph
+
+
+def test_no_circle_of_imports() -> None:
+    try:
+        order = [*TopologicalSorter(imports()).static_order()]
+    except CycleError as error:
+        raise AssertionError(f"circle: {' → '.join(error.args[1])}") from None
+    assert {"xmla.core.op", "xmla.core.registry", "xmla.torch_api._ops", "xmla.jax_api._primitive"} <= set(order)
+
+
+def test_nothing_below_the_ops_imports_one() -> None:
+    for module, named in imports().items():
+        if not module.startswith("xmla.core.ops"):
+            found = {name for name in named if name.startswith("xmla.core.ops.")}
+            assert not found or module == "xmla.core.registry", f"{module} imports {found}"
 
 
 def test_importing_the_core_imports_no_framework() -> None:
     code = (
-        "import sys\nimport xmla, xmla.core.op, xmla.core.interpreter, xmla.core.compile, xmla.interop\n"
-        "assert len(xmla.core.op.registry()) >= 11\n"
+        "import sys\nimport xmla, xmla.core.registry, xmla.core.interpreter, xmla.core.compile, xmla.interop\n"
+        "assert len(xmla.core.registry.registry()) >= 11\n"
         "print([name for name in ('torch', 'jax', 'jaxlib', 'jax_triton') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
@@ -34,3 +75,22 @@ def test_no_framework_is_named_in_an_import_of_the_core() -> None:
                 file,
                 line,
             )
+
+
+# What calls ops for a user: everything else takes what the declarations say.
+CALLERS = (
+    "core/ops/", "core/registry.py", "core/models/", "torch_api/__init__.py", "torch_api/parallel.py",
+    "jax_api/__init__.py", "jax_api/parallel.py", "layouts.py", "demo/", "bench/",
+)  # fmt: skip
+
+
+def test_no_other_file_knows_an_op_by_name() -> None:
+    """Op names in code, not in docstrings: a new op touches its folder and the front-ends' lists alone."""
+    ops = set(registry())
+    for file in PACKAGE.rglob("*.py"):
+        if str(file.relative_to(PACKAGE)).startswith(CALLERS):
+            continue
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            named = getattr(node, "value", None) if isinstance(node, ast.Constant) else getattr(node, "id", None)
+            assert getattr(node, "attr", named) not in ops, f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"

@@ -8,23 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from xmla.core.layout import (
-    MLA_LAYOUTS,
-    NVFP4,
-    V4,
-    V32,
-    V41,
-    V41_FOOTER,
-    V41_FP4,
-    V41_FP4_FOOTER,
-    IndexerLayout,
-    MlaLayout,
-    dequantize_mxfp4,
-    indexer_layouts,
-    power_of_two_exponent,
-    quantize,
-    quantize_mxfp4,
-)
+from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
+from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
+from xmla.core.formats.numbers import dequantize_mxfp4, power_of_two_exponent, quantize, quantize_mxfp4
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -183,7 +169,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code (OCP microscaling forma
 
 
 def test_mxfp4_page_byte_by_byte() -> None:
-    """R rows of D/2 bytes, even dims in the low nibbles, then 4 scale bytes an entry; those without a block are 127."""
+    """R rows of D/2 bytes, even dims in the low nibbles, then 4 scale bytes per entry; 127 without a block."""
     for dim, row in ((128, 68), (64, 36), (32, 20)):
         layout = IndexerLayout(dim, "mxfp4")
         assert layout.row == row

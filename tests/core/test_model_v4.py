@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from xmla import ArgumentError, ModelConfigV4
-from xmla.cli import client_v4
 from xmla.core.compile import Specialization
 from xmla.core.device import H200, KNOWN_DEVICES, Device
-from xmla.core.model import Call
-from xmla.core.op import registry
+from xmla.core.models.base import Call
+from xmla.core.registry import registry
+from xmla.demo import deepseek_v4
 from xmla.torch_api._arrays import spec_of
 
 SMALL = ModelConfigV4(
@@ -38,14 +38,14 @@ def test_sizes_between_those_listed_add_no_kernel(formats: tuple[str, str, str],
 
 
 def test_a_decoding_model_calls_nothing_else(device: str) -> None:
-    """The client's decode steps over its own caches, planned for an H200."""
+    """The decode steps of a small model over its own caches, planned for an H200."""
     torch.manual_seed(0)
-    model = client_v4.build(device)
-    run = client_v4.run_replaced(model, torch.arange(14, device=device), 12, packed=False)
+    model = deepseek_v4.build(device)
+    run = deepseek_v4.run_replaced(model, torch.arange(14, device=device), 12, packed=False)
     scale = float(model.model.layers[0].self_attn.scaling)
     config = ModelConfigV4(
-        heads=4, index_heads=4, k=16, cache_format="plain_v4", extra_format="plain_v4", page_size=client_v4.PAGE,
-        entry_pages=(client_v4.ENTRY_PAGE[4], client_v4.ENTRY_PAGE[128]), state_page=client_v4.STATE_PAGE,
+        heads=4, index_heads=4, k=16, cache_format="plain_v4", extra_format="plain_v4", page_size=deepseek_v4.PAGE,
+        entry_pages=(deepseek_v4.ENTRY_PAGE[4], deepseek_v4.ENTRY_PAGE[128]), state_page=deepseek_v4.STATE_PAGE,
         softmax_scale=scale, dtype="float16", batches=(1,), max_lens=(256,), prefill_tokens=(),
     )  # fmt: skip
     listed, called = code(config.specializations(H200)), set()
@@ -55,7 +55,7 @@ def test_a_decoding_model_calls_nothing_else(device: str) -> None:
                 op = registry()[call.op]
                 specs = {n: spec_of(t) for n, t in zip(op.tensors, call.tensors, strict=False) if t is not None}
                 plan = Call(call.op, specs, call.attrs).plan(H200)
-                called |= {(k.name, frozenset(k.constexprs), k.num_warps, k.num_stages) for k in plan.active}
+                called |= {(k.name, frozenset(k.constexpr_values), k.num_warps, k.num_stages) for k in plan.active}
     assert len(called) > 10
     assert called <= listed
 

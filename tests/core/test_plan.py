@@ -1,5 +1,6 @@
 """Plans are plain values: made for any device without it, memoised, with their workspace known beforehand."""
 
+import re
 from dataclasses import replace
 
 import kit
@@ -9,10 +10,13 @@ import pytest
 from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
-from xmla.core.model import Call, Model, ModelConfig
-from xmla.core.model_v4 import ModelConfigV4
-from xmla.core.op import Case, Op, plan_call, registry
-from xmla.core.plan import Plan
+from xmla.core.models.base import Call, Model
+from xmla.core.models.v4 import ModelConfigV4
+from xmla.core.models.v32 import ModelConfig
+from xmla.core.op import Case, Op, plan_call
+from xmla.core.ops.map_slots.kernels import map_slots_kernel
+from xmla.core.plan import Launch, Plan
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 
@@ -32,9 +36,9 @@ def test_plan(op: Op, case: Case, device: Device) -> None:
     known = set(op.tensors) | set(plan.buffers)
     written: set[str] = set(op.tensors)
     for launch in plan.launches:
-        assert set(launch.inputs) <= known and set(launch.inputs) <= written, "an input nobody wrote"
-        written |= set(launch.outputs)
-        assert all(0 <= size < 2**31 for size in launch.sizes)
+        assert set(launch.reads) <= known and set(launch.reads) <= written, "an input nobody wrote"
+        written |= set(launch.writes)
+        assert all(0 <= size < 2**31 for size in launch.sizes.values())
         assert len(launch.grid) == 1, "the unbounded axis is grid x"
         hash(launch)
     assert set(plan.results) <= written
@@ -126,10 +130,11 @@ def test_stored_logits_of_as_many_tokens_as_fit(
     plan = selection(tokens, keys, mib, implementation)
     firsts = range(0, tokens, most)
     counts = [min(most, tokens - first) for first in firsts]
-    logits = [launch for launch in plan.launches if "logits" in launch.outputs]
-    assert [launch.sizes[:2] for launch in logits] == list(zip(firsts, counts, strict=True))
-    select = [launch for launch in plan.launches if "indices" in launch.outputs]
-    assert [(launch.sizes[0], launch.grid) for launch in select] == [
+    logits = [launch for launch in plan.launches if "logits" in launch.writes]
+    rows = [(launch.sizes["first_row"], launch.sizes["num_tokens"]) for launch in logits]
+    assert rows == list(zip(firsts, counts, strict=True))
+    select = [launch for launch in plan.launches if "indices" in launch.writes]
+    assert [(launch.sizes["first_row"], launch.grid) for launch in select] == [
         (f, (n,)) for f, n in zip(firsts, counts, strict=True)
     ]
 
@@ -137,7 +142,7 @@ def test_stored_logits_of_as_many_tokens_as_fit(
 @pytest.mark.parametrize(
     ("tokens", "keys", "mib", "implementation"),
     [(8192, 1 << 20, 64, "triton"), (32768, 1 << 20, 64, None), (130, 8000, 1, None)],
-    ids=["too few tokens a program", "too many parts", "parts too small"],
+    ids=["too few tokens per program", "too many parts", "parts too small"],
 )
 def test_no_logits_are_stored_where_parts_would_not_pay(
     tokens: int, keys: int, mib: int, implementation: str | None
@@ -158,10 +163,34 @@ def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
 def test_what_several_launches_write_comes_first() -> None:
     plan = attention(4096, 128, 1024, H200)
     clear, mark = plan.launches[0], plan.launches[1]
-    assert plan.shared == {"marks"} and clear.outputs == mark.outputs == ("marks",)
-    buffers = dict(plan.buffers) | {"other": plan.buffers["marks"]}
+    assert plan.shared == {"unpack.marks"} and clear.writes == mark.writes == ("unpack.marks",)
+    combine = attention(1, 128, 2048, H200).launches[1]
+    buffers = dict.fromkeys(("out", "lse"), plan.buffers["unpack.marks"])
     with pytest.raises(RuntimeError, match="come first"):
-        Plan((clear, replace(clear, outputs=("other", "marks"), constexprs=())), buffers, ())
+        Plan((combine, replace(clear, arrays={"marks": "lse"})), buffers, ())
+
+
+def test_a_swapped_launch_is_refused() -> None:
+    """Arrays and sizes of one dtype cannot change places: each goes to the parameter with its name."""
+    right = {
+        "grid": (2,),
+        "outputs": ("slots", "counts"),
+        "arrays": {"request_ids": "indices"},
+        "sizes": {"num_requests": 2, "table_stride": 4, "table_width": 4, "next_n": 1},
+        "constexprs": dict.fromkeys(("INDEX_STRIDE", "K", "PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K"), 1),
+    }
+    assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices")
+    for wrong, message in (
+        ({"arrays": {"indices": "block_table", "block_table": "indices"}}, "indices_ptr gets block_table"),
+        ({"arrays": {"tables": "block_table"}}, "unknown: ['tables']"),
+        ({"outputs": ("counts", "slots")}, "map_slots_kernel takes"),
+        ({"outputs": ("slots",)}, "map_slots_kernel takes"),
+        ({"sizes": {"num_requests": 1, "next_n": 1, "table_width": 4}}, "map_slots_kernel takes"),
+        ({"sizes": {**right["sizes"], "rows": 3}}, "unknown: ['rows']"),
+        ({"constexprs": {**right["constexprs"], "num_requests": 1}}, "map_slots_kernel takes"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            Launch(map_slots_kernel, **right | wrong)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +199,7 @@ def test_what_several_launches_write_comes_first() -> None:
 )
 def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, invariant: bool, tile: int) -> None:
     plan = attention(64, heads, 2048, H200, padding, batch_invariant=invariant)
-    assert dict(plan.launches[0].constexprs)["BLOCK_H"] == tile
+    assert plan.launches[0].constexprs["BLOCK_H"] == tile
 
 
 def test_batch_invariant_splits_depend_on_k_alone() -> None:
@@ -193,13 +222,13 @@ def test_workspace_is_known_up_front() -> None:
 
 
 def test_reference_agrees_with_loops_over_keys() -> None:
-    """The definitions themselves, against formulations a key at a time."""
+    """The references themselves, against formulations that take one key at a time."""
     ops = registry()
     rng = np.random.default_rng(3)
     logits = np.round(rng.standard_normal((4, 50)) * 2).astype(np.float32)
     logits[0, 3], logits[1, 4], logits[2, :9] = np.nan, -np.inf, -0.0
     ends = np.array([50, 7, 33, 0], np.int32)
-    got = ops["select_topk"].reference(logits, ends, k=8)
+    (got,) = ops["select_topk"].reference(logits, ends, k=8)
     for row, end in enumerate(ends):
         ranked = sorted(range(end), key=lambda c: (np.isnan(logits[row, c]), -np.nan_to_num(logits[row, c]) + 0.0, c))
         assert [c for c in got[row] if c >= 0] == sorted(ranked[:8])
@@ -210,7 +239,7 @@ def test_reference_agrees_with_loops_over_keys() -> None:
     out, lse = op.reference(**inputs, **attrs)
     cache = inputs["cache"]
     total_slots = cache.shape[0] * cache.shape[1]
-    from xmla.core.layout import V32
+    from xmla.core.formats.mla import V32
 
     for token in range(len(out)):
         total, value = np.zeros(out.shape[1]), np.zeros(out.shape[1:])
@@ -246,8 +275,8 @@ def test_the_stride_of_a_single_row_is_of_no_matter() -> None:
         specs = {"q": Spec((1, 4, 576), "bfloat16", strides), **given}
         plans.append(plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, H200)[0])
     assert plans[0] == plans[1] == plans[2]
-    assert dict(plans[0].launches[0].constexprs)["Q_STRIDE_T"] == 2304
-    assert dict(plans[0].launches[0].constexprs)["PAGE_STRIDE"] == 64 * 656
+    assert plans[0].launches[0].constexprs["Q_STRIDE_T"] == 2304
+    assert plans[0].launches[0].constexprs["PAGE_STRIDE"] == 64 * 656
 
 
 @pytest.mark.parametrize("model", [ModelConfig, ModelConfigV4])

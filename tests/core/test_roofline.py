@@ -1,4 +1,4 @@
-"""The roofline against the times measured on an H200, and by hand."""
+"""The roofline against times measured on an H200, and its work against worked examples."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 from xmla.bench.roofline import MODELLED, call_of, document, estimates
 from xmla.core.device import H200, KNOWN_DEVICES, PEAKS, Device
-from xmla.core.op import registry
-from xmla.core.roofline import REACHED, works
+from xmla.core.registry import registry
+from xmla.core.roofline import REACHED, seconds_of
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = [json.loads(line) for line in (ROOT / "benchmarks/results/h200/bench.jsonl").read_text().splitlines()]
@@ -25,20 +25,20 @@ def test_the_document_is_that_of_the_committed_times() -> None:
     assert (ROOT / "docs/roofline.md").read_text() == document(LINES)
 
 
-def test_work_by_hand() -> None:
+def test_work_of_known_calls() -> None:
     """64 tokens × 128 heads × 2048 of 656 bytes each; 64 requests × 65536 keys of 132 bytes and a logit each."""
     call, _ = call_of("sparse_mla", "decode b=64 h=128 s_q=1 k=2048")
     op = registry()["sparse_mla"]
     prefill, _ = call_of("sparse_mla", "prefill bf16 rows s_q=4096 h=128 k=2048 s_kv=8192")
-    assert works(op.bind(prefill.specs, op.defaults | dict(prefill.attrs)))[0].bytes == 8192 * 576 * 2
-    attend, rest = works(op.bind(call.specs, op.defaults | dict(call.attrs)))
+    assert op.work(op.bind(prefill.specs, op.defaults | dict(prefill.attrs)), None)[0].bytes == 8192 * 576 * 2
+    attend, rest = op.work(op.bind(call.specs, op.defaults | dict(call.attrs)), None)
     assert attend.bytes == 64 * 2048 * 656 and attend.bf16_flops == 2 * 64 * 128 * 2048 * (576 + 512)
     assert rest.bytes == 64 * 128 * (576 + 512) * 2 + 64 * 2048 * 4 + 64 * 128 * 4
     call, keys = call_of("indexer_logits_paged", "b=64 next_n=2 keys=8192")
     op = registry()["indexer_logits_paged"]
-    score, _ = works(op.bind(call.specs, op.defaults), keys)
+    score, _ = op.work(op.bind(call.specs, op.defaults), keys)
     assert score.bytes == 64 * 8192 * 132 + 128 * 8192 * 4 and score.fp8_flops == 2 * 128 * 8192 * 64 * 128
-    assert score.seconds(PEAKS[H200.name]) == score.bytes / (4.8e12 * REACHED.bytes_per_s)
+    assert seconds_of(score, PEAKS[H200.name]) == score.bytes / (4.8e12 * REACHED.bytes_per_s)
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)

@@ -5,7 +5,7 @@ import pytest
 
 from xmla import ArgumentError, Device, supports
 from xmla.core.device import A100, H200, KNOWN_DEVICES
-from xmla.core.op import registry
+from xmla.core.registry import registry
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)

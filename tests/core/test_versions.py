@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from xmla.cli import app
+from xmla.command import app
 from xmla.core import versions
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""What racecheck says of the orders that the kernels by hand rely on, in as few lines as show them.
+"""What racecheck reports about the orders that the Gluon kernels rely on, in as few lines as show them.
 
     compute-sanitizer --tool racecheck python tests/gpu/handover.py
 
@@ -11,7 +11,7 @@ between the first lines that Triton itself writes for partitions, whatever they 
 import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from xmla.core.gluon import async_copy, gl, gluon
+from xmla.core.lang.gluon import async_copy, gl, gluon
 
 STEPS = gl.constexpr(16)
 PROGRAMS = 64

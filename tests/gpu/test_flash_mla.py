@@ -2,7 +2,7 @@
 
 Shapes, data and tolerances follow FlashMLA's tests (tests/test_flash_mla_sparse_decoding.py, test_flash_mla_prefill.py,
 revision 9241ae3): entries no index refers to are NaN, invalid indices are garbage, strides are padded. The reference is
-float64 on the stored entries, on the GPU for speed; tests/test_ops.py holds it to the NumPy definition's results
+float64 on the stored entries, on the GPU for speed; tests/test_ops.py holds it to the NumPy reference's results
 through the kernels on small cases. Where the wheel is installed FlashMLA must pass too: it shows that the comparison
 is the one its authors make.
 """

@@ -14,7 +14,7 @@ import torch
 from test_flash_mla import DECODE_LSE, DECODE_OUT, MAIN, attention, check, make_sink, padded
 
 from xmla import torch_api
-from xmla.core.layout import V4
+from xmla.core.formats.mla import V4
 from xmla.core.plan import cdiv
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ EXTRA = [MAIN[(3 * place + 1) % len(MAIN)] for place in range(len(MAIN))]
 
 @dataclass
 class Source:
-    """A cache, slots into it, a length a request, and the entries that are attended to, of which alone are no NaN."""
+    """A cache, slots into it, a length per request, and the entries that are attended to, of which alone are no NaN."""
 
     cache: torch.Tensor  # [P, R, 584]
     slots: torch.Tensor  # [T, K]

@@ -1,4 +1,4 @@
-"""The kernels of the logits written by hand for Hopper: the portable kernels' bits, and the definition's values."""
+"""The Gluon kernels for Hopper that compute logits: the portable kernels' bits, and the reference's values."""
 
 import jax
 import kit
@@ -6,14 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from by_hand import ON_HOPPER, supported
 from garbage import garbage_inputs
+from hopper import ON_HOPPER, supported
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
-from xmla.core.layout import IndexerLayout
-from xmla.core.op import Case, Op, registry
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.op import Case, Op
 from xmla.core.ops.indexer_logits_paged.cases import make_case
+from xmla.core.registry import registry
 
 pytestmark = ON_HOPPER
 
@@ -50,18 +51,18 @@ def magnitudes(inputs: Arrays) -> Arrays:
 
 @np.errstate(all="ignore")
 def agrees(op: Op, inputs: Arrays, attrs: dict[str, object]) -> torch.Tensor:
-    """The portable kernel's bits, what neither writes too, and the definition's values.
+    """The portable kernel's bits, unwritten elements included, and the reference's values.
 
     Products are added with 13 fraction bits of the largest: a bound is some of these of Σ |weight| Σ |q · key| · scale,
     since terms of either sign may leave a logit of any size.
     """
     got = logits(op, inputs, attrs)
     kit.assert_bits_equal("logits", got, logits(op, inputs, attrs, "triton"))
-    want = np.asarray(op.reference(**inputs, **attrs), np.float64)
-    size = np.asarray(op.reference(**magnitudes(inputs), **attrs), np.float64)
+    want = np.asarray(op.reference(**inputs, **attrs)[0], np.float64)
+    size = np.asarray(op.reference(**magnitudes(inputs), **attrs)[0], np.float64)
     found = kit.as_numpy(got).astype(np.float64)
     finite = np.isfinite(want)
-    # NaN stands in the definition of the op over pages for a value and for what is not written.
+    # In the reference of the paged op NaN is a value or marks an element that is not written.
     left = np.isnan(want) & (found == UNWRITTEN) if op is PAGED else False
     assert np.array_equal(np.where(left, np.nan, found)[~finite], want[~finite], equal_nan=True)
     error = abs(found - want)[finite]
@@ -70,7 +71,7 @@ def agrees(op: Op, inputs: Arrays, attrs: dict[str, object]) -> torch.Tensor:
 
 
 @by_case
-def test_agrees_with_the_definition(op: Op, case: Case) -> None:
+def test_agrees_with_the_reference(op: Op, case: Case) -> None:
     agrees(op, kit.make(case), kit.attributes(op, case))
 
 
@@ -148,7 +149,7 @@ def test_when_every_multiprocessor_has_several_programs() -> None:
 
 
 @pytest.mark.parametrize("op", [RAGGED, PAGED], ids=kit.case_id)
-def test_garbage_integers_give_the_definition(op: Op) -> None:
+def test_garbage_integers_give_the_reference(op: Op) -> None:
     @given(garbage_inputs(op).filter(lambda drawn: supported(op, *drawn)))
     @settings(max_examples=30)
     def check(drawn: tuple[Arrays, dict[str, object]]) -> None:
@@ -162,7 +163,7 @@ def test_jax_gives_the_same_bits(op: Op, case: Case) -> None:
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
     attrs = kit.attributes(op, case)
     step = jax.jit(lambda *arrays: getattr(jax_api, op.name)(*arrays, **attrs, implementation="gluon"))
-    where = kit.written(op, np.asarray(op.reference(**inputs, **attrs)))
+    where = kit.written(op, op.reference(**inputs, **attrs))
     kit.assert_bits_equal("logits", logits(op, inputs, attrs), step(*kit.jax_inputs(op, inputs)), where)
 
 

@@ -25,7 +25,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xmla import jax_api
-from xmla.core.op import Case, Op, registry
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
 from xmla.jax_api._sharding import shared_axes
 
 OPS = registry()
@@ -65,16 +66,17 @@ def check(label: str, function: Callable[..., object], arrays: Sequence[jax.Arra
 
 def comparison(op: Op, case: Case, arrays: Mapping[str, np.ndarray]) -> Callable[[int, object, object], None]:
     where = None
-    if op.name == "indexer_logits_paged":
+    if op.partial:
         where = kit.written(op, op.reference(**arrays, **kit.attributes(op, case)))
 
     def same(index: int, mine: object, theirs: object) -> None:
         name = [*op.outputs, *op.mutates][index]
-        exact = jax.default_backend() == "cpu" or "batch_invariant" in op.defaults or name in op.mutates
-        if exact or kit.tolerance_of(op, name) is None:
+        agreement = None if name in op.mutates else op.outputs[name].agreement
+        exact = jax.default_backend() == "cpu" or "batch_invariant" in op.defaults
+        if exact or agreement is None:
             kit.assert_bits_equal(name, mine, theirs, where)
         else:
-            kit.assert_close(name, mine, np.asarray(theirs), kit.tolerance_of(op, name), where)
+            kit.assert_close(name, mine, np.asarray(theirs), agreement, where)
 
     return same
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from xmla.core.cases import block_tables, indexer_pool, mla_pool, normal, row_lengths, slots_of
-from xmla.core.layout import V32, IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import V32
 from xmla.core.parallel import Ownership
 
 F32 = np.dtype(np.float32)
@@ -80,13 +81,13 @@ def share(whole: dict[str, np.ndarray], own: Ownership, rank: int, lengths: np.n
 
 # Interpreting takes a while: with so many ranks these are checked.
 CHECKED = {
-    2: ["prefill of one request, ties", "two tokens a request, contiguous", "MXFP4 keys"],
+    2: ["prefill of one request, ties", "two tokens per request, contiguous", "MXFP4 keys"],
     4: ["decode, interleaved", "mixed, padding", "MXFP4 keys"],
     8: ["decode, interleaved"],
 }
 PROBLEMS = {
     "decode, interleaved": lambda ranks: make(Ownership(ranks, PAGE), (150, 20, 1), 1),
-    "two tokens a request, contiguous": lambda ranks: make(Ownership.contiguous(ranks, PAGE, 7), (110, 33), 2),
+    "two tokens per request, contiguous": lambda ranks: make(Ownership.contiguous(ranks, PAGE, 7), (110, 33), 2),
     "prefill of one request, ties": lambda ranks: make(Ownership(ranks, PAGE, 2), (100,), 6, ties=True),
     "mixed, padding": lambda ranks: make(Ownership(ranks, PAGE), (40, 100), 2, ids=True),
     "MXFP4 keys": lambda ranks: make(Ownership(ranks, PAGE), (150, 90), 1, index_format="mxfp4"),

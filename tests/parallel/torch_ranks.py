@@ -1,4 +1,4 @@
-"""One rank of the torch tests, started once a rank: python torch_ranks.py STORE RANK RANKS WHAT.
+"""One rank of the torch tests, started once per rank: python torch_ranks.py STORE RANK RANKS WHAT.
 
 Prints a JSON line: what was found, or the error's type and message.
 """
@@ -21,12 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import xmla.core.interpreter  # noqa: F401
 from xmla import torch_api
-from xmla.core.op import registry
 from xmla.core.parallel import Ownership, received_bytes
+from xmla.core.registry import registry
 from xmla.torch_api.parallel import ContextParallel, TensorParallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import kit
+
+from xmla.core.tolerance import ATTENTION_LSE
 
 TIMEOUT = {"shapes": 15, "death": 30}  # seconds of the engine, else 180
 GPU = torch.cuda.is_available()
@@ -78,13 +80,13 @@ def check_context(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, obj
             assert torch.equal(indices, one[2]), f"{name}: other keys than one process"
             want = op.reference(**problem.whole, k=K, softmax_scale=SCALE)
             kit.assert_close(f"{name}: out", out, want[0], kit.MERGED_OUT)
-            kit.assert_close(f"{name}: lse", lse, want[1], kit.ATTENTION_LSE)
+            kit.assert_close(f"{name}: lse", lse, want[1], ATTENTION_LSE)
     return {"digests": digests}
 
 
 def check_options(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
     """Logits of a token at a time select the same keys; scattered heads are those of all."""
-    problem = PROBLEMS["two tokens a request, contiguous"](ranks)
+    problem = PROBLEMS["two tokens per request, contiguous"](ranks)
     parallel = ContextParallel(mesh, problem.ownership)
     out, lse, indices = attend(parallel, problem, rank)
     some, some_lse, few = attend(parallel, problem, rank, scatter_heads=True, workspace_bytes=1)
@@ -130,7 +132,7 @@ def check_heads(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, objec
 def check_bytes(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
     """What the sockets of this process received in a step, and what the function says."""
     found = {}
-    problem = PROBLEMS["two tokens a request, contiguous"](ranks)
+    problem = PROBLEMS["two tokens per request, contiguous"](ranks)
     parallel = ContextParallel(mesh, problem.ownership)
     tokens, heads, _ = problem.whole["q"].shape
     for scatter in (False, True):

@@ -1,1 +1,1 @@
-"""Speed as ratios in one run: `python -m xmla.bench.run`."""
+"""Speed as ratios in one run: `xmla bench`."""

@@ -9,7 +9,7 @@ import torch
 
 from xmla import torch_api
 from xmla.bench import baselines, problems
-from xmla.core.layout import V4, V32
+from xmla.core.formats.mla import V4, V32
 from xmla.core.plan import cdiv
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
@@ -124,7 +124,7 @@ def decode() -> Iterator[Benchmark]:
         )  # fmt: skip
 
 
-# Heads, compressed entries a token, their page size and whether they have lengths: FlashMLA's benchmark of V4 decode,
+# Heads, compressed entries per token, their page size and whether they have lengths: FlashMLA's benchmark of V4 decode,
 # 128 keys of the window in pages of 256 beside them. V4-Flash and V4-Pro, layers of ratio 4 and of ratio 128.
 MODEL1 = (
     ("M1-1", 64, 512, 64, False),
@@ -180,7 +180,7 @@ def decode_v4() -> Iterator[Benchmark]:
             )  # fmt: skip
 
 
-# Format, heads, keys a token and keys there are: FlashMLA's benchmark of prefill.
+# Format, heads, keys per token and keys there are: FlashMLA's benchmark of prefill.
 PREFILL = (
     (V32, 128, 2048, 8192),
     (V32, 128, 2048, 32768),
@@ -338,7 +338,10 @@ def capacity() -> Iterator[Benchmark]:
         long[:, : short.shape[1]] = short
         lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
 
-        def step(table: torch.Tensor, queries: Any = queries, lengths: Any = lengths) -> torch.Tensor:
+        def step(
+            table: torch.Tensor, queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = queries,
+            lengths: torch.Tensor = lengths,
+        ) -> torch.Tensor:  # fmt: skip
             return torch_api.dsa_attention(*queries, mla, indexer, table, lengths, k=2048, softmax_scale=SCALE)[0]
 
         yield Benchmark(

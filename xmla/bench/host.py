@@ -36,7 +36,7 @@ def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
 
 
 def lines() -> list[dict[str, Any]]:
-    """A line an op, allocating its results and with `out` and `workspace`; `torch.add` beside it as the floor."""
+    """A line per op, allocating its results and with `out` and `workspace`; `torch.add` beside it as the floor."""
     a = torch.randn(1, 64, device=problems.DEVICE)
     found = []
     with torch.inference_mode():

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from xmla import jax_api
 from xmla.bench.host_time import host_us
-from xmla.core.layout import V32, IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import V32
 
 PAGES, PAGE, HEADS, INDEX_HEADS, KEYS, K = 64, 64, 16, 64, 512, 64
 

@@ -1,6 +1,6 @@
 """`python -m xmla.bench.parallel`: a context-parallel decode step on 1, 2, 4, … GPUs of this machine, and its parts.
 
-One process a GPU, NCCL, everything in CUDA graphs; a time is the median of replays on the slowest rank. Before a case
+One process per GPU, NCCL, everything in CUDA graphs; a time is the median of replays on the slowest rank. Before a case
 is timed, all ranks' selections are compared. Results are JSON lines: the first tells where they come from.
 """
 
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from xmla import torch_api
 from xmla.bench.problems import block_table, indexer_pool, latent_pool
 from xmla.bench.provenance import provenance
-from xmla.cli._files import writable
 from xmla.core.parallel import Ownership, received_bytes
+from xmla.machine.files import writable
 from xmla.torch_api.parallel import ContextParallel, all_gather
 
 HEADS, INDEX_HEADS, K, PAGE, SCALE = 128, 64, 2048, 64, 0.1352
@@ -169,7 +169,7 @@ def case(parallel: ContextParallel, requests: int, context: int, pools: tuple[to
 
 @app.command()
 def worker(store: str, rank: int, ranks: int, seconds: float) -> None:
-    """One rank; the first prints a JSON line a case, and begins none after `seconds`."""
+    """One rank; the first prints a JSON line per case, and begins none after `seconds`."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT),

@@ -3,7 +3,8 @@
 import torch
 
 from xmla import torch_api
-from xmla.core.layout import V32, IndexerLayout, MlaLayout
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import V32, MlaLayout
 from xmla.core.plan import cdiv
 
 DEVICE = "cuda"
@@ -34,7 +35,7 @@ def indexer_pool(tokens: int, entries: int = 64, dim: int = 128) -> torch.Tensor
 
 
 def chosen_keys(rows: int, keys: int, k: int) -> torch.Tensor:
-    """`k` distinct keys a row, [rows, k] int32, in random order."""
+    """`k` distinct keys per row, [rows, k] int32, in random order."""
     chunks = []
     for first in range(0, rows, 256):
         noise = torch.rand(min(256, rows - first), keys, device=DEVICE)

@@ -4,7 +4,7 @@ import subprocess
 import time
 from typing import Any
 
-from xmla.cli.info import collect
+from xmla.machine.facts import collect
 
 
 def provenance(command: str, commit: str | None = None) -> dict[str, Any]:

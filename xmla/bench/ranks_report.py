@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.ranks_report FILE [--into docs/ranks.md]`: steps over several GPUs, a table a run."""
+"""`python -m xmla.bench.ranks_report FILE [--into docs/ranks.md]`: steps over several GPUs, a table per run."""
 
 import json
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def _table(results: Results) -> str:
 
 
 def report(file: Path) -> str:
-    """Markdown: of each run where the figures come from, then a line a case."""
+    """Markdown: of each run where the figures come from, then a line per case."""
     return "\n".join(map(_table, Results.read(file)))
 
 

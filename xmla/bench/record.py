@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from xmla.bench.provenance import provenance
-from xmla.cli._files import writable
+from xmla.machine.files import writable
 
 app = typer.Typer(add_completion=False)
 

@@ -50,7 +50,7 @@ def origin(head: dict[str, Any]) -> str:
 
 
 def report(files: list[Path]) -> str:
-    """Markdown of each run: where its figures come from, then a line a case; host times of the last that has any."""
+    """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any."""
     runs: list[list[dict[str, Any]]] = []
     for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
         if "command" in line:

@@ -54,7 +54,7 @@ def record(benchmark: "Benchmark", times: Mapping[str, "Timing"], error: float, 
 
 
 def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"]) -> Iterator[Line]:
-    """A line a case; of a wrong one it tells the error and no time."""
+    """A line per case; of a wrong one it tells the error and no time."""
     import torch
 
     from xmla.bench import baselines

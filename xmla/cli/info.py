@@ -1,58 +1,20 @@
-"""`xmla info`."""
+"""`xmla info`: what a bug report needs."""
 
-import platform
-from importlib.util import find_spec
+import json
 
-from xmla import __version__
-from xmla._frameworks import PACKAGES as FRAMEWORKS
-from xmla._frameworks import missing, needed
-from xmla.cli._environment import HAS_GPU
-from xmla.core.config import variables
-from xmla.core.device import Device
-from xmla.core.versions import installed, untested
+from rich.console import Console
+from rich.table import Table
 
-PACKAGES = ("triton", "numpy", "ml_dtypes", "torch", "jax", "jax-triton", "transformers")
+from xmla.machine.facts import collect
 
 
-def _present() -> list[Device]:
-    """The GPUs, as whichever framework is installed describes them."""
-    if not missing("torch"):
-        import torch
-
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return [Device.of(p.name, p.major * 10 + p.minor, p.multi_processor_count) for p in found]
-    if not missing("jax"):
-        import jax
-
-        from xmla.jax_api._run import describe
-
-        return [describe(device) for device in jax.devices() if device.platform == "gpu"]
-    return []
-
-
-def _devices() -> list[str]:
-    return [f"{device.name} (sm_{device.arch}, {device.num_sms} SMs)" for device in _present()]
-
-
-def _supported() -> list[str]:
-    """What works here beside the ops themselves, and why what does not."""
-    facts = [f"{framework}: {f'no, {needed(framework)}' if missing(framework) else 'yes'}" for framework in FRAMEWORKS]
-    facts.append(f"compiled kernels: {'yes' if HAS_GPU else 'no, no GPU; CPU arrays are interpreted'}")
-    peer = find_spec("flash_mla") is not None
-    facts.append(f"FlashMLA as a baseline: {'yes' if peer else 'no, flash_mla not installed'}")
-    return facts
-
-
-def collect() -> dict[str, str | list[str]]:
-    """What a bug report needs, by name."""
-    versions = {package: installed(package) or "not installed" for package in PACKAGES}
-    return {
-        "xmla": __version__,
-        "python": platform.python_version(),
-        **versions,
-        "devices": _devices() or ["none"],
-        "kernels": "compiled" if HAS_GPU else "interpreted",
-        "supported": _supported(),
-        "untested": untested() or ["none: every version is one that xmla is tested with"],
-        "settings": [f"{variable}={value}" for variable, _, value in variables()],
-    }
+def show_info(as_json: bool) -> None:
+    """Print the facts as a table, or as JSON."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table("", "", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, ", ".join(value) if isinstance(value, list) else value)
+    Console().print(table)

@@ -6,7 +6,7 @@ from rich.table import Table
 from xmla._warmup import present_device
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.model import ModelConfig
+from xmla.core.models.v32 import ModelConfig
 from xmla.core.support import supports
 
 
@@ -48,9 +48,9 @@ def show_plan(config: ModelConfig, device_name: str | None) -> None:
         console.print(table)
     caches = config.caches()
     for name, spec in caches.items():
-        console.print(f"{name}: {spec.shape[2]} bytes a key and layer, {spec.shape[1] * spec.shape[2]:,} a page")
+        console.print(f"{name}: {spec.shape[2]} bytes per key and layer, {spec.shape[1] * spec.shape[2]:,} per page")
     if config.ranks > 1:
-        console.print(f"{config.ranks} ranks share each request's pages; received a rank, step and layer:")
+        console.print(f"{config.ranks} ranks share each request's pages; received per rank, step and layer:")
         for name, parts in config.exchanged():
             shown = ", ".join(f"{what} {count:,} B" for what, count in parts.items())
             console.print(f"  {name}: {sum(parts.values()):,} B ({shown})", soft_wrap=True)
@@ -75,12 +75,18 @@ def show_support(op: str, sizes: list[str], devices: list[str] | None = None) ->
         if not found:
             names = ", ".join(device.name for device in known)
             raise ArgumentError(f"device is {part!r}, expected a part of one of the names: {names}")
-    table = Table("device", "compute capability", "", "why not")
+    table = Table("device", "compute capability", "", "implementation", "why not")
     answers = []
     for device in known:
         if any(device in found for found in named.values()):
             answer = supports(op, device, **axes)
             answers.append(answer.ok)
-            table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.reason)
+            table.add_row(
+                device.name,
+                f"{device.arch / 10}",
+                "yes" if answer.ok else "[red]no",
+                answer.implementation,
+                answer.reason,
+            )
     Console(width=160).print(table)
     return any(answers)

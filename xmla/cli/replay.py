@@ -5,12 +5,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from xmla.cli import calls
-from xmla.core.checks import find_violation
 from xmla.core.errors import ArgumentError
-from xmla.core.op import registry
-from xmla.core.reproducer import load
-from xmla.core.shadow import drifts
+from xmla.core.live.checks import find_violation
+from xmla.core.live.reproducer import load
+from xmla.core.live.shadow import drifts
+from xmla.core.registry import registry
+from xmla.machine import calls
 
 
 def run(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`xmla verify`: every op's cases against its definition, in both front-ends, and bit for bit between them."""
+"""`xmla verify`: every op's cases against its reference, in both front-ends, and bit for bit between them."""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
@@ -8,15 +8,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from xmla.cli import calls
-from xmla.cli._environment import HAS_GPU
 from xmla.core.errors import ArgumentError
-from xmla.core.layout import V41_FP4
-from xmla.core.op import Case, Op, registry
-from xmla.core.ops.compress_kv.reference import stored_values
-
-# Largest error over largest value: two roundings to 8 bits, or float32 with the tensor cores' own fp8 sums.
-TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-3}
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
+from xmla.core.tolerance import difference
+from xmla.machine import calls
+from xmla.machine.environment import HAS_GPU
 
 
 def largest_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -28,33 +25,26 @@ def largest_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(a[finite] - b[finite]).max(initial=0) / max(np.abs(b[finite]).max(initial=0), 1e-30))
 
 
-def _entries(case: Case, cache: np.ndarray) -> tuple[np.ndarray, float]:
-    """What entries of `compress_kv` stand for, and a step of their format at its largest value, as a part of that."""
-    dim = len(case.make(np.random.default_rng(0))["norm_weight"])
-    values = stored_values(cache, dim, case.attrs.get("cache_format"))
-    return values, 1 / 3 if cache.shape[2] in (V41_FP4.row, dim // 2 + 4) else 1 / 14
-
-
 def compare(op: Op, case: Case, front_ends: Mapping[str, calls.Call]) -> tuple[float, bool, bool]:
-    """The worst error against the definition, whether all are within bounds, whether front-ends agree bit for bit."""
+    """The worst error against the reference, whether all agree with it, whether front-ends agree bit for bit."""
+    inputs = case.make(np.random.default_rng(0))
     found = [call(op, case.make(np.random.default_rng(0)), case.attrs) for call in front_ends.values()]
     wanted = calls.by_reference(op, case.make(np.random.default_rng(0)), case.attrs)
     error, right, identical = 0.0, True, True
     for name, want in wanted.items():
-        # NaN in the definition of paged logits marks columns that are never written.
-        where = ~np.isnan(want) if op.name == "indexer_logits_paged" else np.ones(want.shape, bool)
-        for one, other in combinations(found, 2):
-            identical &= np.array_equal(one[name][where].view(np.uint8), other[name][where].view(np.uint8))
-        for results in found:
-            got = results[name]
-            if (op.name, name) == ("compress_kv", "cache"):
-                (values, bound), (defined, _) = _entries(case, got), _entries(case, want)
-                worst = largest_error(values, defined)
-            else:
-                bound = TOLERANCE.get(got.dtype.name, 0.0)
-                worst = largest_error(got[where], want[where])
-            error = max(error, worst)
-            right &= worst <= bound
+        result, updated = op.outputs.get(name), op.updates.get(name)
+        agreement = None if result is None else result.agreement
+        where = None if result is None else result.written(want)
+        values = [results[name] if where is None else results[name][where] for results in found]
+        want = want if where is None else want[where]
+        for one, other in combinations(values, 2):
+            identical &= np.array_equal(one.view(np.uint8), other.view(np.uint8))
+        if updated is not None:
+            agreement = updated.agreement(want, inputs, case.attrs)
+            want, *values = (updated.values(array, inputs, case.attrs) for array in (want, *values))
+        for got in values:
+            error = max(error, largest_error(got, want))
+            right &= difference(got, want, agreement) is None
     return error, right, identical
 
 
@@ -72,7 +62,7 @@ def run(names: Iterable[str] | None = None) -> bool:
     front_ends = calls.installed("verify", console)
     cases = [(op, case) for op in ops.values() for case in op.cases if not names or op.name in names]
     kernels = "compiled" if HAS_GPU else "interpreted"
-    table = Table("op", "case", "error", "definition", title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
+    table = Table("op", "case", "error", "reference", title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
     both = len(front_ends) > 1
     if both:
         table.add_column("torch = JAX")

@@ -1,4 +1,4 @@
-"""Plain values by name and type, as an op's attributes and a configuration's fields are declared."""
+"""Declared values by name and type: an op's attributes and a configuration's fields."""
 
 import types
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from xmla.core.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """A number, flag or word, or with `many` a tuple of them."""
+    """A number, flag or string, or with `many` a tuple of them."""
 
     name: str
     type: type
@@ -28,10 +28,10 @@ class Attr:
         return cls(name, get_args(kind)[0] if many else kind, type(None) in members, default, many)
 
     def plain(self, owner: str, value: Any) -> Any:
-        """`value` in Python's own type. NumPy's scalars and arrays without an axis are taken as what they hold.
+        """`value` in Python's own type. A NumPy scalar or an array without axes is taken as the value that it holds.
 
         Raises:
-            ArgumentError: It is of another type than declared, or a float that is not finite.
+            ArgumentError: The value does not have the declared type, or is a float that is not finite.
         """
         if value is None and self.optional:
             return None
@@ -49,6 +49,6 @@ class Attr:
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             raise ArgumentError(f"{owner}: {self.name} type is {given}, expected {self.type.__name__}")
-        if self.type is float and not -inf < value < inf:  # what torch.compile traces, unlike isfinite
+        if self.type is float and not -inf < value < inf:  # unlike isfinite, torch.compile traces this
             raise ArgumentError(f"{owner}: {self.name} value is {value}, expected a finite number")
         return value

@@ -1,9 +1,11 @@
-"""Inputs for the named cases of the ops: what must not be read is poisoned, pages are shuffled, pages are strided."""
+"""Inputs for the named cases of the ops: memory that must not be read is poisoned, pages are shuffled and strided."""
 
 import ml_dtypes
 import numpy as np
 
-from xmla.core.layout import MXFP4_BLOCK, IndexerLayout, MlaLayout
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import MlaLayout
+from xmla.core.formats.numbers import MXFP4_BLOCK
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 POISON = 0xFF  # NaN in every floating dtype
@@ -73,5 +75,5 @@ def slots_of(table: np.ndarray, lengths: np.ndarray, entries: int) -> np.ndarray
 
 
 def row_lengths(rng: np.random.Generator, lengths: np.ndarray, next_n: int) -> np.ndarray:
-    """Visible keys of each flat query row: the last of a request sees all its keys, each earlier one a key less."""
+    """Visible keys of each flat token: the last of a request sees all its keys, each earlier one sees one key less."""
     return np.maximum(lengths[:, None] - np.arange(next_n)[::-1], 0).astype(np.int32).reshape(-1)

@@ -1,4 +1,4 @@
-"""Compiled kernels: what makes one differ from another, and the only place that asks Triton for them.
+"""Compiled kernels: what identifies one, and the only place that asks Triton for them.
 
 Both front-ends take their kernels from here, so they share Triton's cache on disk and run the same machine code.
 """
@@ -32,12 +32,12 @@ _compiling: ContextVar[bool] = ContextVar("xmla_compiling", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """All that the compiler sees of a launch: equal specialisations run the same machine code.
+    """Everything that the compiler sees of a launch: equal specialisations run the same machine code.
 
     Attributes:
         types: Triton's type of each runtime parameter, by name.
-        constexprs: Values of the other parameters, in the kernel's order: jax-triton hands them back in that one.
-        unaligned: Pointers that do not start on 16 bytes; every other one does. Runtime sizes are arbitrary.
+        constexprs: Values of the other parameters, in the kernel's order, in which jax-triton hands them back.
+        unaligned: Pointers that are not 16-byte aligned; every other pointer is. Runtime sizes are arbitrary.
     """
 
     kernel: Kernel
@@ -66,20 +66,14 @@ class Specialization:
 def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Specialization:
     """The specialisation of one launch of `plan`; `specs` are the call's arguments by name."""
     arrays = {**specs, **plan.buffers}
-    constexprs = dict(launch.constexprs)
-    runtime = [name for name in launch.kernel.arg_names if name not in constexprs]
-    bound = [*launch.inputs, *[None] * len(launch.sizes), *launch.outputs]
-    types = [
-        (parameter, "i32" if name is None else f"*{DTYPES[arrays[name].dtype][1]}")
-        for parameter, name in zip(runtime, bound, strict=True)
-    ]
-    unaligned = frozenset(
-        parameter for parameter, name in zip(runtime, bound, strict=True) if name and arrays[name].alignment < 16
-    )
+    bound = {pointer: arrays[name] for pointer, name in launch.pointers.items()}
+    types = {name: f"*{DTYPES[bound[name].dtype][1]}" if name in bound else "i32"
+             for name in launch.kernel.arg_names if name not in launch.constexprs}  # fmt: skip
+    unaligned = frozenset(pointer for pointer, spec in bound.items() if spec.alignment < 16)
     return Specialization(
         launch.kernel,
-        tuple(types),
-        tuple((name, constexprs[name]) for name in launch.kernel.arg_names if name in constexprs),
+        tuple(types.items()),
+        launch.constexpr_values,
         launch.num_warps,
         launch.num_stages,
         launch.max_registers,
@@ -89,7 +83,7 @@ def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Special
 
 @contextmanager
 def compiling_allowed() -> Iterator[None]:
-    """Inside, kernels may be made ready although XMLA_FORBID_JIT is set: what `warmup` does."""
+    """Inside, kernels may be compiled or loaded although XMLA_FORBID_JIT is set; `warmup` uses it."""
     token = _compiling.set(True)
     try:
         yield
@@ -100,13 +94,13 @@ def compiling_allowed() -> Iterator[None]:
 def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> CompiledKernel:
     """The kernel for compute capability `arch` (times ten): from this process, Triton's cache on disk, or the compiler.
 
-    `ordinal` tells devices of one process apart: the object is loaded onto the one that first runs it.
+    Devices of one process need different `ordinal`s: the object is loaded onto the device that first runs it.
 
     Raises:
-        UnsupportedError: It was not ready in this process, and XMLA_FORBID_JIT forbids to make it so.
+        UnsupportedError: This process has not compiled or loaded the kernel yet, and XMLA_FORBID_JIT is set.
         CompileError: The compiler failed, or the cache on disk cannot be written.
     """
-    return _compiled(specialization, arch, ordinal)  # defaults filled in: the cache tells spellings apart
+    return _compiled(specialization, arch, ordinal)  # all positional: the cache distinguishes calls by their form
 
 
 @cache
@@ -120,12 +114,12 @@ def _compiled(specialization: Specialization, arch: int, ordinal: int) -> Compil
 
 
 def count_compiled() -> int:
-    """Kernels made ready in this process so far."""
+    """Kernels compiled or loaded in this process so far."""
     return _compiled.cache_info().misses
 
 
 def source_of(specialization: Specialization) -> ASTSource:
-    """What Triton's compiler starts from."""
+    """The source that Triton's compiler takes."""
     kernel, constexprs = specialization.kernel, dict(specialization.constexprs)
     signature = dict(specialization.types) | dict.fromkeys(constexprs, "constexpr")
     positions = {name: (kernel.arg_names.index(name),) for name in signature}
@@ -151,7 +145,7 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
         raise CompileError(f"{op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}") from error
 
 
-# It knows every architecture here, and CUDA 12.9 and later assemble it.
+# This version covers every architecture here, and ptxas of CUDA 12.9 and later assembles it.
 PTX_VERSION = 88
 
 
@@ -163,7 +157,7 @@ def _ptx_option(arch: int) -> dict[str, Hashable]:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in the first line; below, what Triton says of the places that led there, outermost first."""
+    """The innermost cause in the first line; below it Triton's messages of the calls leading to it, outermost first."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
@@ -175,7 +169,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _load_or_compile(source: ASTSource, target: GPUTarget, options: dict[str, Hashable]) -> CompiledKernel:
-    """Triton's own way; a kernel whose files in the cache are damaged is compiled again, and logged."""
+    """Let Triton load or compile; a kernel whose files in the cache are damaged is compiled again, and logged."""
     try:
         made = triton.compile(source, target=target, options=options)
         if is_whole(made.asm["cubin"]):
@@ -195,7 +189,7 @@ def _folder() -> str:
 
 
 def is_whole(cubin: bytes) -> bool:
-    """Whether an ELF file of 64 bits goes as far as its header tells."""
+    """Whether a 64-bit ELF file is as long as its header says."""
     if len(cubin) < 64 or cubin[:4] != b"\x7fELF":
         return False
     segments, sections, _, _, segment, segment_count, section, section_count = struct.unpack_from(

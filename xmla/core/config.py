@@ -34,9 +34,9 @@ def _level(name: str) -> str:
 
 @dataclass(slots=True)
 class Settings:
-    """What the environment asks for; each field's variable and meaning stand in its metadata.
+    """The settings from the environment; each field's metadata has its variable and meaning.
 
-    `live` follows from `check` and `shadow`: all that a call asks where both are off.
+    `live` is whether `check` or `shadow` is on: the only field that a call reads if both are off.
     """
 
     live: bool = field(default=False, init=False)
@@ -46,7 +46,10 @@ class Settings:
     )
     forbid_jit: bool = field(
         default_factory=lambda: _flag("XMLA_FORBID_JIT"),
-        metadata={"variable": "XMLA_FORBID_JIT", "meaning": "1: a kernel that no warm-up made ready raises"},
+        metadata={
+            "variable": "XMLA_FORBID_JIT",
+            "meaning": "1: raise instead of compiling a kernel that warm-up did not build",
+        },
     )
     check: bool = field(
         default_factory=lambda: _flag("XMLA_CHECK"),
@@ -59,7 +62,7 @@ class Settings:
         default_factory=lambda: _fraction("XMLA_SHADOW"),
         metadata={
             "variable": "XMLA_SHADOW",
-            "meaning": "0 to 1: this share of rows is computed again by the definition, and drift logged; slow, waits",
+            "meaning": "0 to 1: this share of rows is computed again by the reference, and drift logged; slow, waits",
         },
     )
     reproducer_dir: Path = field(

@@ -1,4 +1,4 @@
-"""Device facts as plain values, so that every plan can be made and every kernel compiled on a machine without a GPU."""
+"""Device facts as plain values: plans are made and kernels compiled on machines without a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from xmla.core.errors import ArgumentError
 
-# Shared memory one thread block may use, in bytes, by compute capability (CUDA programming guide, table of
-# technical specifications per compute capability).
+# Shared memory that one CTA may use, in bytes, by compute capability (CUDA programming guide, table of technical
+# specifications per compute capability).
 SMEM_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
               110: 227 << 10, 120: 99 << 10, 121: 99 << 10}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as the planner sees it; `arch` is the compute capability times ten (90 for Hopper), 0 the interpreter."""
+    """A GPU as the planner sees it; `arch` is the compute capability times ten (90: Hopper; 0: the interpreter)."""
 
     name: str
     arch: int
@@ -24,12 +24,12 @@ class Device:
 
     @classmethod
     def of(cls, name: str, arch: int, num_sms: int) -> "Device":
-        """A device as its driver describes it; shared memory comes from the table of its architecture."""
+        """A device as its driver describes it; its shared memory is that of its architecture."""
         return cls(name, arch, num_sms, SMEM_BYTES.get(arch, 99 << 10))
 
     @property
     def has_tensor_memory(self) -> bool:
-        """Whether accumulators of matrix products stand outside of registers (tcgen05)."""
+        """Whether accumulators of matrix products are in tensor memory instead of registers (tcgen05)."""
         return self.arch // 10 in (10, 11)
 
 
@@ -39,7 +39,7 @@ B200 = Device.of("NVIDIA B200", 100, 148)
 B300 = Device.of("NVIDIA B300", 103, 148)
 RTX_PRO_6000 = Device.of("NVIDIA RTX PRO 6000 Blackwell", 120, 188)
 GB10 = Device.of("NVIDIA GB10", 121, 48)
-# Portable extras: everything compiles that the architecture can do; no tile is chosen for them.
+# Further devices: every op that the architecture supports compiles, but no tile is chosen for them.
 L40S = Device.of("NVIDIA L40S", 89, 142)
 A100 = Device.of("NVIDIA A100", 80, 108)
 # Triton's interpreter: few programs, since each costs milliseconds of Python.
@@ -50,12 +50,12 @@ MIN_ARCH = 80
 MIN_E4M3_ARCH = 89
 
 KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10, L40S)
-LIMITED_DEVICES = (A100,)  # only ops over arrays without e4m3
+LIMITED_DEVICES = (A100,)  # support only ops over arrays without e4m3
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """A device's rates by its data sheet, without sparsity."""
+    """A device's peak rates by its data sheet, without sparsity."""
 
     bytes_per_s: float
     bf16_flop_per_s: float

@@ -10,4 +10,4 @@ class UnsupportedError(NotImplementedError):
 
 
 class CompileError(RuntimeError):
-    """A kernel could not be compiled or kept on disk; the message tells what failed. The call may be repeated."""
+    """A kernel could not be compiled or stored on disk; the message says what failed. The call may be repeated."""

@@ -1,13 +1,13 @@
-"""Runs plans on host arrays through Triton's interpreter, and holds the shim that makes its low precision right.
+"""Runs plans on host arrays in Triton's interpreter, with a shim that corrects its low-precision arithmetic.
 
 Triton 3.6 to 3.9 interpret bf16 and fp8 wrongly in three ways, silently:
   - `tl.dot` multiplies the raw 16-bit patterns of bf16 operands;
   - casts to bf16 and fp8 round half away from zero and lose the carry out of the mantissa;
   - casts from e4m3 read NaN as 480.
-`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a matmul. It is one
-of float64: some BLAS add float32 in an order that depends on where a row stands, by which tensor-parallel ranks would
-differ.
-tests/core/test_interpreter.py fails once upstream does all three right, and then this shim goes.
+`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a matmul. The matmul
+is in float64: some BLAS libraries add float32 in an order that depends on a row's position, so tensor-parallel ranks
+would differ.
+tests/core/test_interpreter.py fails once upstream does all three right; then this shim is removed.
 """
 
 import threading
@@ -54,9 +54,10 @@ _patch_for = cache(interpreter._patch_lang)
 
 
 def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without what takes Triton a third of all time: to patch its language again at each call inside a kernel.
+    """Call a device function without patching Triton's language again, which takes a third of all time.
 
-    The launch has patched `tl`, which our functions see; Triton's own see it under another name, which stays so.
+    The launch has already patched `tl`, which our functions see; Triton's own functions see it under another name,
+    which stays patched.
     """
     if function.fn.__module__.startswith("triton."):
         _patch_for(function.fn)
@@ -74,16 +75,15 @@ def _pointer(array: np.ndarray) -> tl.tensor:
 
 
 def _size(value: int) -> tl.tensor:
-    # As a bare integer Triton 3.7 would import torch to tell its type.
+    # For a bare integer Triton 3.7 would import torch to find its type.
     return tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
 
 
 def _interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
-    pointers = [_pointer(arrays[name]) for name in (*launch.inputs, *launch.outputs)]
-    split = len(launch.inputs)
-    sizes = [_size(value) for value in launch.sizes]
+    pointers = {pointer: _pointer(arrays[name]) for pointer, name in launch.pointers.items()}
+    sizes = {name: _size(value) for name, value in launch.sizes.items()}
     kernel: Any = launch.kernel
-    kernel[launch.grid](*pointers[:split], *sizes, *pointers[split:], **dict(launch.constexprs))
+    kernel[launch.grid](**pointers, **sizes, **launch.constexprs)
 
 
 def require(op: str, plan: Plan) -> None:
@@ -103,7 +103,7 @@ def run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         poison = np.full(spec.nbytes, 0xFF, np.uint8)
         arrays.setdefault(name, poison.view(DTYPES[spec.dtype][0]).reshape(spec.shape))
     with _lock, np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # a row of NaN, which kernels may meet
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # a row of NaN, which kernels accept
         for launch in plan.active:
             _interpret(launch, arrays)
     return tuple(arrays[name] for name in plan.results)

@@ -1,13 +1,31 @@
 """The declaration of an op: tensors by axis name, attributes, outputs, plan, reference, cases.
 
 Glossary of axes, the same everywhere:
-  T query tokens, flat over all requests     B requests               M pages of a request in a block table
-  H query heads                              I indexer heads          D indexer head dim
-  K selected keys a token (top-k)            N keys                   P pages in a cache      R entries a page
-  L latent dims (512, V4: 448)               E rope dims (64)         ROW bytes or elements of an entry
-  S positions of a table of rotations
-  r tokens a compressed entry stands for     C series that a token gives a compressor
-  W parts of a result, one a rank
+  T           query tokens, flat over all requests
+  B           requests; B+1 for the starts of requests and the end of the last
+  M           pages per request in a block table
+  P, R        pages of a cache, entries per page; a slot is page · R + offset
+  ROW         bytes, or elements of plain rows, per entry; of contiguous keys, per key
+  H           query heads
+  I           indexer heads
+  K           selected keys per token (top-k), or slots per token
+  N           keys of a prefill; columns of logits; candidates per part
+  L           latent dims: the dims of an entry before the roped ones (512, in V4's formats 448)
+  E           roped dims (64); L+E are all dims of an entry and of a query
+  V           dims of a value and of attention's output (512)
+  D           dims of an indexer head and of its keys; in `compress_kv` dims of the entry
+  S           positions in a table of cosines and sines
+  r           tokens per compressed entry
+  C           series of D dims that a token gives a compressor (1 or 2); C·D dims per token, 2·C·D per state
+  W           parts of a result, one per rank
+  VALUES      elements of an indexer key as it is stored: D of fp8, D/2 bytes of MXFP4
+  WINDOW      entries of a sliding window (attribute `window`)
+  MAX_LEN     columns of paged logits (attribute `max_len`)
+  NUM_TOKENS  T of an op that has no argument with this axis (attribute `num_tokens`)
+  COUNTS      the four counts that `split_batch` gives
+A prefix names the array that an axis belongs to if an op has several of a kind: EXTRA_P, EXTRA_R, EXTRA_ROW and EXTRA_K
+of a second cache and its slots, SOURCE_P, SOURCE_R and SOURCE_ROW of a cache that is converted, STATE_P, STATE_R and
+STATE_M of a compressor's states (R counts positions there) and their block table, INDEXER_ROW of the indexer's cache.
 """
 
 import inspect
@@ -15,47 +33,108 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
-from pkgutil import iter_modules
+from math import prod
+from textwrap import wrap
 from typing import Any, NoReturn
 
 import numpy as np
 
 from xmla.core.attribute import Attr
-from xmla.core.checks import Limit
 from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.plan import Plan
+from xmla.core.formats import Format
+from xmla.core.plan import Part, Plan, join
 from xmla.core.spec import Spec
+from xmla.core.tolerance import Agreement
+from xmla.core.work import Work
 
 INDEX = ("int32",)
 FLOATS = ("bfloat16", "float16", "float32")
 HALVES = ("bfloat16", "float16")
 F32 = ("float32",)
 E4M3 = ("float8_e4m3fn",)
-BYTES = ("uint8", "int8", "float8_e4m3fn")  # a packed cache, under any one-byte dtype
-# Kernels count rows and columns in 32 bits, by the tiles of all programs that share a row: up to 2**18 past the size.
+BYTES = ("uint8", "int8", "float8_e4m3fn")  # dtypes of a packed cache: any one-byte dtype
+# Kernels count rows and columns in 32 bits, and the tiles of the programs that share a row reach up to 2**18 past the
+# size.
 LARGEST_SIZE = 2**31 - 2**20
+
+
+Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Axes by name (equal names have equal sizes across the arguments) and the dtypes accepted.
+    """An argument: axes by name (equal names have equal sizes across the arguments) and the dtypes accepted.
 
     Attributes:
-        index_of: Of integers that name places: the axes that they count over, flattened; others name nothing.
-        bound_of: Of integers that bound a range: the axis, to whose size they are clamped.
+        index_of: Of index tensors: the axes that the values index, flattened. Values out of range name nothing.
+        bound_of: Of integers that bound a range: the axis to whose size they are clamped.
+        format: Of paged caches: a function that finds the format of the argument of that name, or refuses it.
     """
 
     axes: str
     dtypes: tuple[str, ...]
     index_of: str = ""
     bound_of: str = ""
+    format: "Callable[[Problem, str], Format] | None" = None
 
     @property
     def names(self) -> list[str]:
         return self.axes.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result: axes by name, dtype, and its tolerance against the reference.
+
+    Attributes:
+        dtype: A name, or a function of the call that gives one.
+        sizes: Sizes of the axes that no argument has.
+        agreement: How it may differ from the reference; None: not at all.
+        partial: Whether the op leaves elements unwritten; the reference has NaN there.
+    """
+
+    axes: str
+    dtype: "str | Callable[[Problem], str]"
+    sizes: "Mapping[str, Callable[[Problem], int]]" = field(default_factory=dict)
+    agreement: Agreement | None = None
+    partial: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return self.axes.split()
+
+    def spec(self, problem: "Problem") -> Spec:
+        shape = (self.sizes[name](problem) if name in self.sizes else problem[name] for name in self.names)
+        return Spec(tuple(shape), self.dtype if isinstance(self.dtype, str) else self.dtype(problem))
+
+    def written(self, reference: np.ndarray) -> np.ndarray | None:
+        """Where the op writes, according to the reference; None: everywhere."""
+        return ~np.isnan(reference) if self.partial else None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """An argument that is updated in place and whose elements are computed, not only moved or rounded once.
+
+    Attributes:
+        values: The values of the elements, from the array, the call's arguments and attributes: one row per entry.
+        agreement: How these may differ from the reference's.
+    """
+
+    values: Callable[[np.ndarray, Arrays, Mapping[str, Any]], np.ndarray]
+    agreement: Callable[[np.ndarray, Arrays, Mapping[str, Any]], Agreement]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Elements of `argument` must lie in [low, high]; only those at `where`, if given."""
+
+    argument: str
+    low: int
+    high: int
+    where: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +148,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An op that calls another for a part of its work, as errors name it: what the part calls `names[…]` otherwise."""
+    """The call of a composed op that another op's call is a step of, for errors.
+
+    A step's argument `a` is called `names[a]` there.
+    """
 
     op: str
     names: Mapping[str, str]
@@ -77,14 +159,18 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A call that passed the declaration's checks; `axes` holds every axis size by name."""
+    """A call that passed the declaration's checks.
+
+    `axes` holds every axis size by name, `formats` the format of each paged cache that was given.
+    """
 
     op: "Op"
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
     axes: Mapping[str, int]
+    formats: Mapping[str, Any]
     implementation: str | None = None  # the one asked for by name
-    whole: "Whole | None" = None  # the call that this one is a part of
+    whole: "Whole | None" = None  # the call that this one is a step of
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]
@@ -92,14 +178,9 @@ class Problem:
     def has(self, argument: str) -> bool:
         return argument in self.specs
 
-    def either(self, argument: str, stand_in: str) -> str:
-        """`argument` if it was given, else another one that can stand in as a valid pointer never read."""
-        return argument if argument in self.specs else stand_in
-
-    @property
-    def tokens_a_request(self) -> int:
-        """Adjacent tokens of every request, of a call without request ids; with them, or of an empty call, 1."""
-        return 1 if self.has("request_ids") else max(self["T"] // max(self["B"], 1), 1)
+    def stand_ins(self, **stand_ins: str) -> dict[str, str]:
+        """For each optional argument that is not given, the array whose pointer kernels get instead and never read."""
+        return {argument: array for argument, array in stand_ins.items() if argument not in self.specs}
 
     def called(self, argument: str) -> str:
         """The caller's name of an argument."""
@@ -121,7 +202,7 @@ class Problem:
             self.refuse(cache, "alignment of the first byte", spec.alignment, expected)
 
     def refuse(self, argument: str, what: str, got: object, expected: object) -> NoReturn:
-        """Raise the one kind of message wrong arguments get."""
+        """Raise the error of a wrong argument; all have this one form."""
         raise ArgumentError(f"{self._place(argument)} {what} is {got}, expected {expected}")
 
     def unsupported(self, argument: str, what: str, got: object, supported: object) -> NoReturn:
@@ -130,40 +211,92 @@ class Problem:
     def _place(self, argument: str) -> str:
         return f"{self.op.name if self.whole is None else self.whole.op}: {self.called(argument)}"
 
-    def takes_by_hand(self, unmet: tuple[str, str] | None) -> bool:
-        """Whether the kernel written by hand is to run, which it does by default wherever it can.
 
-        `unmet`: what of the call it is not written for, and what it supports there.
-        """
-        if unmet is not None and self.implementation == "gluon":
-            self.unsupported("implementation", "value", f"'gluon' {unmet[0]}", unmet[1])
-        return unmet is None and self.implementation in (None, "gluon")
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition under which an implementation serves a call.
+
+    Attributes:
+        supported: The condition in words, for errors and documents.
+        unmet: What a call has instead, or None if it meets the condition.
+    """
+
+    supported: str
+    unmet: Callable[[Problem, Device], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Kernels of an op and the calls that they serve: those that meet every condition."""
+
+    name: str
+    plan: Callable[[Problem, Device], Plan]
+    conditions: tuple[Condition, ...] = ()
+
+    def unmet(self, problem: Problem, device: Device) -> tuple[str, str] | None:
+        """The first condition that the call does not meet: what the call has, and what is supported."""
+        for condition in self.conditions:
+            if (got := condition.unmet(problem, device)) is not None:
+                return got, condition.supported
+        return None
+
+
+def everything_once(problem: Problem, keys: int | None) -> list[Work]:
+    """The work of an op that reads its arguments and writes its results once."""
+    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
+    return [Work(sum(spec.nbytes for spec in specs))]
+
+
+def declared_limits(problem: Problem, arrays: Arrays) -> Iterable[Limit]:
+    """The range of each integer that indexes or bounds axes, by its declaration; an index may be −1."""
+    for name, tensor in problem.op.tensors.items():
+        if name in arrays and tensor.index_of:
+            yield Limit(name, -1, prod(problem[axis] for axis in tensor.index_of.split()) - 1)
+        elif name in arrays and tensor.bound_of:
+            yield Limit(name, 0, problem[tensor.bound_of])
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
     """An op, declared once.
 
-    `prototype` is the public signature and docstring: tensors positional (optional ones default to None), attributes
-    keyword-only. `outputs` gives each result's spec, in order; an op with `mutates` updates those arguments in place
-    and has none. `check` holds the op's own rules; rank, dtype, axes, density and devices are checked here. `limits`
-    tells XMLA_CHECK the range of each index, page and length. `implementations` are the kernels that `plan` can choose
-    by name; "reference" is the definition and always there.
+    Attributes:
+        prototype: The public signature and docstring: tensors positional (optional ones default to None), attributes
+            keyword-only.
+        tensors: The arguments. Rank, dtype, axes, density, devices and formats are checked from them.
+        outputs: The results, in order. An op with `updates` has none.
+        reference: NumPy in float64; every implementation is compared with it. Gives a tuple of results; updates arrays
+            in place.
+        cases: Named inputs that tests, `xmla verify` and the compile matrix use.
+        implementations: Kernels, best first; the last one serves every call. "reference" is always available as well.
+        steps: Of a composed op: the ops that `implementations` calls in order. An implementation asked for by name is
+            one of theirs.
+        updates: The arguments updated in place; None if each element is exact.
+        check: The op's own rules.
+        limits: The range of each index, page and length, for XMLA_CHECK.
+        work: The least bytes and operations of a call, step by step. Every request is as long as its block table, or
+            has `keys` keys.
+        batch: Computes several calls at once under vmap if a pool has a batch axis and folding it into one larger pool
+            would compute unwanted elements. Takes (array module, call of an op by name, arrays with the batch as first
+            axis).
     """
 
     prototype: Callable[..., Any]
     tensors: Mapping[str, Tensor]
-    outputs: Mapping[str, Callable[[Problem], Spec]]
-    plan: Callable[[Problem, Device], Plan]
-    reference: Callable[..., Any]
+    outputs: Mapping[str, Result]
+    reference: Callable[..., tuple[Any, ...]]
     cases: tuple[Case, ...]
+    implementations: tuple[Implementation, ...]
+    steps: tuple["Op", ...] = ()
+    updates: Mapping[str, Updated | None] = field(default_factory=dict)
     check: Callable[[Problem], None] = lambda problem: None
-    limits: Callable[[Problem, Mapping[str, np.ndarray]], Iterable[Limit]] = lambda problem, arrays: ()
-    mutates: tuple[str, ...] = ()
-    implementations: tuple[str, ...] = ("triton",)
+    limits: Callable[[Problem, Arrays], Iterable[Limit]] = declared_limits
+    work: Callable[[Problem, int | None], list[Work]] = everything_once
+    batch: Callable[[Any, Callable[..., Any], Mapping[str, Any]], tuple[Any, ...]] | None = None
     name: str = field(init=False)
     optional: frozenset[str] = field(init=False)
-    mutated: tuple[int, ...] = field(init=False)  # where `mutates` stand among the tensors
+    mutates: tuple[str, ...] = field(init=False)
+    mutated: tuple[int, ...] = field(init=False)  # positions of `mutates` among the tensors
     attrs: tuple[Attr, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,6 +306,7 @@ class Op:
             raise RuntimeError(f"{self.prototype.__name__} takes {positional}, declared: {list(self.tensors)}")
         object.__setattr__(self, "name", self.prototype.__name__)
         object.__setattr__(self, "optional", frozenset(n for n in positional if parameters[n].default is None))
+        object.__setattr__(self, "mutates", tuple(self.updates))
         object.__setattr__(self, "mutated", tuple(positional.index(n) for n in self.mutates))
         attrs = tuple(
             Attr.of(n, p.annotation, None if p.default is p.empty else p.default)
@@ -190,8 +324,40 @@ class Op:
         return [name for name, tensor in self.tensors.items() if tensor.names[-1].endswith("ROW")]
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The names that `implementation` takes besides "reference", best first."""
+        own = [implementation.name for implementation in self.implementations]
+        names = [name for step in self.steps for name in step.choices] if self.steps else own
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def doc(self) -> str:
+        """The public docstring: the prototype's, and a list of what each implementation serves."""
+        if self.steps:
+            told = ["those of " + ", ".join(step.name for step in self.steps if len(step.choices) > 1) + "."]
+        else:
+            served = {
+                implementation.name: "; ".join(condition.supported for condition in implementation.conditions)
+                for implementation in self.implementations
+            }
+            told = [f"{name}: {conditions or 'every call'}." for name, conditions in served.items()]
+        lines = [line for text in told for line in wrap(text, 112, subsequent_indent="    ")]
+        section = "\n".join(["    Implementations, best first:", *(f"        {line}" for line in lines)])
+        return f"{(self.prototype.__doc__ or '').rstrip()}\n\n{section}\n    "
+
+    @property
+    def partial(self) -> bool:
+        """Whether elements of a result are left unwritten."""
+        return any(result.partial for result in self.outputs.values())
+
+    def indices_of(self, cache: str) -> list[str]:
+        """The index tensors whose values name entries, or pages, of the cache."""
+        pages = self.tensors[cache].names[0]
+        return [name for name, tensor in self.tensors.items() if tensor.index_of.split()[:1] == [pages]]
+
+    @property
     def defaults(self) -> dict[str, Any]:
-        """Each attribute's default, in order; None for one that has to be given."""
+        """Each attribute's default, in order; None for a required one."""
         return {attr.name: attr.default for attr in self.attrs}
 
     def bind(
@@ -201,22 +367,45 @@ class Op:
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
         given = {name: spec for name, spec in specs.items() if spec is not None}
         axes: dict[str, int] = {}  # filled below
-        problem = Problem(self, given, self.plain_attributes(attrs), axes, implementation, whole)
-        first: dict[str, str] = {}  # the argument that each axis has its size of
+        formats: dict[str, Format] = {}
+        problem = Problem(self, given, self.plain_attributes(attrs), axes, formats, implementation, whole)
+        first: dict[str, str] = {}  # the argument that gave each axis its size
         for name, tensor in self.tensors.items():
             if name not in given:
                 if name not in self.optional:
                     problem.refuse(name, "argument", "missing", "an array")
                 continue
             self._check_tensor(problem, name, tensor, given[name], axes, first)
+        for name, tensor in self.tensors.items():
+            if tensor.format is not None and name in given:
+                formats[name] = tensor.format(problem, name)
         self.check(problem)
         return problem
+
+    def choose(self, problem: Problem, device: Device) -> Implementation:
+        """The first implementation that serves the call; if one was asked for by name, only that one.
+
+        Raises:
+            UnsupportedError: The implementation asked for does not serve the call.
+        """
+        asked = None if self.steps else problem.implementation
+        unmet = None
+        for implementation in self.implementations:
+            if asked in (None, implementation.name):
+                unmet = implementation.unmet(problem, device)
+                if unmet is None:
+                    return implementation
+        got, supported = unmet or ("", "")
+        problem.unsupported("implementation", "value", f"{asked!r} {got}", supported)
+
+    def plan(self, problem: Problem, device: Device) -> Plan:
+        return self.choose(problem, device).plan(problem, device)
 
     def plain_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes in Python's own types, in order.
 
         Raises:
-            ArgumentError: One is of another type than declared, or a float that is not finite.
+            ArgumentError: A value does not have the declared type, or is a float that is not finite.
         """
         return {attr.name: attr.plain(self.name, attrs[attr.name]) for attr in self.attrs}
 
@@ -242,16 +431,16 @@ class Op:
             problem.refuse(name, "device", spec.device, f"{leading.device}, as {problem.called(other)}")
 
     def result_specs(self, problem: Problem) -> dict[str, Spec]:
-        return {name: spec(problem) for name, spec in self.outputs.items()}
+        return {name: result.spec(problem) for name, result in self.outputs.items()}
 
     def refuse_derivative(self, argument: str, constant: str) -> NoReturn:
-        """Raise for an argument that is differentiated; `constant`: what of the framework makes it none."""
+        """Raise for an argument that is differentiated; `constant`: the framework's call that prevents it."""
         raise UnsupportedError(
             f"{self.name}: {argument} is differentiated, supported: no derivative; {constant} makes it a constant"
         )
 
     def check_implementation(self, implementation: str | None) -> None:
-        choices = (None, *self.implementations, "reference")
+        choices = (None, *self.choices, "reference")
         if implementation not in choices:
             raise UnsupportedError(
                 f"{self.name}: implementation is {implementation!r}, supported: "
@@ -262,11 +451,11 @@ class Op:
 def plan_call(
     op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
-    """Bind and plan, memoised: the plan and the specs of its results, in order.
+    """Bind and plan a call, memoised: the plan and the specs of its results, in order.
 
     `specs` follow `op.tensors`, `attrs` follow `op.attrs`.
     """
-    values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))  # the memo takes True for 1
+    values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))  # checked here: to the memo True equals 1
     return _plan_call(op, specs, tuple(values.values()), device, implementation)
 
 
@@ -283,9 +472,10 @@ def _plan_call(
     plan = op.plan(problem, device)
     _check_architecture(problem, plan, device)
     for launch in plan.launches:
-        if max(launch.sizes, default=0) > LARGEST_SIZE:
-            supported = f"sizes and strides in elements up to {LARGEST_SIZE}"
-            raise UnsupportedError(f"{op.name}: {launch.name} takes {max(launch.sizes)}, supported: {supported}")
+        for name, size in launch.sizes.items():
+            if size > LARGEST_SIZE:
+                supported = f"sizes and strides in elements up to {LARGEST_SIZE}"
+                raise UnsupportedError(f"{op.name}: {name} of {launch.name} is {size}, supported: {supported}")
     if settings.print_plans:
         print(f"{op.name} on {device.name}: {plan}", file=sys.stderr)
     return plan, tuple(op.result_specs(problem).values())
@@ -305,8 +495,37 @@ def _check_architecture(problem: Problem, plan: Plan, device: Device) -> None:
         )
 
 
-def registry() -> dict[str, Op]:
-    """Every op by name, found from the folders of `xmla.core.ops`."""
-    package = import_module("xmla.core.ops")
-    modules = (import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__))
-    return {module.OP.name: module.OP for module in modules}
+class Steps:
+    """Ops called one after another as one call: the plan of a composed op.
+
+    `called`: for errors, the arguments of the whole from which a step's arguments are computed, if they are not the
+    same.
+    """
+
+    def __init__(self, whole: Problem, device: Device, called: Mapping[str, str] | None = None) -> None:
+        self.whole = whole
+        self.device = device
+        self.called = called or {}
+        self.arrays: dict[str, Spec] = dict(whole.specs)
+        self.parts: list[Part] = []
+
+    def call(self, op: Op, same: str, renamed: Mapping[str, str] | None = None, **attrs: Any) -> None:
+        """Call `op` with the whole's arrays named in `same`, and `renamed[argument]` for arguments of other names.
+
+        Its results become arrays of the whole. Optional arguments that the whole does not have are not given.
+        """
+        names = {name: name for name in same.split()} | dict(renamed or {})
+        specs = {argument: self.arrays.get(name) for argument, name in names.items()}
+        asked = self.whole.implementation if self.whole.implementation in op.choices else None
+        owner = self.whole.op.name if self.whole.whole is None else self.whole.whole.op
+        told = {argument: self.whole.called(name) for argument, name in {**names, **self.called}.items()}
+        problem = op.bind(specs, op.defaults | attrs, asked, Whole(owner, told))
+        self.add(Part(op.name, op.plan(problem, self.device), names | {name: name for name in op.outputs}))
+
+    def add(self, part: Part) -> None:
+        """Run `part` next."""
+        self.parts.append(part)
+        self.arrays |= {part.names[n]: spec for n, spec in part.plan.buffers.items() if n in part.names}
+
+    def plan(self) -> Plan:
+        return join(self.parts, tuple(self.whole.op.outputs))

@@ -1,24 +1,34 @@
-"""Attention over several ranks: who owns which key or head, and the bytes that a step exchanges."""
+"""Attention over several ranks: which rank owns which key or head, and the bytes that a step exchanges."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from xmla.core.errors import ArgumentError
-from xmla.core.layout import indexer_layouts, indexer_rows
+from xmla.core.formats.indexer import indexer_layouts, indexer_rows
 from xmla.core.plan import cdiv
+
+
+class _Integers(Protocol):
+    """A number or an array of any framework."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+    def __floordiv__(self, other: Any, /) -> Any: ...
+    def __mod__(self, other: Any, /) -> Any: ...
+    def __gt__(self, other: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which rank has which keys of every request: blocks of pages dealt out in turn (block-cyclic).
+    """Which rank owns which keys of every request: block-cyclic over blocks of pages.
 
-    Key p belongs to rank p // block % ranks, block = block_pages · page_size. Each rank counts its own keys of a
-    request from 0, in order, and keeps them in its own pools. The methods take numbers or arrays of any framework.
+    Key p belongs to rank p // block % ranks, block = block_pages · page_size. Each rank numbers its own keys of a
+    request from 0, in order, and stores them in its own pools. The methods take numbers or arrays of any framework.
 
     Attributes:
         ranks: W, ranks that share a request.
-        page_size: R, entries a page.
-        block_pages: Adjacent pages of one rank: 1 interleaves them, `contiguous` gives each rank one run.
+        page_size: R, entries per page.
+        block_pages: Adjacent pages of one rank: 1 interleaves pages, `contiguous` gives each rank one run.
     """
 
     ranks: int
@@ -27,7 +37,7 @@ class Ownership:
 
     @classmethod
     def contiguous(cls, ranks: int, page_size: int, pages: int) -> "Ownership":
-        """Each rank has one run of the up to `pages` pages that a request can have."""
+        """Each rank owns one run of a request's pages, of which there are at most `pages`."""
         return cls(ranks, page_size, max(cdiv(pages, ranks), 1))
 
     def __post_init__(self) -> None:
@@ -37,18 +47,18 @@ class Ownership:
 
     @property
     def block(self) -> int:
-        """Keys a block."""
+        """Keys per block."""
         return self.block_pages * self.page_size
 
-    def owner(self, position: Any) -> Any:
-        """The rank of the key at `position` ≥ 0 of a request."""
+    def owner[N: _Integers](self, position: N) -> N:
+        """The rank that owns the key at `position` ≥ 0 of a request."""
         return position // self.block % self.ranks
 
-    def position(self, own: Any, rank: Any) -> Any:
-        """Where in its request the key stands that is `own`-th of `rank`; something negative for −1."""
+    def position[N: _Integers](self, own: N, rank: N | int) -> N:
+        """The position within its request of the `own`-th key of `rank`; a negative number for −1."""
         return own + own // self.block * ((self.ranks - 1) * self.block) + rank * self.block
 
-    def count(self, length: Any, rank: Any) -> Any:
+    def count[N: _Integers](self, length: N, rank: N | int) -> N:
         """How many of a request's first `length` keys belong to `rank`; 0 for a negative length."""
         whole = length // (self.ranks * self.block)
         rest = length % (self.ranks * self.block) - rank * self.block
@@ -60,11 +70,11 @@ class Ownership:
         return [page for page in range(pages) if page // self.block_pages % self.ranks == rank]
 
     def own_width(self, pages: int) -> int:
-        """The most pages a rank has of a request's first `pages`: what every rank's share of a block table takes."""
+        """The most pages that a rank owns of a request's first `pages`: the width of every rank's own block table."""
         return min(cdiv(pages, self.ranks * self.block_pages) * self.block_pages, pages)
 
     def check_ranks(self, ranks: int, what: str) -> None:
-        """Refuse another number of ranks than there are."""
+        """Refuse a number of ranks other than that of the Ownership."""
         if ranks != self.ranks:
             raise ArgumentError(f"ContextParallel: {what} has {ranks} ranks, expected {self.ranks}, as its Ownership")
 
@@ -82,10 +92,10 @@ def query_format(row: int, dim: int) -> str:
 
 
 def heads_of(heads: int, ranks: int) -> int:
-    """Heads a rank.
+    """Heads per rank.
 
     Raises:
-        ArgumentError: The heads cannot be dealt out evenly.
+        ArgumentError: The number of heads is not a multiple of the ranks.
     """
     if heads % ranks:
         raise ArgumentError(
@@ -98,13 +108,13 @@ def heads_of(heads: int, ranks: int) -> int:
 def received_bytes(
     tokens: int, heads: int, k: int, ranks: int, *, latent: int = 512, itemsize: int = 2, scatter_heads: bool = False
 ) -> dict[str, int]:
-    """Bytes that each rank receives in one layer's context-parallel step, by what they are.
+    """Bytes that each rank receives in one layer's context-parallel step, by their content.
 
     Args:
         tokens, heads, k: T, H and K of the step.
         ranks: W.
-        latent, itemsize: L dims of an output row and bytes of its dtype.
-        scatter_heads: As in `ContextParallel.merge`: a rank merges H / W heads, else all.
+        latent, itemsize: L, the dims of an output row, and the bytes of its dtype.
+        scatter_heads: As in `ContextParallel.merge`: a rank merges H / W heads instead of all.
     """
     merged = heads_of(heads, ranks) if scatter_heads else heads
     return {

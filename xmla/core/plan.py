@@ -1,14 +1,14 @@
 """A plan: the launches of one call, the buffers they need, the results. Plain data that both front-ends run."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from xmla.core.spec import Spec
 
-# Buffers of a workspace start on multiples of this many bytes, as those of frameworks' allocators do.
+# Buffers of a workspace start on multiples of this many bytes, as in the frameworks' allocators.
 ALIGNMENT = 256
 
 
@@ -23,47 +23,101 @@ def next_power_of_2(n: int) -> int:
 
 
 def most_registers(warps: int) -> int:
-    """Registers of a thread where one program of so many warps has an SM's 65536 to itself; an instruction names 255.
+    """Registers per thread if one program of `warps` warps has all 65536 of an SM, at most the 255 of the architecture.
 
-    As `Launch.max_registers` it keeps ptxas from what it does unasked: spill a few words to fit one more program.
+    As `Launch.max_registers` it stops ptxas from spilling registers to raise occupancy.
     """
     return min(255, 65536 // (32 * warps))
 
 
-# What `triton.jit` and `gluon.jit` make of a function; Triton 3.9 types it as the function itself.
+# The type of what `triton.jit` and `gluon.jit` return; Triton 3.9 types it as the function itself.
 Kernel = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: everything but the device arrays.
+    """One kernel launch: everything except the device arrays, bound by the names of the kernel's parameters.
 
-    A kernel's parameters are, in this order, input pointers, runtime 32-bit sizes, output pointers, constexprs: the one
-    order that Triton's launcher and jax-triton both take. `inputs` may repeat a name and may name an array that the
-    kernel updates in place. A buffer among the `outputs` of several launches is written by each in part, and may be
-    read as those before left it; such ones come first among the outputs.
+    A kernel's parameters are input pointers, runtime 32-bit sizes, output pointers, constexprs: the one order that both
+    Triton's launcher and jax-triton take. A pointer `x_ptr` points to the array `x`.
+
+    Attributes:
+        outputs: The arrays that the kernel writes and the plan allocates. A cache updated in place is an input. If
+            several launches write an array, each writes a part of it and may read what earlier launches wrote; a kernel
+            has such arrays first among its outputs.
+        arrays: The array of each pointer that does not point to the array of its own name: the call has another name
+            for the array, or another array stands in for one that is not given (`Problem.stand_ins`).
+        max_registers: Registers per thread. Without it the compiler weighs registers against occupancy itself.
     """
 
     kernel: Kernel
     grid: tuple[int, ...]
-    inputs: tuple[str, ...]
-    sizes: tuple[int, ...]
-    outputs: tuple[str, ...]
-    constexprs: tuple[tuple[str, Hashable], ...]
+    outputs: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    constexprs: Mapping[str, Hashable] = field(default_factory=dict, hash=False)
+    arrays: Mapping[str, str] = field(default_factory=dict, hash=False)
     num_warps: int = 4
     num_stages: int = 2
-    max_registers: int | None = None  # a thread; without, the compiler weighs them against programs an SM itself
+    max_registers: int | None = None
+
+    def __post_init__(self) -> None:
+        names = self.kernel.arg_names
+        values = {**self.sizes, **self.constexprs}
+        pointers = [name for name in names if name not in values]
+        inputs = [name for name in pointers if name.removesuffix("_ptr") not in self.outputs]
+        outputs = [f"{name}_ptr" for name in self.outputs]
+        sizes = [name for name in names if name in self.sizes]
+        constexprs = [name for name in names if name in self.constexprs]
+        wrong = [name for name in values if name not in names] + [n for n in pointers if not n.endswith("_ptr")]
+        wrong += [name for name in self.arrays if f"{name}_ptr" not in pointers]
+        if wrong or names != [*inputs, *sizes, *outputs, *constexprs]:
+            expected = f"{[*inputs, *sizes, *outputs, *constexprs]}"
+            raise RuntimeError(f"{self.name} takes {names}, the plan gives {expected}; unknown: {wrong}")
+        for pointer, array in self.arrays.items():
+            if pointer != array and pointer in self.arrays.values():
+                raise RuntimeError(f"{self.name}: {pointer}_ptr gets {array}, and another pointer gets {pointer}")
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
 
+    @property
+    def pointers(self) -> dict[str, str]:
+        """The array of each pointer, by parameter, in the kernel's order."""
+        given = self.sizes.keys() | self.constexprs.keys()
+        bare = [name.removesuffix("_ptr") for name in self.kernel.arg_names if name not in given]
+        return {f"{name}_ptr": self.arrays.get(name, name) for name in bare}
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The arrays of the input pointers, in the kernel's order; one may occur several times."""
+        written = len(self.outputs)
+        arrays = tuple(self.pointers.values())
+        return arrays[: len(arrays) - written]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The arrays of the output pointers, in the kernel's order."""
+        return tuple(self.arrays.get(name, name) for name in self.outputs)
+
+    @property
+    def size_values(self) -> tuple[int, ...]:
+        """The runtime sizes, in the kernel's order."""
+        return tuple(self.sizes[name] for name in self.kernel.arg_names if name in self.sizes)
+
+    @property
+    def constexpr_values(self) -> tuple[tuple[str, Hashable], ...]:
+        """The constexprs with their names, in the kernel's order."""
+        return tuple((name, self.constexprs[name]) for name in self.kernel.arg_names if name in self.constexprs)
+
+    def with_sizes(self, **sizes: int) -> "Launch":
+        """The same launch with other runtime sizes."""
+        return replace(self, sizes={**self.sizes, **sizes})
+
     def renamed(self, names: Mapping[str, str]) -> "Launch":
-        return replace(
-            self,
-            inputs=tuple(names.get(n, n) for n in self.inputs),
-            outputs=tuple(names.get(n, n) for n in self.outputs),
-        )
+        """The same launch with other names for its arrays."""
+        bound = {pointer.removesuffix("_ptr"): names.get(array, array) for pointer, array in self.pointers.items()}
+        return replace(self, arrays={name: array for name, array in bound.items() if name != array})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +129,19 @@ class Plan:
     results: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        written = {name for launch in self.launches for name in launch.outputs}
+        written = {name for launch in self.launches for name in launch.writes}
         if not written <= set(self.buffers):
             raise RuntimeError(f"a plan writes its own buffers: {written} against {list(self.buffers)}")
         shared = self.shared
         for launch in self.launches:
-            own = [name not in shared for name in launch.outputs]
+            own = [name not in shared for name in launch.writes]
             if own != sorted(own):
-                raise RuntimeError(f"{launch.name} writes {launch.outputs}: those of {sorted(shared)} come first")
-            arguments = len(launch.inputs) + len(launch.sizes) + len(launch.outputs) + len(launch.constexprs)
-            if arguments != len(launch.kernel.arg_names):
-                raise RuntimeError(f"{launch.name} takes {launch.kernel.arg_names}, the plan passes {arguments}")
+                raise RuntimeError(f"{launch.name} writes {launch.writes}: those of {sorted(shared)} come first")
 
     @property
     def shared(self) -> frozenset[str]:
         """The buffers that several launches write."""
-        counts = Counter(name for launch in self.launches for name in launch.outputs)
+        counts = Counter(name for launch in self.launches for name in launch.writes)
         return frozenset(name for name, count in counts.items() if count > 1)
 
     @property
@@ -100,7 +151,7 @@ class Plan:
 
     @property
     def workspace(self) -> dict[str, int]:
-        """Where each buffer that is not a result lies in the call's workspace: its first byte, by name."""
+        """The offset in the call's workspace, in bytes, of each buffer that is not a result, by name."""
         offsets, end = {}, 0
         for name, spec in self.buffers.items():
             if name not in self.results:
@@ -110,7 +161,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that the call needs besides its arguments and results."""
+        """Bytes of device memory that the call needs besides its arguments and results."""
         kept = [spec.nbytes for name, spec in self.buffers.items() if name not in self.results]
         return sum(cdiv(nbytes, ALIGNMENT) * ALIGNMENT for nbytes in kept)
 
@@ -118,17 +169,32 @@ class Plan:
         lines = [f"{self.workspace_bytes} bytes of workspace"]
         lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
         for launch in self.launches:
-            values = ", ".join(f"{name}={value}" for name, value in launch.constexprs)
             lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.num_warps} warps, {launch.num_stages} stages")
-            lines.append(f"    sizes {list(launch.sizes)}; {values}")
+            values = launch.constexpr_values
+            for label, pairs in (("arrays", launch.pointers), ("sizes", launch.sizes), ("constexprs", dict(values))):
+                lines.append(f"    {label}: {', '.join(f'{name}={value}' for name, value in pairs.items())}")
         return "\n".join(lines)
 
 
-def join(steps: list[tuple[Plan, Mapping[str, str]]], results: tuple[str, ...]) -> Plan:
-    """One plan that runs `steps` in order; each step's names are first replaced through its mapping."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One step of a larger plan; `names` gives the whole's names of the arrays that the step shares with others."""
+
+    label: str
+    plan: Plan
+    names: Mapping[str, str]
+
+    def renamed(self) -> dict[str, str]:
+        """Each buffer's name in the whole; the step's label distinguishes its private buffers."""
+        return {name: self.names.get(name, f"{self.label}.{name}") for name in self.plan.buffers}
+
+
+def join(parts: Iterable[Part], results: tuple[str, ...]) -> Plan:
+    """One plan that runs `parts` in order."""
     launches: list[Launch] = []
     buffers: dict[str, Spec] = {}
-    for plan, names in steps:
-        launches += [launch.renamed(names) for launch in plan.launches]
-        buffers |= {names.get(name, name): spec for name, spec in plan.buffers.items()}
+    for part in parts:
+        names = {**part.names, **part.renamed()}
+        launches += [launch.renamed(names) for launch in part.plan.launches]
+        buffers |= {names[name]: spec for name, spec in part.plan.buffers.items()}
     return Plan(tuple(launches), buffers, results)

@@ -1,4 +1,4 @@
-"""Functions with an op's own signature, made once: binding arguments by hand costs more than a launch."""
+"""Functions with an op's own signature, generated once: binding arguments in Python costs more than a launch."""
 
 import inspect
 from collections.abc import Callable
@@ -27,6 +27,6 @@ def define(op: Op, target: Callable[..., Any], options: tuple[str, ...]) -> Any:
     scope: dict[str, Any] = {"_target": target}
     exec(compile(source, f"<signature of {op.name}>", "exec"), scope)
     function = scope[op.name]
-    function.__doc__ = op.prototype.__doc__
+    function.__doc__ = op.doc
     function.__module__ = target.__module__
     return function

@@ -1,4 +1,4 @@
-"""What a plan knows of an array: shape, dtype, strides, device, alignment. Never its values."""
+"""What a plan knows about an array: shape, dtype, strides, device, alignment. Never its values."""
 
 from dataclasses import dataclass
 from math import gcd, prod
@@ -45,8 +45,8 @@ class Spec:
     def stride(self, axis: int) -> int:
         """Distance in elements between neighbours along `axis`.
 
-        Where there is but one element no kernel depends on it, and frameworks leave anything there: then it is a dense
-        array's, so that one kernel serves all.
+        Along an axis with one element no kernel depends on the stride, and frameworks leave any value there. It is then
+        the stride of a dense array, so that one kernel serves all.
         """
         axis %= len(self.shape)
         if self.shape[axis] == 1:
@@ -54,7 +54,7 @@ class Spec:
         return (self.strides or row_major(self.shape))[axis]
 
     def on_multiples(self, unit: int, axes: tuple[int, ...]) -> bool:
-        """Whether what an index of these axes finds starts on a multiple of `unit` bytes."""
+        """Whether every element at an index of these axes starts on a multiple of `unit` bytes."""
         steps = (self.alignment, *(self.stride(axis) * self.itemsize for axis in axes))
         return all(step % unit == 0 for step in steps)
 

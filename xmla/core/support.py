@@ -1,4 +1,4 @@
-"""What runs where, asked without a GPU."""
+"""Whether a device supports a call, answered without a GPU."""
 
 from dataclasses import dataclass
 
@@ -7,34 +7,36 @@ import numpy as np
 from xmla.core.attribute import Attr
 from xmla.core.device import Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import plan_call, registry
+from xmla.core.op import plan_call
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a call would be served, and if not the message it would raise. True and False like its `ok`."""
+    """Whether a call is supported, and if not the message it would raise. Its truth value is `ok`."""
 
     ok: bool
     reason: str = ""
+    implementation: str = ""  # its name; empty for a composed op, whose steps have their own
 
     def __bool__(self) -> bool:
         return self.ok
 
 
 def supports(op: str, device: Device | str, /, **axes: int) -> Support:
-    """Whether `op` runs on `device` at these sizes, from the same declaration and planner that serve the call.
+    """Whether `op` runs on `device` at these sizes, according to the declaration and planner that serve the call.
 
         supports("sparse_mla", RTX_PRO_6000, H=16, K=2048)
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
         device: One of `xmla.core.device.KNOWN_DEVICES` or `LIMITED_DEVICES`, any other `Device`, or a part of the
-            name of one of those lists, such as "H200".
-        axes: Sizes by the declaration's axis names; others, and the attributes, are those of the op's first case.
+            name of a device in those lists, such as "H200".
+        axes: Sizes by the declaration's axis names. Other sizes, and the attributes, are those of the op's first case.
 
     Raises:
-        ArgumentError: There is no such op or device, or the op has no such axis, or a size is no integer.
+        ArgumentError: There is no such op or device, the op has no such axis, or a size is not an integer.
     """
     if isinstance(device, str):
         device = find_device(device)
@@ -60,7 +62,8 @@ def supports(op: str, device: Device | str, /, **axes: int) -> Support:
         specs.append(Spec(shape, array.dtype.name))
     attrs = declared.defaults | dict(case.attrs)
     try:
-        plan_call(declared, tuple(specs), tuple(attrs[attr.name] for attr in declared.attrs), device)
+        plan_call(declared, tuple(specs), tuple(attrs.values()), device)
     except (ArgumentError, UnsupportedError) as error:
         return Support(False, str(error))
-    return Support(True)
+    problem = declared.bind(dict(zip(declared.tensors, specs, strict=True)), attrs)
+    return Support(True, implementation="" if declared.steps else declared.choose(problem, device).name)

@@ -1,4 +1,4 @@
-"""The versions that xmla is tested with, the bounds of pyproject.toml, and what follows from others."""
+"""The versions that xmla is tested with, which are the bounds of pyproject.toml, and a warning for others."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,7 +28,7 @@ def installed(package: str) -> str | None:
 
 
 def untested() -> list[str]:
-    """A sentence for each installed package that is outside of the tested versions."""
+    """A sentence for each installed package whose version is not tested."""
     found = {package: installed(package) for package in TESTED}
     return [
         f"{package} {found[package]}: tested with {TESTED[package]}; {FOLLOWS[package]}"

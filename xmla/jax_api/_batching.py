@@ -1,7 +1,7 @@
 """vmap: a batch of calls as one call with more rows, without a loop.
 
-The axes T (tokens) and B (requests) of every argument take the batch in. A pool (a cache, or the keys of a prefill)
-with a batch axis becomes one larger pool, and the integers that name its places are shifted to the element's own.
+The batch is folded into the axes T (tokens) and B (requests) of every argument. A pool (a cache, or the keys of a
+prefill) with a batch axis becomes one larger pool, and the indices into it are shifted to each element's own part.
 """
 
 from collections.abc import Mapping
@@ -22,16 +22,16 @@ def _row_axis(tensor: Tensor) -> str | None:
 
 
 def move(array: Any, source: Any, place: Any) -> jax.Array:
-    """`array` with its axis `source` at `place`; neither is None, which the types of batch axes do not say."""
+    """`array` with its axis `source` moved to `place`; neither is None, although the types of batch axes allow it."""
     return jnp.moveaxis(array, source, place)
 
 
 def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
-    """The leading axes of the pools that have a batch axis, such as P; refuses what cannot be folded.
+    """The leading axes, such as P, of the pools that have a batch axis; refuses arguments that cannot be folded.
 
     Raises:
         UnsupportedError: The op has no rows, or an argument that is the same for all rows has a batch axis.
-        ArgumentError: Of several arguments over one pool axis some have a batch axis and some have not.
+        ArgumentError: Of several arguments over one pool axis, some have a batch axis and some do not.
     """
     if not any("T" in tensor.names for tensor in op.tensors.values()):
         raise UnsupportedError(f"{op.name}: vmap is given, supported: ops with an axis T")
@@ -50,7 +50,7 @@ def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
 
 
 def fold(op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], size: int) -> dict[str, Any]:
-    """The arguments of one call for those of `size` calls; `dims` has each one's batch axis, None if it has none."""
+    """The arguments of `size` calls as those of one call; `dims` has each argument's batch axis, or None."""
     pools = batched_pools(op, dims)
     axes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -78,7 +78,7 @@ def fold(op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], size
 
 
 def _shift(op: Op, name: str, array: jax.Array, place: int, total: int) -> jax.Array:
-    """Places or bounds within [0, total) of each batch element as those within the whole; axis `place` is the batch."""
+    """Shift indices or bounds in [0, total) of each batch element to the element's part; axis `place` is the batch."""
     size = array.shape[place]
     if size * total > jnp.iinfo(array.dtype).max:
         raise UnsupportedError(
@@ -93,29 +93,3 @@ def _shift(op: Op, name: str, array: jax.Array, place: int, total: int) -> jax.A
 def unfold(array: jax.Array, size: int) -> jax.Array:
     """A result of the folded call with the batch as its first axis."""
     return array.reshape(size, array.shape[0] // size, *array.shape[1:])
-
-
-def keys_as_pages(arrays: Mapping[str, Any], dims: Mapping[str, int | None], size: int) -> tuple[dict[str, Any], int]:
-    """The arguments of `indexer_logits_paged` for `indexer_logits` of a batch in which each element has its own keys.
-
-    Folding would give a row logits of every element's keys. Instead the keys of an element become its only page, which
-    holds all values and then all scales.
-    """
-
-    def first(name: str) -> jax.Array:
-        array = arrays[name]
-        return jnp.broadcast_to(array, (size, *array.shape)) if dims[name] is None else move(array, dims[name], 0)
-
-    keys, scales = first("keys"), first("key_scales")
-    _, count, dim = keys.shape
-    as_bytes = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(size, -1) for x in (keys, scales)]
-    q8, weights, ends = first("q8"), first("weights"), first("ends")
-    tokens = q8.shape[1]
-    folded = {
-        "q8": q8.reshape(size * tokens, *q8.shape[2:]),
-        "weights": weights.reshape(size * tokens, -1),
-        "cache": jnp.concatenate(as_bytes, axis=1).reshape(size, count, dim + 4),
-        "block_table": jnp.arange(size, dtype=jnp.int32)[:, None],
-        "lengths": ends.reshape(-1),
-    }
-    return folded, count

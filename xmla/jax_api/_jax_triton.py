@@ -1,9 +1,9 @@
-"""The only file that imports jax-triton and knows its versions (0.4.x, with JAX 0.11.x).
+"""The only file that imports jax-triton and depends on its version (0.4.x, with JAX 0.11.x).
 
-`import jax_triton` deletes TRITON_CACHE_DIR from the environment (0.3.1 sets it to ""); it is restored here. Two of
-its habits would make other kernels than torch's, or make them again in every process:
-  - it bakes in an integer argument that equals 1 (`_Size` equals no plain integer);
-  - it compiles by itself, past Triton's cache on disk (`_compile` replaces that by `xmla.core.compile`).
+`import jax_triton` deletes TRITON_CACHE_DIR from the environment (0.3.1 sets it to ""); it is restored here. Two
+behaviours of jax-triton would compile kernels that differ from torch's, or compile them again in every process:
+  - it specialises on an integer argument that equals 1 (`_Size` equals no plain integer);
+  - it compiles without Triton's cache on disk (`_compile` replaces that by `xmla.core.compile`).
 """
 
 import os
@@ -21,7 +21,7 @@ from xmla.core.spec import Spec
 
 
 class _Size(int):
-    """A runtime size: an integer that equals its like, but never a plain one."""
+    """A runtime size: an integer that equals other `_Size`s of its value, but no plain integer."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Size) and int(self) == int(other)
@@ -48,7 +48,7 @@ def _import() -> Any:
 
 
 def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What jax-triton's method of this name returns, from a kernel compiled or found by `xmla.core.compile`."""
+    """Replaces jax-triton's `_compile_kernel`: returns the same, for a kernel that `xmla.core.compile` gives."""
     from jax_triton import triton_lib
 
     fn = function.fn
@@ -61,7 +61,7 @@ def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mappi
     facts = made.metadata
     ir = made.asm["ttir" if "ttir" in made.asm else "ttgir"]  # Gluon starts one level lower
     scratch = (facts.global_scratch_size, facts.global_scratch_align) if facts.global_scratch_size else ()
-    # The launch has the warps of every partition of a warp-specialised kernel, the options those of the first.
+    # The launch needs the warps of all partitions of a warp-specialised kernel; the options have those of the first.
     kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
         facts.name, facts.num_warps, options["num_ctas"], facts.shared, made.asm["ptx"], ir, target.arch, *scratch,
     )  # fmt: skip
@@ -77,16 +77,16 @@ def launch(
 ) -> list[jax.Array]:
     """One launch of `plan` inside a JAX computation; Refs among `inputs` are updated in place.
 
-    `parts` are Refs of the outputs that other launches write too; they come before the other outputs.
+    `parts` are Refs of the outputs that other launches also write; they come before the other outputs.
     """
     jax_triton = _import()
     specialization = specialize(launch, plan, specs)
-    compiled(specialization, device.arch)  # here, where an error still names the user's line
+    compiled(specialization, device.arch)  # here, so that an error names the user's line
     options = specialization.options()
-    outputs = [plan.buffers[name] for name in launch.outputs[len(parts) :]]
+    outputs = [plan.buffers[name] for name in launch.writes[len(parts) :]]
     return jax_triton.triton_call(
         *inputs,
-        *map(_Size, launch.sizes),
+        *map(_Size, launch.size_values),
         *parts,
         kernel=launch.kernel,
         out_type=[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in outputs],
@@ -96,5 +96,5 @@ def launch(
         num_warps=options.pop("num_warps"),
         num_stages=options.pop("num_stages"),
         backend_options=options,
-        **dict(launch.constexprs),
+        **launch.constexprs,
     )

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xmla.core import shadow
-from xmla.core.checks import check_values
 from xmla.core.config import settings
 from xmla.core.device import Device, assumed_device
 from xmla.core.errors import ArgumentError
+from xmla.core.live import shadow
+from xmla.core.live.checks import check_values
 from xmla.core.op import Op, plan_call
 from xmla.core.signature import define
 from xmla.core.spec import Spec
@@ -27,7 +27,7 @@ def _spec(array: Any) -> Spec:
 
 
 def _device(arrays: Mapping[str, Any]) -> Device:
-    """Where to run: the device assumed, that of the first concrete array, or the default one (under a trace)."""
+    """The device to run on: the assumed one, that of the first concrete array, or the default one (under a trace)."""
     if (assumed := assumed_device()) is not None:
         return assumed
     concrete = [a for a in arrays.values() if not isinstance(a, jax.core.Tracer) and hasattr(a, "devices")]
@@ -37,7 +37,7 @@ def _device(arrays: Mapping[str, Any]) -> Device:
 
 
 def _as_jax(value: Any) -> Any:
-    """A NumPy array as JAX's. An index that JAX would cut to 32 bits names nothing before, and nothing after."""
+    """A NumPy array as JAX's. An index that JAX would truncate to 32 bits is out of range before and after."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype == np.int64 and not jax.config.jax_enable_x64:
@@ -59,7 +59,7 @@ def public(op: Op) -> Callable[..., Any]:
             arrays[name] = value
         values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
         attrs = tuple(values.values())
-        # Planned here, where an error names the user's line.
+        # Planned here, so that an error names the user's line.
         device = _device(arrays)
         specs = tuple(_spec(arrays[name]) if name in arrays else None for name in op.tensors)
         plan, _ = plan_call(op, specs, attrs, device, None if implementation == "reference" else implementation)
@@ -91,7 +91,7 @@ def _take(array: Any, places: np.ndarray | None) -> np.ndarray:
 
 
 def _sample(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> shadow.Sample | None:
-    """XMLA_SHADOW's part of an eager call. Under a trace there are no values, and no telling which pages they name."""
+    """XMLA_SHADOW's sample of an eager call. Under a trace there are no values, so the pages used are unknown."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
         return None
     return shadow.sample(op, arrays, {name: _spec(array) for name, array in arrays.items()}, attrs, _take)

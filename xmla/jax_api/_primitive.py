@@ -1,7 +1,7 @@
 """The JAX primitive of all ops, and its rules: shapes, Refs, lowering, vmap, no derivative.
 
-The operands are the given tensors in the order of the declaration; a mutated one is a Ref, updated in place, or an
-array, whose new value is then a further result.
+The operands are the given tensors in the order of the declaration. A mutated operand is a Ref, which is updated in
+place, or an array, whose new value is an additional result.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,16 @@ from jax.sharding import PartitionSpec as P
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
-from xmla.core.ops import indexer_logits, indexer_logits_paged
+from xmla.core.registry import registry
 from xmla.core.spec import Spec
 from xmla.jax_api import _batching, _private, _sharding
 from xmla.jax_api._private import AbstractRef
 from xmla.jax_api._run import execute, host_function, on_host
 
 call_p = Primitive("xmla")
-# The same for a call that `jit` may share out over devices: JAX tells its lowering which they are, and then refuses an
-# AbstractMesh and a second mesh in the program. So a call that cannot be shared out, as in a shard_map, is the other.
+# The primitive of a call that `jit` may partition over devices. JAX passes the devices to its lowering, and then
+# refuses an AbstractMesh or a second mesh in the program. A call that cannot be partitioned, as in a shard_map, uses
+# the other primitive.
 jit_p = Primitive("xmla")
 
 
@@ -54,9 +55,9 @@ def _specs(given: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
 def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], **_: Any) -> tuple[list[Any], set]:
     inner: list[Any] = [aval.inner_aval if isinstance(aval, AbstractRef) else aval for aval in avals]
     problem = op.bind(_specs(given, inner), dict(zip(op.defaults, attrs, strict=True)))
-    # Inside a shard_map, a result varies over every mesh axis that an argument varies over.
+    # Inside a shard_map a result varies over every mesh axis that an argument varies over.
     manual = _private.varying(inner)
-    # Over a mesh of explicit axes, it has the shared axes as the arguments have them.
+    # Over a mesh of explicit axes a result has the partitioned axes of the arguments.
     mesh = next((aval.sharding.mesh for aval in inner if not aval.sharding.mesh.empty), get_abstract_mesh())
     specs = _sharding.result_specs(problem, [aval.sharding.spec for aval in inner])
 
@@ -77,7 +78,7 @@ def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...],
 
 
 def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **params: Any):
-    """Refs that have become values: the new ones of those that the op updates, and the results."""
+    """Discharge Refs to values: the new values of those that the op updates, and the results."""
     found = bind(*operands, op=op, given=given, **params)
     results, updated = found[: len(op.outputs)], iter(found[len(op.outputs) :])
     new: list[Any] = [None] * len(operands)
@@ -128,9 +129,9 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple
             )
     pools = _batching.batched_pools(op, dims)
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None}
-    if op is indexer_logits.OP and "N" in pools:
-        return _batch_logits(arrays, dims, size, params)
-    # A cache that is updated is each element's own, also where all begin with the same.
+    if op.batch is not None and pools:
+        return _batch_apart(op.batch, arrays, dims, size, params)
+    # Each element updates its own cache, even if all start from the same one.
     for name in op.mutates:
         if dims[name] is None:
             arrays[name], dims[name] = jnp.broadcast_to(arrays[name], (size, *arrays[name].shape)), 0
@@ -144,17 +145,22 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple
     return found, [0] * len(found)
 
 
-def _batch_logits(arrays: dict[str, Any], dims: dict[str, int | None], size: int, params: dict[str, Any]):
-    folded, count = _batching.keys_as_pages(arrays, dims, size)
-    op = indexer_logits_paged.OP
-    attrs = tuple((op.defaults | {"max_len": count}).values())
-    (logits,) = bind(*folded.values(), op=op, given=tuple(folded), **params | {"attrs": attrs})
-    starts = jnp.broadcast_to(arrays["starts"], (size, logits.shape[0] // size))
-    if dims["starts"] is not None:
-        starts = _batching.move(arrays["starts"], dims["starts"], 0)
-    column = jnp.arange(count, dtype=jnp.int32)
-    seen = (column >= starts[..., None]) & (column < folded["lengths"].reshape(*starts.shape, 1))
-    return [jnp.where(seen, _batching.unfold(logits, size), -jnp.inf)], [0]
+def _batch_apart(
+    batch: Callable[..., Any], arrays: dict[str, Any], dims: dict[str, int | None], size: int, params: dict[str, Any]
+) -> tuple[list[Any], list[int]]:
+    """A batch whose calls have separate pools, computed as `Op.batch` declares."""
+
+    def first(name: str) -> jax.Array:
+        array, dim = arrays[name], dims[name]
+        return jnp.broadcast_to(array, (size, *array.shape)) if dim is None else _batching.move(array, dim, 0)
+
+    def call_op(name: str, operands: dict[str, Any], **attrs: Any) -> list[Any]:
+        other = registry()[name]
+        values = tuple((other.defaults | attrs).values())
+        return bind(*operands.values(), op=other, given=tuple(operands), **params | {"attrs": values})
+
+    found = batch(jnp, call_op, {name: first(name) for name in arrays})
+    return list(found), [0] * len(found)
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):

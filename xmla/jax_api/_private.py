@@ -1,9 +1,9 @@
-"""What JAX does not export, and what xmla does where a release lacks it. The only file that imports `jax._src`.
+"""Private names of JAX, and what xmla does if a release lacks them. The only file that imports `jax._src`.
 
-`MISSING` names what this release lacks, as a warning at import does. Then:
-  REFS False: a cache is passed as an array, whose new value is returned; a Ref is refused as what is no array.
-  MESHES False: `jit` over several devices replicates every op; `shard_map` shares them out as ever.
-  VARYING False: a result inside of a `shard_map` does not say over which axes it varies: `check_vma=False` is needed.
+`MISSING` lists the names that this release lacks, and a warning at import names them. Then:
+  REFS False: a cache is passed as an array, whose new value is returned; a Ref is refused, since it is not an array.
+  MESHES False: `jit` over several devices replicates every op; `shard_map` still partitions them.
+  VARYING False: a result inside a `shard_map` does not say over which axes it varies: `check_vma=False` is needed.
 """
 
 import logging
@@ -54,7 +54,7 @@ _apply = _found("dispatch", "apply_primitive")
 
 
 def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """A call of `primitive` outside of any transformation."""
+    """A call of `primitive` outside any transformation."""
     return (
         _apply[0](primitive, *operands, **params) if _apply else jax.jit(partial(primitive.bind, **params))(*operands)
     )
@@ -65,7 +65,7 @@ VARYING = _manual is not None
 
 
 def varying(avals: Sequence[Any]) -> dict[str, Any]:
-    """The argument of a result's type that says, in a `shard_map`, over which axes it varies: all that `avals` do."""
+    """The argument of a result's type that names the mesh axes it varies over in a `shard_map`, those of `avals`."""
     if not _manual:
         return {}
     return {"manual_axis_type": _manual[0](varying=frozenset[Any]().union(*(aval.mat.varying for aval in avals)))}

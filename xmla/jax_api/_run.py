@@ -1,4 +1,4 @@
-"""Runs plans inside JAX computations, on arrays alone: Refs have become values here."""
+"""Runs plans inside JAX computations, on arrays only: Refs have been discharged to values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def describe(device: Any) -> Device:
 
 
 def on_host(implementation: str | None, device: Device) -> bool:
-    """Whether a call is computed behind a callback, by the interpreter or the definition."""
+    """Whether a call is computed in a callback, by the interpreter or the reference."""
     return implementation == "reference" or device is INTERPRETER
 
 
@@ -36,15 +36,15 @@ def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], d
     from xmla.jax_api import _jax_triton
 
     shared = plan.shared
-    # In the buffers' order, not a set's: programs are cached by their text.
+    # In the buffers' order, not a set's: JAX caches programs by their text.
     parted = {name: spec for name, spec in plan.buffers.items() if name in shared}
     refs = {name: jax.empty_ref(jax.ShapeDtypeStruct(spec.shape, spec.dtype)) for name, spec in parted.items()}
     arrays |= refs
     for launch in plan.active:
-        inputs = [arrays[name] for name in launch.inputs]
-        parts = [refs[name] for name in launch.outputs if name in refs]
+        inputs = [arrays[name] for name in launch.reads]
+        parts = [refs[name] for name in launch.writes if name in refs]
         made = _jax_triton.launch(launch, plan, specs, inputs, parts, device)
-        arrays |= zip(launch.outputs[len(parts) :], made, strict=True)
+        arrays |= zip(launch.writes[len(parts) :], made, strict=True)
     arrays |= {name: ref[...] for name, ref in refs.items() if name in plan.results}
     # An empty call launches nothing; its results have no elements.
     return tuple(
@@ -60,8 +60,7 @@ def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implem
         specs = {name: _spec(host[name]) if name in host else None for name in op.tensors}
         if implementation == "reference":
             results = op.result_specs(op.bind(specs, attrs)).values()
-            found = op.reference(**host, **attrs)
-            outputs = found if isinstance(found, tuple) else () if found is None else (found,)
+            outputs = op.reference(**host, **attrs)
         else:
             from xmla.core import interpreter
 
@@ -79,7 +78,7 @@ def execute(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The computation of a call: results, then the new values of the mutated arguments.
 
-    On the host it is a callback of `host_function`; `callback(types, *arrays)` takes the place of `jax.pure_callback`.
+    On the host it is a callback of `host_function`; `callback(types, *arrays)` replaces `jax.pure_callback`.
     """
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     kernels = None if implementation == "reference" else implementation

@@ -1,7 +1,7 @@
-"""`jit` over several devices: where tokens or heads are shared out, each device computes its own, without an exchange.
+"""`jit` over several devices: if tokens or heads are sharded, each device computes its own, without an exchange.
 
-All other axes are replicated. So are all axes of an op that writes a cache, since each copy takes every token, and the
-tokens of requests without ids, which are counted off from the first.
+All other axes are replicated. So are all axes of an op that writes a cache, since every copy of the cache needs every
+token, and the tokens of requests without ids, whose request follows from the token's number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +18,24 @@ from xmla.core.op import Op, Problem
 from xmla.jax_api._private import ShardingContext
 from xmla.jax_api._run import HostFunction
 
-Axes = Sequence[str | None]  # an array's, None where a result's is not shared
+Axes = Sequence[str | None]  # of an array; None for an axis of a result that is not sharded
 
 
 def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
-    """The axes that devices can share out in a call with the operands `given`."""
+    """The axes that can be sharded in a call with the operands `given`."""
     names = {axis for name in given for axis in op.tensors[name].names}
     counted = "B" in names and "request_ids" not in given
     return [axis for axis in ("T", "H") if axis in names and not op.mutates and not (axis == "T" and counted)]
 
 
 def _result_axes(problem: Problem) -> list[Axes]:
-    """The shared axes of each result, which are found by sizes that no array has."""
-    marks = {axis: -1 - index for index, axis in enumerate(shared_axes(problem.op, list(problem.specs)))}
-    names = {mark: axis for axis, mark in marks.items()}
-    marked = Problem(problem.op, problem.specs, problem.attrs, {**problem.axes, **marks})
-    return [[names.get(size) for size in spec.shape] for spec in problem.op.result_specs(marked).values()]
+    """The axes of each result that can be sharded; None for others."""
+    shared = shared_axes(problem.op, list(problem.specs))
+    return [[axis if axis in shared else None for axis in result.names] for result in problem.op.outputs.values()]
 
 
 def _mesh_axes(problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
-    """What the operands' `specs` share each axis out over; a mesh axis serves one."""
+    """The mesh axes over which the operands' `specs` shard each axis; a mesh axis serves one axis."""
     shared = shared_axes(problem.op, list(problem.specs))
     found: dict[str, Any] = {}
     taken: set[str] = set()
@@ -55,13 +53,13 @@ def _spec(axes: Axes, found: Mapping[str, Any]) -> P:
 
 
 def result_specs(problem: Problem, specs: Sequence[P]) -> list[P]:
-    """How the results are shared out where the operands have `specs`."""
+    """How the results are sharded if the operands have `specs`."""
     found = _mesh_axes(problem, specs)
     return [_spec(axes, found) for axes in _result_axes(problem)]
 
 
 def over_a_mesh(module: mlir.ModuleContext) -> bool:
-    """Whether `module` is `jit`'s over several devices of a known mesh; an export cannot name what partitions it."""
+    """Whether `jit` lowers `module` over several devices of a known mesh; an export cannot name its partitioning."""
     where = module.axis_context
     return (
         isinstance(where, ShardingContext)
@@ -75,8 +73,8 @@ def over_a_mesh(module: mlir.ModuleContext) -> bool:
 def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[..., Any]:
     """`jax.pure_callback` of `function` in a part of `module` that XLA partitions.
 
-    The part is lowered as a module of its own and the callbacks of that are lost: XLA takes their numbers for those of
-    `module`. So the function is put there, and called by its number.
+    The part is lowered as a separate module, whose callbacks are lost: XLA takes their numbers for those of `module`.
+    Therefore the function is registered in `module` and called by its number.
     """
     number = np.uint64(len(module.host_callbacks))
     module.add_host_callback(function)
@@ -88,7 +86,7 @@ def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[
 
 
 def partitioned(function: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
-    """`function` of the operands of `problem`, of each device's own part along the shared axes."""
+    """`function` of the operands of `problem`, applied to each device's own part along the sharded axes."""
     shared = shared_axes(problem.op, list(problem.specs))
     operands: list[Axes] = [problem.op.tensors[name].names for name in problem.specs]
     results = _result_axes(problem)

@@ -1,13 +1,13 @@
-"""Several GPUs in JAX: context parallel over pages, tensor parallel over heads, with shardings and collectives of JAX.
+"""Several GPUs in JAX: context parallel over pages, tensor parallel over heads, with JAX's shardings and collectives.
 
-`ContextParallel` is used inside `jax.shard_map`, where each device sees its own pools and block table;
-`tensor_parallel_attention` takes whole arrays, under `jit` with any NamedSharding or without. Arrays that are sharded
-over tokens or heads already need neither: `jit` of the ops themselves keeps them so.
+`ContextParallel` is used inside `jax.shard_map`, where each device sees its own pools and block table.
+`tensor_parallel_attention` takes whole arrays, with any NamedSharding under `jit` or without one. Arrays that are
+already sharded over tokens or heads need neither: `jit` of the ops themselves keeps their sharding.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,26 @@ from xmla.core.parallel import Ownership, heads_of, query_format
 
 
 class Batch(NamedTuple):
-    """A step's requests as one rank sees them: made once a step, used by every layer."""
+    """The requests of a step on one rank: built once per step, used by every layer."""
 
-    block_table: jax.Array  # [B, M] i32, negative where the page is another rank's
-    own_table: jax.Array  # [B, ·] i32, this rank's pages alone
+    block_table: jax.Array  # [B, M] i32, negative if another rank owns the page
+    own_table: jax.Array  # [B, ·] i32, only the pages of this rank
     own_lengths: jax.Array  # [T] i32, keys of this rank visible to each token
     request_ids: jax.Array | None  # [T] i32
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sparse attention over requests whose pages are shared out over the devices of a mesh axis.
+    """Sparse attention over requests whose pages are divided over the devices of a mesh axis.
 
-    Inside `jax.shard_map` every device has all tokens' queries and its own pages of both caches, under page ids of its
-    own. Its block table names them where they stand in the request and is negative elsewhere, so that `map_slots` and
-    the write ops need nothing else: positions of other ranks become −1. The keys selected are exactly those of one GPU.
+    Inside `jax.shard_map` every device has the queries of all tokens and its own pages of both caches, under its own
+    page ids. Its block table holds these ids at the pages' places in the request and is negative elsewhere. `map_slots`
+    and the write ops need nothing else: positions of other ranks become −1. The keys selected are exactly those that
+    one GPU selects.
 
     Attributes:
         axis_name: The mesh axis; its devices in order are the owners.
-        ownership: Who has which page.
+        ownership: Which rank owns which page.
     """
 
     axis_name: str
@@ -49,7 +50,7 @@ class ContextParallel:
         return jax.lax.axis_index(self.axis_name)
 
     def batch(self, block_table: jax.Array, lengths: jax.Array, request_ids: jax.Array | None = None) -> Batch:
-        """What the indexer needs of a step, from its whole lengths [T] and this device's block table [B, M]."""
+        """The `Batch` of a step, from the whole lengths [T] and this device's block table [B, M]."""
         rank, own = self._rank(), self.ownership
         column = jnp.arange(own.own_width(block_table.shape[1]), dtype=jnp.int32)
         page = Ownership(own.ranks, 1, own.block_pages).position(column, rank)
@@ -57,13 +58,13 @@ class ContextParallel:
         return Batch(block_table, table, own.count(lengths, rank).astype(jnp.int32), request_ids)
 
     def select(
-        self, index_q: jax.Array, index_weights: jax.Array, indexer_cache: Any, batch: Batch, *, k: int,
-        index_scale: float | None = None, workspace_bytes: int = 1 << 29,
+        self, index_q: jax.Array, index_weights: jax.Array, indexer_cache: jax.Array | jax.Ref, batch: Batch, *,
+        k: int, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
     ) -> jax.Array:  # fmt: skip
-        """The k best keys of each token over all ranks, as positions [T, K] in its request: ascending, −1 padded.
+        """The k keys of each token with the largest logits over all ranks: positions [T, K] within its request.
 
-        Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
-        a time as fit workspace_bytes, and at least one.
+        Positions are ascending, −1 padded. Steps: local logits, local top-k, one all-gather of the candidates,
+        `merge_topk`. Logits are stored for as many tokens at a time as fit workspace_bytes, and at least one.
         """
         form = query_format(indexer_cache.shape[2], index_q.shape[2])
         q8, weights = jax_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
@@ -91,13 +92,13 @@ class ContextParallel:
     def merge(
         self, out: jax.Array, lse: jax.Array, sink: jax.Array | None = None, *, scatter_heads: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """Attention over all ranks' keys from each rank's own out [T, H, L] and lse [T, H], computed without a sink.
+        """Attention over all ranks' keys, from each rank's own out [T, H, L] and lse [T, H] computed without a sink.
 
-        With scatter_heads each rank gets its own H / W heads, as a tensor-parallel output projection takes them, for a
-        W-th of the bytes; sink [H] is then still that of all heads.
+        With scatter_heads each rank gets its own H / W heads, as a tensor-parallel output projection takes them, and
+        receives 1 / W of the bytes. sink [H] still covers all heads.
 
         Raises:
-            ArgumentError: H is not a multiple of the ranks, with scatter_heads.
+            ArgumentError: With scatter_heads, H is not a multiple of the ranks.
         """
         heads = heads_of(out.shape[1], self.ownership.ranks) if scatter_heads else out.shape[1]
 
@@ -115,18 +116,19 @@ class ContextParallel:
         return jax_api.merge_attention(exchange(out), exchange(lse), sink)
 
     def dsa_attention(
-        self, q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: Any, indexer_cache: Any,
-        batch: Batch, sink: jax.Array | None = None, *, k: int, softmax_scale: float, index_scale: float | None = None,
-        mla_cache_format: str | None = None, workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
+        self, q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: jax.Array | jax.Ref,
+        indexer_cache: jax.Array | jax.Ref, batch: Batch, sink: jax.Array | None = None, *, k: int,
+        softmax_scale: float, index_scale: float | None = None, mla_cache_format: str | None = None,
+        workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
 
-        The steps are `select`, `map_slots`, `sparse_mla` and `merge`, for callers with other caches to compose.
+        The steps are `select`, `map_slots`, `sparse_mla` and `merge`; callers with other caches can compose them.
         """
         indices = self.select(
             index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
         )
-        # A rank attends to its own keys alone: they come first in a row.
+        # A rank attends to its own keys only: they come first in a row.
         slots, counts = jax_api.map_slots(
             indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size, compact=True
         )
@@ -139,27 +141,28 @@ class ContextParallel:
 def tensor_parallel_attention(
     q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: jax.Array, indexer_cache: jax.Array,
     block_table: jax.Array, lengths: jax.Array, request_ids: jax.Array | None = None, sink: jax.Array | None = None, *,
-    mesh: Mesh, axis_name: str, **attrs: Any,
+    mesh: Mesh, axis_name: str, k: int, softmax_scale: float, index_scale: float | None = None,
+    mla_cache_format: str | None = None, workspace_bytes: int = 1 << 29, batch_invariant: bool = False,
+    implementation: Literal["triton", "gluon", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """`dsa_attention` with the heads of q and sink shared out evenly over a mesh axis; everything else is replicated.
+    """`dsa_attention` with the heads of q and sink divided evenly over a mesh axis; everything else is replicated.
 
-    out and lse come back sharded over their heads. With `batch_invariant=True` every head has the bits that it has on
-    one GPU.
+    out and lse are sharded over their heads. With `batch_invariant=True` every head has the bits that it has on one
+    GPU.
 
     Raises:
-        ArgumentError: The heads cannot be dealt out evenly, or as `dsa_attention`.
+        ArgumentError: The number of heads is not a multiple of the ranks; otherwise as `dsa_attention`.
     """
     if axis_name not in mesh.shape:
         raise ArgumentError(f"tensor parallel: axis_name is {axis_name!r}, expected one of {tuple(mesh.shape)}")
     heads_of(q.shape[1], mesh.shape[axis_name])
-    arrays = (q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink)
     heads = P(None, axis_name)
-    specs = (heads, P(), P(), P(), P(), P(), P(), P(), P(axis_name))
-    given = [index for index, array in enumerate(arrays) if array is not None]
-
-    def attend(*own: jax.Array) -> Any:
-        values = dict(zip(given, own, strict=True))
-        return jax_api.dsa_attention(*(values.get(index) for index in range(len(arrays))), **attrs)
-
-    mapped = partial(jax.shard_map, mesh=mesh, out_specs=(heads, heads, P()), check_vma=False)
-    return mapped(attend, in_specs=tuple(specs[index] for index in given))(*(arrays[index] for index in given))
+    attend = partial(
+        jax_api.dsa_attention, k=k, softmax_scale=softmax_scale, index_scale=index_scale,
+        mla_cache_format=mla_cache_format, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
+        implementation=implementation,
+    )  # fmt: skip
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads, *[P()] * 7, P(axis_name)), out_specs=(heads, heads, P()), check_vma=False
+    )
+    return mapped(q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink)

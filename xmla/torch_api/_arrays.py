@@ -1,4 +1,4 @@
-"""Between torch tensors and what the core knows of arrays."""
+"""Conversions between torch tensors and the core's specs and NumPy arrays."""
 
 from functools import lru_cache
 
@@ -27,7 +27,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A view of a CPU tensor under its NumPy dtype; 8- and 16-bit floats pass through integers of their size."""
+    """A view of a CPU tensor with its NumPy dtype; 8- and 16-bit floats are viewed as integers of their size first."""
     dtype = DTYPES[NAMES[tensor.dtype]][0]
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
         tensor = tensor.detach().view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)

@@ -1,8 +1,8 @@
-"""The way from a compiled kernel to the driver: all that can be worked out before the launch is.
+"""Launches compiled kernels; everything that can be computed before the launch is.
 
-`CompiledKernel.run` is Triton's own way. Of its launcher for CUDA, as Triton 3.7 to 3.9 have it, only the part that
-launches is called here, without the scratch memory that no kernel of ours takes and the constexprs that it skips: a
-third of the host time of a launch. With any other launcher it is `run` as it is.
+`CompiledKernel.run` is Triton's own launch. For the CUDA launcher of Triton 3.7 to 3.9 this module calls only the part
+that launches, without the scratch memory that no kernel here needs and the constexprs that the launcher skips: a third
+of the host time of a launch. With any other launcher it calls `run` unchanged.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", 
 
 
 def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) -> Start:
-    """Load `kernel` onto the current device; a function that launches `programs` of it."""
-    kernel._init_handles()  # `run` alone loads it only once, be it that that failed
+    """Load `kernel` onto the current device; return a function that launches `programs` of it."""
+    kernel._init_handles()  # `run` itself tries to load it only once, even if that fails
     run: Any = kernel.run
     function, packed = kernel.function, kernel.packed_metadata
     more = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
@@ -45,6 +45,6 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) 
 
 
 def profiler_hooks() -> tuple[Any, Any]:
-    """Triton's launch hooks, or None for both where nobody listens: calling empty chains costs as much as a launch."""
+    """Triton's launch hooks, or None for both without a profiler: calling empty hooks costs as much as a launch."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return (enter, leave) if enter.calls or leave.calls else (None, None)

@@ -33,22 +33,21 @@ def _fake(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tenso
 
 
 def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """The definition, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
+    """The reference, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
     fakes = _fake(op, tensors, attrs)
     host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
     values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
     for name, tensor in zip(op.tensors, tensors, strict=True):
         if name in op.mutates and tensor.device.type != "cpu":
             tensor.copy_(from_numpy(host[name], tensor))
-    values = values if isinstance(values, tuple) else (values,)
-    return tuple(from_numpy(value, fake) for value, fake in zip(values, fakes, strict=True)) if fakes else ()
+    return tuple(from_numpy(value, fake) for value, fake in zip(values, fakes, strict=True))
 
 
 def call_reference(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
     workspace: torch.Tensor | None = None, implementation: str | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """As `call`, by the reference; there is nothing to do in `workspace`."""
+    """As `call`, with the reference; `workspace` is not used."""
     check_tensors(op, tensors)
     check_devices(op, tensors)
     attrs = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
@@ -126,9 +125,9 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
 
 
 def _autograd(op: Op, overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What the dispatcher calls before `kernel` in every eager, traced or transformed call: the place of derivatives.
+    """The autograd kernel: the dispatcher calls it before `kernel` in every eager, traced or transformed call.
 
-    No op has one yet, so whatever asks for one is refused, before anything is computed.
+    No op has a derivative yet, so a call that is differentiated is refused before anything is computed.
     """
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,16 +140,16 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any]) -> Callable[...
 
 
 def _differentiated(tensor: torch.Tensor) -> str | None:
-    """What makes a constant of `tensor` if it is differentiated, backward or forward, else None."""
+    """The call that makes `tensor` a constant, if it is differentiated in backward or forward mode, else None."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return "{0}.detach() or torch.no_grad()"
     if _private.forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None:
-        return "{0}.detach()"  # no_grad leaves forward mode as it is
+        return "{0}.detach()"  # no_grad does not affect forward mode
     return None
 
 
 def _is_plain(tensors: Tensors) -> bool:
-    """Whether the dispatcher would do nothing but call the kernel: no tracing, no modes, no wrappers, no autograd."""
+    """Whether the dispatcher would only call the kernel: no tracing, no modes, no wrappers, no autograd."""
     if torch.compiler.is_compiling() or _private.dispatches():
         return False
     grad = torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""What torch does not export, and the public way that takes its place where a release lacks it.
+"""Private functions of torch, each with a public replacement for releases that lack it.
 
-Each name here behaves the same either way; the private one costs less host time. `FALLBACKS` names those that this
-release lacks, as a warning at import does.
+Both behave the same; the private one costs less host time. `FALLBACKS` lists the functions that this release lacks, and
+a warning at import names them.
 """
 
 import logging
@@ -34,7 +34,7 @@ def _empty_strided_on(device: str) -> Callable[[Sequence[int], Sequence[int], to
 empty_strided_cpu = _found("_C._dynamo.guards._empty_strided_cpu", _empty_strided_on("cpu"))
 empty_strided_cuda = _found("_C._dynamo.guards._empty_strided_cuda", _empty_strided_on("cuda"))
 current_device = _found("_C._cuda_getDevice", torch.cuda.current_device)
-# Without it the driver's own message is what a forked process gets.
+# Without it a forked process gets the driver's own message.
 is_in_bad_fork = _found("cuda._is_in_bad_fork", lambda: False)
 FakeTensor: Any = _found("_subclasses.fake_tensor.FakeTensor", ())  # isinstance(x, ()) is False
 
@@ -44,7 +44,7 @@ _sees_dispatch = None not in (_modes, _functorch_level)
 
 
 def dispatches() -> bool:
-    """Whether a mode, a functorch transformation or forward-mode AD may see a call; True if torch cannot tell."""
+    """Whether a mode, a functorch transformation or forward-mode AD may see a call; True if torch does not say."""
     return not _sees_dispatch or _modes() != 0 or _functorch_level() is not None or forward_mode()
 
 
@@ -57,14 +57,14 @@ BACKENDS = ("CPU", "CUDA")
 _after_views = _found("_C._after_ADInplaceOrView_keyset", None)
 _after_autograd = _found("_C._after_autograd_keyset", None)
 _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
-# Without them ops have no autograd kernel: the public functions alone refuse a call that is differentiated.
+# Without them ops have no autograd kernel: only the public functions refuse a call that is differentiated.
 AUTOGRAD = all(found is not None for found in (_after_views, _after_autograd, _below_autograd))
 
 
 def below_autograd(keyset: Any, overload: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What the dispatcher does with a call after its autograd kernel."""
+    """Dispatch a call to the kernels below autograd."""
     if (keyset & _after_views).highestPriorityTypeId().name in BACKENDS:
-        return kernel(*args, **kwargs)  # at once: a redispatch costs as much as a launch
+        return kernel(*args, **kwargs)  # directly: a redispatch costs as much as a launch
     with _below_autograd():
         return overload.redispatch(keyset & _after_autograd, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Runs plans on torch tensors. What a call needs is worked out once and kept for calls of the same shapes."""
+"""Runs plans on torch tensors. A call is prepared once, and the result is kept for calls of the same shapes."""
 
 import os
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import torch
 from torch.autograd.graph import increment_version
 from triton.runtime import driver
 
-from xmla.core import shadow
-from xmla.core.checks import check_values
 from xmla.core.compile import CompiledKernel, compiled, specialize
 from xmla.core.config import settings
 from xmla.core.device import Device
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.live import shadow
+from xmla.core.live.checks import check_values
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import DTYPES, Spec, row_major
@@ -22,13 +22,13 @@ from xmla.torch_api import _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
 from xmla.torch_api._launch import Start, profiler_hooks, starter
 
-# An op's tensor arguments in order; optional ones may be None, the first never is.
+# An op's tensor arguments in order; optional arguments may be None, the first never is.
 Tensors = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A launch bound to its kernel; pointers are named by their place among arguments, results and workspace."""
+    """A launch bound to its kernel; pointers are given by their place among arguments, results and workspace."""
 
     kernel: CompiledKernel
     programs: int
@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a result is allocated, and what one given by the caller must be."""
+    """How a result is allocated, and what a result given by the caller must satisfy."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -73,7 +73,7 @@ def check_devices(op: Op, tensors: Tensors) -> None:
 def plan_tensors(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], device: Device | None = None, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
-    """The plan of a call on `device`, by default the tensors', and its results' specs, after every check."""
+    """The plan of a call on `device` (default: the tensors' device) and its results' specs, after every check."""
     check_tensors(op, tensors)
     if device is None:
         check_devices(op, tensors)
@@ -82,8 +82,8 @@ def plan_tensors(
 
 
 _prepared: dict[Any, Prepared] = {}
-os.register_at_fork(after_in_child=_prepared.clear)  # so that a forked process comes by `prepare`
-MAX_PREPARED = 1 << 14  # calls of other shapes kept; each takes some KB
+os.register_at_fork(after_in_child=_prepared.clear)  # so that a forked process calls `prepare`, which refuses it
+MAX_PREPARED = 1 << 14  # prepared calls that are kept; each takes some KB
 
 
 def refuse_fork(op: Op) -> None:
@@ -95,7 +95,7 @@ def refuse_fork(op: Op) -> None:
 
 
 def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Prepared:
-    """Check, plan and compile a call, the first of its shapes."""
+    """Check, plan and compile the first call with given shapes."""
     if tensors[0].is_cuda:
         refuse_fork(op)
     plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
@@ -108,9 +108,9 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
         def bind(launch: Launch) -> Step:
             specialization = specialize(launch, plan, specs)
             kernel = compiled(specialization, device_of(device).arch, device.index)
-            start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexprs))
-            inputs, outputs = (tuple(places[name] for name in names) for names in (launch.inputs, launch.outputs))
-            return Step(kernel, launch.grid[0], start, inputs, launch.sizes, outputs)
+            start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexpr_values))
+            inputs, outputs = (tuple(places[name] for name in names) for names in (launch.reads, launch.writes))
+            return Step(kernel, launch.grid[0], start, inputs, launch.size_values, outputs)
 
         steps = [bind(launch) for launch in plan.active]
     made = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
@@ -118,7 +118,7 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
 
 
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Refuse results of another shape, dtype, density or device than the op's; sizes may be symbolic."""
+    """Refuse results whose shape, dtype, density or device is wrong; sizes may be symbolic."""
     for name, spec, tensor in zip(op.outputs, specs, out, strict=True):
         got = spec_of(tensor)
         for what, have, want in (
@@ -132,7 +132,7 @@ def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device
 
 
 def fits(results: Sequence[Result], out: Sequence[torch.Tensor], ordinal: int) -> bool:
-    """What `check_out` finds right, in a tenth of its time, and pointers on 16 bytes as the kernels assume."""
+    """Whether `check_out` would accept `out`, in a tenth of its time, and its pointers are 16-byte aligned."""
     return all(
         tensor.shape == result.shape
         and tensor.stride() == result.strides
@@ -161,7 +161,7 @@ def call(
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """Run `op` on real tensors, on the current stream; its results, allocated unless given as `out`.
 
-    The key holds all that plans and kernels depend on; it is built by hand, since this runs before every launch.
+    The key holds everything that plans and kernels depend on. It is built inline, since this runs before every launch.
     """
     pointers: list[int] = []
     key: list[Any] = [op.name, implementation, *attrs, *map(type, attrs)]  # True is not 1
@@ -200,7 +200,7 @@ def call(
     if settings.live:
         taken = _before(op, tensors, attrs)
 
-    if op.mutated or out:  # a backward that saved them from before is an error then
+    if op.mutated or out:  # autograd then refuses a backward that saved their old values
         increment_version([tensors[place] for place in op.mutated] or out)
     allocate = _private.empty_strided_cuda if ordinal >= 0 else _private.empty_strided_cpu
     try:
@@ -232,7 +232,7 @@ def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def _before(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> shadow.Sample | None:
-    """XMLA_CHECK's validation of a call, and XMLA_SHADOW's part of it; neither can look into a graph's capture."""
+    """XMLA_CHECK's validation of a call, and XMLA_SHADOW's sample of it; neither works while a graph is captured."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     given, values = _by_name(op, tensors), dict(zip(op.defaults, attrs, strict=True))

@@ -3,12 +3,13 @@
 The groups and their collectives are the engine's own (`DeviceMesh`; NCCL, or gloo on the CPU) and can be captured in a
 CUDA graph.
 
-Faults are errors that name the op, on every rank and within the timeout of the group. An engine's error, such as that
-of a rank that died, is raised again with op, dtype and shape before it (NCCL's watchdog ends the process instead). Of
-ranks with other shapes engines say nothing: they hang, end the process or go on with wrong bytes. So the first exchange
-of a shape, unless it is captured or compiled, follows one of its description, over a gloo group of the same ranks:
-about a millisecond between two processes of one host, then 2 µs of host time an exchange. That leaves ranks that mix up
-shapes which all of them have had: TORCH_DISTRIBUTED_DEBUG=DETAIL compares at every call.
+A fault raises an error that names the op, on every rank and within the group's timeout. An error of the communication
+backend, for instance because a rank died, is raised again with op, dtype and shape before it (NCCL's watchdog ends the
+process instead). Backends do not detect ranks with different shapes: they hang, end the process or continue with wrong
+bytes. Therefore, before the first exchange of a shape, the ranks compare its description over a gloo group of the same
+ranks, unless the exchange is captured or compiled. That takes about a millisecond between two processes of one host,
+and 2 µs of host time in every later exchange. It does not detect ranks that confuse shapes which all of them have
+exchanged before: TORCH_DISTRIBUTED_DEBUG=DETAIL compares at every call.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 
 @lru_cache
 def _control_group(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A gloo group of the same ranks and timeout: whoever waits there takes no bytes for other ranks' data."""
+    """A gloo group of the same ranks and timeout: a rank that waits there mistakes no bytes for other ranks' data."""
     timeout = group._get_backend(device).options._timeout
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
@@ -39,7 +40,7 @@ def _control_group(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _agree(group: dist.ProcessGroup, device: torch.device, what: str, got: str) -> None:
-    """Refuse to exchange what is not the same on every rank; memoised."""
+    """Refuse an exchange whose description differs between ranks; memoised."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, (what, got), group=_control_group(group, device))
     for rank, other in zip(dist.get_process_group_ranks(group), said, strict=True):
@@ -52,7 +53,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device, what: str, got: str) 
 
 @contextmanager
 def _exchange(what: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
-    """Around a collective: ranks agree on it, and the engine's error has the op named."""
+    """Around a collective: compare its description on all ranks, and name the op in the backend's error."""
     got = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     try:
         if not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -69,31 +70,31 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's requests as one rank sees them: made once a step, used by every layer."""
+    """The requests of a step on one rank: built once per step, used by every layer."""
 
-    block_table: torch.Tensor  # [B, M] i32, negative where the page is another rank's
-    own_table: torch.Tensor  # [B, ·] i32, this rank's pages alone
+    block_table: torch.Tensor  # [B, M] i32, negative if another rank owns the page
+    own_table: torch.Tensor  # [B, ·] i32, only the pages of this rank
     own_lengths: torch.Tensor  # [T] i32, keys of this rank visible to each token
     request_ids: torch.Tensor | None  # [T] i32
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sparse attention over requests whose pages are shared out over the ranks of a mesh.
+    """Sparse attention over requests whose pages are divided over the ranks of a mesh.
 
-    Every rank has all tokens' queries and its own pages of both caches, under page ids of its own. Its block table
-    names them where they stand in the request and is negative elsewhere, so that `map_slots` and the write ops need
-    nothing else: positions of other ranks become −1. The keys selected are exactly those of one GPU.
+    Every rank has the queries of all tokens and its own pages of both caches, under its own page ids. Its block table
+    holds these ids at the pages' places in the request and is negative elsewhere. `map_slots` and the write ops need
+    nothing else: positions of other ranks become −1. The keys selected are exactly those that one GPU selects.
 
     Attributes:
         mesh: One axis, such as mesh["context"]; its ranks in order are the owners.
-        ownership: Who has which page.
+        ownership: Which rank owns which page.
     """
 
     mesh: DeviceMesh
     ownership: Ownership
     rank: int = field(init=False)
-    group: Any = field(init=False)
+    group: dist.ProcessGroup = field(init=False)
 
     def __post_init__(self) -> None:
         _check_mesh(self.mesh)
@@ -102,11 +103,11 @@ class ContextParallel:
         object.__setattr__(self, "group", self.mesh.get_group())
 
     def batch(self, block_table: torch.Tensor, lengths: torch.Tensor, request_ids: torch.Tensor | None = None) -> Batch:
-        """What the indexer needs of a step, from its whole lengths [T] and this rank's block table [B, M]."""
+        """The `Batch` of a step, from the whole lengths [T] and this rank's block table [B, M]."""
         pages = self.ownership.own_pages(block_table.shape[1], self.rank)
-        if not pages:  # a request has fewer pages than there are ranks; a table of no page would be refused
+        if not pages:  # a request has fewer pages than there are ranks; a table without pages would be refused
             own = torch.full_like(block_table[:, :1], -1)
-        else:  # a slice where one names them, so that a CUDA graph may hold it
+        else:  # a slice if possible, which a CUDA graph can capture
             step = pages[1] - pages[0] if len(pages) > 1 else 1
             even = pages == list(range(pages[0], pages[-1] + 1, step))
             own = block_table[:, pages[0] : pages[-1] + 1 : step] if even else block_table[:, pages]
@@ -117,10 +118,10 @@ class ContextParallel:
         self, index_q: torch.Tensor, index_weights: torch.Tensor, indexer_cache: torch.Tensor, batch: Batch, *,
         k: int, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
     ) -> torch.Tensor:  # fmt: skip
-        """The k best keys of each token over all ranks, as positions [T, K] in its request: ascending, −1 padded.
+        """The k keys of each token with the largest logits over all ranks: positions [T, K] within its request.
 
-        Local logits, local top-k, one all-gather of the candidates, `merge_topk`. Logits are held for as many tokens at
-        a time as fit workspace_bytes, and at least one.
+        Positions are ascending, −1 padded. Steps: local logits, local top-k, one all-gather of the candidates,
+        `merge_topk`. Logits are stored for as many tokens at a time as fit workspace_bytes, and at least one.
         """
         form = query_format(indexer_cache.shape[2], index_q.shape[2])
         q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
@@ -148,13 +149,13 @@ class ContextParallel:
     def merge(
         self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None, *, scatter_heads: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over all ranks' keys from each rank's own out [T, H, L] and lse [T, H], computed without a sink.
+        """Attention over all ranks' keys, from each rank's own out [T, H, L] and lse [T, H] computed without a sink.
 
-        With scatter_heads each rank gets its own H / W heads, as a tensor-parallel output projection takes them, for a
-        W-th of the bytes; sink [H] is then still that of all heads.
+        With scatter_heads each rank gets its own H / W heads, as a tensor-parallel output projection takes them, and
+        receives 1 / W of the bytes. sink [H] still covers all heads.
 
         Raises:
-            ArgumentError: H is not a multiple of the ranks, with scatter_heads.
+            ArgumentError: With scatter_heads, H is not a multiple of the ranks.
         """
         ranks = self.ownership.ranks
         tokens, heads, latent = out.shape
@@ -164,7 +165,7 @@ class ContextParallel:
             out = out.view(tokens, ranks, heads, latent).transpose(0, 1)
             lse = lse.view(tokens, ranks, heads).transpose(0, 1)
             sink = None if sink is None else sink[self.rank * heads : (self.rank + 1) * heads]
-        if not tokens:  # no bytes that could be viewed as anything
+        if not tokens:  # an empty tensor cannot be viewed as bytes
             return out.new_empty((0, heads, latent)), lse.new_empty((0, heads))
         flat = [x.contiguous().view(torch.uint8).view(parts, x.nbytes // parts) for x in (out, lse)]
         sent = torch.cat(flat, dim=1)
@@ -188,12 +189,12 @@ class ContextParallel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
 
-        The steps are `select`, `map_slots`, `sparse_mla` and `merge`, for callers with other caches to compose.
+        The steps are `select`, `map_slots`, `sparse_mla` and `merge`; callers with other caches can compose them.
         """
         indices = self.select(
             index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
         )
-        # A rank attends to its own keys alone: they come first in a row.
+        # A rank attends to its own keys only: they come first in a row.
         slots, counts = torch_api.map_slots(
             indices, batch.block_table, batch.request_ids, page_size=self.ownership.page_size, compact=True
         )
@@ -205,9 +206,9 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Heads shared out evenly over the ranks of a mesh; caches and indexer are the same on every rank.
+    """Heads divided evenly over the ranks of a mesh; caches and indexer are replicated.
 
-    Attention needs no exchange. With `batch_invariant=True` a rank's heads have the bits they have on one GPU.
+    Attention needs no exchange. With `batch_invariant=True` a rank's heads have the bits that they have on one GPU.
 
     Attributes:
         mesh: One axis, such as mesh["tensor"].
@@ -219,16 +220,16 @@ class TensorParallel:
         _check_mesh(self.mesh)
 
     def shard(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """This rank's heads of a tensor with all of them on `axis`: a view.
+        """This rank's heads of a tensor with all heads on `axis`, as a view.
 
         Raises:
-            ArgumentError: The heads cannot be dealt out evenly.
+            ArgumentError: The number of heads is not a multiple of the ranks.
         """
         heads = heads_of(tensor.shape[axis], self.mesh.size())
         return tensor.narrow(axis, self.mesh.get_local_rank() * heads, heads)
 
     def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """All heads, from every rank's own."""
+        """All heads on `axis`, gathered from the ranks."""
         ranks = self.mesh.size()
         front = tensor.movedim(axis, 0).contiguous()
         gathered = front.new_empty((ranks * front.shape[0], *front.shape[1:]))

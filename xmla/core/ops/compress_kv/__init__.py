@@ -3,53 +3,70 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.checks import Limit
-from xmla.core.layout import SCALE_FLOORS
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
+from xmla.core.caches import check_scale_floor, indexer_format, mla_format
+from xmla.core.formats import Format, stored_values
+from xmla.core.formats.indexer import INDEXER_DIMS
+from xmla.core.formats.mla import V41_FP4
+from xmla.core.op import (
+    BYTES,
+    F32,
+    FLOATS,
+    HALVES,
+    INDEX,
+    Arrays,
+    Implementation,
+    Limit,
+    Op,
+    Problem,
+    Tensor,
+    Updated,
+)
 from xmla.core.ops.compress_kv.cases import CASES
-from xmla.core.ops.compress_kv.plan import entry_layout, plan
+from xmla.core.ops.compress_kv.plan import plan
 from xmla.core.ops.compress_kv.reference import reference
-from xmla.core.ops.indexer_logits_paged import check_requests
+from xmla.core.requests import check_requests, id_limits, requests_of
+from xmla.core.tolerance import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
+from xmla.core.work import Work
 
 
 def compress_kv(
     kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids=None, *,
     eps: float = 1e-6, cache_format: str | None = None, scale_floor: str = "amax",
 ) -> Any:  # fmt: skip
-    """DeepSeek-V4's key compressor: keep each token's state, and write the entry that a token completes; in place.
+    """DeepSeek-V4's key compressor: store each token's state and write the entries that tokens complete, in place.
 
         state[p]  = kv[t] ∥ (score[t] + ape[p mod r])                       p = positions[t], in request_ids[t]'s pages
         for every token with (p + 1) mod r = 0, j = p div r, o = C − 1:
-        w[d]      = softmax over rows q of score                            for each dim d by itself
+        w[d]      = softmax over rows q of score                            for each dim d separately
         pooled[d] = Σ_q w[q,d] · kv[q,d]          q = (j − o)·r … (j + 1)·r − 1, from series 0 where q < j·r, else o
         normed    = pooled / sqrt(mean(pooled²) + eps) · norm_weight
         entry j   = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r], quantised into the cache
 
-    C = 1 pools each group of r tokens by itself (V4: r = 128). C = 2 pools a group with the one before it, each token
-    giving one series of D dims to its own group (series 1) and another to the next (series 0; V4: r = 4); the first
-    group has none before it. All states of a call are written before any entry is made.
+    C = 1 pools each group of r tokens separately (V4: r = 128). C = 2 pools a group with the one before it (V4: r = 4):
+    each token gives one series of D dims to its own group (series 1) and another to the next group (series 0). The
+    first group has no group before it. All states of a call are written before any entry is computed.
 
     Args:
         kv, score: [T, C·D] bfloat16, float16 or float32: the token's two projections.
-        ape: [r, C·D] float32, what a token's place in its group adds to its score.
+        ape: [r, C·D] float32, added to a token's score by the token's place in its group.
         norm_weight: [D] bfloat16, float16 or float32.
-        cos_sin: [S, E] bfloat16, float16 or float32, the E / 2 cosines and then as many sines of each position.
-        positions: [T] int32; tokens of a request must have distinct ones. Negative: padding, nothing is done.
-        state: [STATE_P, STATE_R, 2·C·D] float32, any page stride. Updated in place. A token's state lies by its
-            position, so writing a position again replaces it, as after a rejected draft. Only states in a window are
-            read.
-        state_table: [B, STATE_M] int32, pages of `state`: that of position p is state_table[b, p div STATE_R]. Pages
-            may repeat: a ring of n positions serves calls with at most n − C·r + 1 tokens a request. A position on no
-            page is not kept, and is left out of every window.
+        cos_sin: [S, E] bfloat16, float16 or float32: for each position E / 2 cosines, then E / 2 sines.
+        positions: [T] int32; the tokens of a request must have distinct positions. A negative one marks padding: the
+            token is skipped.
+        state: [STATE_P, STATE_R, 2·C·D] float32, any page stride. Updated in place. States are addressed by position,
+            so writing a position again replaces its state, as after a rejected draft. Only states in a window are read.
+        state_table: [B, STATE_M] int32, page ids of `state`: position p is on page state_table[b, p div STATE_R]. Pages
+            may repeat: a ring of n positions serves calls with at most n − C·r + 1 tokens per request. A position
+            without a page is not stored and is left out of every window.
         cache: [P, R, ROW]. D = 512: entries of any format of `write_mla_cache` that has 512 dims, one every r tokens.
-            D = 128, 64 or 32: keys of `write_indexer_cache`, fp8 or mxfp4 as ROW says. Updated in place. An entry that
-            has no page, or whose position is not in cos_sin, is not written.
-        block_table: [B, M] int32, pages of `cache`: that of entry j is block_table[b, j div R].
-        request_ids: [T] int32, each token's row of the tables; outside [0, B) nothing is done. Without it T is a
-            multiple of B and every request has T / B adjacent tokens.
+            D = 128, 64 or 32: keys of `write_indexer_cache`, fp8 or mxfp4 according to ROW. Updated in place. An entry
+            that has no page, or whose position is not in cos_sin, is not written.
+        block_table: [B, M] int32, page ids of `cache`: entry j is on page block_table[b, j div R].
+        request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
+            T is a multiple of B and every request has T / B adjacent tokens.
         eps: Added to the mean square.
-        cache_format, scale_floor: As `write_mla_cache`; "amax" is the rule of V4's own writers, and that of indexer
-            keys, always.
+        cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
+            follow it.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
@@ -57,14 +74,30 @@ def compress_kv(
     Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
     vLLM's compressor (states addressed by position, norm before rounding).
 
-    Bits may differ where an array starts on another address modulo 16 bytes.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
+
+
+def entry_format(problem: Problem, cache: str) -> Format:
+    """The format of the entries: determined by D, then by ROW and `cache_format`."""
+    if problem["D"] == 512:
+        layout = mla_format(problem, cache)
+        if layout.dims != 512:
+            problem.refuse(cache, "dims an entry", f"{layout.dims} ({layout.name!r})", "512, as norm_weight")
+        return layout
+    if problem["D"] not in INDEXER_DIMS:
+        problem.refuse("norm_weight", "axis D (axis 0)", problem["D"], "512, 128, 64 or 32")
+    if problem.specs[cache].dtype not in BYTES:
+        problem.refuse(cache, "dtype", problem.specs[cache].dtype, " or ".join(BYTES))
+    keys = indexer_format(problem, cache)
+    if problem.attrs["cache_format"] is not None:
+        problem.refuse("cache_format", "value", repr(problem.attrs["cache_format"]), f"None with D = {problem['D']}")
+    return keys
 
 
 def check(problem: Problem) -> None:
     check_requests(problem, "kv")
     width, dim, rope = problem["C·D"], problem["D"], problem["E"]
-    entry_layout(problem)
     if width not in (dim, 2 * dim):
         problem.refuse("kv", "axis C·D (axis 1)", width, f"{dim} or {2 * dim}, once or twice the D of norm_weight")
     if problem["2·C·D"] != 2 * width:
@@ -73,18 +106,15 @@ def check(problem: Problem) -> None:
         problem.refuse("cos_sin", "axis E (axis 1)", rope, "64" if dim == 512 else f"even and at most {dim}")
     if not problem["r"]:
         problem.refuse("ape", "axis r (axis 0)", 0, "at least 1")
-    if problem.attrs["scale_floor"] not in SCALE_FLOORS:
-        problem.refuse("scale_floor", "value", repr(problem.attrs["scale_floor"]), "'scale' or 'amax'")
+    check_scale_floor(problem)
     problem.require_dense_entries("state")
 
 
-def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit]:
+def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     positions, requests, ratio = arrays["positions"], problem["B"], problem["r"]
     yield Limit("positions", -1, problem["STATE_M"] * problem["STATE_R"] - 1)
-    owner = np.arange(len(positions)) // max(len(positions) // max(requests, 1), 1)
-    if "request_ids" in arrays:
-        yield Limit("request_ids", -1, requests - 1)
-        owner = arrays["request_ids"]
+    yield from id_limits(problem, arrays)
+    owner = requests_of(arrays, len(positions), requests)
     known = (positions >= 0) & (owner >= 0) & (owner < requests)
     completes = known & (positions % ratio == ratio - 1)
     for table, pages, rows, columns in (
@@ -95,6 +125,23 @@ def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit
         inside = columns < used.shape[1]
         used[rows[inside], columns[inside]] = True
         yield Limit(table, 0, pages - 1, used)
+
+
+def entries(cache: np.ndarray, arrays: Arrays, attrs: Mapping[str, Any]) -> np.ndarray:
+    return stored_values(cache, len(arrays["norm_weight"]), attrs.get("cache_format"))
+
+
+def entry_agreement(cache: np.ndarray, arrays: Arrays, attrs: Mapping[str, Any]) -> Tolerance:
+    e2m1 = cache.shape[2] in (V41_FP4.row, len(arrays["norm_weight"]) // 2 + 4)
+    return ENTRIES_E2M1 if e2m1 else ENTRIES_E4M3
+
+
+def work(problem: Problem, keys: int | None) -> list[Work]:
+    """Write each token's state; compute one entry every r tokens from the states of its window."""
+    once = sum(problem.specs[name].nbytes for name in ("kv", "score", "ape", "norm_weight", "positions"))
+    state = problem["T"] * problem["2·C·D"] * 4
+    series = problem["C·D"] // problem["D"]
+    return [Work(once + state), Work(series * state + problem["T"] // problem["r"] * problem["ROW"])]
 
 
 OP = Op(
@@ -108,15 +155,16 @@ OP = Op(
         "positions": Tensor("T", INDEX),
         "state": Tensor("STATE_P STATE_R 2·C·D", F32),
         "state_table": Tensor("B STATE_M", INDEX, index_of="STATE_P"),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=entry_format),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "request_ids": Tensor("T", INDEX, index_of="B"),
     },
     outputs={},
-    mutates=("state", "cache"),
+    updates={"state": None, "cache": Updated(entries, entry_agreement)},
     check=check,
     limits=limits,
-    plan=plan,
+    work=work,
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

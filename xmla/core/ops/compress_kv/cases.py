@@ -1,7 +1,8 @@
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, normal
-from xmla.core.layout import PLAIN_V4, V4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, IndexerLayout, MlaLayout
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import PLAIN_V4, V4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.op import Case
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -1,12 +1,14 @@
 import triton
 import triton.language as tl
 
-from xmla.core.entries import LANES, TAIL_LANES, store_entries
-from xmla.core.lang import LOG2E, request_of, store_keys
-from xmla.core.offsets import offset_of
+from xmla.core.lang.entries import LANES, TAIL_LANES, store_entries
+from xmla.core.lang.indexer import store_keys
+from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.requests import request_of
 
 
-@triton.jit(do_not_specialize=["num_requests", "next_n", "table_stride", "table_width", "num_pages"])
+@triton.jit(do_not_specialize=["num_requests", "next_n", "state_stride", "state_width", "state_pages"])
 def keep_states_kernel(
     kv_ptr,  # [T, C·D]
     score_ptr,  # [T, C·D]
@@ -16,10 +18,10 @@ def keep_states_kernel(
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
     state_ptr,  # [STATE_P, STATE_R, 2·C·D] f32, updated in place
     num_requests,
-    next_n,  # tokens a request, without request ids
-    table_stride,
-    table_width,
-    num_pages,
+    next_n,  # tokens per request, without request ids
+    state_stride,
+    state_width,
+    state_pages,
     KV_STRIDE: tl.constexpr,
     SCORE_STRIDE: tl.constexpr,
     APE_STRIDE: tl.constexpr,
@@ -32,10 +34,10 @@ def keep_states_kernel(
     token = tl.program_id(0).to(tl.int64)
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
     position = tl.load(positions_ptr + token)
-    kept = (request >= 0) & (position >= 0) & (position // PAGE_SIZE < table_width)
-    page_ptr = state_table_ptr + offset_of(request, table_stride) + position // PAGE_SIZE
+    kept = (request >= 0) & (position >= 0) & (position // PAGE_SIZE < state_width)
+    page_ptr = state_table_ptr + offset_of(request, state_stride) + position // PAGE_SIZE
     page = tl.load(page_ptr, mask=kept, other=-1)
-    if (page >= 0) & (page < num_pages):
+    if (page >= 0) & (page < state_pages):
         offs_c = tl.arange(0, WIDTH)
         kv = tl.load(kv_ptr + offset_of(token, KV_STRIDE) + offs_c).to(tl.float32)
         score = tl.load(score_ptr + offset_of(token, SCORE_STRIDE) + offs_c).to(tl.float32)
@@ -50,7 +52,7 @@ def pool_window(
     state_ptr, table_row, table_width, num_pages, first, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RATIO: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Σ softmax(score) · kv over the WINDOW positions from `first` on, a dim at a time: [D]; and how many there are."""
+    """Σ softmax(score) · kv over the WINDOW positions from `first` on, each dim separately: [D]; and their number."""
     offs_d = tl.arange(0, D)
     maximum = tl.full([D], float("-inf"), tl.float32)
     denominator = tl.zeros([D], tl.float32)
@@ -80,7 +82,7 @@ def pool_window(
 
 @triton.jit
 def rotate(x, row, D: tl.constexpr, E: tl.constexpr):
-    """The last E of D dims, in pairs of neighbours, rotated by the cosines and sines at `row`."""
+    """Rotate the last E of D dims, in pairs of neighbours, by the cosines and sines at `row`."""
     even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
     offs_p = tl.arange(0, D // 2) - (D - E) // 2
     roped = offs_p >= 0
@@ -107,7 +109,7 @@ def compress_entries_kernel(
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
     cache_ptr,  # [P, R, ROW], updated in place
     num_requests,
-    next_n,  # tokens a request, without request ids
+    next_n,  # tokens per request, without request ids
     state_stride,
     state_width,
     state_pages,

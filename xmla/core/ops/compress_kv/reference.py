@@ -1,6 +1,7 @@
 import numpy as np
 
-from xmla.core.layout import indexer_layouts, mla_layouts
+from xmla.core.formats.indexer import indexer_layouts
+from xmla.core.formats.mla import mla_layouts
 from xmla.core.spec import Spec
 
 
@@ -20,8 +21,8 @@ def reference(
     eps: float = 1e-6,
     cache_format: str | None = None,
     scale_floor: str = "amax",
-) -> None:
-    """Definition of `compress_kv`, a token at a time, pooled in float64; updates `state` and `cache` in place."""
+) -> tuple[()]:
+    """Reference of `compress_kv`: one token at a time, pooled in float64; updates `state` and `cache` in place."""
     tokens, (ratio, width), dim = len(kv), ape.shape, len(norm_weight)
     overlap = width // dim - 1
 
@@ -55,7 +56,7 @@ def reference(
             entries.append(_entry(np.stack(rows), norm_weight.astype(np.float64), cos_sin[entry * ratio], eps))
             slots.append(at[0] * cache.shape[1] + at[1])
     if not entries:
-        return
+        return ()
     values = np.stack(entries).astype(np.float32)
     if dim != 512:
         (keys,) = indexer_layouts(cache.shape[2], dim)
@@ -63,10 +64,11 @@ def reference(
     else:
         (mla,) = mla_layouts(Spec.of_numpy(cache), cache_format)
         mla.scatter(cache, np.array(slots), values[:, : mla.latent], values[:, mla.latent :], scale_floor)
+    return ()
 
 
 def _entry(rows: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: float) -> np.ndarray:
-    """One entry [D] of its window's rows [W, 2, D], kv and score, in float64."""
+    """One entry [D] from the rows [rows, 2, D] of its window, kv and score, in float64."""
     kv, score = rows[:, 0], rows[:, 1]
     weights = np.exp(score - score.max(axis=0))
     pooled = (weights * kv).sum(axis=0) / weights.sum(axis=0)
@@ -75,14 +77,3 @@ def _entry(rows: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: 
     even, odd = normed[-len(cos_sin) :: 2].copy(), normed[1 - len(cos_sin) :: 2].copy()
     normed[-len(cos_sin) :: 2], normed[1 - len(cos_sin) :: 2] = even * cos - odd * sin, even * sin + odd * cos
     return normed
-
-
-def stored_values(cache: np.ndarray, dim: int, cache_format: str | None = None) -> np.ndarray:
-    """What every entry of `cache` stands for, float32 [P·R, D]: entries agree by their values, not by their bytes."""
-    slots = np.arange(cache.shape[0] * cache.shape[1])
-    if dim == 512:
-        (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
-        return layout.gather(cache, slots)
-    (keys,) = indexer_layouts(cache.shape[2], dim)
-    values, factors = keys.operands(*keys.gather(cache, slots))
-    return (values * factors[:, None]).astype(np.float32)

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, mla_pool
-from xmla.core.layout import (
+from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
     PLAIN,

@@ -1,8 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.entries import entry_offsets, load_entries, store_entries
-from xmla.core.offsets import offset_of
+from xmla.core.lang.entries import entry_offsets, load_entries, store_entries
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])

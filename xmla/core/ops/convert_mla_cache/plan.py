@@ -1,5 +1,4 @@
 from xmla.core.device import Device
-from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.convert_mla_cache.kernels import convert_mla_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -8,25 +7,26 @@ BLOCK_T = 4
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    specs = problem.specs
-    layout = mla_layout(problem)
+    specs, layout = problem.specs, problem.formats["cache"]
     launch = Launch(
         convert_mla_cache_kernel,
         grid=(cdiv(problem["T"], BLOCK_T),),
-        inputs=("source", "source_slots", "slots", "cache"),
-        sizes=(problem["T"], problem["SOURCE_P"] * problem["SOURCE_R"], problem["P"] * problem["R"]),
-        outputs=(),
-        constexprs=(
-            ("SOURCE_SLOT_STRIDE", specs["source_slots"].stride(0)),
-            ("SOURCE_PAGE_STRIDE", specs["source"].stride(0)),
-            ("SOURCE_PAGE_SIZE", problem["SOURCE_R"]),
-            ("SOURCE_LAYOUT", mla_layout(problem, "source")),
-            ("SLOT_STRIDE", specs["slots"].stride(0)),
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("LAYOUT", layout),
-            ("MIN_EXPONENT", layout.min_exponent(problem.attrs["scale_floor"])),
-            ("BLOCK_T", BLOCK_T),
-        ),
+        sizes={
+            "num_tokens": problem["T"],
+            "num_source_slots": problem["SOURCE_P"] * problem["SOURCE_R"],
+            "num_slots": problem["P"] * problem["R"],
+        },
+        constexprs={
+            "SOURCE_SLOT_STRIDE": specs["source_slots"].stride(0),
+            "SOURCE_PAGE_STRIDE": specs["source"].stride(0),
+            "SOURCE_PAGE_SIZE": problem["SOURCE_R"],
+            "SOURCE_LAYOUT": problem.formats["source"],
+            "SLOT_STRIDE": specs["slots"].stride(0),
+            "PAGE_STRIDE": specs["cache"].stride(0),
+            "PAGE_SIZE": problem["R"],
+            "LAYOUT": layout,
+            "MIN_EXPONENT": layout.min_exponent(problem.attrs["scale_floor"]),
+            "BLOCK_T": BLOCK_T,
+        },
     )
     return Plan((launch,), {}, ())

@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.layout import mla_layouts
+from xmla.core.formats.mla import mla_layouts
 from xmla.core.spec import Spec
 
 
@@ -13,11 +13,12 @@ def reference(
     source_format: str | None = None,
     cache_format: str | None = None,
     scale_floor: str = "scale",
-) -> None:
-    """Definition of `convert_mla_cache`; updates `cache` in place."""
+) -> tuple[()]:
+    """Reference of `convert_mla_cache`; updates `cache` in place."""
     (origin,) = mla_layouts(Spec.of_numpy(source), source_format)
     (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
     valid = (source_slots >= 0) & (source_slots < source.shape[0] * source.shape[1])
     valid &= (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     rows = origin.gather(source, source_slots[valid])
     layout.scatter(cache, slots[valid], rows[:, : layout.latent], rows[:, layout.latent :], scale_floor)
+    return ()

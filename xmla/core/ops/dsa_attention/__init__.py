@@ -1,15 +1,17 @@
 from functools import partial
 from typing import Any
 
-from xmla.core.checks import paged_limits
-from xmla.core.layout import VALUE_DIMS, mla_layout
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
+from xmla.core.caches import indexer_format, mla_format
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.indexer import selection_work
+from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Implementation, Op, Problem, Result, Tensor
+from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
 from xmla.core.ops.dsa_attention.reference import reference
-from xmla.core.ops.indexer_logits_paged import check_requests
-from xmla.core.ops.write_indexer_cache import check_dim, check_indexer_row
-from xmla.core.spec import Spec
+from xmla.core.requests import check_requests, paged_limits
+from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT, Selection
+from xmla.core.work import Work
 
 
 def dsa_attention(
@@ -17,30 +19,33 @@ def dsa_attention(
     k: int, softmax_scale: float, index_scale: float | None = None, mla_cache_format: str | None = None,
     workspace_bytes: int = 1 << 29, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
-    """One layer's DeepSeek sparse attention over its paged caches: indexer, top-k, slots, attention.
+    """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
 
         q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=format of indexer_cache)
         indices = indexer_topk_paged(q8, w, indexer_cache, block_table, lengths, k=k)
         slots   = map_slots(indices, block_table, page_size=R)
         out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
 
-    bit for bit, as one call. The token's own keys are written first, with `write_mla_cache` and `write_indexer_cache`.
+    One call with the same bits as these four. The caller writes the token's own keys first, with `write_mla_cache` and
+    `write_indexer_cache`.
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
         index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, I ≤ 128.
-        index_weights: [T, I], unscaled weights of the indexer heads.
+        index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
         mla_cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
-        indexer_cache: [P, R, ROW] bytes, ROW of D+4 (fp8) or D/2+4 (mxfp4). Both caches share page ids and page size.
-        block_table: [B, M] int32, page ids; entries past a token's length are never read.
-        lengths: [T] int32, keys visible to each token, itself included; 0 or less is padding.
-        request_ids: [T] int32, rows of block_table; without it every request has T / B adjacent tokens.
+        indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Both caches share page ids
+            and page size.
+        block_table: [B, M] int32, page ids; page ids past a token's length are never read.
+        lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
         sink: [H] float32 or None.
-        k: Keys selected for a token; with at most k visible keys all of them are.
+        k: Keys selected for each token; all visible keys if there are at most k.
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `sparse_mla`.
-        workspace_bytes: The most memory for the selection, as `indexer_topk_paged`; attention's splits come on top.
+        workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
+            more on top.
         batch_invariant: As in `sparse_mla`.
 
     Returns:
@@ -49,20 +54,25 @@ def dsa_attention(
         indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
 
     Raises:
-        ArgumentError, UnsupportedError: As the four ops; rows of 528 or 288 bytes and no `mla_cache_format`.
+        ArgumentError, UnsupportedError: As the four ops; ROW is 528 or 288 bytes and no `mla_cache_format` is given.
 
-    Bits may differ where an array starts on another address modulo 16 bytes.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 
 def check(problem: Problem) -> None:
-    """The parts check themselves when the call is planned; here what a fake tensor's shape needs."""
+    """Check what a fake tensor's shape needs; the steps check the rest when the call is planned."""
     if problem.attrs["k"] < 1:
         problem.refuse("k", "value", problem.attrs["k"], "at least 1")
-    mla_layout(problem, "mla_cache")
-    check_dim(problem, "index_q", "axis D (axis 2)")
-    check_indexer_row(problem, "indexer_cache", "INDEXER_ROW")
     check_requests(problem, "q")
+
+
+def work(problem: Problem, keys: int | None) -> list[Work]:
+    logits, selection, _ = selection_work(problem, keys)
+    attention = sparse_mla.attention_work(problem, "mla_cache", problem.attrs["k"])
+    others = [spec for name, spec in problem.specs.items() if name not in problem.op.pools]
+    rest = Work(sum(spec.nbytes for spec in (*others, *problem.op.result_specs(problem).values())))
+    return [logits, selection, attention, rest]
 
 
 OP = Op(
@@ -71,22 +81,25 @@ OP = Op(
         "q": Tensor("T H L+E", HALVES),
         "index_q": Tensor("T I D", FLOATS),
         "index_weights": Tensor("T I", FLOATS),
-        "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES)),
-        "indexer_cache": Tensor("P R INDEXER_ROW", BYTES),
+        "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "indexer_cache": Tensor("P R INDEXER_ROW", BYTES, format=indexer_format),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "lengths": Tensor("T", INDEX),
         "request_ids": Tensor("T", INDEX, index_of="B"),
         "sink": Tensor("H", F32),
     },
     outputs={
-        "out": lambda p: Spec((p["T"], p["H"], VALUE_DIMS), p.specs["q"].dtype),
-        "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
-        "indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),
+        "out": Result(
+            "T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT
+        ),
+        "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
+        "indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection()),
     },
     check=check,
     limits=partial(paged_limits, cache="indexer_cache"),
-    implementations=("triton", "gluon"),
-    plan=plan,
+    work=work,
+    steps=(quantize_indexer_query.OP, indexer_topk_paged.OP, map_slots.OP, sparse_mla.OP),
+    implementations=(Implementation("steps", plan),),
     reference=reference,
     cases=CASES,
 )

@@ -1,13 +1,14 @@
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from xmla.core.checks import Limit
-from xmla.core.layout import IndexerLayout
-from xmla.core.op import BYTES, E4M3, F32, INDEX, Op, Problem, Tensor
+from xmla.core.device import Device
+from xmla.core.indexer import QUERY, check_keys, logits_work
+from xmla.core.op import BYTES, F32, INDEX, Op, Problem, Result, Tensor
+from xmla.core.ops.indexer_logits import plan as portable
 from xmla.core.ops.indexer_logits.cases import CASES
-from xmla.core.ops.indexer_logits.plan import keys_are_mxfp4, plan
+from xmla.core.ops.indexer_logits.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.indexer_logits.reference import reference
-from xmla.core.ops.write_indexer_cache import check_dim
-from xmla.core.spec import Spec
+from xmla.core.tolerance import LOGITS
 
 
 def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
@@ -17,13 +18,13 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
         logits[t,n] = −inf                                                           elsewhere
 
     Args:
-        q8: [T, I, D] float8_e4m3fn, D of 32, 64 or 128, I ≤ 128 (`quantize_indexer_query`); over MXFP4 keys also
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128 (`quantize_indexer_query`); with MXFP4 keys also
             bfloat16.
         weights: [T, I] float32, scales of q folded in. May be negative.
-        keys: Of all requests one after another (`read_indexer_cache`): [N, D] float8_e4m3fn, or MXFP4: [N, D/2] uint8
-            or int8, two e2m1 a byte, the even dim in the low nibble.
-        key_scales: [N] float32, any values, which multiply the logit; MXFP4: [N] int32, a UE8M0 byte a block of 32
-            dims, the first in the lowest byte.
+        keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.
+            MXFP4: [N, D/2] uint8 or int8, two e2m1 per byte, the even dim in the low nibble.
+        key_scales: fp8: [N] float32, any values, which multiply the logit. MXFP4: [N] int32, one UE8M0 byte per block
+            of 32 dims, the first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
 
@@ -34,42 +35,46 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
         ArgumentError: A dtype, rank, axis or stride is wrong.
         UnsupportedError: I > 128.
 
-    Numerics: products accumulated in the tensor cores, then float32; fp8 products for fp8 keys, bfloat16 ones for
-    MXFP4, where keys, scales and queries are exact, but keys of 2**128 and more, for which e2m1 · 2**127 has room, are
-    infinite. The formula is that of DeepSeek-V3.2-Exp's indexer, of DeepGEMM's
-    fp8_mqa_logits with clean_logits and of its fp4 variant.
+    Numerics: products accumulated in the tensor cores, then float32. fp8 keys use fp8 products. MXFP4 keys use bfloat16
+    products: keys, scales and queries are exact, except that keys of 2**128 and more, which e2m1 · 2**127 can hold,
+    are infinite. The formula is that of DeepSeek-V3.2-Exp's indexer, of DeepGEMM's fp8_mqa_logits with clean_logits
+    and of its fp4 variant.
 
-    Bits may differ where an array starts on another address modulo 16 bytes.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 
-QUERY = Tensor("T I D", (*E4M3, "bfloat16"))
+def tokens_a_program(problem: Problem, device: Device) -> int:
+    """Tokens per program: a call with one more token may cost as much as a call with this many more."""
+    if OP.choose(problem, device) is gluon_sm90.IMPLEMENTATION:
+        return gluon_sm90.tokens_a_program(problem)
+    return portable.tokens_a_program(problem, device)
 
 
-def check_query(problem: Problem) -> None:
-    """Rules of the quantised indexer query."""
-    check_dim(problem, "q8", "axis D (axis 2)")
-    if problem["I"] > 128:
-        problem.unsupported("q8", "axis I (axis 1)", problem["I"], "at most 128 indexer heads")
+def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Batched calls with separate keys: each call's keys become its only page, all values and then all scales.
 
-
-def check_query_dtype(problem: Problem) -> None:
-    """Only keys in MXFP4 are multiplied in bfloat16."""
-    if problem.specs["q8"].dtype not in E4M3 and not keys_are_mxfp4(problem):
-        problem.refuse("q8", "dtype", problem.specs["q8"].dtype, "float8_e4m3fn for fp8 keys")
-
-
-def check_keys(problem: Problem) -> None:
-    """Rules of the query and of contiguous keys, whose dtype tells their format."""
-    check_query(problem)
-    layout = IndexerLayout(problem["D"], "mxfp4" if keys_are_mxfp4(problem) else "fp8")
-    if problem["ROW"] != layout.value_bytes:
-        width = f"{layout.value_bytes} ({'D/2' if layout.format == 'mxfp4' else 'D'})"
-        problem.refuse("keys", "axis ROW (axis 1)", problem["ROW"], f"{width} of {problem.specs['keys'].dtype}")
-    if problem.specs["key_scales"].dtype != layout.dtypes[1]:
-        expected = f"{layout.dtypes[1]} beside keys of {problem.specs['keys'].dtype}"
-        problem.refuse("key_scales", "dtype", problem.specs["key_scales"].dtype, expected)
-    check_query_dtype(problem)
+    Folded into one array of keys, each row would get the logits of every call's keys.
+    """
+    keys, scales = arrays["keys"], arrays["key_scales"]
+    size, count = keys.shape[:2]
+    tokens = arrays["q8"].shape[1]
+    page = xp.concatenate([x.view(xp.uint8).reshape(size, -1) for x in (keys, scales)], axis=1)
+    flat = {name: arrays[name].reshape(size * tokens, *arrays[name].shape[2:]) for name in ("q8", "weights", "ends")}
+    (logits,) = call(
+        "indexer_logits_paged",
+        {
+            "q8": flat["q8"],
+            "weights": flat["weights"],
+            "cache": page.reshape(size, count, -1),
+            "block_table": xp.arange(size, dtype=xp.int32)[:, None],
+            "lengths": flat["ends"],
+        },
+        max_len=count,
+    )
+    column = xp.arange(count, dtype=xp.int32)
+    seen = (column >= arrays["starts"][..., None]) & (column < arrays["ends"][..., None])
+    return (xp.where(seen, logits.reshape(size, tokens, count), -xp.inf),)
 
 
 OP = Op(
@@ -82,11 +87,11 @@ OP = Op(
         "starts": Tensor("T", INDEX, bound_of="N"),
         "ends": Tensor("T", INDEX, bound_of="N"),
     },
-    outputs={"logits": lambda p: Spec((p["T"], p["N"]), "float32")},
+    outputs={"logits": Result("T N", "float32", agreement=LOGITS)},
     check=check_keys,
-    limits=lambda p, arrays: (Limit("starts", 0, p["N"]), Limit("ends", 0, p["N"])),
-    plan=plan,
-    implementations=("triton", "gluon"),
+    work=logits_work,
+    batch=batch,
+    implementations=(gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),
     reference=reference,
     cases=CASES,
 )

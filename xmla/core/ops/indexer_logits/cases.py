@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 
 from xmla.core.cases import BF16, indexer_keys, normal
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -1,8 +1,9 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, head_scores, load_keys
-from xmla.core.offsets import offset_of
+from xmla.core.lang.indexer import head_scores, load_keys
+from xmla.core.lang.numbers import as_bytes
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["first_row", "num_tokens", "num_keys"])
@@ -26,7 +27,7 @@ def indexer_logits_kernel(
     MXFP4: tl.constexpr,
     HOPPER_SUMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,  # tokens a matrix product
+    GROUP: tl.constexpr,  # tokens per matrix product
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -34,7 +35,7 @@ def indexer_logits_kernel(
     weights_ptr += offset_of(first_row, WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
-    # Neighbouring programs share their queries and walk over the keys.
+    # Neighbouring programs have the same queries and consecutive keys.
     key_blocks = tl.cdiv(num_keys, BLOCK_N)
     first_token = tl.program_id(0) // key_blocks * BLOCK_T
     first_key = tl.program_id(0) % key_blocks * BLOCK_N
@@ -44,12 +45,12 @@ def indexer_logits_kernel(
     start = tl.load(starts_ptr + offs_t, mask=offs_t < num_tokens, other=0x7FFFFFFF)
     end = tl.load(ends_ptr + offs_t, mask=offs_t < num_tokens, other=0)
 
-    if (tl.min(start) >= first_key + BLOCK_N) | (tl.max(end) <= first_key):  # no row wants any of these keys
+    if (tl.min(start) >= first_key + BLOCK_N) | (tl.max(end) <= first_key):  # none of these keys is in a row's range
         nothing = tl.full([BLOCK_T, BLOCK_N], float("-inf"), tl.float32)
         out = logits_ptr + offset_of(offs_t[:, None], num_keys) + offs_n[None, :]
         tl.store(out, nothing, mask=(offs_t < num_tokens)[:, None] & in_keys[None, :])
     else:
-        # Keys that no row wants are not read.
+        # Keys outside every row's range are not read.
         wanted = in_keys & (offs_n >= tl.min(start)) & (offs_n < tl.max(end))
         key_row = offset_of(offs_n, KEY_STRIDE)
         keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + offset_of(offs_n, 4), wanted, D, MXFP4)
@@ -59,7 +60,7 @@ def indexer_logits_kernel(
         head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
         every_row_wants_all = (tl.max(start) <= first_key) & (tl.min(end) >= first_key + BLOCK_N)
         for i in tl.range(0, BLOCK_T, GROUP):
-            # Rows past the last token repeat it: cheaper than a mask, and not stored.
+            # Rows past the last token repeat it: cheaper than a mask, and they are not stored.
             row_token = tl.minimum(first_token + i + member, num_tokens - 1).to(tl.int64)
             q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(head, Q_STRIDE_I, HEADS)
             q_ptrs = q8_ptr + q_row[:, None] + offs_d[None, :]
@@ -73,7 +74,7 @@ def indexer_logits_kernel(
             scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
             token = first_token + i + offs_g
             token_ok = token < num_tokens
-            # The product stands outside of this branch: ptxas 12.8 mixes up the operands of wgmma in two branches.
+            # The product is outside this branch: ptxas 12.8 confuses the operands of wgmma in two branches.
             if not every_row_wants_all:
                 row_start = tl.load(starts_ptr + token, mask=token_ok, other=0)
                 row_end = tl.load(ends_ptr + token, mask=token_ok, other=0)

@@ -1,19 +1,19 @@
 import numpy as np
 
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 
 
 def reference(
     q8: np.ndarray, weights: np.ndarray, keys: np.ndarray, key_scales: np.ndarray, starts: np.ndarray, ends: np.ndarray
-) -> np.ndarray:
-    """Definition of `indexer_logits`, in float64."""
+) -> tuple[np.ndarray]:
+    """Reference of `indexer_logits`, in float64."""
     layout = IndexerLayout(q8.shape[2], "mxfp4" if key_scales.dtype == np.int32 else "fp8")
     logits = np.full((len(q8), len(keys)), -np.inf)
     for token, (start, end) in enumerate(zip(np.maximum(starts, 0), np.minimum(ends, len(keys)), strict=True)):
         if start < end:
             scores = token_scores(q8[token], weights[token], layout, keys[start:end], key_scales[start:end])
             logits[token, start:end] = scores
-    return logits
+    return (logits,)
 
 
 def token_scores(

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import BF16, block_tables, indexer_pool, row_lengths, slots_of
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
 from xmla.core.ops.indexer_logits.cases import E4M3, query
 

@@ -1,8 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import head_scores, load_page_keys, load_pages
-from xmla.core.offsets import offset_of
+from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit
@@ -10,7 +10,7 @@ def count_tiles(
     lengths_ptr, group, num_groups, capacity, next_n, groups_a_request, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys that each group [BLOCK_G] has to read: those of its longest token."""
+    """Tiles of keys that each group [BLOCK_G] reads: those of its longest token."""
     first_token = group // groups_a_request * next_n + group % groups_a_request * GROUP
     longest = tl.zeros([BLOCK_G], tl.int32)
     for member in tl.static_range(GROUP):
@@ -44,7 +44,7 @@ def indexer_logits_paged_kernel(
     max_len,
     table_stride,
     capacity,  # min(max_len, M · R)
-    next_n,  # tokens a request; 1 with request ids
+    next_n,  # tokens per request; 1 with request ids
     groups_a_request,
     logits_ptr,  # [T, max_len] f32
     Q_STRIDE_T: tl.constexpr,
@@ -58,7 +58,7 @@ def indexer_logits_paged_kernel(
     HOPPER_SUMS: tl.constexpr,
     GROUP: tl.constexpr,  # tokens that share a tile of keys, a power of two
     HAS_REQUEST_IDS: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # groups looked at together when work is shared out
+    BLOCK_G: tl.constexpr,  # groups whose tiles are counted at once when work is divided
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -68,8 +68,8 @@ def indexer_logits_paged_kernel(
     row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
 
-    # Work is the list of all groups' tiles of keys, cut evenly into one run a program. The list follows from the
-    # lengths, so each program finds its run alone.
+    # All groups' tiles of keys form a list, of which each program takes an equal run. The list follows from the
+    # lengths, so each program finds its run without the others.
     total = tl.zeros([], tl.int64)
     for base in tl.range(0, num_groups, BLOCK_G):
         tiles = count_tiles(
@@ -84,11 +84,11 @@ def indexer_logits_paged_kernel(
         tiles = count_tiles(
             lengths_ptr, base + offs_g, num_groups, capacity, next_n, groups_a_request, GROUP, BLOCK_G, BLOCK_N
         )
-        ends = passed + tl.cumsum(tiles, 0)  # [BLOCK_G], places in the list
+        ends = passed + tl.cumsum(tiles, 0)  # [BLOCK_G], positions in the list
         begins = ends - tiles
         first_group = tl.sum((ends <= run_first).to(tl.int32))
         last_group = tl.sum((begins < run_last).to(tl.int32))
-        # From 0: Triton loses every alignment inside a loop that starts at the result of a reduction.
+        # From 0: Triton loses all alignment inside a loop that starts at the result of a reduction.
         for step in tl.range(0, last_group - first_group):
             place = first_group + step
             begin = tl.sum(tl.where(offs_g == place, begins, 0))
@@ -97,7 +97,7 @@ def indexer_logits_paged_kernel(
             last_tile = (tl.minimum(run_last, end) - begin).to(tl.int32)
 
             group = base + place
-            part = group % groups_a_request * GROUP  # of the request's tokens, the first in this group
+            part = group % groups_a_request * GROUP  # the group's first token, of the request's
             request = group // groups_a_request
             first_token = request * next_n + part
             if HAS_REQUEST_IDS:
@@ -116,7 +116,7 @@ def indexer_logits_paged_kernel(
             mapped = tl.where(known, tl.max(length), 0)  # keys that the block table maps
             out_row = offset_of(token[None, :], max_len)
 
-            # A tile's pages are read a tile ahead, so that its keys wait for one load instead of two.
+            # A tile's page ids are loaded one tile ahead, so that its keys wait for one load instead of two.
             coming = load_pages(table_row, first_tile * BLOCK_N + tl.arange(0, BLOCK_N), mapped, PAGE_SIZE)
             for tile in tl.range(0, last_tile - first_tile):
                 key = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)

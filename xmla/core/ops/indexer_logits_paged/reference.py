@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.layout import indexer_layouts
+from xmla.core.formats.indexer import indexer_layouts
 from xmla.core.ops.indexer_logits.reference import token_scores
 
 
@@ -13,8 +13,8 @@ def reference(
     request_ids: np.ndarray | None = None,
     *,
     max_len: int | None = None,
-) -> np.ndarray:
-    """Definition of `indexer_logits_paged`, in float64; columns that are not written hold NaN here."""
+) -> tuple[np.ndarray]:
+    """Reference of `indexer_logits_paged`, in float64; columns that are not written hold NaN here."""
     (layout,) = indexer_layouts(cache.shape[2], q8.shape[2])
     pages, entries, _ = cache.shape
     requests, width = block_table.shape
@@ -30,4 +30,4 @@ def reference(
         ok = (page >= 0) & (page < pages)
         values, scales = layout.gather(cache, page[ok] * entries + key[ok] % entries)
         logits[token, key[ok]] = token_scores(q8[token], weights[token], layout, values, scales)
-    return logits
+    return (logits,)

@@ -1,27 +1,26 @@
 from typing import Any
 
-from xmla.core.checks import Limit
-from xmla.core.op import Op, Problem
-from xmla.core.ops import indexer_logits
-from xmla.core.ops.indexer_logits import check_keys
+from xmla.core.indexer import check_keys, check_selection, selection_work
+from xmla.core.op import Implementation, Op, Problem, Result
+from xmla.core.ops import indexer_logits, select_topk
 from xmla.core.ops.indexer_topk.cases import CASES
-from xmla.core.ops.indexer_topk.plan import check_workspace, plan
+from xmla.core.ops.indexer_topk.plan import plan
 from xmla.core.ops.indexer_topk.reference import reference
-from xmla.core.spec import Spec
+from xmla.core.tolerance import Selection
 
 
 def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspace_bytes: int = 1 << 29) -> Any:
-    """The k best keys of each token by indexer logit, in bounded memory (prefill).
+    """The k keys of each token with the largest indexer logits, in bounded memory (prefill).
 
         indices = select_topk(indexer_logits(q8, weights, keys, key_scales, starts, ends), ends, starts, k=k)
 
-    exactly, total order included. The logits of as many tokens as fit the workspace are stored at a time, of 64 at
-    least or 2²¹ logits; where those do not fit, or there would be more than 1024 parts, each program keeps the
-    candidates of its tokens, at most twice k, and the memory does not grow with T or N.
+    The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
+    workspace: at least 64 tokens or 2²¹ logits. If those do not fit, or there would be more than 1024 parts, no logits
+    are stored: each program keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or N.
 
     Args:
-        q8, weights, keys, key_scales, starts, ends: As `indexer_logits`.
-        k: K ≥ 1, as `select_topk`; at most 8192 where no logits are stored.
+        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
+        k: K ≥ 1, as in `select_topk`; at most 8192 if no logits are stored.
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
@@ -29,24 +28,25 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
-        UnsupportedError: I > 128; workspace_bytes too small for one program; k > 8192 where the logits do not fit.
+        UnsupportedError: I > 128; workspace_bytes is too small for one program; k > 8192 and the logits do not fit.
 
-    Bits may differ where an array starts on another address modulo 16 bytes.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 
 def check(problem: Problem) -> None:
     check_keys(problem)
-    check_workspace(problem)
+    check_selection(problem)
 
 
 OP = Op(
     prototype=indexer_topk,
     tensors=indexer_logits.OP.tensors,
-    outputs={"indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32")},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
     check=check,
-    limits=lambda p, arrays: (Limit("starts", 0, p["N"]), Limit("ends", 0, p["N"])),
-    plan=plan,
+    work=selection_work,
+    steps=(indexer_logits.OP, select_topk.OP),
+    implementations=(Implementation("steps", plan),),
     reference=reference,
     cases=CASES,
 )

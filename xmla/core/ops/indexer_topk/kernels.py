@@ -1,18 +1,20 @@
 """Indexer logits and top-k in one pass, in memory that does not depend on the number of keys.
 
-A program scores its tokens' keys a block at a time into a scratch of its own, in a loop that only multiplies. Then it
-appends what can still be among the k largest to its tokens' candidates: every key at first, later only keys above the
-k-th largest so far. Before their space of CAPACITY runs out, those that are no longer among the k largest go
-(`keep_largest`). Candidates stand by ascending key throughout, so that a key that ties with the k-th largest but comes
-later is out, as the total order wants. On unordered keys k · (1 + ln(N / k)) keys are appended in all; on keys in
-ascending order all of them are, which costs time but stays right.
+A program scores its tokens' keys one block at a time into its own scratch memory, in a loop that only multiplies. Then
+it appends the keys that can still be among the k largest to its tokens' candidates: every key at first, later only keys
+above the k-th largest so far. Before their space of CAPACITY is full, `keep_largest` removes the candidates that are no
+longer among the k largest. Candidates are always in ascending order of their keys' positions, so a key that ties with
+the k-th largest but comes later is left out, as the total order requires. Keys in random order of score append
+k · (1 + ln(N / k)) candidates in all; keys in ascending order of score append all of them, which costs time but gives
+the same result.
 """
 
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, head_scores, load_keys
-from xmla.core.offsets import offset_of
+from xmla.core.lang.indexer import head_scores, load_keys
+from xmla.core.lang.numbers import as_bytes
+from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import (
     COLUMNS_A_WARP,
     KEY_OF_INF,
@@ -29,7 +31,7 @@ from xmla.core.ops.select_topk.kernels import (
 
 @triton.jit
 def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WARPS: tl.constexpr):
-    """Reduce `count` > K candidates to the K largest, in place and in order; the order key of the least of them."""
+    """Reduce `count` > K candidates to the K largest, in place and in order; return the order key of the least."""
     keys = load_keys_of(candidates, lanes_by_warp(CAPACITY), count)
     low, high = tl.full([], 1, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     threshold, _ = kth_largest(keys, K, low, high, count, 1, 0)
@@ -64,12 +66,12 @@ def take_block(
     candidates, scores, column, lengths, counts, thresholds, K: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Append a block's scores [GROUP, BLOCK] to the tokens' candidates, STRIDE apart; new counts and thresholds.
+    """Append a block's scores [GROUP, BLOCK] to the tokens' candidates, STRIDE apart; return counts and thresholds.
 
     column, lengths, counts, thresholds [GROUP]: of the block's first key, within the token's range; of that range.
     """
     member = tl.arange(0, GROUP)
-    tl.debug_barrier()  # the scores are all there
+    tl.debug_barrier()  # all scores are stored
     for g in tl.range(0, GROUP):
         count = tl.sum(tl.where(member == g, counts, 0))
         threshold = tl.sum(tl.where(member == g, thresholds, 0).to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
@@ -125,7 +127,7 @@ def indexer_topk_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,  # keys scored between two looks at their scores
+    BLOCK: tl.constexpr,  # keys that are scored before candidates are appended
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_K: tl.constexpr,

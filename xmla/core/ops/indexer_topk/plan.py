@@ -2,32 +2,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from xmla.core.device import INTERPRETER, Device
-from xmla.core.op import Op, Problem
+from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
+from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits, select_topk
-from xmla.core.ops.indexer_logits.plan import (
-    INPUTS,
-    MAX_ROWS,
-    head_rows,
-    keys_are_mxfp4,
-    query_constexprs,
-    tokens_a_program,
-)
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
-from xmla.core.plan import Launch, Plan, cdiv, join, most_registers, next_power_of_2
+from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
-BLOCKS = (2048, 1024, 512)  # keys between two looks at their scores, best first
-MAX_K = 8192  # candidates of one program are sorted out in registers
+BLOCKS = (2048, 1024, 512)  # keys that are scored before candidates are appended, best first
+MAX_K = 8192  # one program selects among its candidates in registers
 PROGRAMS_A_SM = 2
-# Logits are stored of so many tokens at a time, or so many logits, for which selecting pays (H200, 2026-11-22: it takes
-# 13 µs for any row, the logits 35), and not in more parts, each of them two or three launches.
+# The least tokens, or logits, of a part whose logits are stored: fewer do not pay for their selection (H200,
+# 2026-11-22: it takes 13 µs for any row, the logits 35). The most parts: each has two or three launches.
 PART_TOKENS = 64
 PART_LOGITS = 1 << 21
 MAX_PARTS = 1024
 
 
 def capacity(k: int, block: int) -> int:
-    """Candidates kept a token: k and a block at least, and a block or more between two clearances."""
+    """Candidates kept per token: at least k and a block, so that a block or more fits between two reductions to k."""
     return next_power_of_2(k + 2 * block)
 
 
@@ -46,33 +39,23 @@ def configure(mxfp4: bool, device: Device) -> Config:
         return Config(128, 4)  # 4.0 against 5.0 ms with 8 warps at 2048 × 65536 (H200, 2026-11-21); elsewhere 4 spill
     # Before sm_90 the compiler would spill for a second program on the SM.
     registers = most_registers(8) if device.arch < 90 else None
-    if mxfp4 and not device.has_tensor_memory:  # beside products in registers there is room for few keys of 16 bits
+    if mxfp4 and not device.has_tensor_memory:  # accumulators in registers leave room for few 16-bit keys
         return Config(32 if device.arch >= 120 else 64, 8, 2, registers)
     return Config(128, 8, max_registers=registers)
 
 
-def check_workspace(problem: Problem) -> None:
-    if problem.attrs["k"] < 1:
-        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
-    if problem.attrs["workspace_bytes"] < 0:
-        problem.refuse("workspace_bytes", "value", problem.attrs["workspace_bytes"], "at least 0")
-
-
-def stored(problem: Problem, device: Device, logits: Op, names: Mapping[str, str]) -> Plan:
-    """The plan that stores all logits and selects from them; `names` for select_topk."""
-    arrays = {name: problem.specs.get(name) for name in logits.tensors}
-    whole = logits.bind(arrays, logits.defaults, problem.implementation)
-    first = logits.plan(whole, device)
-    specs = {**problem.specs, **first.buffers}
-    select = select_topk.OP
-    chosen = select.bind({name: specs.get(names.get(name, name)) for name in select.tensors}, {"k": problem.attrs["k"]})
-    return join([(first, {}), (select.plan(chosen, device), names)], ("indices",))
+def stored(problem: Problem, device: Device) -> Plan:
+    """The plan that stores all logits and selects from them."""
+    steps = Steps(problem, device)
+    steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
+    steps.call(select_topk.OP, "logits starts ends", k=problem.attrs["k"])
+    return steps.plan()
 
 
 def in_parts(problem: Problem, device: Device) -> Plan | None:
     """The plan that stores the logits of as many tokens at a time as fit the workspace."""
     tokens, keys, given = problem["T"], problem["N"], problem.attrs["workspace_bytes"]
-    together = tokens_a_program(problem, device)
+    together = indexer_logits.tokens_a_program(problem, device)
     size = min(tokens, given // (4 * max(keys, 1))) // together * together
     while size and (size >= PART_TOKENS or size * keys >= PART_LOGITS) and cdiv(tokens, size) <= MAX_PARTS:
         plan = join_parts(problem, device, size)
@@ -86,12 +69,8 @@ def join_parts(problem: Problem, device: Device, size: int) -> Plan:
     """The plan that stores the logits of `size` tokens at a time."""
     counts = {row: min(size, problem["T"] - row) for row in range(0, problem["T"], size)}
     # All parts are alike but for the last.
-    parts = {n: stored(of_tokens(problem, n), device, indexer_logits.OP, {}) for n in sorted(set(counts.values()))}
-    launches = [
-        replace(launch, sizes=(row, *launch.sizes[1:]))  # their first size is the first row
-        for row, count in counts.items()
-        for launch in parts[count].launches
-    ]
+    parts = {n: stored(of_tokens(problem, n), device) for n in sorted(set(counts.values()))}
+    launches = [launch.with_sizes(first_row=row) for row, count in counts.items() for launch in parts[count].launches]
     buffers: dict[str, Spec] = {}
     for name, spec in (item for part in parts.values() for item in part.buffers.items()):
         buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
@@ -99,19 +78,22 @@ def join_parts(problem: Problem, device: Device, size: int) -> Plan:
 
 
 def of_tokens(problem: Problem, tokens: int) -> Problem:
-    """The call for so many of its tokens."""
+    """The call for `tokens` of its tokens."""
     rows = {name: problem.specs[name] for name in ("q8", "weights", "starts", "ends")}
     fewer = {name: replace(spec, shape=(tokens, *spec.shape[1:])) for name, spec in rows.items()}
-    return problem.op.bind({**problem.specs, **fewer}, problem.attrs, problem.implementation)
+    return problem.op.bind({**problem.specs, **fewer}, problem.attrs, problem.implementation, problem.whole)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    whole = stored(problem, device, indexer_logits.OP, {})
+    whole = stored(problem, device)
     if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
         return whole
-    if (parts := in_parts(problem, device)) is not None:
-        return parts
-    specs, k = problem.specs, problem.attrs["k"]
+    return in_parts(problem, device) or bounded(problem, device)
+
+
+def bounded(problem: Problem, device: Device) -> Plan:
+    """The plan whose programs keep candidates and no logits."""
+    k = problem.attrs["k"]
     block_i = head_rows(problem)
     group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))
     groups = cdiv(problem["T"], group)
@@ -122,33 +104,30 @@ def plan(problem: Problem, device: Device) -> Plan:
             "scores": Spec((programs, group, block), "float32"),
         }
 
-    mxfp4 = keys_are_mxfp4(problem)
-    config = configure(mxfp4, device)
+    config = configure(keys_are_mxfp4(problem), device)
     given = problem.attrs["workspace_bytes"]
-    require_capacity(problem, space(workspace(1, BLOCKS[-1])))
+    require_room(problem, space(workspace(1, BLOCKS[-1])))
     wanted = max(1, min(groups, device.num_sms * PROGRAMS_A_SM))
     block = next((block for block in BLOCKS if space(workspace(wanted, block)) <= given), BLOCKS[-1])
     programs = min(wanted, given // space(workspace(1, block)))
     launch = Launch(
         indexer_topk_kernel,
         grid=(programs if groups else 0,),
-        inputs=INPUTS,
-        sizes=(problem["T"], problem["N"], groups),
         outputs=("indices", "candidates", "scores"),
-        constexprs=(
-            *query_constexprs(problem),
-            ("MXFP4", mxfp4),
-            ("HOPPER_SUMS", device.arch == 90),
-            ("KEY_STRIDE", specs["keys"].stride(0)),
-            ("K", k),
-            ("GROUP", group),
-            ("CAPACITY", capacity(k, block)),
-            ("BLOCK", block),
-            ("BLOCK_N", config.block_n),
-            ("BLOCK_I", block_i),
-            ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))),
-            ("WARPS", config.warps),
-        ),
+        sizes={"num_tokens": problem["T"], "num_keys": problem["N"], "num_groups": groups},
+        constexprs={
+            **query_constexprs(problem),
+            **key_constexprs(problem, device),
+            "KEY_STRIDE": problem.specs["keys"].stride(0),
+            "K": k,
+            "GROUP": group,
+            "CAPACITY": capacity(k, block),
+            "BLOCK": block,
+            "BLOCK_N": config.block_n,
+            "BLOCK_I": block_i,
+            "BLOCK_K": min(2048, max(16, next_power_of_2(k))),
+            "WARPS": config.warps,
+        },
         num_warps=config.warps,
         num_stages=config.stages,
         max_registers=config.max_registers,
@@ -161,9 +140,12 @@ def space(buffers: Mapping[str, Spec]) -> int:
     return Plan((), buffers, ()).workspace_bytes
 
 
-def require_capacity(problem: Problem, needed: int) -> None:
-    """Refuse a k or a workspace that even one program cannot work with; `needed` bytes."""
+def require_room(problem: Problem, needed: int) -> None:
+    """Refuse what the kernels that store no logits do not support: a name, a k, a workspace below `needed` bytes."""
     k, given = problem.attrs["k"], problem.attrs["workspace_bytes"]
+    if problem.implementation not in (None, "triton"):
+        got = f"{problem.implementation!r} where the logits do not fit workspace_bytes"
+        problem.unsupported("implementation", "value", got, "'triton', or more workspace_bytes")
     if k > MAX_K:
         problem.unsupported("k", "value", k, f"at most {MAX_K} where the logits do not fit workspace_bytes")
     if needed > given:

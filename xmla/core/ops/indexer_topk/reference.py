@@ -14,7 +14,7 @@ def reference(
     *,
     k: int,
     workspace_bytes: int = 1 << 29,
-) -> np.ndarray:
-    """Definition of `indexer_topk`: its two ops one after the other."""
-    logits = indexer_logits(q8, weights, keys, key_scales, starts, ends)
+) -> tuple[np.ndarray]:
+    """Reference of `indexer_topk`: its two ops one after the other."""
+    (logits,) = indexer_logits(q8, weights, keys, key_scales, starts, ends)
     return select_topk(logits.astype(np.float32), ends, starts, k=k)

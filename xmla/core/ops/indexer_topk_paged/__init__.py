@@ -1,28 +1,28 @@
 from typing import Any
 
-from xmla.core.checks import paged_limits
-from xmla.core.op import Op, Problem
-from xmla.core.ops import indexer_logits_paged
-from xmla.core.ops.indexer_logits_paged import check_paged_cache, check_requests
-from xmla.core.ops.indexer_topk.plan import check_workspace
+from xmla.core.indexer import check_query, check_selection, selection_work
+from xmla.core.op import Implementation, Op, Problem, Result
+from xmla.core.ops import indexer_logits_paged, select_topk
 from xmla.core.ops.indexer_topk_paged.cases import CASES
 from xmla.core.ops.indexer_topk_paged.plan import plan
 from xmla.core.ops.indexer_topk_paged.reference import reference
-from xmla.core.spec import Spec
+from xmla.core.requests import check_requests, paged_limits
+from xmla.core.tolerance import Selection
 
 
 def indexer_topk_paged(
     q8, weights, cache, block_table, lengths, request_ids=None, *, k: int, workspace_bytes: int = 1 << 29
 ) -> Any:
-    """The k best keys of each token by indexer logit over the paged indexer cache, in bounded memory (decode).
+    """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
 
         indices = select_topk(indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids), lengths, k=k)
 
-    exactly, total order included. The logits are stored only where [T, M · R] of them fit the workspace.
+    The result is exactly this, total order included. The logits are stored only if [T, M · R] of them fit the
+    workspace.
 
     Args:
-        q8, weights, cache, block_table, lengths, request_ids: As `indexer_logits_paged`.
-        k: K ≥ 1, as `select_topk`; at most 8192 where the logits do not fit.
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
+        k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
@@ -30,26 +30,28 @@ def indexer_topk_paged(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; k < 1.
-        UnsupportedError: I > 128; workspace_bytes too small for a program a group of tokens; k > 8192 where the logits
-            do not fit.
+        UnsupportedError: I > 128; workspace_bytes is too small for one program per group of tokens; k > 8192 and the
+            logits do not fit.
 
-    Bits may differ where an array starts on another address modulo 16 bytes.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 
 def check(problem: Problem) -> None:
-    check_paged_cache(problem)
+    check_query(problem)
     check_requests(problem, "q8")
-    check_workspace(problem)
+    check_selection(problem)
 
 
 OP = Op(
     prototype=indexer_topk_paged,
     tensors=indexer_logits_paged.OP.tensors,
-    outputs={"indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32")},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
     check=check,
     limits=paged_limits,
-    plan=plan,
+    work=selection_work,
+    steps=(indexer_logits_paged.OP, select_topk.OP),
+    implementations=(Implementation("steps", plan),),
     reference=reference,
     cases=CASES,
 )

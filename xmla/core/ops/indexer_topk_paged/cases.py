@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import block_tables, empty_pages, row_lengths, slots_of
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
 from xmla.core.ops.indexer_topk.cases import exact_keys, exact_query
 

@@ -1,8 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import head_scores, load_page_keys, load_pages
-from xmla.core.offsets import offset_of
+from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages
+from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
 from xmla.core.ops.select_topk.kernels import as_packed
 
@@ -19,7 +19,7 @@ def indexer_topk_paged_kernel(
     num_pages,
     table_stride,
     capacity,  # M · R
-    next_n,  # tokens a request; 1 with request ids
+    next_n,  # tokens per request; 1 with request ids
     groups_a_request,
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
@@ -38,14 +38,14 @@ def indexer_topk_paged_kernel(
     HAS_REQUEST_IDS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,  # keys scored between two looks at their scores
+    BLOCK: tl.constexpr,  # keys that are scored before candidates are appended
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     group = tl.program_id(0) // SEGMENTS
     segment = tl.program_id(0) % SEGMENTS
-    part = group % groups_a_request * GROUP  # of the request's tokens, the first in this group
+    part = group % groups_a_request * GROUP  # the group's first token, of the request's
     request = group // groups_a_request
     first_token = request * next_n + part
     if HAS_REQUEST_IDS:

@@ -1,10 +1,16 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
-from xmla.core.ops import indexer_logits_paged
-from xmla.core.ops.indexer_logits.plan import MAX_ROWS, keys_are_mxfp4
-from xmla.core.ops.indexer_logits_paged.plan import group_tokens, page_constexprs, page_inputs
+from xmla.core.indexer import (
+    MAX_ROWS,
+    group_tokens,
+    key_constexprs,
+    keys_are_mxfp4,
+    page_constexprs,
+    query_constexprs,
+)
+from xmla.core.op import Problem, Steps
+from xmla.core.ops import indexer_logits_paged, select_topk
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
-from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_capacity, space, stored
+from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_room, space
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
 from xmla.core.ops.select_topk.plan import choosing_warps
 from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
@@ -14,22 +20,27 @@ MAX_MERGED = 16384  # candidates of a row's segments, in registers
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    names = {"ends": "lengths", "starts": "no_starts", "counts": "candidate_counts"}
-    whole = stored(problem, device, indexer_logits_paged.OP, names)
-    if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
-        return whole
-    specs, k, tokens = problem.specs, problem.attrs["k"], problem["T"]
+    steps = Steps(problem, device)
+    steps.call(indexer_logits_paged.OP, " ".join(indexer_logits_paged.OP.tensors))
+    steps.call(select_topk.OP, "logits", {"ends": "lengths"}, k=problem.attrs["k"])
+    stored = steps.plan()
+    return stored if stored.workspace_bytes <= problem.attrs["workspace_bytes"] else bounded(problem, device)
+
+
+def bounded(problem: Problem, device: Device) -> Plan:
+    """The plan whose programs keep candidates of a row's segments and no logits."""
+    k, tokens = problem.attrs["k"], problem["T"]
     grouping = group_tokens(problem, MAX_ROWS)
 
     def workspace(segments: int, block: int) -> dict[str, Spec]:
         return {
             "candidates": Spec((tokens, segments, capacity(k, block), 2), "int32"),
-            "segment_counts": Spec((tokens, segments), "int32"),
+            "counts": Spec((tokens, segments), "int32"),
             "scores": Spec((grouping.groups * segments, grouping.group, block), "float32"),
         }
 
-    block = BLOCKS[-1]  # a row has its own candidates: rather more segments than longer blocks
-    require_capacity(problem, space(workspace(1, block)))
+    block = BLOCKS[-1]  # a row has its own candidates: more segments are better than longer blocks
+    require_room(problem, space(workspace(1, block)))
     segments = 1
     while (
         grouping.groups * segments < 2 * device.num_sms
@@ -37,34 +48,33 @@ def plan(problem: Problem, device: Device) -> Plan:
         and space(workspace(2 * segments, block)) <= problem.attrs["workspace_bytes"]
     ):
         segments *= 2
-    shared = (("K", k), ("SEGMENTS", segments), ("CAPACITY", capacity(k, block)))
+    shared = {"K": k, "SEGMENTS": segments, "CAPACITY": capacity(k, block)}
     buffers = workspace(segments, block)
-    mxfp4 = keys_are_mxfp4(problem)
-    config = configure(mxfp4, device)
+    config = configure(keys_are_mxfp4(problem), device)
     score = Launch(
         indexer_topk_paged_kernel,
         grid=(grouping.groups * segments,),
-        inputs=page_inputs(problem),
-        sizes=(
-            problem["B"],
-            problem["P"],
-            specs["block_table"].stride(0),
-            problem["M"] * problem["R"],
-            grouping.next_n,
-            grouping.groups_a_request,
-        ),
         outputs=tuple(buffers),
-        constexprs=(
-            *page_constexprs(problem),
-            ("MXFP4", mxfp4),
-            ("HOPPER_SUMS", device.arch == 90),
-            *shared,
-            ("GROUP", grouping.group),
-            ("BLOCK", block),
-            ("BLOCK_N", config.block_n),
-            ("BLOCK_I", grouping.block_i),
-            ("WARPS", config.warps),
-        ),
+        arrays=problem.stand_ins(request_ids="lengths"),
+        sizes={
+            "num_requests": problem["B"],
+            "num_pages": problem["P"],
+            "table_stride": problem.specs["block_table"].stride(0),
+            "capacity": problem["M"] * problem["R"],
+            "next_n": grouping.next_n,
+            "groups_a_request": grouping.groups_a_request,
+        },
+        constexprs={
+            **query_constexprs(problem),
+            **page_constexprs(problem),
+            **key_constexprs(problem, device),
+            **shared,
+            "GROUP": grouping.group,
+            "BLOCK": block,
+            "BLOCK_N": config.block_n,
+            "BLOCK_I": grouping.block_i,
+            "WARPS": config.warps,
+        },
         num_warps=config.warps,
         num_stages=config.stages,
         max_registers=config.max_registers,
@@ -74,10 +84,13 @@ def plan(problem: Problem, device: Device) -> Plan:
     merge = Launch(
         merge_segments_kernel,
         grid=(tokens,),
-        inputs=("candidates", "segment_counts"),
-        sizes=(),
         outputs=("indices",),
-        constexprs=(*shared, ("LANES", lanes), ("BLOCK_K", min(2048, max(16, next_power_of_2(k)))), ("WARPS", warps)),
+        constexprs={
+            **shared,
+            "LANES": lanes,
+            "BLOCK_K": min(2048, max(16, next_power_of_2(k))),
+            "WARPS": warps,
+        },
         num_warps=warps,
         num_stages=2,
         max_registers=most_registers(warps),

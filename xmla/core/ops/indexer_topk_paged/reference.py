@@ -14,7 +14,7 @@ def reference(
     *,
     k: int,
     workspace_bytes: int = 1 << 29,
-) -> np.ndarray:
-    """Definition of `indexer_topk_paged`: its two ops one after the other."""
-    logits = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
+) -> tuple[np.ndarray]:
+    """Reference of `indexer_topk_paged`: its two ops one after the other."""
+    (logits,) = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
     return select_topk(logits.astype(np.float32), lengths, k=k)

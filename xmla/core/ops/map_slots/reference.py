@@ -9,7 +9,7 @@ def reference(
     page_size: int,
     compact: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Definition of `map_slots`."""
+    """Reference of `map_slots`."""
     tokens, (requests, width) = len(indices), block_table.shape
     slots = np.full(indices.shape, -1, np.int32)
     for token in range(tokens):

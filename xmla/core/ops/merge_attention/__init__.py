@@ -1,34 +1,34 @@
 from typing import Any
 
-from xmla.core.op import F32, FLOATS, Op, Problem, Tensor
+from xmla.core.op import F32, FLOATS, Implementation, Op, Problem, Result, Tensor
 from xmla.core.ops.merge_attention.cases import CASES
 from xmla.core.ops.merge_attention.plan import plan
 from xmla.core.ops.merge_attention.reference import reference
-from xmla.core.spec import Spec
+from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
 
 
 def merge_attention(outs, lses, sink=None, *, empty_lse: str = "-inf") -> Any:
-    """Attention over a set of keys from attention over disjoint parts of it, such as those that ranks own.
+    """Attention over a set of keys, merged from attention over disjoint parts of it, such as the keys of each rank.
 
         lse[t,h] = ln Σ_w exp(lses[w,t,h])
         out[t,h] = Σ_w exp(lses[w,t,h]) · outs[w,t,h] / (exp(lse[t,h]) + exp(sink[h]))
 
     Args:
         outs: [W, T, H, L] bfloat16, float16 or float32, out of `sparse_mla` for each part, computed without a sink.
-        lses: [W, T, H] float32, natural log. A part of −inf, or of +inf as FlashMLA marks it, had no keys: its out is
-            not read.
-        sink: [H] float32, as `sparse_mla`.
-        empty_lse: "-inf" or "+inf", the lse of a row of which no part has keys.
+        lses: [W, T, H] float32, natural log. −inf, or +inf as in FlashMLA, marks a part without keys: its out is not
+            read.
+        sink: [H] float32, as in `sparse_mla`.
+        empty_lse: "-inf" or "+inf", the lse of a row that has no keys in any part.
 
     Returns:
-        out: [T, H, L], dtype of outs; 0 for a row of which no part has keys.
+        out: [T, H, L], dtype of outs; 0 for a row that has no keys in any part.
         lse: [T, H] float32, natural log, without the sink.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; W is 0.
 
-    Numerics: sums in float32, in the order of the parts; one part without a sink is returned as it is. The rule is that
-    of FlashAttention's split keys.
+    Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
+    is FlashAttention's for split keys.
     """
 
 
@@ -43,11 +43,11 @@ OP = Op(
     prototype=merge_attention,
     tensors={"outs": Tensor("W T H L", FLOATS), "lses": Tensor("W T H", F32), "sink": Tensor("H", F32)},
     outputs={
-        "out": lambda p: Spec((p["T"], p["H"], p["L"]), p.specs["outs"].dtype),
-        "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
+        "out": Result("T H L", lambda p: p.specs["outs"].dtype, agreement=ATTENTION_OUT),
+        "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
     },
     check=check,
-    plan=plan,
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

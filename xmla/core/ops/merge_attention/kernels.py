@@ -1,13 +1,13 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import LN2, LOG2E
-from xmla.core.offsets import offset_of
+from xmla.core.lang.numbers import LN2, LOG2E
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit
 def load_lse(lses_ptr, offset, head_ok):
-    """Natural lse of one part [BLOCK_H]; both spellings of no keys become −inf."""
+    """Natural lse of one part [BLOCK_H]; both marks of a part without keys become −inf."""
     lse = tl.load(lses_ptr + offset, mask=head_ok, other=float("-inf"))
     return tl.where(lse == float("inf"), float("-inf"), lse)
 

@@ -16,22 +16,22 @@ def plan(problem: Problem, device: Device) -> Plan:
     launch = Launch(
         merge_attention_kernel,
         grid=(problem["T"] * cdiv(heads, block_h),),
-        inputs=("outs", "lses", problem.either("sink", "lses")),
-        sizes=(problem["W"],),
         outputs=("out", "lse"),
-        constexprs=(
-            ("OUT_STRIDE_W", outs.stride(0)),
-            ("OUT_STRIDE_T", outs.stride(1)),
-            ("OUT_STRIDE_H", outs.stride(2)),
-            ("LSE_STRIDE_W", lses.stride(0)),
-            ("LSE_STRIDE_T", lses.stride(1)),
-            ("HEADS", heads),
-            ("LATENT", latent),
-            ("HAS_SINK", problem.has("sink")),
-            ("EMPTY_LSE", inf if problem.attrs["empty_lse"] == "+inf" else -inf),
-            ("BLOCK_H", block_h),
-            ("BLOCK_L", block_l),
-        ),
-        num_warps=8 if device.arch >= 120 else 4,  # with 4 a word spills there
+        arrays=problem.stand_ins(sink="lses"),
+        sizes={"num_parts": problem["W"]},
+        constexprs={
+            "OUT_STRIDE_W": outs.stride(0),
+            "OUT_STRIDE_T": outs.stride(1),
+            "OUT_STRIDE_H": outs.stride(2),
+            "LSE_STRIDE_W": lses.stride(0),
+            "LSE_STRIDE_T": lses.stride(1),
+            "HEADS": heads,
+            "LATENT": latent,
+            "HAS_SINK": problem.has("sink"),
+            "EMPTY_LSE": inf if problem.attrs["empty_lse"] == "+inf" else -inf,
+            "BLOCK_H": block_h,
+            "BLOCK_L": block_l,
+        },
+        num_warps=8 if device.arch >= 120 else 4,  # 4 warps spill a word there
     )
     return Plan((launch,), problem.op.result_specs(problem), ("out", "lse"))

@@ -4,7 +4,7 @@ import numpy as np
 def reference(
     outs: np.ndarray, lses: np.ndarray, sink: np.ndarray | None = None, *, empty_lse: str = "-inf"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Definition of `merge_attention`, in float64."""
+    """Reference of `merge_attention`, in float64."""
     weights = np.where(np.isposinf(lses), -np.inf, lses.astype(np.float64))  # [W, T, H]
     empty = np.isneginf(weights)
     lse = np.logaddexp.reduce(weights, axis=0)

@@ -1,22 +1,21 @@
 from typing import Any
 
-from xmla.core.op import F32, INDEX, Op, Problem, Tensor
+from xmla.core.op import F32, INDEX, Implementation, Op, Problem, Result, Tensor
 from xmla.core.ops.merge_topk.cases import CASES
 from xmla.core.ops.merge_topk.plan import plan
 from xmla.core.ops.merge_topk.reference import reference
-from xmla.core.spec import Spec
 
 
 def merge_topk(values, indices, *, k: int) -> Any:
-    """The k best of a row's candidates from several parts: exactly the row's top-k, if each part gave its own.
+    """The top-k of a row from the candidates of several parts: exact if every part gives its own top-k.
 
-    Which: the first k in the order of `select_topk`, value descending, then index ascending; −0 equals +0, NaN comes
-    after −inf. Where: listed by ascending index.
+    Selection: the first k in the order of `select_topk`, value descending, then index ascending; −0 equals +0, NaN
+    comes after −inf. Order of the result: ascending index.
 
     Args:
         values: [W, T, N] float32, N candidates from each of W parts.
-        indices: [W, T, N] int32, theirs in the whole row. A negative index is padding, wherever it stands: its value
-            may be anything. An index that occurs twice is two candidates.
+        indices: [W, T, N] int32, the candidates' indices in the whole row. A negative index is padding wherever it
+            stands; its value may be anything. An index that occurs twice is two candidates.
         k: K ≥ 1, any size.
 
     Returns:
@@ -37,11 +36,11 @@ OP = Op(
     prototype=merge_topk,
     tensors={"values": Tensor("W T N", F32), "indices": Tensor("W T N", INDEX)},
     outputs={
-        "top_values": lambda p: Spec((p["T"], p.attrs["k"]), "float32"),
-        "top_indices": lambda p: Spec((p["T"], p.attrs["k"]), "int32"),
+        "top_values": Result("T K", "float32", sizes={"K": lambda p: p.attrs["k"]}),
+        "top_indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}),
     },
     check=check,
-    plan=plan,
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

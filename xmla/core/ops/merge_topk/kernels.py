@@ -1,15 +1,15 @@
 """The k best of a row's candidates, in two launches.
 
-`merge_choose_kernel` finds the threshold of the total order bit by bit, first of the values, then, only where more
-candidates tie than there is room for, of the indices, and stores the winners as they stand. The second launch lists
-them by ascending index: `merge_sort_kernel` where a program holds them all, else `merge_order_kernel`, where a winner's
+`merge_choose_kernel` finds the threshold of the total order bit by bit: first of the values, then, only if more
+candidates tie than there is room for, of the indices. It stores the winners in any order. The second launch lists them
+by ascending index: `merge_sort_kernel` if a program holds them all, else `merge_order_kernel`, in which a winner's
 place is the number of winners before it.
 """
 
 import triton
 import triton.language as tl
 
-from xmla.core.offsets import offset_of
+from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import order_key
 
 
@@ -116,7 +116,7 @@ def merge_choose_kernel(
     count = 0
     seen = 0
     for base in tl.range(0, num_candidates, TILE):
-        # Again also where all are in registers, which have no room for the values.
+        # Loaded again even if all candidates are in registers, which have no room for the values.
         keys, index, value = load_candidates(
             values_ptr, indices_ptr, row, base + offs, num_candidates,
             VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
@@ -139,8 +139,8 @@ def merge_order_kernel(
     chosen_values_ptr,  # [T, K] f32
     chosen_ptr,  # [T, K] i32, distinct
     counts_ptr,  # [T] i32
-    values_ptr,  # [T, K] f32
-    indices_ptr,  # [T, K] i32
+    top_values_ptr,  # [T, K] f32
+    top_indices_ptr,  # [T, K] i32
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,8 +163,8 @@ def merge_order_kernel(
         place += tl.sum(before.to(tl.int32), axis=1)
     # Places from `count` on are padding.
     place = tl.where(mine, place, offs_k)
-    tl.store(values_ptr + row + place, tl.where(mine, value, float("-inf")), mask=offs_k < K)
-    tl.store(indices_ptr + row + place, tl.where(mine, index, -1), mask=offs_k < K)
+    tl.store(top_values_ptr + row + place, tl.where(mine, value, float("-inf")), mask=offs_k < K)
+    tl.store(top_indices_ptr + row + place, tl.where(mine, index, -1), mask=offs_k < K)
 
 
 @triton.jit
@@ -172,8 +172,8 @@ def merge_sort_kernel(
     chosen_values_ptr,  # [T, K] f32
     chosen_ptr,  # [T, K] i32
     counts_ptr,  # [T] i32
-    values_ptr,  # [T, K] f32
-    indices_ptr,  # [T, K] i32
+    top_values_ptr,  # [T, K] f32
+    top_indices_ptr,  # [T, K] i32
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,  # ≥ K
 ):
@@ -186,5 +186,5 @@ def merge_sort_kernel(
     mine = offs_k < count
     place = (order & 0x7FFFFFFF).to(tl.int32)
     value = tl.load(chosen_values_ptr + row + place, mask=mine, other=float("-inf"))
-    tl.store(values_ptr + row + offs_k, value, mask=offs_k < K)
-    tl.store(indices_ptr + row + offs_k, tl.where(mine, (order >> 32).to(tl.int32), -1), mask=offs_k < K)
+    tl.store(top_values_ptr + row + offs_k, value, mask=offs_k < K)
+    tl.store(top_indices_ptr + row + offs_k, tl.where(mine, (order >> 32).to(tl.int32), -1), mask=offs_k < K)

@@ -2,7 +2,7 @@ import numpy as np
 
 
 def reference(values: np.ndarray, indices: np.ndarray, *, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Definition of `merge_topk`."""
+    """Reference of `merge_topk`."""
     _, rows, _ = values.shape
     top_values = np.full((rows, k), -np.inf, np.float32)
     top_indices = np.full((rows, k), -1, np.int32)

@@ -1,8 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import dequantize_mxfp4, quantize, quantize_mxfp4
-from xmla.core.offsets import offset_of
+from xmla.core.lang.numbers import dequantize_mxfp4, quantize, quantize_mxfp4
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])

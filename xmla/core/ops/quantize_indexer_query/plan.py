@@ -1,5 +1,5 @@
 from xmla.core.device import Device
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Problem
 from xmla.core.ops.quantize_indexer_query.kernels import quantize_indexer_query_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -15,19 +15,18 @@ def plan(problem: Problem, device: Device) -> Plan:
     launch = Launch(
         quantize_indexer_query_kernel,
         grid=(cdiv(rows, BLOCK),),
-        inputs=("q", "weights"),
-        sizes=(rows,),
         outputs=("q8", "folded_weights"),
-        constexprs=(
-            ("Q_STRIDE_T", q.stride(0)),
-            ("Q_STRIDE_I", q.stride(1)),
-            ("WEIGHT_STRIDE", problem.specs["weights"].stride(0)),
-            ("HEADS", problem["I"]),
-            ("D", problem["D"]),
-            ("SCALE", float(scale) if scale is not None else (problem["D"] * problem["I"]) ** -0.5),
-            ("MXFP4", layout.format == "mxfp4"),
-            ("MIN_EXPONENT", layout.min_exponent),
-            ("BLOCK", BLOCK),
-        ),
+        sizes={"num_rows": rows},
+        constexprs={
+            "Q_STRIDE_T": q.stride(0),
+            "Q_STRIDE_I": q.stride(1),
+            "WEIGHT_STRIDE": problem.specs["weights"].stride(0),
+            "HEADS": problem["I"],
+            "D": problem["D"],
+            "SCALE": float(scale) if scale is not None else (problem["D"] * problem["I"]) ** -0.5,
+            "MXFP4": layout.format == "mxfp4",
+            "MIN_EXPONENT": layout.min_exponent,
+            "BLOCK": BLOCK,
+        },
     )
     return Plan((launch,), problem.op.result_specs(problem), ("q8", "folded_weights"))

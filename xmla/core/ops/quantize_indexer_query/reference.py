@@ -1,13 +1,13 @@
 import ml_dtypes
 import numpy as np
 
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 
 
 def reference(
     q: np.ndarray, weights: np.ndarray, *, scale: float | None = None, format: str = "fp8"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Definition of `quantize_indexer_query`."""
+    """Reference of `quantize_indexer_query`."""
     heads, dim = q.shape[1:]
     factor = scale if scale is not None else (dim * heads) ** -0.5
     layout = IndexerLayout(dim, format)

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import indexer_pool
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
 
 

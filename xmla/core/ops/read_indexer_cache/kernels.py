@@ -1,8 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import as_bytes, as_words
-from xmla.core.offsets import offset_of
+from xmla.core.lang.numbers import as_bytes, as_words
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])

@@ -1,13 +1,13 @@
 import numpy as np
 
-from xmla.core.layout import indexer_layouts
+from xmla.core.formats.indexer import indexer_layouts
 from xmla.core.spec import DTYPES
 
 
 def reference(
     cache: np.ndarray, slots: np.ndarray, *, cache_format: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Definition of `read_indexer_cache`."""
+    """Reference of `read_indexer_cache`."""
     (layout,) = indexer_layouts(cache.shape[2], form=cache_format)
     value_dtype, scale_dtype = (DTYPES[name][0] for name in layout.dtypes)
     keys = np.zeros((len(slots), layout.value_bytes), value_dtype)

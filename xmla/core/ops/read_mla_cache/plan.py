@@ -1,5 +1,4 @@
 from xmla.core.device import Device
-from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.read_mla_cache.kernels import read_mla_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -12,15 +11,14 @@ def plan(problem: Problem, device: Device) -> Plan:
     launch = Launch(
         read_mla_cache_kernel,
         grid=(cdiv(problem["T"], BLOCK_T),),
-        inputs=("cache", "slots"),
-        sizes=(problem["T"], problem["P"] * problem["R"]),
         outputs=("rows",),
-        constexprs=(
-            ("SLOT_STRIDE", specs["slots"].stride(0)),
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("LAYOUT", mla_layout(problem)),
-            ("BLOCK_T", BLOCK_T),
-        ),
+        sizes={"num_tokens": problem["T"], "num_slots": problem["P"] * problem["R"]},
+        constexprs={
+            "SLOT_STRIDE": specs["slots"].stride(0),
+            "PAGE_STRIDE": specs["cache"].stride(0),
+            "PAGE_SIZE": problem["R"],
+            "LAYOUT": problem.formats["cache"],
+            "BLOCK_T": BLOCK_T,
+        },
     )
     return Plan((launch,), problem.op.result_specs(problem), ("rows",))

@@ -1,24 +1,24 @@
 """Exact top-k of a row in two launches.
 
 `topk_candidates_kernel` keeps the elements of a row that can be among its k largest, in one pass: those that reach a
-threshold estimated from a sample, a bit more than k of them. `topk_select_kernel` counts them: if there are k at least
-and no more than fit, they hold the k largest; it finds the exact threshold among them, by thirds, and writes the
-winners by ascending column. A row whose sample misled, or that needs its NaN to make up k, is searched in place
-instead: slower, as exact. So the result depends on the row alone, whatever the sample says.
+threshold estimated from a sample, a few more than k. `topk_select_kernel` counts them. If there are at least k and no
+more than fit, they contain the k largest: the kernel finds the exact threshold among them, by thirds, and writes the
+winners by ascending column. A row with a misleading sample, or with too few numbers beside its NaN, is searched in
+place instead, which is slower and equally exact. So the result depends only on the row, never on the sample.
 
-Order keys are unsigned integers in the order of the floats, NaN lowest but for the absent, 0.
+Order keys are unsigned integers in the order of the floats; NaN is 1, below all numbers, and 0 is an absent element.
 """
 
 import triton
 import triton.language as tl
 
-from xmla.core.offsets import offset_of
+from xmla.core.lang.offsets import offset_of
 
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 KEY_OF_INF = tl.constexpr(0xFF800000)
 CHUNK = tl.constexpr(32)  # adjacent elements of a sample
 COLUMNS_A_WARP = tl.constexpr(512)  # of a tile
-SLACK_PART = tl.constexpr(24)  # of a sample's rank: what it may be missed by, for fewer steps of its search
+SLACK_PART = tl.constexpr(24)  # a sample's rank may be missed by rank / SLACK_PART, for fewer steps of its search
 HELD_PAIRS = tl.constexpr(4096)  # candidates of a row that stay in registers with their columns; more spill
 
 
@@ -32,11 +32,11 @@ def order_key(x):
 
 @triton.jit
 def kth_largest(keys, K: tl.constexpr, low, high, count, NEAR: tl.constexpr, SLACK: tl.constexpr):
-    """A threshold in [low, high) that K at least of `keys` reach, and how many do: the greatest to within NEAR, or one
-    that at most K + SLACK reach if it is met earlier.
+    """A threshold in [low, high) that at least K of `keys` reach, and the number that do.
 
-    `count` keys reach `low`, K at least and below 2**15; fewer than K reach `high`. Two trials share a sum, which costs
-    more than they do.
+    It is the greatest such threshold to within NEAR, or the first one found that at most K + SLACK reach. `count` keys
+    reach `low`, at least K and fewer than 2**15; fewer than K reach `high`. Two trials share a sum, which costs more
+    than the trials.
     """
     while high - low > NEAR:
         third = (high - low + 2) // 3
@@ -53,13 +53,13 @@ def kth_largest(keys, K: tl.constexpr, low, high, count, NEAR: tl.constexpr, SLA
 
 @triton.jit
 def lanes_by_warp(COUNT: tl.constexpr):
-    """0, 1, … as [COUNT / 32, 32]: rows that lie in a warp each, so that nothing but their totals crosses warps."""
+    """0, 1, … as [COUNT / 32, 32]: each row lies in one warp, so that only the rows' totals cross warps."""
     return tl.arange(0, COUNT // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def running_count(flags):
-    """Of booleans at `lanes_by_warp`: how many up to and including each, and in all."""
+    """The inclusive running count of booleans at `lanes_by_warp`, and their total."""
     flags = flags.to(tl.int32)
     totals = tl.sum(flags, 1)
     before = tl.cumsum(totals, 0) - totals
@@ -89,7 +89,7 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
     start = 0
     if HAS_STARTS:
         start = tl.minimum(tl.maximum(tl.load(starts_ptr + row), 0), num_columns)
-    # Clamped before it is subtracted from: −2**31 − start would wrap round to a large length.
+    # Clamped before the subtraction: −2**31 − start would wrap to a large length.
     end = tl.maximum(tl.minimum(tl.load(ends_ptr + row), num_columns), start)
     return start, end - start
 
@@ -98,17 +98,17 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
 def estimate_threshold(
     row_ptr, length, RANK: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, WARPS: tl.constexpr
 ):
-    """A value that a bit more than RANK · STEP of the row's elements reach, if its sample speaks for it.
+    """A value that a few more than RANK · STEP of the row's elements reach, if its sample is representative.
 
-    It is the RANK-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded; which of them
-    rotates, so that no period of the data is met in one place alone.
+    It is the RANK-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded. The chunk's
+    place among the STEP rotates, so that data with a period is not sampled in one phase only.
     """
     lane = tl.arange(0, LANES)
     block = lane // CHUNK
     offs = (block * STEP + block * 5 % STEP) * CHUNK + lane % CHUNK
     maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
     blocks = length // (CHUNK * STEP)
-    AT_ONCE: tl.constexpr = max(2, WARPS * 1024 // LANES)  # 32 loads a thread
+    AT_ONCE: tl.constexpr = max(2, WARPS * 1024 // LANES)  # 32 loads per thread
     for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=AT_ONCE, disable_licm=True):
         left = blocks - fold * (LANES // CHUNK)
         x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
@@ -122,7 +122,7 @@ def estimate_threshold(
 
 @triton.jit
 def count_four(k):
-    """How many of 4 adjacent columns are kept, a lane."""
+    """How many of 4 adjacent columns are kept, per lane."""
     return k[0].to(tl.uint32) + k[1].to(tl.uint32) + k[2].to(tl.uint32) + k[3].to(tl.uint32)
 
 
@@ -160,9 +160,9 @@ def store_four(ptrs, k, x, column):
 
 @triton.jit
 def load_tile(ptr, last, WHOLE: tl.constexpr, WARPS: tl.constexpr):
-    """WARPS · 512 elements, NaN from `last` on unless the tile is WHOLE: four quarters of four adjacent columns a lane.
+    """WARPS · 512 elements, NaN from `last` on unless the tile is WHOLE: four quarters, four adjacent columns per lane.
 
-    16 tensors of a warp's width: in one tensor the scattered stores would want another layout than the loads.
+    16 tensors of a warp's width: in one tensor the scattered stores would need another layout than the loads.
     """
     offs = lane_columns(WARPS)
     a = load_four(ptr + offs, offs, last, WHOLE)
@@ -182,10 +182,10 @@ def append_tile(
     out, count, capacity, a, b, c, d, column, first, last, key_above, value_from, WHOLE: tl.constexpr,
     BY_KEY: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Append what is kept of a tile to `out` as pairs, by ascending column; the new count.
+    """Append the kept elements of a tile to `out` as pairs, by ascending column; return the new count.
 
-    Kept are elements [first, last) of the tile, whose first is `column`, with an order key over `key_above` (BY_KEY) or
-    with values from `value_from` on; nothing is stored where that passes `capacity`. Only totals cross warps.
+    Kept are elements [first, last) of the tile, whose first column is `column`, with an order key above `key_above`
+    (BY_KEY) or with values from `value_from` on. Pairs past `capacity` are not stored. Only totals cross warps.
     """
     offs = lane_columns(WARPS)
     ka = wanted(a, offs, first, last, key_above, value_from, WHOLE, BY_KEY)
@@ -264,7 +264,7 @@ def topk_candidates_kernel(
         count = tl.zeros([], tl.int32)
         whole = tl.maximum(tl.minimum(length - first, tiles * TILE), 0) // TILE
         if whole > 0:
-            # A tile is loaded while the one before it is looked at; behind the last one it is loaded again.
+            # A tile is loaded while the one before it is examined; after the last tile it is loaded once more.
             a, b, c, d = load_tile(row_ptr + first, TILE, True, WARPS)
             for tile in tl.range(0, whole):
                 x, y, z, w = a, b, c, d
@@ -280,7 +280,7 @@ def topk_candidates_kernel(
 
 @triton.jit
 def candidate_places(lane, counts_row, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Where the candidates at `lane` of a row stand: the first counts_row[s] of each of SEGMENTS spaces of CAPACITY."""
+    """Places of the candidates at `lane` of a row: the first counts_row[s] of each of SEGMENTS spaces of CAPACITY."""
     place = lane
     before = tl.load(counts_row)
     for segment in tl.static_range(1, SEGMENTS):
@@ -318,7 +318,7 @@ def choose_candidates(
     candidates_ptr, counts_row, total, out, K: tl.constexpr, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the columns of the K largest of a row's `total` candidates, which stand by ascending column.
+    """Write the columns of the K largest of a row's `total` candidates, which are in order of ascending column.
 
     They lie at `candidate_places`; LANES is a bound of `total`.
     """
@@ -351,7 +351,7 @@ def load_keys(row_ptr, column, ok):
 
 @triton.jit
 def choose_in_row(row_ptr, length, out, K: tl.constexpr, TILE: tl.constexpr):
-    """Write the columns of the K largest of a row's elements; reads the row once a bit of the threshold."""
+    """Write the columns of the K largest of a row's elements; reads the row once per bit of the threshold."""
     offs = tl.arange(0, TILE)
     threshold = tl.full([], 0, tl.uint32)
     above = 0  # elements over the threshold

@@ -13,16 +13,16 @@ from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
-MAX_SEGMENTS = 16  # of a row: where a candidate stands is found by the counts of all of them
-SIGMAS = 5  # of the sample's error that candidates allow for, to both sides
+MAX_SEGMENTS = 16  # of a row: a candidate's place is found from the counts of all of them
+SIGMAS = 5  # standard deviations of the sample's error that candidates allow for, to both sides
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How a row is searched.
 
-    `segments` programs a row take the elements that reach the `rank`-th largest of a sample, one of `step` elements
-    folded onto `lanes`, at most `capacity` of the row; no segments where k is too large for that.
+    `segments` programs per row keep the elements that reach the `rank`-th largest of a sample (one of `step` elements,
+    folded onto `lanes`), at most `capacity` of the row. There are no segments if k is too large for that.
     """
 
     segments: int
@@ -34,19 +34,19 @@ class Config:
 
 
 def configure(rows: int, columns: int, k: int, device: Device) -> Config:
-    # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower reaches it.
+    # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower includes it.
     step = max(8, next_power_of_2(max(columns, 1)) // 16384)
     expected = k / step
     rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
     lanes = max(1024, next_power_of_2(4 * rank))
     most = rank + rank // SLACK_PART.value
-    folded = -lanes * math.log1p(-most / lanes)  # elements of the sample behind so many of the lanes' maxima
+    folded = -lanes * math.log1p(-most / lanes)  # elements of the sample among which are so many of the lanes' maxima
     candidates = step * folded * (1 + SIGMAS / math.sqrt(rank))
     capacity = max(1024, next_power_of_2(math.ceil(candidates)))
     if capacity > MAX_CAPACITY:
         return Config(0, 0, 0, 0, 0, 0)
-    # Four warps a program where rows fill the machine, else eight and rows split until there are two programs an SM, as
-    # far as segments keep a tile of their own: 227 against 231 µs at 2048 × 65536, 19.5 against 20.9 at 64 × 65536
+    # Four warps per program if rows fill the machine. Otherwise eight, and rows are split until there are two programs
+    # per SM, as long as each segment keeps a tile: 227 against 231 µs at 2048 × 65536, 19.5 against 20.9 at 64 × 65536
     # (H200, 2026-11-22).
     if rows > device.num_sms:
         return Config(1, capacity, rank, lanes, step, 4 if lanes <= 4096 else 8)  # 8192 lanes spill with 4
@@ -60,25 +60,23 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, k = problem["T"], problem["N"], problem.attrs["k"]
     config = configure(rows, columns, k, device)
-    starts = problem.has("starts")
-    stride = problem.specs["logits"].stride(0)
-    shared = (
-        ("HAS_STARTS", starts),
-        ("K", k),
-        ("SEGMENTS", config.segments),
-        ("CAPACITY", config.capacity),
-    )
-    row_inputs = ("logits", problem.either("starts", "ends"), "ends")
-    sizes = (0, columns, stride)
+    shared = {
+        "HAS_STARTS": problem.has("starts"),
+        "K": k,
+        "SEGMENTS": config.segments,
+        "CAPACITY": config.capacity,
+    }
+    arrays = problem.stand_ins(starts="ends")
+    sizes = {"first_row": 0, "num_columns": columns, "row_stride": problem.specs["logits"].stride(0)}
     results = problem.op.result_specs(problem)
     if config.segments == 0:
         select = Launch(
             topk_select_kernel,
             grid=(rows,),
-            inputs=(*row_inputs, "logits", "ends"),
-            sizes=sizes,
             outputs=("indices",),
-            constexprs=(*shared, ("WARPS", 16), ("TILE", 4096)),
+            arrays={**arrays, "candidates": "logits", "counts": "ends"},
+            sizes=sizes,
+            constexprs={**shared, "WARPS": 16, "TILE": 4096},
             num_warps=16,
             num_stages=3,
         )
@@ -87,29 +85,34 @@ def plan(problem: Problem, device: Device) -> Plan:
         "candidates": Spec((rows, config.segments, config.capacity, 2), "int32"),
         "counts": Spec((rows, config.segments), "int32"),
     }
-    # Six programs of the one and four of the other an SM: 227 µs at 2048 × 65536, five and four 236 (H200, 2026-11-22).
+    # Six programs per SM of one kernel and four of the other: 227 µs at 2048 × 65536; five and four: 236 (H200,
+    # 2026-11-22).
     many = device.arch == 90 and rows > device.num_sms and config.warps == 4 and config.capacity <= 4096
     candidates = Launch(
         topk_candidates_kernel,
         grid=(rows * config.segments,),
-        inputs=row_inputs,
-        sizes=sizes,
         outputs=tuple(workspace),
-        constexprs=(
-            *shared, ("RANK", config.rank), ("LANES", config.lanes), ("STEP", config.step), ("WARPS", config.warps),
-        ),
+        arrays=arrays,
+        sizes=sizes,
+        constexprs={
+            **shared,
+            "RANK": config.rank,
+            "LANES": config.lanes,
+            "STEP": config.step,
+            "WARPS": config.warps,
+        },
         num_warps=config.warps,
         num_stages=1,
         max_registers=80 if many else None,
-    )  # fmt: skip
+    )
     warps = choosing_warps(config.capacity, rows, device)
     select = Launch(
         topk_select_kernel,
         grid=(rows,),
-        inputs=(*row_inputs, *workspace),
-        sizes=sizes,
         outputs=("indices",),
-        constexprs=(*shared, ("WARPS", warps), ("TILE", 2048)),
+        arrays=arrays,
+        sizes=sizes,
+        constexprs={**shared, "WARPS": warps, "TILE": 2048},
         num_warps=warps,
         num_stages=3,
         max_registers=128 if many else most_registers(warps),
@@ -118,6 +121,6 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def choosing_warps(candidates: int, rows: int, device: Device) -> int:
-    """Warps of a program that holds the candidates of a row in registers: more where rows are few and wait alone."""
+    """Warps of a program that holds the candidates of a row in registers: more if few rows can hide latency."""
     elements = 512 if rows <= device.num_sms else 1024  # a warp
     return max(4, min(16, candidates // elements))

@@ -1,8 +1,8 @@
 import numpy as np
 
 
-def reference(logits: np.ndarray, ends: np.ndarray, starts: np.ndarray | None = None, *, k: int) -> np.ndarray:
-    """Definition of `select_topk`."""
+def reference(logits: np.ndarray, ends: np.ndarray, starts: np.ndarray | None = None, *, k: int) -> tuple[np.ndarray]:
+    """Reference of `select_topk`."""
     rows, columns = logits.shape
     indices = np.full((rows, k), -1, np.int32)
     for row in range(rows):
@@ -12,4 +12,4 @@ def reference(logits: np.ndarray, ends: np.ndarray, starts: np.ndarray | None = 
         order = np.lexsort((np.nan_to_num(-values, nan=0.0, posinf=np.inf, neginf=-np.inf), np.isnan(values)))
         chosen = np.sort(order[:k])
         indices[row, : len(chosen)] = chosen
-    return indices
+    return (indices,)

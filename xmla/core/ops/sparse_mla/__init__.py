@@ -1,15 +1,18 @@
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from xmla.core.checks import Limit
-from xmla.core.layout import VALUE_DIMS, MlaLayout, mla_layout
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Op, Problem, Tensor
+from xmla.core.caches import mla_format
+from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
+from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Op, Problem, Result, Tensor
+from xmla.core.ops.sparse_mla import plan as portable
+from xmla.core.ops.sparse_mla import unpack
 from xmla.core.ops.sparse_mla.cases import CASES
-from xmla.core.ops.sparse_mla.plan import plan
+from xmla.core.ops.sparse_mla.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.sparse_mla.reference import reference
-from xmla.core.spec import Spec
+from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
+from xmla.core.work import Work
 
 
 def sparse_mla(
@@ -17,7 +20,7 @@ def sparse_mla(
     positions=None, *, softmax_scale: float, cache_format: str | None = None, extra_cache_format: str | None = None,
     empty_lse: str = "-inf", lse_base: str = "e", lse_sink: bool = False, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
-    """Multi-head latent attention of each token over its own selected cache entries; decode and prefill.
+    """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
 
         S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }                      the valid keys; −1 may stand anywhere
                    ∪ the same of extra_slots, extra_lengths and extra_cache        one softmax over both
@@ -29,54 +32,56 @@ def sparse_mla(
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, H ≤ 128, as many dims as an entry: 576, or 512 (V4's, V4.1's,
-            "nope", "plain_v4"). Absorbed queries, roped part last.
-        cache: [P, R, ROW] in any format of `write_mla_cache` (scales may be any that it can hold), or plain rows of q's
-            dtype; any page size, any page stride. kv[:, None] makes pages of one from flat rows.
-        slots: [T, K] int32, page · R + offset. A duplicate counts twice. Rows that no valid slot names are never read,
-            nor is a slot at or past its row's length.
+            "nope", "plain_v4"). Absorbed queries, roped dims last.
+        cache: [P, R, ROW] in any format of `write_mla_cache` (with any scales that the format can hold), or plain rows
+            of q's dtype; any page size, any page stride. kv[:, None] turns flat rows into pages of one entry.
+        slots: [T, K] int32, page · R + offset. A duplicate counts twice. Entries that no valid slot names are never
+            read, nor are slots at or past their row's length.
         lengths: [T] int32, clamped to [0, K], default K.
-        sink: [H] float32, a logit in natural units, not scaled; −inf is no sink, +inf gives out = 0.
-        extra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW], a second source with its own format, page size and slots: V4's
+        sink: [H] float32, a logit in natural units, not scaled; −inf means no sink, +inf gives out = 0.
+        extra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW], a second cache with its own format, page size and slots: V4's
             compressed entries beside its sliding window. Latent and roped dims as in `cache`.
         extra_slots: [T, EXTRA_K] int32, as slots; given if and only if extra_cache is.
         extra_lengths: [T] int32, as lengths.
-        cos_sin: [S, E] bfloat16, float16 or float32, for formats whose values hold the roped dims: E / 2 cosines and
-            then as many sines for each position. The last E dims of out are turned back by the angles of the token's
-            position, (a, b) → (a·cos + b·sin, b·cos − a·sin) for each pair of neighbours: V4's inverse rope.
-        positions: [T] int32, rows of cos_sin, given if and only if it is. One outside [0, S) turns nothing.
+        cos_sin: [S, E] bfloat16, float16 or float32, for formats whose values hold the roped dims: for each position
+            E / 2 cosines, then E / 2 sines. Requests V4's inverse rope: the last E dims of out are rotated back by the
+            angles of the token's position, (a, b) → (a·cos + b·sin, b·cos − a·sin) for each pair of neighbouring dims.
+        positions: [T] int32, rows of cos_sin, given if and only if cos_sin is. A position outside [0, S) leaves its
+            token's dims unrotated.
         softmax_scale: Factor of q · k, natural base.
-        cache_format, extra_cache_format: As in `write_mla_cache`. Default: what ROW and dtype tell.
+        cache_format, extra_cache_format: As in `write_mla_cache`. Default: inferred from ROW and dtype.
         empty_lse: "-inf" or "+inf", the lse of a row without valid keys; "+inf" is FlashMLA's.
         lse_base: "e", or "2" for base-2 logarithms.
-        lse_sink: Whether exp(sink[h]) is part of the lse's sum, as in FlashInfer's sparse kernels on SM12x; then a row
-            without valid keys has the sink for its lse.
-        batch_invariant: Split keys by K and EXTRA_K alone and take the tile of 128 heads, so that a row's bits depend
-            neither on the rows around it nor on the heads beside it, as on ranks that share them out.
+        lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
+            row without valid keys is then the sink.
+        batch_invariant: Split keys by K and EXTRA_K alone and use the tile of 128 heads. A row's bits then depend
+            neither on the other rows of the call nor on the heads computed beside it, for instance when ranks share
+            the heads.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
         lse: [T, H] float32.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 or 288 bytes and no format named; one of
-            extra_cache and extra_slots, or of cos_sin and positions, without the other.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no format is
+            named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
         UnsupportedError: H > 128.
 
-    Where tokens refer to each entry 32 times and more (T · min(K, P·R) ≥ 32 · P·R), Hopper's plan writes those of V3.2
-    and V4 that are named to rows of q's dtype first, into at most 37 bytes of workspace a slot; not with extra_cache or
-    `batch_invariant`, nor V3.2's for 16 heads and fewer.
+    If entries are referenced 32 times or more on average (T · min(K, P·R) ≥ 32 · P·R), the Hopper plan dequantises
+    V3.2 and V4 entries first, to rows of q's dtype, in at most 37 bytes of workspace per slot. It does not when
+    extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
 
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
-    with power-of-two or e4m3 scales and bfloat16 q). The kernel by hand holds packed entries, or with 16 heads and
-    fewer the weights that they meet, in float16 relative to the largest of an entry's scales, V4's also to 2**-8 of its
-    largest roped dim: of dims 2**-20 below that bits are lost.
+    with power-of-two or e4m3 scales and bfloat16 q). The Gluon kernel holds packed entries in float16, relative to the
+    entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
+    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
 
-    Bits may differ where an array starts on another address modulo 16 bytes.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 
 def check(problem: Problem) -> None:
-    layout = mla_layout(problem)
+    layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
     check_source(problem, "cache", layout)
     if problem["L+E"] != layout.dims:
         problem.refuse("q", "axis L+E (axis 2)", problem["L+E"], f"{layout.dims} for {layout.name!r} entries")
@@ -84,8 +89,7 @@ def check(problem: Problem) -> None:
         problem.unsupported("q", "axis H (axis 1)", problem["H"], "at most 128 heads")
     together(problem, "extra_cache", "extra_slots")
     together(problem, "cos_sin", "positions")
-    if problem.has("extra_cache"):
-        extra = mla_layout(problem, "extra_cache")
+    if extra is not None:
         check_source(problem, "extra_cache", extra)
         if (extra.dims, extra.tail) != (layout.dims, layout.tail):
             problem.refuse("extra_cache", "format", repr(extra.name), f"one with the dims of {layout.name!r}")
@@ -113,7 +117,7 @@ def together(problem: Problem, one: str, other: str) -> None:
             problem.refuse(missing, "argument", "missing", f"an array beside {given}")
 
 
-def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit]:
+def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     sources = [("slots", "lengths", problem["K"], problem["P"] * problem["R"])]
     if "extra_slots" in arrays:
         entries = problem["EXTRA_P"] * problem["EXTRA_R"]
@@ -128,28 +132,46 @@ def limits(problem: Problem, arrays: Mapping[str, np.ndarray]) -> Iterator[Limit
         yield Limit("positions", 0, problem["S"] - 1)
 
 
+def attention_work(problem: Problem, cache: str, keys: int) -> Work:
+    """Entries of `cache` read for `keys` slots per token, and their products."""
+    pool, q = problem.specs[cache], problem.specs["q"]
+    references = problem["T"] * keys
+    read = min(references, pool.shape[0] * pool.shape[1]) * pool.shape[2] * pool.itemsize
+    return Work(read, bf16_flops=2.0 * references * problem["H"] * (q.shape[2] + VALUE_DIMS))
+
+
+def work(problem: Problem, keys: int | None) -> list[Work]:
+    steps = [attention_work(problem, "cache", problem["K"])]
+    if problem.has("extra_cache"):
+        steps.append(attention_work(problem, "extra_cache", problem["EXTRA_K"]))
+    others = [spec for name, spec in problem.specs.items() if name not in problem.op.pools]
+    return [*steps, Work(sum(spec.nbytes for spec in (*others, *problem.op.result_specs(problem).values())))]
+
+
 OP = Op(
     prototype=sparse_mla,
     tensors={
         "q": Tensor("T H L+E", HALVES),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
         "slots": Tensor("T K", INDEX, index_of="P R"),
         "lengths": Tensor("T", INDEX),
         "sink": Tensor("H", F32),
-        "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES)),
+        "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES), format=mla_format),
         "extra_slots": Tensor("T EXTRA_K", INDEX, index_of="EXTRA_P EXTRA_R"),
         "extra_lengths": Tensor("T", INDEX),
         "cos_sin": Tensor("S E", FLOATS),
         "positions": Tensor("T", INDEX, index_of="S"),
     },
     outputs={
-        "out": lambda p: Spec((p["T"], p["H"], VALUE_DIMS), p.specs["q"].dtype),
-        "lse": lambda p: Spec((p["T"], p["H"]), "float32"),
+        "out": Result(
+            "T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT
+        ),
+        "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
     },
     check=check,
     limits=limits,
-    implementations=("triton", "gluon"),
-    plan=plan,
+    work=work,
+    implementations=(unpack.IMPLEMENTATION, gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),
     reference=reference,
     cases=CASES,
 )

@@ -1,14 +1,14 @@
 import triton
 import triton.language as tl
 
-from xmla.core.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
-from xmla.core.lang import LOG2E, as_bytes
-from xmla.core.offsets import offset_of
+from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
+from xmla.core.lang.numbers import LOG2E, as_bytes
+from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit
 def as_source(cache_ptr, LAYOUT: tl.constexpr):
-    """One pointer type for both sources, whose bytes may have different dtypes."""
+    """One pointer type for both caches, whose bytes may have different dtypes."""
     if LAYOUT.packed:
         return as_bytes(cache_ptr)
     else:
@@ -24,7 +24,8 @@ def attend(
 ):  # fmt: skip
     """Add keys to the running sums of a tile of heads, Σ 2**(s − maximum) v and Σ 2**(s − maximum).
 
-    They are first … end − 1 of a source and, if BOTH, the same of another of this layout, in one pipelined loop.
+    The keys are first … end − 1 of a cache and, if BOTH, also of a second cache with this layout, in one pipelined
+    loop.
     """
     tiles = tl.cdiv(tl.maximum(end, first) - first, BLOCK_N)  # a length may be the least integer
     all_tiles = tiles
@@ -91,7 +92,7 @@ def load_sink(sink_ptr, offs_h, head_ok, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.constexpr, STRIDE: tl.constexpr):
-    """The last ROPE lanes of out [BLOCK_H, LANES], as pairs of neighbours, turned back by the token's position."""
+    """The inverse rope of the token's position, on the last ROPE lanes of out [BLOCK_H, LANES], pairs of neighbours."""
     GROUP: tl.constexpr = LANES // ROPE
     position = tl.load(positions_ptr + token)
     known = (position >= 0) & (position < num_positions)
@@ -155,7 +156,7 @@ def sparse_mla_kernel(
     COS_SIN_STRIDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HOIST: tl.constexpr,  # whether the compiler may move what stays the same out of the loop over keys
+    HOIST: tl.constexpr,  # whether to allow loop-invariant code motion out of the loop over keys
 ):
     # Head blocks of one split are neighbours: they read the same entries.
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -252,7 +253,7 @@ def combine_splits_kernel(
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     denominator = tl.sum(tl.exp2(lses - base), 0)
 
-    # As many results as registers hold are under way together.
+    # As many results as registers hold are loaded at once.
     AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32)
     offs_l = tl.arange(0, LANES)[None, :]
     accumulator = tl.zeros([LANES], tl.float32)
@@ -304,7 +305,7 @@ def mark_entries_kernel(
         offs = first + tl.arange(0, BLOCK)
         slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs, mask=offs < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)
-        # A store to a mark that many programs write waits for them; a mark that is set comes from the L1 cache.
+        # A store to a mark that many programs write waits for them; a set mark is read from the L1 cache.
         ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
         tl.store(marks_ptr + slot, tl.full([BLOCK], 1, tl.int8), mask=ok)
 

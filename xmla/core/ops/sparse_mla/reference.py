@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.layout import VALUE_DIMS, MlaLayout, mla_layouts
+from xmla.core.formats.mla import VALUE_DIMS, MlaLayout, mla_layouts
 from xmla.core.spec import Spec
 
 
@@ -24,7 +24,7 @@ def reference(
     lse_sink: bool = False,
     batch_invariant: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Definition of `sparse_mla`, in float64 on the stored entries rounded to q's dtype."""
+    """Reference of `sparse_mla`, in float64 on the stored entries rounded to q's dtype."""
     (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
     tokens, heads, _ = q.shape
     out = np.zeros((tokens, heads, VALUE_DIMS))
@@ -58,7 +58,7 @@ def reference(
 def selected(
     layout: MlaLayout, cache: np.ndarray, slots: np.ndarray, lengths: np.ndarray | None, token: int
 ) -> np.ndarray:
-    """The entries of one source that a token attends to, float32 [keys, L+E]."""
+    """The entries of one cache that a token attends to, float32 [keys, L+E]."""
     length = slots.shape[1] if lengths is None else max(int(lengths[token]), 0)
     slot = slots[token, :length]
     return layout.gather(cache, slot[(slot >= 0) & (slot < cache.shape[0] * cache.shape[1])])

@@ -1,49 +1,118 @@
-"""Packed entries as plain rows: each converted once, however often it is referred to, if a slot names it at all."""
+"""Dequantise packed entries to plain rows first: each entry that a slot names once, however often it is referenced."""
 
-from xmla.core.layout import mla_layout
-from xmla.core.op import Problem
+from dataclasses import replace
+
+from xmla.core.device import INTERPRETER, Device
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.op import Condition, Implementation, Problem, Steps
+from xmla.core.ops.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
+from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
 from xmla.core.ops.sparse_mla.kernels import clear_marks_kernel, mark_entries_kernel, unpack_entries_kernel
-from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.plan import Launch, Part, Plan, cdiv
 from xmla.core.spec import Spec
 
-FIRST_MARKS = 4  # references an entry among the tokens whose slots are marked before the others'
+# Entries are dequantised first from this many references per entry of the pool on. It would pay from 16 on, 4.9 against
+# 6.4 ms (H200, 2026-11-21); with 32 the rows take at most 36 bytes per reference, as much as queries and outputs of 32
+# heads.
+REUSE = 32
+FIRST_MARKS = 4  # references per entry among the tokens whose slots are marked first
+ROWS = {V32: PLAIN, V4: PLAIN_V4}
 
 
-def unpacking(problem: Problem, rows: Problem) -> Plan:
-    """The launches that write the entries of `problem` that slots name to the buffer `rows`, the cache of that call."""
+def rows_of(problem: Problem) -> Spec:
+    """The pool of plain rows, with the same slots."""
+    return Spec((problem["P"], problem["R"], problem.formats["cache"].dims), problem.specs["q"].dtype)
+
+
+def over_rows(problem: Problem) -> Problem:
+    """The same call over the rows."""
+    specs = {**problem.specs, "cache": rows_of(problem)}
+    return problem.op.bind(specs, {**problem.attrs, "cache_format": None}, problem.implementation)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    steps = Steps(problem, device)
+    steps.add(Part("unpack", unpack(problem), {"rows": "rows"}))
+    others = " ".join(name for name in problem.op.tensors if name != "cache")
+    steps.call(problem.op, others, {"cache": "rows"}, **{**problem.attrs, "cache_format": None})
+    return steps.plan()
+
+
+def unpack(problem: Problem) -> Plan:
+    """The launches that dequantise the entries that slots name to the buffer `rows`."""
     specs, entries, keys = problem.specs, problem["P"] * problem["R"], problem["K"]
-    buffers = {"marks": Spec((problem["P"], problem["R"]), "int8"), "rows": rows.specs["cache"]}
-    clear = Launch(clear_marks_kernel, (cdiv(entries, 4096),), (), (entries,), ("marks",), (("BLOCK", 4096),))
-
-    def mark(step: int) -> Launch:
-        return Launch(
-            mark_entries_kernel,
-            grid=(cdiv(problem["T"], step),),
-            inputs=("slots", problem.either("lengths", "slots")),
-            sizes=(entries, keys, step),
-            outputs=("marks",),
-            constexprs=(
-                ("SLOT_STRIDE", specs["slots"].stride(0)),
-                ("HAS_LENGTHS", problem.has("lengths")),
-                ("BLOCK", 1024),
-            ),
-        )
-
+    layout: MlaLayout = problem.formats["cache"]
+    buffers = {"marks": Spec((problem["P"], problem["R"]), "int8"), "rows": rows_of(problem)}
+    clear = Launch(
+        clear_marks_kernel,
+        grid=(cdiv(entries, 4096),),
+        outputs=("marks",),
+        sizes={"num_slots": entries},
+        constexprs={"BLOCK": 4096},
+    )
     # Some tokens first, so that most entries are marked when all follow: 27 against 98 µs at 8192 entries, 56 against
     # 114 at 131072 (H200, 2026-11-21).
-    first = mark(problem["T"] * keys // (FIRST_MARKS * entries))
-    unpack = Launch(
+    step = problem["T"] * keys // (FIRST_MARKS * entries)
+    first = Launch(
+        mark_entries_kernel,
+        grid=(cdiv(problem["T"], step),),
+        outputs=("marks",),
+        arrays=problem.stand_ins(lengths="slots"),
+        sizes={"num_slots": entries, "num_keys": keys, "step": step},
+        constexprs={
+            "SLOT_STRIDE": specs["slots"].stride(0),
+            "HAS_LENGTHS": problem.has("lengths"),
+            "BLOCK": 1024,
+        },
+    )
+    every = replace(first.with_sizes(step=1), grid=(problem["T"],))
+    write = Launch(
         unpack_entries_kernel,
         grid=(cdiv(entries, 4),),
-        inputs=("cache", "marks"),
-        sizes=(entries,),
         outputs=("rows",),
-        constexprs=(
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("LAYOUT", mla_layout(problem)),
-            ("ROWS", mla_layout(rows)),
-            ("BLOCK", 4),
-        ),
+        sizes={"num_slots": entries},
+        constexprs={
+            "PAGE_STRIDE": specs["cache"].stride(0),
+            "PAGE_SIZE": problem["R"],
+            "LAYOUT": layout,
+            "ROWS": ROWS[layout],
+            "BLOCK": 4,
+        },
     )
-    return Plan((clear, first, mark(1), unpack), buffers, ())
+    return Plan((clear, first, every, write), buffers, ())
+
+
+def _seldom(problem: Problem, device: Device) -> str | None:
+    entries = problem["P"] * problem["R"]
+    references = problem["T"] * min(problem["K"], entries)
+    return None if 0 < REUSE * entries <= references else f"over {entries} entries that {references} slots name"
+
+
+def _kept(problem: Problem, device: Device) -> str | None:
+    if problem.formats["cache"] not in ROWS:
+        return f"over {problem.formats['cache'].name!r} entries"
+    if problem.has("extra_cache") or problem.attrs["batch_invariant"]:
+        return "with extra_cache" if problem.has("extra_cache") else "with batch_invariant"
+    # The tile of 16 heads dequantises during its products at no cost, so its entries stay packed.
+    return f"of {problem['H']} heads" if takes_few_heads(problem) else None
+
+
+def _rows_unserved(problem: Problem, device: Device) -> str | None:
+    if device == INTERPRETER:
+        return None
+    unmet = SM90.unmet(over_rows(problem), device)
+    return unmet and unmet[0]
+
+
+def _elsewhere(problem: Problem, device: Device) -> str | None:
+    # The interpreter does not need it, but tests run these kernels there.
+    return None if device.arch in (INTERPRETER.arch, 90) else f"on {device.name}"
+
+
+CONDITIONS = (
+    Condition("compute capability 9.0", _elsewhere),
+    Condition("one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of 'v32'", _kept),
+    Condition(f"entries that slots name {REUSE} times on average", _seldom),
+    Condition("queries on multiples of 16 bytes", _rows_unserved),
+)
+IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)

@@ -4,7 +4,7 @@ import triton.language as tl
 
 @triton.jit
 def new_tokens(query_starts_ptr, request, inside, num_tokens):
-    """First token and number of new tokens of each request; 0 of none."""
+    """First token and number of new tokens of each request; 0 for a request that does not exist."""
     first = tl.load(query_starts_ptr + request, mask=inside, other=0)
     end = tl.load(query_starts_ptr + request + 1, mask=inside, other=0)
     first = tl.minimum(tl.maximum(first, 0), num_tokens)

@@ -8,26 +8,25 @@ BLOCK_T, BLOCK_B = 64, 128
 
 def plan(problem: Problem, device: Device) -> Plan:
     attrs = problem.attrs
-    sizes = (problem["B"], attrs["num_tokens"])
+    sizes = {"num_requests": problem["B"], "num_tokens": attrs["num_tokens"]}
     counts = Launch(
         split_counts_kernel,
         grid=(1,),
-        inputs=("query_starts", problem.either("has_context", "query_starts")),
-        sizes=sizes,
         outputs=("counts",),
-        constexprs=(
-            ("HAS_CONTEXT", problem.has("has_context")),
-            ("THRESHOLD", attrs["decode_threshold"]),
-            ("UNIFORM", attrs["require_uniform"]),
-            ("BLOCK_B", BLOCK_B),
-        ),
+        arrays=problem.stand_ins(has_context="query_starts"),
+        sizes=sizes,
+        constexprs={
+            "HAS_CONTEXT": problem.has("has_context"),
+            "THRESHOLD": attrs["decode_threshold"],
+            "UNIFORM": attrs["require_uniform"],
+            "BLOCK_B": BLOCK_B,
+        },
     )
     rows = Launch(
         token_rows_kernel,
         grid=(cdiv(attrs["num_tokens"], BLOCK_T),),
-        inputs=("query_starts", "lengths"),
-        sizes=sizes,
         outputs=("request_ids", "token_lengths"),
-        constexprs=(("BLOCK_T", BLOCK_T), ("BLOCK_B", BLOCK_B)),
+        sizes=sizes,
+        constexprs={"BLOCK_T": BLOCK_T, "BLOCK_B": BLOCK_B},
     )
     return Plan((counts, rows), problem.op.result_specs(problem), tuple(problem.op.outputs))

@@ -10,7 +10,7 @@ def reference(
     decode_threshold: int = 1,
     require_uniform: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Definition of `split_batch`, a request and a token at a time."""
+    """Reference of `split_batch`: one request and one token at a time."""
     requests = len(lengths)
     starts = np.clip(query_starts.astype(np.int64), 0, num_tokens)
     new = np.maximum(np.diff(starts), 0)

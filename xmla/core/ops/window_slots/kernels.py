@@ -1,8 +1,8 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang import request_of
-from xmla.core.offsets import offset_of
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.requests import request_of
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
@@ -13,7 +13,7 @@ def window_slots_kernel(
     num_requests,
     table_stride,
     table_width,
-    next_n,  # tokens a request, without request ids
+    next_n,  # tokens per request, without request ids
     slots_ptr,  # [T, WINDOW] i32
     counts_ptr,  # [T] i32
     WINDOW: tl.constexpr,

@@ -5,7 +5,7 @@ def reference(
     block_table: np.ndarray, lengths: np.ndarray, request_ids: np.ndarray | None = None, *, window: int,
     page_size: int, ratio: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Definition of `window_slots`, an entry at a time."""
+    """Reference of `window_slots`: one entry at a time."""
     tokens, (requests, width) = len(lengths), block_table.shape
     slots = np.full((tokens, window), -1, np.int32)
     counts = np.zeros(tokens, np.int32)

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages
-from xmla.core.layout import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
 
 F32 = np.dtype(np.float32)

@@ -1,10 +1,11 @@
 import numpy as np
 
-from xmla.core.layout import indexer_layouts
+from xmla.core.formats.indexer import indexer_layouts
 
 
-def reference(keys: np.ndarray, slots: np.ndarray, cache: np.ndarray) -> None:
-    """Definition of `write_indexer_cache`; updates `cache` in place."""
+def reference(keys: np.ndarray, slots: np.ndarray, cache: np.ndarray) -> tuple[()]:
+    """Reference of `write_indexer_cache`; updates `cache` in place."""
     (layout,) = indexer_layouts(cache.shape[2], keys.shape[1])
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     layout.scatter(cache, slots[valid], *layout.quantize(keys[valid]))
+    return ()

@@ -1,8 +1,7 @@
 from typing import Any
 
-from xmla.core.checks import Limit
-from xmla.core.layout import SCALE_FLOORS, mla_layout
-from xmla.core.op import BYTES, FLOATS, HALVES, Op, Problem, Tensor
+from xmla.core.caches import check_scale_floor, entries_once, mla_format
+from xmla.core.op import BYTES, FLOATS, HALVES, Implementation, Op, Problem, Tensor
 from xmla.core.ops.write_mla_cache.cases import CASES
 from xmla.core.ops.write_mla_cache.plan import plan
 from xmla.core.ops.write_mla_cache.reference import reference
@@ -18,41 +17,42 @@ def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = No
         latent: [T, L] bfloat16, float16 or float32: the dims before the roped ones. 512 (V3.2: the latent after its
             RMSNorm), 448 in V4's formats.
         rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope".
-        slots: [T] int32 or int64. page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
+        slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
             Valid slots must be distinct.
         cache: [P, R, ROW], any page size R, any address and page stride that keep elements aligned. Updated in place;
             only the entries named by `slots` are touched.
-        cache_format: How entries are stored (`xmla.core.layout` has the bytes). Default: what ROW and dtype tell.
-            Packed formats (uint8, int8 or float8_e4m3fn), greatest value 448 in e4m3 and 6 in e2m1:
-            "v32" 656 B: e4m3, a float32 scale a 128 dims, bfloat16 rope.       "nope" 528 B: the same without rope.
-            "v4" 584 B: e4m3, a UE8M0 scale a 64 dims, bfloat16 rope; scales in the page's footer.
-            "v41" 528 B: 512 e4m3, the roped dims among them, then the entry's 16 UE8M0 scales, one a 32 dims.
-            "v41_fp4" 288 B: 512 e2m1, so too, then the entry's 32 e4m3 scales, one a 16 dims: V4.1's compressed cache.
-            "v41_footer", "v41_fp4_footer": these two before V4.1's release, scales in the page's footer.
-            "nvfp4" 352 B: e2m1, an e4m3 scale a 16 dims, e4m3 rope.
-            Rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
-        scale_floor: "scale": no scale below 2**-13 (FlashMLA's writer); "amax": none below what a largest magnitude of
-            1e-4 gives (vLLM's). Scales that are e4m3 have one floor, 2**-9.
+        cache_format: The byte layout of entries (`xmla.core.formats.mla`). Default: inferred from ROW and dtype.
+            Packed formats (uint8, int8 or float8_e4m3fn); the greatest value is 448 in e4m3 and 6 in e2m1:
+            "v32" 656 B: e4m3, one float32 scale per 128 dims, bfloat16 rope.   "nope" 528 B: the same without rope.
+            "v4" 584 B: e4m3, one UE8M0 scale per 64 dims, bfloat16 rope; scales in the page's footer.
+            "v41" 528 B: 512 e4m3, roped dims included, then the entry's 16 UE8M0 scales, one per 32 dims.
+            "v41_fp4" 288 B: 512 e2m1, roped dims included, then the entry's 32 e4m3 scales, one per 16 dims: V4.1's
+            compressed cache.
+            "v41_footer", "v41_fp4_footer": the same two before V4.1's release, with scales in the page's footer.
+            "nvfp4" 352 B: e2m1, one e4m3 scale per 16 dims, e4m3 rope.
+            Plain rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
+        scale_floor: "scale": no scale is below 2**-13 (FlashMLA's writer). "amax": no scale is below the scale of a
+            tile whose largest magnitude is 1e-4 (vLLM's writer). e4m3 scales have one floor, 2**-9.
 
-    e4m3 scales are max|x[g]| / 6 rounded to e4m3 and at most 448: to the nearest in "v41_fp4" and "v41_fp4_footer"
-    (FlashMLA, vLLM), to the next above in "nvfp4" (vLLM).
+    e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: to nearest in "v41_fp4" and "v41_fp4_footer"
+    (FlashMLA, vLLM), up in "nvfp4" (vLLM).
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; 528 or 288 bytes and no `cache_format`.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
+            is given.
 
-    Rounding: to nearest even, saturating; NaN stays NaN, and in e2m1, which has none, makes its tile's scale NaN. In
-    "v32", "v4", "v41" and "v41_fp4" byte for byte what FlashMLA's writers store (README of FlashMLA, KV cache format;
-    tests/quant.py; of V4.1 since 2026-09-30) but for the tile of a NaN or an infinity.
+    Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
+    "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
+    tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
     """
 
 
 def check(problem: Problem) -> None:
-    layout = mla_layout(problem)
+    layout = problem.formats["cache"]
     for argument, axis, size in (("latent", "L", layout.latent), ("rope", "E", layout.rope)):
         if problem[axis] != size:
             problem.refuse(argument, f"axis {axis} (axis 1)", problem[axis], f"{size} in {layout.name!r}")
-    if problem.attrs["scale_floor"] not in SCALE_FLOORS:
-        problem.refuse("scale_floor", "value", repr(problem.attrs["scale_floor"]), "'scale' or 'amax'")
+    check_scale_floor(problem)
 
 
 OP = Op(
@@ -61,13 +61,13 @@ OP = Op(
         "latent": Tensor("T L", FLOATS),
         "rope": Tensor("T E", FLOATS),
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES)),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
     },
     outputs={},
-    mutates=("cache",),
+    updates={"cache": None},
     check=check,
-    limits=lambda p, arrays: (Limit("slots", -1, p["P"] * p["R"] - 1),),
-    plan=plan,
+    work=entries_once,
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 
 from xmla.core.cases import BF16, empty_pages, normal
-from xmla.core.layout import (
+from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
     PLAIN,

@@ -1,5 +1,4 @@
 from xmla.core.device import Device
-from xmla.core.layout import mla_layout
 from xmla.core.op import Problem
 from xmla.core.ops.write_mla_cache.kernels import write_mla_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
@@ -8,23 +7,20 @@ BLOCK_T = 4
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    specs = problem.specs
-    layout = mla_layout(problem)
+    specs, layout = problem.specs, problem.formats["cache"]
     launch = Launch(
         write_mla_cache_kernel,
         grid=(cdiv(problem["T"], BLOCK_T),),
-        inputs=("latent", "rope", "slots", "cache"),
-        sizes=(problem["T"], problem["P"] * problem["R"]),
-        outputs=(),
-        constexprs=(
-            ("LATENT_STRIDE", specs["latent"].stride(0)),
-            ("ROPE_STRIDE", specs["rope"].stride(0)),
-            ("SLOT_STRIDE", specs["slots"].stride(0)),
-            ("PAGE_STRIDE", specs["cache"].stride(0)),
-            ("PAGE_SIZE", problem["R"]),
-            ("LAYOUT", layout),
-            ("MIN_EXPONENT", layout.min_exponent(problem.attrs["scale_floor"])),
-            ("BLOCK_T", BLOCK_T),
-        ),
+        sizes={"num_tokens": problem["T"], "num_slots": problem["P"] * problem["R"]},
+        constexprs={
+            "LATENT_STRIDE": specs["latent"].stride(0),
+            "ROPE_STRIDE": specs["rope"].stride(0),
+            "SLOT_STRIDE": specs["slots"].stride(0),
+            "PAGE_STRIDE": specs["cache"].stride(0),
+            "PAGE_SIZE": problem["R"],
+            "LAYOUT": layout,
+            "MIN_EXPONENT": layout.min_exponent(problem.attrs["scale_floor"]),
+            "BLOCK_T": BLOCK_T,
+        },
     )
     return Plan((launch,), {}, ())

@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.layout import mla_layouts
+from xmla.core.formats.mla import mla_layouts
 from xmla.core.spec import Spec
 
 
@@ -12,8 +12,9 @@ def reference(
     *,
     cache_format: str | None = None,
     scale_floor: str = "scale",
-) -> None:
-    """Definition of `write_mla_cache`; updates `cache` in place."""
+) -> tuple[()]:
+    """Reference of `write_mla_cache`; updates `cache` in place."""
     (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     layout.scatter(cache, slots[valid], latent[valid], rope[valid], scale_floor)
+    return ()

@@ -1,1 +1,1 @@
-"""Attention on Hopper in Gluon: kernel.py is launched, packed.py and plain.py attend to entries of either kind."""
+"""Attention on Hopper in Gluon. kernel.py is launched; it attends by few_heads.py, packed.py or plain.py."""

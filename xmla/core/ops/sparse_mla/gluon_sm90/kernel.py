@@ -1,9 +1,17 @@
-"""The attention kernel for Hopper: which keys a program has; few_heads.py, packed.py or plain.py attends to them."""
+"""The attention kernel for Hopper: the keys of a CTA, to which few_heads.py, packed.py or plain.py attends."""
 
-from xmla.core.gluon import gl, gluon
-from xmla.core.offsets import gluon_offset_of as offset_of
-from xmla.core.ops.sparse_mla.gluon_sm90.common import Constants, Source, Task, Turn
-from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import attend_few_heads
+from xmla.core.lang.gluon import gl, gluon
+from xmla.core.lang.offsets import gluon_offset_of as offset_of
+from xmla.core.ops.sparse_mla.gluon_sm90.common import (
+    TILE_HEADS,
+    TILE_KEYS,
+    VALUE_DIMS,
+    Constants,
+    Source,
+    Task,
+    Turn,
+)
+from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import FEW_HEADS, attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 
@@ -15,7 +23,7 @@ def constants(*values):
 
 @gluon.jit
 def pool(cache_ptr, LAYOUT: gl.constexpr):
-    """Entries as bytes where they are packed."""
+    """A pointer to the cache: of bytes if entries are packed."""
     return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
 
 
@@ -73,7 +81,6 @@ def sparse_mla_sm90_kernel(
     COS_SIN_STRIDE: gl.constexpr,
     BLOCK_H: gl.constexpr,
 ):
-    N: gl.constexpr = 64
     HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
@@ -90,10 +97,11 @@ def sparse_mla_sm90_kernel(
     end = gl.minimum(end, first + split_keys)
     cache = pool(cache_ptr, LAYOUT)
     main = Source(cache, slots_ptr + offset_of(token, SLOT_STRIDE), num_slots, first, end)
-    main_tiles = gl.cdiv(gl.maximum(end, first) - first, N)  # a length may be the least integer
+    main_tiles = gl.cdiv(gl.maximum(end, first) - first, TILE_KEYS)  # a length may be the least integer
     tiles = main_tiles
     if EXTRA_LAYOUT is not None:
-        extra_first = first - gl.cdiv(num_keys, N) * N
+        gl.static_assert(EXTRA_LAYOUT == LAYOUT, "both sources have entries of one layout")
+        extra_first = first - gl.cdiv(num_keys, TILE_KEYS) * TILE_KEYS
         extra_end = num_extra_keys
         if HAS_EXTRA_LENGTHS:
             extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
@@ -102,13 +110,13 @@ def sparse_mla_sm90_kernel(
         extra_cache = pool(extra_cache_ptr, LAYOUT)
         extra_slots = extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE)
         extra = Source(extra_cache, extra_slots, num_extra_slots, extra_first, extra_end)
-        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, N)
+        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
     else:
         extra: gl.constexpr = None
-    tiles = gl.maximum(tiles, 1)  # one without a key where there is none
+    tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
 
     q_row = q_ptr + offset_of(token, Q_STRIDE_T)
-    out_row, lse_row = out_ptr + offset_of(place, 512), lse_ptr + place
+    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place
     if ROTATE and not SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
@@ -120,9 +128,12 @@ def sparse_mla_sm90_kernel(
         LAYOUT, PAGE_STRIDE, PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, HEADS, Q_STRIDE_H, SCALE, HAS_SINK,
         EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
     )  # fmt: skip
-    if BLOCK_H == 16:
+    if BLOCK_H == FEW_HEADS:
+        gl.static_assert(EXTRA_LAYOUT is None, "the tile of few heads has one source")
         attend_few_heads(main, tiles, task, C)
-    elif LAYOUT.packed:
-        attend_packed(main, extra, main_tiles, tiles, task, C)
     else:
-        attend_plain(main, extra, main_tiles, tiles, task, C)
+        gl.static_assert(BLOCK_H == TILE_HEADS, "a CTA has TILE_HEADS or FEW_HEADS heads")
+        if LAYOUT.packed:
+            attend_packed(main, extra, main_tiles, tiles, task, C)
+        else:
+            attend_plain(main, extra, main_tiles, tiles, task, C)

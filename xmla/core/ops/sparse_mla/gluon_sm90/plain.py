@@ -1,14 +1,15 @@
 """Attention over plain rows on Hopper, in Gluon.
 
-One program: 64 heads of a token against its keys, 64 at a time, on three warpgroups.
-- `gather` copies entries into one of two stages, the first for tiles of even number.
-- `attend`, twice: one has S = Q·Kᵀ and the softmax of the even tiles and the left 256 columns of every tile's P·V, the
-  other those of the odd tiles and the right 256 columns. While one computes a softmax, the other's products run.
-They tell each other a tile's maximum as soon as it is known, so that sums are rescaled before P is there. P is put
-where the roped dims of its tile were, which S alone needs.
+A CTA computes TILE_HEADS heads of a token against its keys, a tile at a time, on three warpgroups:
+- The producer, `gather`, copies entries into one of two stages: 0 for even tiles, 1 for odd tiles.
+- Two consumers, `attend`, have equal work. The left one computes S = Q·Kᵀ and the softmax of even tiles, and the left
+  half of the columns of every tile's P·V; the right one those of odd tiles, and the right half. The products of one run
+  during the softmax of the other.
+The consumers exchange a tile's maximum as soon as it is known, so that sums are rescaled before P is ready. P is stored
+over the roped dims of its tile, which only S needs.
 
-The warpgroup that multiplies a half of a stage by P hands it back, and it is copied to at once: how fast a tile can be
-is decided by the L2 cache. See benchmarks/log/sparse_mla_prefill.md.
+The consumer that multiplies a half of a stage by P frees it, and the producer refills it at once: the L2 cache limits
+the speed of a tile. See benchmarks/log/sparse_mla_prefill.md.
 """
 
 from typing import Any, NamedTuple
@@ -21,12 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from xmla.core.gluon import async_copy, gl, gluon
-from xmla.core.lang import LOG2E
-from xmla.core.offsets import gluon_offset_of as offset_of
+from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
+    HALF_DIMS,
     O_LAYOUT,
     S_LAYOUT,
+    STAGES,
+    TILE_HEADS,
+    TILE_KEYS,
+    VALUE_DIMS,
     close_sums,
     entry_pointers,
     hidden_zero,
@@ -36,22 +42,23 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     sum_in_threads,
 )
 
-# A thread's registers in `gather` and in either `attend`; all three warpgroups together have 504.
+QUERIES = gl.constexpr(TILE_HEADS.value // 2)  # that each consumer copies
+# Registers per thread of the producer and of either consumer; all three warpgroups together have 504.
 PRODUCER_REGISTERS = gl.constexpr(72)
 CONSUMER_REGISTERS = gl.constexpr(216)
 
 
 class Shared(NamedTuple):
-    """Shared memory and its barriers; left and right are halves of the latent dims."""
+    """Shared memory and its mbarriers; left and right are the halves of the VALUE_DIMS."""
 
-    q: Any  # left, right: [64, 256]
-    q_tail: Any  # [64, 64]
-    entries: Any  # [stage · 2 + half, 64, 256]
-    p: Any  # [stage, 64, 64]: roped dims of the entries until S is computed
-    valid: Any  # [stage, 64] f32: −inf where there is no key, else 0
-    seen: Any  # [64] i32: whether there was a key in this row of any tile
-    maximum: Any  # [stage, 64] f32
-    sums: Any  # [PART, 64] f32
+    q: Any  # [half, TILE_HEADS, HALF_DIMS]
+    q_tail: Any  # [TILE_HEADS, LAYOUT.tail]
+    entries: Any  # [stage · 2 + half, TILE_KEYS, HALF_DIMS]
+    p: Any  # [stage, TILE_HEADS, TILE_KEYS]: roped dims of the entries until S is computed, then P
+    valid: Any  # [stage, TILE_KEYS] f32: −inf if the slot is invalid, else 0
+    seen: Any  # [TILE_KEYS] i32: whether any tile had a valid slot in this row
+    maximum: Any  # [stage, TILE_HEADS] f32
+    sums: Any  # [PART, TILE_HEADS] f32
     q_full: Any
     full: Any  # left, right: [stage]
     empty: Any  # left, right: [stage]
@@ -62,19 +69,19 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def copy_columns(rows, ok, smem, FIRST: gl.constexpr):
-    """Columns FIRST … of `rows` on their way to `smem` [rows, columns], zeros where not `ok`."""
+    """Start copies of columns FIRST … of `rows` to `smem` [rows, columns], zeros where not `ok`."""
     COPY: gl.constexpr = rows.type.layout.parent
     column = gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, COPY))
     ptrs = gl.expand_dims(rows + FIRST, 1) + gl.expand_dims(column, 0)
     mask, ptrs = gl.broadcast(gl.expand_dims(ok, 1), ptrs)
-    # Rows start on 16 bytes, as the plan demands; of two sources the compiler does not see it.
+    # The plan demands rows on 16 bytes, which the compiler cannot prove of two sources.
     ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [16, 16]), [1, 8])
     async_copy.async_load(smem, ptrs, mask=mask)
 
 
 @gluon.jit
 def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.constexpr, C: gl.constexpr):
-    """Copies of a tile, that half first which is handed back first; the slots of the next tile of this stage."""
+    """Start copies of a tile, first of the half that is freed first; load the slots of this stage's next tile."""
     FIRST: gl.constexpr = STAGE
     LAST: gl.constexpr = 1 - STAGE
     tile = pair * 2 + STAGE
@@ -82,12 +89,12 @@ def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.con
     slot = load_slots(main, extra, main_tiles, tile + 2, slot.type.layout)
     seen |= ok.to(gl.int32)
     mbarrier.wait(shared.empty[FIRST].index(STAGE), (pair & 1) ^ 1)
-    copy_columns(entries, ok, shared.entries.index(STAGE * 2 + FIRST), FIRST * 256)
+    copy_columns(entries, ok, shared.entries.index(STAGE * 2 + FIRST), FIRST * HALF_DIMS)
     async_copy.mbarrier_arrive(shared.full[FIRST].index(STAGE), increment_count=False)
     mbarrier.wait(shared.empty[LAST].index(STAGE), (pair & 1) ^ 1)
-    copy_columns(entries, ok, shared.entries.index(STAGE * 2 + LAST), LAST * 256)
+    copy_columns(entries, ok, shared.entries.index(STAGE * 2 + LAST), LAST * HALF_DIMS)
     if C.LAYOUT.tail:
-        copy_columns(entries, ok, shared.p.index(STAGE), 512)
+        copy_columns(entries, ok, shared.p.index(STAGE), C.LAYOUT.rope_offset)
     async_copy.mbarrier_arrive(shared.full[LAST].index(STAGE), increment_count=False)
     shared.valid.index(STAGE).store(gl.where(ok, 0.0, float("-inf")))
     shared.seen.store(seen)
@@ -100,7 +107,7 @@ def gather(main, extra, main_tiles, pairs, shared, C: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
     even = load_slots(main, extra, main_tiles, 0, ROWS)
     odd = load_slots(main, extra, main_tiles, 1, ROWS)
-    seen = gl.zeros([64], gl.int32, ROWS)
+    seen = gl.zeros([TILE_KEYS], gl.int32, ROWS)
     for pair in range(0, pairs):
         even, seen = gather_tile(main, extra, main_tiles, even, seen, pair, shared, 0, C)
         odd, seen = gather_tile(main, extra, main_tiles, odd, seen, pair, shared, 1, C)
@@ -109,14 +116,14 @@ def gather(main, extra, main_tiles, pairs, shared, C: gl.constexpr):
 
 @gluon.jit
 def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
-    """Half of the queries into shared memory."""
+    """Copy half of the queries to shared memory."""
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    offs_h = task.head_block * 64 + PART * 32 + gl.arange(0, 32, layout=ROWS)
+    offs_h = task.head_block * TILE_HEADS + PART * QUERIES + gl.arange(0, QUERIES, layout=ROWS)
     rows, ok = task.q_row + offset_of(offs_h, C.Q_STRIDE_H, C.HEADS), offs_h < C.HEADS
     for half in gl.static_range(2):
-        copy_columns(rows, ok, shared.q.index(half).slice(PART * 32, 32, 0), half * 256)
+        copy_columns(rows, ok, shared.q.index(half).slice(PART * QUERIES, QUERIES, 0), half * HALF_DIMS)
     if C.LAYOUT.tail:
-        copy_columns(rows, ok, shared.q_tail.slice(PART * 32, 32, 0), 512)
+        copy_columns(rows, ok, shared.q_tail.slice(PART * QUERIES, QUERIES, 0), VALUE_DIMS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -126,7 +133,7 @@ def store_queries(shared, PART: gl.constexpr, task, C: gl.constexpr):
 
 @gluon.jit
 def start_scores(shared, pair, empty_scores, STAGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """S of this stage's tile of a pair, under way when this returns."""
+    """Start S [TILE_HEADS, TILE_KEYS] of this stage's tile of a pair."""
     FIRST: gl.constexpr = STAGE
     LAST: gl.constexpr = 1 - STAGE
     zero = hidden_zero(pair)
@@ -146,19 +153,22 @@ def start_scores(shared, pair, empty_scores, STAGE: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def exp2(x):
-    """2**x, and 0 below 2**-126: a denormal result would take five instructions."""
+    """2**x, flushed to 0 below 2**-126: with denormal results it takes five instructions."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def base_of(maximum):
-    """What scores are taken relative to: −inf − −inf, before the first valid key, would be NaN."""
+    """The exponent that probabilities are relative to: the maximum, or 0 before the first valid key.
+
+    The maximum is −inf there, and −inf − −inf would be NaN.
+    """
     return gl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @gluon.jit
 def raise_maximum(scores, valid, maximum, shared, STAGE: gl.constexpr, SCALE: gl.constexpr):
-    """Scores in base 2, −inf where there is no key, and the maximum, which the other warpgroup is told."""
+    """Scores in log2, −inf where there is no key; the new maximum, which goes to the other consumer; the rescaling."""
     scores = scores * (SCALE * LOG2E) + gl.expand_dims(valid, 0)
     later = gl.maximum(maximum, gl.max(scores, 1))
     shared.maximum.index(STAGE).store(later)
@@ -168,7 +178,7 @@ def raise_maximum(scores, valid, maximum, shared, STAGE: gl.constexpr, SCALE: gl
 
 @gluon.jit
 def maximum_of_other(maximum, shared, pair, STAGE: gl.constexpr):
-    """The maximum after the other warpgroup's tile, and what sums so far are multiplied by."""
+    """The maximum after the other consumer's tile, and the factor that rescales sums so far."""
     mbarrier.wait(shared.maximum_full.index(STAGE), pair & 1)
     later = shared.maximum.index(STAGE).load(maximum.type.layout)
     return later, exp2(maximum - base_of(later))
@@ -176,7 +186,7 @@ def maximum_of_other(maximum, shared, pair, STAGE: gl.constexpr):
 
 @gluon.jit
 def weights(scores, maximum, shared, STAGE: gl.constexpr):
-    """P, which the other warpgroup gets too, and its sums."""
+    """P, which the other consumer gets too, and its sums."""
     p = exp2(scores - gl.expand_dims(base_of(maximum), 1))
     rounded = p.to(shared.p.dtype)
     shared.p.index(STAGE).store(rounded)
@@ -188,12 +198,13 @@ def weights(scores, maximum, shared, STAGE: gl.constexpr):
 
 @gluon.jit
 def multiply(p, out, shared, pair, STAGE: gl.constexpr, PART: gl.constexpr):
-    """Half of a tile's P·V on its way."""
+    """Start half of a tile's P·V."""
     return warpgroup_mma(p, shared.entries.index(hidden_zero(pair) + STAGE * 2 + PART), out, is_async=True)
 
 
 @gluon.jit
 def hand_back(running, shared, STAGE: gl.constexpr, PART: gl.constexpr):
+    """Wait for P·V of a half of a stage and free it."""
     out = warpgroup_mma_wait(0, deps=[running])
     mbarrier.arrive(shared.empty[PART].index(STAGE), count=1)
     return out
@@ -235,10 +246,10 @@ def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
     store_queries(shared, PART, task, C)
-    maximum = gl.full([64], float("-inf"), gl.float32, ROWS)
-    denominator = sum_in_threads(gl.zeros([64, 64], gl.float32, S_LAYOUT))
-    out = gl.zeros([64, 256], gl.float32, O_LAYOUT)
-    empty_scores = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    maximum = gl.full([TILE_HEADS], float("-inf"), gl.float32, ROWS)
+    denominator = sum_in_threads(gl.zeros([TILE_HEADS, TILE_KEYS], gl.float32, S_LAYOUT))
+    out = gl.zeros([TILE_HEADS, HALF_DIMS], gl.float32, O_LAYOUT)
+    empty_scores = gl.zeros([TILE_HEADS, TILE_KEYS], gl.float32, S_LAYOUT)
     s = start_scores(shared, 0, empty_scores, PART, C.LAYOUT)
     for pair in tl.range(0, pairs - 1, disable_licm=True):
         out, maximum, denominator = attend_pair(s, out, maximum, denominator, pair, shared, PART, C.SCALE)
@@ -249,7 +260,7 @@ def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
     mbarrier.arrive(shared.sums_full, count=1)
     mbarrier.wait(shared.sums_full, 0)
     denominator = shared.sums.index(0).load(ROWS) + shared.sums.index(1).load(ROWS)
-    rows = task.head_block * 64 + gl.arange(0, 64, layout=ROWS)
+    rows = task.head_block * TILE_HEADS + gl.arange(0, TILE_HEADS, layout=ROWS)
     seen = gl.max(shared.seen.load(gl.SliceLayout(0, S_LAYOUT)), 0)
     inverse, lse = close_sums(maximum, denominator, seen, rows, task, C)
     if PART == 0:
@@ -260,39 +271,42 @@ def attend(pairs, shared, PART: gl.constexpr, task, C: gl.constexpr):
 
 @gluon.jit
 def attend_plain(main, extra, main_tiles, tiles, task, C: gl.constexpr):
-    """Attention of 64 heads of a token over plain entries."""
+    """Attention of TILE_HEADS heads of a token over plain entries."""
     LAYOUT: gl.constexpr = C.LAYOUT
+    gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "the two consumers have the columns of 512 value dims")
+    gl.static_assert(LAYOUT.tail == 0 or LAYOUT.tail == TILE_KEYS, "P is stored over roped dims of as many columns")
+    gl.static_assert(LAYOUT.row % 8 == 0 and LAYOUT.rope_offset % 8 == 0, "rows are copied by 16 bytes")
     DTYPE: gl.constexpr = task.q_row.dtype.element_ty
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, TILE_HEADS, HALF_DIMS], SMEM)
     shared = Shared(
         q=q_smem,
-        q_tail=gl.allocate_shared_memory(DTYPE, [64, LAYOUT.tail], SMEM) if LAYOUT.tail else q_smem,
-        entries=gl.allocate_shared_memory(DTYPE, [4, 64, 256], SMEM),
-        p=gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMEM),
-        valid=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
-        seen=gl.allocate_shared_memory(gl.int32, [64], SMEM_V),
-        maximum=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
-        sums=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_V),
+        q_tail=gl.allocate_shared_memory(DTYPE, [TILE_HEADS, LAYOUT.tail], SMEM) if LAYOUT.tail else q_smem,
+        entries=gl.allocate_shared_memory(DTYPE, [STAGES * 2, TILE_KEYS, HALF_DIMS], SMEM),
+        p=gl.allocate_shared_memory(DTYPE, [STAGES, TILE_HEADS, TILE_KEYS], SMEM),
+        valid=gl.allocate_shared_memory(gl.float32, [STAGES, TILE_KEYS], SMEM_V),
+        seen=gl.allocate_shared_memory(gl.int32, [TILE_KEYS], SMEM_V),
+        maximum=gl.allocate_shared_memory(gl.float32, [STAGES, TILE_HEADS], SMEM_V),
+        sums=gl.allocate_shared_memory(gl.float32, [2, TILE_HEADS], SMEM_V),
         q_full=mbarrier.allocate_mbarrier(),
-        full=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
-        empty=(mbarrier.allocate_mbarrier(batch=2), mbarrier.allocate_mbarrier(batch=2)),
-        maximum_full=mbarrier.allocate_mbarrier(batch=2),
-        p_full=mbarrier.allocate_mbarrier(batch=2),
+        full=(mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES)),
+        empty=(mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES)),
+        maximum_full=mbarrier.allocate_mbarrier(batch=STAGES),
+        p_full=mbarrier.allocate_mbarrier(batch=STAGES),
         sums_full=mbarrier.allocate_mbarrier(),
     )
     mbarrier.init(shared.q_full, count=2)
     mbarrier.init(shared.sums_full, count=2)
-    for stage in gl.static_range(2):
+    for stage in gl.static_range(STAGES):
         for half in gl.static_range(2):
-            # The copies of 128 threads; the half that comes last, also what they have stored.
+            # Copies of 128 threads arrive; for the half that comes last, the warpgroup's stores as well.
             mbarrier.init(shared.full[half].index(stage), count=128 + (half != stage))
             mbarrier.init(shared.empty[half].index(stage), count=1)
         mbarrier.init(shared.maximum_full.index(stage), count=1)
         mbarrier.init(shared.p_full.index(stage), count=1)
 
-    pairs = gl.cdiv(tiles, 2)  # the last tile may be without a key
+    pairs = gl.cdiv(tiles, 2)  # the last tile may have no key
     gl.warp_specialize(
         [
             (attend, (pairs, shared, gl.constexpr(0), task, C)),

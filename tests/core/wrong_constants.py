@@ -1,0 +1,81 @@
+"""Tells which layouts and tiles Hopper's attention kernel compiles for, and how it refuses the others; JSON lines.
+
+A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
+    python tests/core/wrong_constants.py
+The planner never asks for the others. Here constants of planned launches are replaced: by every layout there is, and by
+the served layouts with one field changed.
+"""
+
+import json
+from dataclasses import replace
+
+from compile_plans import DEVICES, planned
+from far_strides import ARCH, front_end
+from triton.compiler.errors import CompileTimeAssertionFailure
+
+from xmla.core.compile import Specialization, specialize
+from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, V4, V32, MlaLayout
+from xmla.core.spec import Spec
+
+CHANGES: dict[str, list[dict[str, object]]] = {
+    "v32": [
+        {"values": "e2m1"}, {"tile": 64}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": True}, {"rope": 32},
+        {"rope_values": "e4m3"}, {"row": 658}, {"rope_offset": 530}, {"scale_offset": 514},
+    ],
+    "v4": [
+        {"values": "e2m1"}, {"tile": 32}, {"latent": 384}, {"scale": "float32"}, {"footer": 16},
+        {"rope_values": "quantized"}, {"row": 588}, {"row": 1096}, {"rope_offset": 456},
+    ],
+    "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
+}  # fmt: skip
+
+
+def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None) -> Specialization:
+    """The kernel as it is planned for bf16 queries over pages of such entries."""
+    slots, lengths = Spec((64, 512), "int32"), Spec((64,), "int32")
+    caches = [Spec((64, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (layout, extra) if row]
+    specs = {"q": Spec((64, heads, layout.dims), "bfloat16"), "cache": caches[0], "slots": slots}
+    attrs: dict[str, object] = {"softmax_scale": 0.1, "cache_format": layout.name}
+    if extra is not None:
+        specs |= {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
+        attrs["extra_cache_format"] = extra.name
+    call = planned("sparse_mla", "", specs, attrs, DEVICES[ARCH], "gluon")
+    assert call.plan is not None, call.reason
+    return specialize(call.plan.launches[0], call.plan, specs)
+
+
+def refusal(launch: Specialization, constants: dict[str, object]) -> str | None:
+    """The message of the `static_assert` that the kernel fails with these constants; None if it compiles."""
+    changed = tuple((name, constants.get(name, value)) for name, value in launch.constexprs)
+    try:
+        front_end(replace(launch, constexprs=changed))
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not isinstance(cause, CompileTimeAssertionFailure):
+            raise
+        return str(cause.error_message)
+    return None
+
+
+def main() -> None:
+    packed, plain, few, two = launched(64, V32), launched(64, PLAIN), launched(16, V32), launched(64, V4, V4)
+    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
+    for layout in (V32, V4, PLAIN):
+        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES[layout.name]]
+    for name, change, layout in layouts:
+        for heads, launch in ((64, packed if layout.packed else plain), (16, few)):
+            line = {"heads": heads, "layout": name, "change": change, "refusal": refusal(launch, {"LAYOUT": layout})}
+            print(json.dumps(line), flush=True)
+    others: list[tuple[str, Specialization, dict[str, object]]] = [
+        ("32 heads", packed, {"BLOCK_H": 32}),
+        ("another second layout", two, {"EXTRA_LAYOUT": V32}),
+        ("few heads of two sources", two, {"BLOCK_H": 16}),
+    ]
+    for other, launch, constants in others:
+        print(json.dumps({"other": other, "refusal": refusal(launch, constants)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

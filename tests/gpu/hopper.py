@@ -1,0 +1,30 @@
+"""What the tests of the Gluon kernels for Hopper share."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from xmla.core.device import H200
+from xmla.core.errors import UnsupportedError
+from xmla.core.op import Op, plan_call
+from xmla.core.spec import Spec
+
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+    ),
+]
+
+
+def supported(op: Op, inputs: Mapping[str, np.ndarray], attrs: Mapping[str, object]) -> bool:
+    """Whether the Gluon kernel for Hopper supports the call."""
+    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
+    values = op.defaults | attrs
+    try:
+        plan_call(op, specs, tuple(values[attr.name] for attr in op.attrs), H200, "gluon")
+    except UnsupportedError:
+        return False
+    return True

@@ -1,0 +1,6 @@
+"""`python -m xmla`: the `xmla` command."""
+
+from xmla.command import main
+
+if __name__ == "__main__":
+    main()

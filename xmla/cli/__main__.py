@@ -1,3 +1,0 @@
-from xmla.cli import main
-
-main()

@@ -1,0 +1,142 @@
+"""The `xmla` command: the options of every subcommand.
+
+A subcommand imports what it needs when it runs, so that `xmla --help` is quick.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xmla.demo import Model
+from xmla.machine import environment
+from xmla.machine.files import drawable, writable
+
+app = typer.Typer(help="DeepSeek sparse attention for PyTorch and JAX.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def prepare(context: typer.Context) -> None:
+    environment.prepare(interpret=context.invoked_subcommand != "warmup")
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Versions, devices, and whether kernels run compiled or interpreted."""
+    from xmla.cli.info import show_info
+
+    show_info(as_json)
+
+
+@app.command()
+def demo(
+    model: Annotated[Model, typer.Option(help="Whose attention is replaced.")] = Model.V32,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
+    ] = None,
+) -> None:
+    """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX."""
+    from xmla.demo import run
+
+    figures = run(model)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)
+
+
+@app.command()
+def verify(op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None) -> None:
+    """Every op against its reference, and the two front-ends against each other, on this machine."""
+    from xmla.cli.verify import run
+
+    raise typer.Exit(code=0 if run(op) else 1)
+
+
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.")]) -> None:
+    """Repeat the call of a failed check on this machine, in each front-end; exit 1 if it fails here too."""
+    from xmla.cli.replay import run
+
+    raise typer.Exit(code=0 if run(file) else 1)
+
+
+@app.command()
+def supports(
+    op: Annotated[str, typer.Argument(help="An op's name.")],
+    sizes: Annotated[list[str] | None, typer.Argument(help="Axes and sizes, such as H=16 K=2048.")] = None,
+    device: Annotated[list[str] | None, typer.Option(help="Only devices whose names contain this.")] = None,
+) -> None:
+    """Whether an op runs at these sizes, on each known device; needs no GPU. Exit 1 if it does on none of them."""
+    from xmla.cli.plan import show_support
+
+    raise typer.Exit(code=0 if show_support(op, sizes or [], device) else 1)
+
+
+Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step.")]
+Contexts = Annotated[list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys.")]
+NextN = Annotated[list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once.")]
+Prefills = Annotated[list[int] | None, typer.Option("--prefill", min=1, help="Tokens of a prefill step.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads of this rank.")]
+IndexHeads = Annotated[int, typer.Option(min=1, help="Indexer heads.")]
+TopK = Annotated[int, typer.Option("--k", min=1, help="Selected keys per token.")]
+PageSize = Annotated[int, typer.Option(min=1, help="Entries a page.")]
+Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
+Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
+
+
+@app.command()
+def plan(
+    batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
+    heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
+    ranks: Ranks = 1, device: Target = None,
+) -> None:  # fmt: skip
+    """What a model's steps launch, and the bytes of workspace and caches they need; needs no GPU."""
+    from xmla.cli.plan import configure, show_plan
+
+    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
+    show_plan(config, device)
+
+
+@app.command()
+def warmup(
+    batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
+    heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
+    ranks: Ranks = 1, device: Target = None,
+) -> None:  # fmt: skip
+    """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
+    from xmla._warmup import warmup
+    from xmla.cli.plan import configure, find_device
+
+    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
+    warmup(config, None if device is None else find_device(device))
+
+
+@app.command()
+def bench(
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops; `host` is the host time of calls.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.", callback=writable)] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Show speed against this earlier file.", exists=True, dir_okay=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw times and roofline into this file.", callback=drawable)
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+) -> None:
+    """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong."""
+    from xmla.bench.run import run
+
+    raise typer.Exit(code=0 if run(op, out, compare, picture, commit) else 1)
+
+
+def main() -> None:
+    """Run the command. A user's mistake is one line on stderr and exit code 2, not a traceback."""
+    from xmla.core.errors import ArgumentError, CompileError, UnsupportedError
+
+    try:
+        app()
+    except (ArgumentError, CompileError, UnsupportedError) as error:
+        typer.echo(f"xmla: {error}", err=True)
+        raise SystemExit(2) from None

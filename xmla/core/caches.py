@@ -1,0 +1,78 @@
+"""Formats of a call's paged caches: `Tensor.format` finds them once, when the call is bound."""
+
+from xmla.core.formats.indexer import (
+    INDEXER_DIMS,
+    INDEXER_FORMATS,
+    IndexerLayout,
+    indexer_layouts,
+    indexer_rows,
+)
+from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
+from xmla.core.op import Problem
+from xmla.core.work import Work
+
+INDEXER_ALIGNMENT = 4  # bytes: an entry's scales are one word
+
+
+def mla_format(problem: Problem, cache: str) -> MlaLayout:
+    """The format of the latent cache `cache`, which the attribute `<cache>_format` may name.
+
+    Raises:
+        ArgumentError: No format has such rows, or several have them and none is named; a stride, address or name is
+            wrong.
+    """
+    spec, attribute = problem.specs[cache], f"{cache}_format"
+    name = problem.attrs[attribute]
+    if name is not None and name not in [known.name for known in MLA_LAYOUTS]:
+        problem.refuse(attribute, "value", repr(name), "one of " + ", ".join(known.name for known in MLA_LAYOUTS))
+    known = [layout for layout in MLA_LAYOUTS if name in (None, layout.name)]
+    fitting = mla_layouts(spec, name)
+    if not fitting:
+        rows = (f"{k.row} {'bytes' if k.packed else 'elements'} ({k.name})" for k in known)
+        problem.refuse(cache, f"axis ROW (axis 2) of {spec.dtype}", spec.shape[2], " or ".join(rows))
+    if len(fitting) > 1:
+        problem.refuse(attribute, "value", None, " or ".join(repr(layout.name) for layout in fitting))
+    (layout,) = fitting
+    problem.require_pages(cache, layout.alignment)
+    return layout
+
+
+def check_scale_floor(problem: Problem) -> None:
+    if problem.attrs["scale_floor"] not in SCALE_FLOORS:
+        problem.refuse("scale_floor", "value", repr(problem.attrs["scale_floor"]), " or ".join(map(repr, SCALE_FLOORS)))
+
+
+def check_indexer_dim(problem: Problem) -> None:
+    """Check that D is a size that indexer keys and queries can have."""
+    name, axis = next((n, t.names.index("D")) for n, t in problem.op.tensors.items() if "D" in t.names)
+    if problem["D"] not in INDEXER_DIMS:
+        problem.refuse(name, f"axis D (axis {axis})", problem["D"], "32, 64 or 128")
+
+
+def indexer_format(problem: Problem, cache: str) -> IndexerLayout:
+    """The format of an indexer cache, determined by D and by its rows.
+
+    Raises:
+        ArgumentError: D is wrong, no format has such rows, or a stride or address is wrong.
+    """
+    check_indexer_dim(problem)
+    row = problem.op.tensors[cache].names[2]
+    found = indexer_layouts(problem[row], problem["D"])
+    if not found:
+        problem.refuse(cache, f"axis {row} (axis 2)", problem[row], indexer_rows(problem["D"]))
+    problem.require_pages(cache, INDEXER_ALIGNMENT)
+    return found[0]
+
+
+def check_indexer_format_name(problem: Problem, attribute: str) -> None:
+    name = problem.attrs[attribute]
+    if name not in (None, *INDEXER_FORMATS):
+        problem.refuse(attribute, "value", repr(name), " or ".join(map(repr, INDEXER_FORMATS)))
+
+
+def entries_once(problem: Problem, keys: int | None) -> list[Work]:
+    """The work of an op that reads or writes one entry per token: these entries, and every other array once."""
+    specs, pools = problem.specs, problem.op.pools
+    once = [spec for name, spec in specs.items() if name not in pools]
+    entries = sum(problem["T"] * specs[name].shape[2] * specs[name].itemsize for name in pools)
+    return [Work(entries + sum(spec.nbytes for spec in (*once, *problem.op.result_specs(problem).values())))]

@@ -1,0 +1,145 @@
+"""What the lightning indexer's ops share: rules of the quantised query and the keys, grouping of tokens, work.
+
+Device code that its kernels share is in `xmla.core.lang.indexer`.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from xmla.core.caches import check_indexer_dim
+from xmla.core.device import Device
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.op import E4M3, Condition, Problem, Tensor
+from xmla.core.plan import cdiv, next_power_of_2
+from xmla.core.requests import tokens_a_request
+from xmla.core.work import Work
+
+MAX_HEADS = 128
+MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
+QUERY = Tensor("T I D", (*E4M3, "bfloat16"))
+
+
+def check_heads(problem: Problem, query: str) -> None:
+    if problem["I"] > MAX_HEADS:
+        problem.unsupported(query, "axis I (axis 1)", problem["I"], f"at most {MAX_HEADS} indexer heads")
+
+
+def check_query(problem: Problem) -> None:
+    """Rules of the quantised query `q8`: only MXFP4 keys are multiplied in bfloat16."""
+    check_indexer_dim(problem)
+    check_heads(problem, "q8")
+    if problem.specs["q8"].dtype not in E4M3 and not keys_are_mxfp4(problem):
+        problem.refuse("q8", "dtype", problem.specs["q8"].dtype, "float8_e4m3fn for fp8 keys")
+
+
+def check_keys(problem: Problem) -> None:
+    """Rules of the query and of contiguous keys, whose dtype determines their format."""
+    check_indexer_dim(problem)
+    layout = IndexerLayout(problem["D"], "mxfp4" if keys_are_mxfp4(problem) else "fp8")
+    if problem["ROW"] != layout.value_bytes:
+        width = f"{layout.value_bytes} ({'D/2' if layout.format == 'mxfp4' else 'D'})"
+        problem.refuse("keys", "axis ROW (axis 1)", problem["ROW"], f"{width} of {problem.specs['keys'].dtype}")
+    if problem.specs["key_scales"].dtype != layout.dtypes[1]:
+        expected = f"{layout.dtypes[1]} beside keys of {problem.specs['keys'].dtype}"
+        problem.refuse("key_scales", "dtype", problem.specs["key_scales"].dtype, expected)
+    check_query(problem)
+
+
+def check_selection(problem: Problem) -> None:
+    """Rules of a selection in bounded memory."""
+    if problem.attrs["k"] < 1:
+        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    if problem.attrs["workspace_bytes"] < 0:
+        problem.refuse("workspace_bytes", "value", problem.attrs["workspace_bytes"], "at least 0")
+
+
+def keys_are_mxfp4(problem: Problem) -> bool:
+    """Whether the keys are MXFP4, from the cache's rows or from the dtype of contiguous keys."""
+    if problem.has("cache"):
+        return problem.formats["cache"].format == "mxfp4"
+    return problem.specs["keys"].dtype not in E4M3
+
+
+def query_constexprs(problem: Problem) -> dict[str, Hashable]:
+    """Constexprs of every kernel that reads the quantised query."""
+    q8, weights = problem.specs["q8"], problem.specs["weights"]
+    return {
+        "Q_STRIDE_T": q8.stride(0),
+        "Q_STRIDE_I": q8.stride(1),
+        "WEIGHT_STRIDE": weights.stride(0),
+        "HEADS": problem["I"],
+        "D": problem["D"],
+    }
+
+
+def key_constexprs(problem: Problem, device: Device) -> dict[str, Hashable]:
+    """Constexprs of every Triton kernel that multiplies keys, except their addresses."""
+    return {"MXFP4": keys_are_mxfp4(problem), "HOPPER_SUMS": device.arch == 90}
+
+
+def page_constexprs(problem: Problem) -> dict[str, Hashable]:
+    """Constexprs of every kernel that reads paged keys: pages and requests."""
+    return {
+        "PAGE_STRIDE": problem.specs["cache"].stride(0),
+        "PAGE_SIZE": problem["R"],
+        "HAS_REQUEST_IDS": problem.has("request_ids"),
+    }
+
+
+def head_rows(problem: Problem) -> int:
+    """Rows of a matrix product that the heads of one token take."""
+    return max(16, next_power_of_2(problem["I"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How flat tokens share tiles of keys: `group` adjacent tokens of a request, `block_i` rows of heads each."""
+
+    next_n: int
+    block_i: int
+    group: int
+    groups_a_request: int
+    groups: int
+
+
+def group_tokens(problem: Problem, max_rows: int) -> Grouping:
+    """Group as many tokens of a request as a product of `max_rows` takes; with request ids each token is a group."""
+    next_n = tokens_a_request(problem)
+    block_i = head_rows(problem)
+    group = min(next_power_of_2(next_n), max(1, max_rows // block_i))
+    groups_a_request = cdiv(next_n, group)
+    return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
+
+
+def _between_rows(problem: Problem, device: Device) -> str | None:
+    for name, axes in (("q8", (0, 1)), ("cache" if problem.has("cache") else "keys", (0,))):
+        if not problem.specs[name].on_multiples(16, axes):
+            return f"over rows of {problem.called(name)} between multiples of 16 bytes"
+    return None
+
+
+# Conditions of the Gluon kernels for Hopper, over pages and over contiguous keys.
+SM90_CONDITIONS = (
+    Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
+    Condition("fp8 keys", lambda problem, device: "over MXFP4 keys" if keys_are_mxfp4(problem) else None),
+    Condition("rows on multiples of 16 bytes", _between_rows),
+)
+
+
+def logits_work(problem: Problem, keys: int | None) -> list[Work]:
+    """Keys read once per request, products, logits written; then the other arguments."""
+    tokens, dim = problem["T"], problem["D"]
+    paged = problem.has("block_table")
+    count = keys or (problem["M"] * problem["R"] if paged else problem["N"])
+    read = count * (problem["B"] if paged else 1) * (dim + 4)
+    rest = sum(spec.nbytes for name, spec in problem.specs.items() if name not in problem.op.pools)
+    flops = 2.0 * tokens * count * problem["I"] * dim
+    return [Work(read + 4 * tokens * count, fp8_flops=flops), Work(rest)]
+
+
+def selection_work(problem: Problem, keys: int | None) -> list[Work]:
+    """The work of the logits, reading the logits again, and writing the indices."""
+    tokens = problem["T"]
+    count = keys or (problem["M"] * problem["R"] if problem.has("block_table") else problem["N"])
+    logits, rest = logits_work(problem, keys)
+    return [logits, Work(4 * tokens * count), Work(rest.bytes + 4 * tokens * problem.attrs["k"])]

@@ -1,0 +1,130 @@
+"""The indexer inside kernels: read and write keys of either format, and compute their logits."""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+
+from xmla.core.lang.numbers import as_bytes, as_e4m3, as_floats, dequantize_mxfp4, quantize, quantize_mxfp4
+from xmla.core.lang.offsets import offset_of
+
+
+@triton.jit
+def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
+    """Indexer keys [BLOCK_N, D] as an operand of a product, and their factors [BLOCK_N] f32.
+
+    fp8: e4m3 and its scales. mxfp4: bf16 dequantised exactly (`dequantize_mxfp4`), and factors of 1. `rows` [BLOCK_N]
+    are byte offsets of the values from `ptr`, `scale_ptrs` point to bytes. Only read where `ok`.
+    """
+    if MXFP4:
+        packed_ptrs = as_bytes(ptr) + rows[:, None] + tl.arange(0, D // 2)[None, :]
+        packed = tl.load(packed_ptrs, mask=ok[:, None], other=0)
+        scales = tl.load(scale_ptrs[:, None] + tl.arange(0, D // 32)[None, :], mask=ok[:, None], other=127)
+        keys = dequantize_mxfp4(packed, scales)
+        factors = tl.full(ok.shape, 1.0, tl.float32)
+    else:
+        keys = tl.load(as_e4m3(ptr) + rows[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
+        factors = tl.load(as_floats(scale_ptrs), mask=ok, other=0.0)
+    return keys, factors
+
+
+@triton.jit
+def load_pages(table_row, key, mapped, PAGE_SIZE: tl.constexpr):
+    """Pages of positions `key` [BLOCK_N], −1 from `mapped` on."""
+    return tl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
+
+
+@triton.jit
+def load_page_keys(
+    cache_ptr, page, key, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+    MXFP4: tl.constexpr,
+):  # fmt: skip
+    """`load_keys` of positions `key` [BLOCK_N] on pages `page`, and which of them are present."""
+    ok = (page >= 0) & (page < num_pages)
+    first_byte = offset_of(page, PAGE_STRIDE)
+    offset = key % PAGE_SIZE
+    VALUES: tl.constexpr = D // 2 if MXFP4 else D
+    scale_ptrs = as_bytes(cache_ptr) + first_byte + PAGE_SIZE * VALUES + offset_of(offset, 4, PAGE_SIZE)
+    rows = first_byte + offset_of(offset, VALUES, PAGE_SIZE)
+    keys, factors = load_keys(cache_ptr, rows, scale_ptrs, ok, D, MXFP4)
+    return keys, factors, ok
+
+
+@triton.constexpr_function
+def log2_of(power):
+    return power.bit_length() - 1
+
+
+def _heads_of_lane(x, GROUP: tl.constexpr):
+    """x [N, GROUP · BLOCK_I] as BLOCK_I / 4 tensors [N, GROUP, 4, 1]: one for each head that a lane holds of a token.
+
+    Four lanes share a row of a wgmma's result; each holds two adjacent columns of every eight.
+    """
+    N: tl.constexpr = x.shape[0]
+    HEADS: tl.constexpr = x.shape[1] // GROUP // 4
+    x = tl.permute(tl.reshape(x, (N, GROUP, HEADS // 2, 4, 2)), (0, 1, 3, 2, 4))
+    parts = (tl.reshape(x, (N, GROUP, 4, HEADS)),)
+    for halving in tl.static_range(log2_of(HEADS)):
+        smaller = ()
+        for part in tl.static_range(2**halving):
+            pairs = tl.reshape(parts[part], (N, GROUP, 4, 2, HEADS >> (halving + 1)))
+            smaller += tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+        parts = smaller
+    return parts
+
+
+heads_of_lane = triton.jit(_heads_of_lane)
+gluon_heads_of_lane = gluon.jit(_heads_of_lane)
+
+
+@triton.jit
+def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HOPPER_SUMS: tl.constexpr):
+    """Indexer logits of GROUP tokens over a tile of keys: factor · Σ_i relu(k · q_i) · weight_i.
+
+    k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
+    f32 → [BLOCK_N, GROUP] f32. NaN passes the relu, so that a broken key ranks last instead of scoring 0. HOPPER_SUMS
+    fixes the order of the sum, which the Gluon kernels for Hopper share: all kernels give the same bits with every
+    Triton version (the order of Triton's own reduction depends on the version). If products are not by wgmma, this
+    order would cross lanes.
+    """
+    dots = tl.dot(k, tl.trans(q.to(k.dtype)))  # [BLOCK_N, GROUP · BLOCK_I] f32
+    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
+    if HOPPER_SUMS:
+        weights, dots = tl.broadcast(weights[None, :], dots)
+        terms, shares = heads_of_lane(dots, GROUP), heads_of_lane(weights, GROUP)
+        lanes = terms[0] * shares[0]
+        for own in tl.static_range(1, dots.shape[1] // GROUP // 4):
+            lanes = tl.fma(terms[own], shares[own], lanes)  # of two products the compiler chooses which it rounds
+        lanes = tl.reshape(lanes, (dots.shape[0], GROUP, 2, 2))
+        return tl.sum(tl.sum(lanes, axis=2), axis=2) * factors[:, None]
+    else:
+        dots *= weights[None, :]
+        by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))
+        return tl.sum(by_token, axis=2) * factors[:, None]
+
+
+@triton.jit
+def store_keys(
+    cache_ptr, slot, ok, x, MXFP4: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Quantise indexer keys x [N, D] f32 and store them at `slot` [N] where `ok`."""
+    D: tl.constexpr = x.shape[1]
+    base = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
+    offset = slot % PAGE_SIZE
+    cache = as_bytes(cache_ptr)
+    if MXFP4:
+        values, scales = quantize_mxfp4(x, MIN_EXPONENT)  # [N, D/2] u8, [N, D/32] u8
+        offs_b = tl.arange(0, D // 2)[None, :]
+        rows = cache + (base + offset_of(offset, D // 2, PAGE_SIZE))[:, None]
+        tl.store(rows + offs_b, values, mask=ok[:, None])
+        footer = (cache + base + PAGE_SIZE * (D // 2) + offset_of(offset, 4, PAGE_SIZE))[:, None]
+        for unused in tl.static_range(D // 32, 4):
+            tl.store(footer + unused, tl.full([x.shape[0], 1], 127, tl.uint8), mask=ok[:, None])
+        tl.store(footer + tl.arange(0, D // 32)[None, :], scales, mask=ok[:, None])
+    else:
+        values, scales = quantize(x, 1, MIN_EXPONENT)  # [N, D] e4m3, [N] f32
+        offs_d = tl.arange(0, D)[None, :]
+        rows = cache + (base + offset_of(offset, D, PAGE_SIZE))[:, None]
+        tl.store(rows + offs_d, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
+        footer = cache + base + PAGE_SIZE * D + offset_of(offset, 4, PAGE_SIZE)
+        tl.store(as_floats(footer), scales, mask=ok)

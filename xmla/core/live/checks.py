@@ -1,0 +1,55 @@
+"""XMLA_CHECK=1: check every index, page and length of a call against its limits, before anything is launched.
+
+The kernels silently skip values that are out of range, as the contract says; a debug run needs to know their origin.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xmla.core.errors import ArgumentError
+from xmla.core.live.reproducer import has_tokens, save, shrink
+from xmla.core.op import Arrays, Op
+from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """The first value out of its limits, in words, and the tokens whose row holds it (None: no token's row does)."""
+
+    message: str
+    rows: np.ndarray | None
+
+
+def find_violation(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> Violation | None:
+    """The first value out of its limits: tensor, row, column, value, limit."""
+    problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, attrs)
+    for limit in op.limits(problem, arrays):
+        array = arrays[limit.argument]
+        bad = (array < limit.low) | (array > limit.high)
+        if limit.where is not None:
+            bad &= limit.where
+        if bad.any():
+            place = tuple(int(i) for i in np.argwhere(bad)[0])
+            message = (
+                f"{op.name}: {limit.argument}{list(place)} is {array[place]}, limit [{limit.low}, {limit.high}] "
+                f"({int(bad.sum())} of {array.size} elements are out of it)"
+            )
+            return Violation(message, np.array(place[:1]) if has_tokens(op, limit.argument) else None)
+    return None
+
+
+def check_values(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> None:
+    """Refuse a call with a value out of its limits, and save the call to a file.
+
+    Raises:
+        ArgumentError: A value is out of its limits; the message ends with the command that repeats the call.
+    """
+    found = find_violation(op, arrays, attrs)
+    if found is not None:
+        small, _ = shrink(op, arrays, found.rows, lambda array, places: array if places is None else array[places])
+        strides = {name: Spec.of_numpy(array).strides for name, array in arrays.items()}
+        repeat = save("XMLA_CHECK", op.name, small, attrs, found.message, strides)
+        raise ArgumentError(f"{found.message}; {repeat}")

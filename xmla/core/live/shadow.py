@@ -1,0 +1,144 @@
+"""XMLA_SHADOW=p: compute a share p of the rows of each call again with the reference.
+
+This compares the kernels with the reference on live data: the recall of selections and the cosine drift of all other
+results are logged at INFO, with the worst so far. Drift beyond a bound is logged as an ERROR, with a reproducer.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xmla.core.config import settings
+from xmla.core.live.reproducer import Take, has_tokens, save, shrink
+from xmla.core.op import Op
+from xmla.core.spec import Spec
+from xmla.core.tolerance import Selection, cosine_difference
+
+log = logging.getLogger("xmla")
+
+ROUNDED_ONCE = 5e-6  # cosine difference of exact results: the reference does not round to 16 bits
+# Drift of attention over a selection that differs in a key within rounding of the last one.
+MAX_DRIFT_AFTER_SWAP = 1e-3
+
+_random = np.random.default_rng(0)
+_lock = threading.Lock()
+_worst: dict[tuple[str, str], float] = {}
+_rows: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Part of a call, taken before it ran; `rows` are its tokens, None for all of it."""
+
+    op: Op
+    attrs: Mapping[str, Any]
+    arrays: dict[str, np.ndarray]
+    rows: np.ndarray | None
+    strides: Mapping[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The distance of one result from the reference: 1 − recall, cosine drift, or the share of wrong elements."""
+
+    result: str
+    kind: str
+    value: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.bound
+
+
+def sample(
+    op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Mapping[str, Any], take: Take
+) -> Sample | None:
+    """Choose rows of a call before it runs, or None. A call that updates a cache is sampled as a whole."""
+    tokens = next((spec.shape[0] for name, spec in specs.items() if has_tokens(op, name)), 0)
+    rows = None
+    if tokens and not op.mutates:
+        rows = np.flatnonzero(_random.random(tokens) < settings.shadow)
+        if not len(rows):
+            return None
+    elif _random.random() >= settings.shadow:
+        return None
+    small, rows = shrink(op, arrays, rows, take)
+    return Sample(op, dict(attrs), small, rows, {name: spec.strides for name, spec in specs.items()})
+
+
+def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], take: Take) -> list[Drift]:
+    """Compare the sampled rows of `results` (and of updated caches in `arrays`) with the reference, and log the drift.
+
+    A call beyond its bounds is logged as an error with the command that repeats it; nothing is raised.
+    """
+    op = taken.op
+    got = {name: take(result, taken.rows) for name, result in zip(op.outputs, results, strict=True)}
+    if op.mutates:
+        after, _ = shrink(op, arrays, None, take)
+        got |= {name: after[name] for name in op.mutates}
+    found = drifts(op, taken.arrays, taken.attrs, got)
+    with _lock:
+        _rows[op.name] += 1 if taken.rows is None else len(taken.rows)
+        for drift in found:
+            key = op.name, drift.result
+            _worst[key] = max(_worst.get(key, 0.0), drift.value)
+        shown = ", ".join(f"{d.result} {d.kind} {d.value:.1e} (worst {_worst[op.name, d.result]:.1e})" for d in found)
+        count = _rows[op.name]
+    log.info("shadow %s: %s; %d rows so far", op.name, shown, count)
+    if wrong := [drift for drift in found if not drift.ok]:
+        failure = "; ".join(f"{d.result}: {d.kind} {d.value:.3g}, at most {d.bound:g}" for d in wrong)
+        repeat = save("XMLA_SHADOW", op.name, taken.arrays, taken.attrs, failure, taken.strides)
+        log.error("shadow %s: %s; %s", op.name, failure, repeat)
+    return found
+
+
+def drifts(
+    op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any], got: Mapping[str, np.ndarray]
+) -> list[Drift]:
+    """Each result, and each array that the call updates, against the reference on the same inputs."""
+    inputs = {name: array.copy() if name in op.mutates else array for name, array in arrays.items()}
+    with np.errstate(all="ignore"):
+        values = op.reference(**inputs, **attrs)
+    want = dict(zip(op.outputs, map(np.asarray, values), strict=True)) | {name: inputs[name] for name in op.mutates}
+    agreements = {name: result.agreement for name, result in op.outputs.items()}
+    swapped = any(
+        isinstance(agreement, Selection) and not np.array_equal(got[name], want[name])
+        for name, agreement in agreements.items()
+    )
+    found: list[Drift] = []
+    for name, value in want.items():
+        agreement = agreements.get(name)
+        if isinstance(agreement, Selection):
+            found.append(Drift(name, "1 − recall", 1 - _recall(got[name], value), 1 - agreement.recall))
+        elif value.dtype.kind in "iub":
+            found.append(Drift(name, "wrong share", float(np.mean(got[name] != value)) if value.size else 0.0, 0.0))
+        else:
+            bound = ROUNDED_ONCE if agreement is None else agreement.cosine
+            bound = MAX_DRIFT_AFTER_SWAP if swapped else max(bound, ROUNDED_ONCE)
+            found.append(Drift(name, "cosine drift", _cosine_drift(got[name], value), bound))
+    return found
+
+
+def _recall(got: np.ndarray, want: np.ndarray) -> float:
+    """The least share of a row's keys that were found."""
+    rows = [(set(a[a >= 0].tolist()), set(b[b >= 0].tolist())) for a, b in zip(got, want, strict=True)]
+    return min((len(a & b) / max(len(a), len(b)) for a, b in rows if a or b), default=1.0)
+
+
+def _cosine_drift(got: np.ndarray, want: np.ndarray) -> float:
+    """1 − 2Σab / Σ(a² + b²) where the reference is finite, ignoring NaN there; infinite if infinities differ."""
+    with np.errstate(invalid="ignore"):  # unwritten elements may be signalling NaN
+        a, b = got.astype(np.float64), want.astype(np.float64)
+    if not np.array_equal(a[np.isinf(b)], b[np.isinf(b)]):
+        return float("inf")
+    finite = np.isfinite(b)
+    a, b = a[finite], b[finite]
+    if not np.isfinite(a).all():
+        return float("inf")
+    return cosine_difference(a, b)

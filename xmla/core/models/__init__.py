@@ -1,0 +1,1 @@
+"""The calls that serving a model makes, at every size that occurs."""

@@ -1,0 +1,97 @@
+"""The calls that serving a model makes, as specs: what `warmup` compiles and `xmla plan` prints."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from xmla.core.attribute import Attr
+from xmla.core.compile import Specialization, specialize
+from xmla.core.device import Device
+from xmla.core.op import plan_call
+from xmla.core.plan import Plan
+from xmla.core.registry import registry
+from xmla.core.roofline import estimate
+from xmla.core.spec import Spec
+
+POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op at given sizes: its arguments' specs by name, and its attributes."""
+
+    op: str
+    specs: Mapping[str, Spec]
+    attrs: Mapping[str, Any]
+
+    def plan(self, device: Device, implementation: str | None = None) -> Plan:
+        op = registry()[self.op]
+        attrs = op.defaults | dict(self.attrs)
+        specs = tuple(self.specs.get(name) for name in op.tensors)
+        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, implementation)[0]
+
+    def over(self, pages: int) -> "Call":
+        """The call with pools of `pages` pages."""
+        tensors = registry()[self.op].tensors
+        pools = {name: spec for name, spec in self.specs.items() if tensors[name].format is not None}
+        pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
+        return replace(self, specs={**self.specs, **pools})
+
+    def estimate(self, device: Device, keys: int | None = None) -> float | None:
+        """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
+        op = registry()[self.op]
+        return estimate(op.bind(self.specs, op.defaults | dict(self.attrs)), self.plan(device), device, keys)
+
+
+def split(requests: int, next_n: int) -> Call:
+    """The call that splits a mixed batch with up to `next_n` tokens per request."""
+    batch = {"query_starts": Spec((requests + 1,), "int32"), "lengths": Spec((requests,), "int32")}
+    return Call("split_batch", batch, {"num_tokens": requests * next_n, "decode_threshold": next_n})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(ABC):
+    """The calls that serving a model makes, at every size that occurs; each model says what the sizes mean."""
+
+    next_n: tuple[int, ...] = (1,)
+    mixed: bool = False
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    max_lens: tuple[int, ...] = (4096, 32768, 131072)
+    prefill_tokens: tuple[int, ...] = (2048, 8192)
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a field of another type than declared."""
+        for field in fields(self):
+            declared = Attr.of(field.name, field.type, field.default)
+            object.__setattr__(self, field.name, declared.plain(type(self).__name__, getattr(self, field.name)))
+
+    @abstractmethod
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A decode step of `requests`, with `next_n` tokens each, or up to `next_n` if `mixed`."""
+
+    @abstractmethod
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A prefill step of `tokens`."""
+
+    def steps(self) -> Iterator[tuple[str, list[Call]]]:
+        """Every step that the lists describe: its description and its calls."""
+        for max_len in self.max_lens:
+            for requests in self.batches:
+                for next_n in self.next_n:
+                    step = f"decode {requests} requests × {next_n}, max_len {max_len}"
+                    yield step, list(self.decode(requests, next_n, max_len))
+                if self.mixed:
+                    step = f"decode {requests} requests × {max(self.next_n)}, mixed, max_len {max_len}"
+                    yield step, list(self.decode(requests, max(self.next_n), max_len, mixed=True))
+            for tokens in self.prefill_tokens:
+                yield f"prefill {tokens} tokens, max_len {max_len}", list(self.prefill(tokens, max_len))
+
+    def specializations(self, device: Device) -> list[Specialization]:
+        """The complete list of kernels that these steps launch on `device`, each once, in order of first use."""
+        found: dict[Specialization, None] = {}
+        for _, calls in self.steps():
+            for call in (call.over(pages) for call in calls for pages in POOLS):
+                plan = call.plan(device)
+                found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
+        return list(found)

@@ -1,0 +1,162 @@
+"""The calls that serving a DeepSeek-V3.2 model makes, as specs: one layer per step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import V32
+from xmla.core.models.base import Call, Model, split
+from xmla.core.parallel import received_bytes
+from xmla.core.plan import cdiv
+from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(Model):
+    """A DeepSeek-V3.2 model as an engine serves it; arrays are dense, as engines allocate them.
+
+    Attributes:
+        heads: Query heads of this rank, H.
+        index_heads: Indexer heads, I, of D = `index_dim` dims.
+        index_format: Format of the indexer's cache, "fp8" or "mxfp4".
+        k: Selected keys per token.
+        page_size: Entries per page of both caches, R.
+        softmax_scale, index_scale: As in `dsa_attention`; both are compiled in.
+        next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
+        mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
+        batches: Requests of a decode batch, every value that occurs (an engine's CUDA-graph sizes).
+        max_lens: Longest contexts: the block table's width in keys, every value that occurs.
+        prefill_tokens: Tokens of a prefill step, which are also the least keys: every value that occurs.
+        sink: Whether attention has a sink.
+        ranks: Ranks over which each request's pages are interleaved; decode steps are then those of `ContextParallel`.
+    """
+
+    heads: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    index_format: str = "fp8"
+    k: int = 2048
+    page_size: int = 64
+    softmax_scale: float = 192**-0.5
+    index_scale: float | None = None
+    dtype: str = "bfloat16"
+    sink: bool = False
+    ranks: int = 1
+
+    @property
+    def indexer(self) -> IndexerLayout:
+        return IndexerLayout(self.index_dim, self.index_format)
+
+    def caches(self) -> dict[str, Spec]:
+        """Both pools; the number of pages is arbitrary, since `specializations` replaces it by few and many."""
+        return {
+            "mla_cache": Spec((1024, self.page_size, V32.row), "uint8"),
+            "indexer_cache": Spec((1024, self.page_size, self.indexer.row), "uint8"),
+        }
+
+    def writes(self, tokens: int) -> Iterator[Call]:
+        caches, slots = self.caches(), Spec((tokens,), "int32")
+        latent, rope = Spec((tokens, V32.latent), self.dtype), Spec((tokens, V32.rope), self.dtype)
+        keys = Spec((tokens, self.index_dim), self.dtype)
+        cached = {"latent": latent, "rope": rope, "slots": slots, "cache": caches["mla_cache"]}
+        yield Call("write_mla_cache", cached, {})
+        yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {})
+
+    def queries(self, tokens: int) -> dict[str, Spec]:
+        return {
+            "q": Spec((tokens, self.heads, V32.latent + V32.rope), self.dtype),
+            "index_q": Spec((tokens, self.index_heads, self.index_dim), self.dtype),
+            "index_weights": Spec((tokens, self.index_heads), "float32"),
+        }
+
+    def table(self, requests: int, max_len: int) -> Spec:
+        return Spec((requests, cdiv(max_len, self.page_size)), "int32")
+
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A decode step of `requests`, with `next_n` tokens each, or up to `next_n` if `mixed`."""
+        tokens = requests * next_n
+        yield from self.writes(tokens)
+        if mixed:
+            yield split(requests, next_n)
+        if self.ranks > 1:
+            yield from self.shared(tokens, requests, max_len, mixed)
+            return
+        specs = {
+            **self.queries(tokens), **self.caches(), "block_table": self.table(requests, max_len),
+            "lengths": Spec((tokens,), "int32"),
+        }  # fmt: skip
+        if mixed:
+            specs["request_ids"] = Spec((tokens,), "int32")
+        if self.sink:
+            specs["sink"] = Spec((self.heads,), "float32")
+        attrs = {"k": self.k, "softmax_scale": self.softmax_scale, "index_scale": self.index_scale}
+        yield Call("dsa_attention", specs, attrs)
+
+    def shared(self, tokens: int, requests: int, max_len: int, mixed: bool) -> Iterator[Call]:
+        """The calls of `ContextParallel.dsa_attention` on each rank, with the strides that torch's exchanges leave."""
+        queries, caches, ranks = self.queries(tokens), self.caches(), self.ranks
+        ids = {"request_ids": Spec((tokens,), "int32")} if mixed else {}
+        sink = {"sink": Spec((self.heads,), "float32")} if self.sink else {}
+        own = self.table(requests, cdiv(max_len, ranks))
+        lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
+        index = {"q": queries["index_q"], "weights": queries["index_weights"]}
+        yield Call("quantize_indexer_query", index, {"scale": self.index_scale, "format": self.index_format})
+        index = {
+            "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype), "weights": queries["index_weights"],
+            "cache": caches["indexer_cache"], "block_table": own, "lengths": lengths, **ids,
+        }  # fmt: skip
+        yield Call("indexer_logits_paged", index, {})
+        logits = Spec((tokens, own.shape[1] * self.page_size), "float32")
+        yield Call("select_topk", {"logits": logits, "ends": lengths}, {"k": self.k})
+        strides = (2 * tokens * self.k, self.k, 1)
+        candidates = {
+            name: Spec((ranks, *slots.shape), dtype, strides)
+            for name, dtype in (("values", "float32"), ("indices", "int32"))
+        }
+        yield Call("merge_topk", candidates, {"k": self.k})
+        mapped = {"indices": slots, "block_table": self.table(requests, max_len), **ids}
+        yield Call("map_slots", mapped, {"page_size": self.page_size, "compact": True})
+        attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})
+        row = V32.latent * 2  # bytes; a rank sends its rows and then its float32 lses
+        part = tokens * self.heads * (row + 4)
+        outs = Spec(
+            (ranks, tokens, self.heads, V32.latent), self.dtype, (part // 2, self.heads * V32.latent, V32.latent, 1)
+        )
+        lses = Spec((ranks, tokens, self.heads), "float32", (part // 4, self.heads, 1))
+        yield Call("merge_attention", {"outs": outs, "lses": lses, **sink}, {})
+
+    def exchanged(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Bytes that each rank receives per layer in every decode step, by their content."""
+        for requests in self.batches:
+            for next_n in self.next_n:
+                step = f"decode {requests} requests × {next_n}"
+                yield step, received_bytes(requests * next_n, self.heads, self.k, self.ranks)
+
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A prefill step of `tokens`, over the most keys of a request, gathered from the indexer's pages."""
+        keys = max(max_len, tokens)
+        queries, caches, rows = self.queries(tokens), self.caches(), Spec((tokens,), "int32")
+        yield from self.writes(tokens)
+        yield Call("read_indexer_cache", {"cache": caches["indexer_cache"], "slots": Spec((keys,), "int32")},
+                   {"cache_format": self.index_format})  # fmt: skip
+        yield Call(
+            "quantize_indexer_query", {"q": queries["index_q"], "weights": queries["index_weights"]},
+            {"scale": self.index_scale, "format": self.index_format},
+        )  # fmt: skip
+        logits = {
+            "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype),
+            "weights": Spec(queries["index_weights"].shape, "float32"),
+            "keys": Spec((keys, self.indexer.value_bytes), self.indexer.dtypes[0]),
+            "key_scales": Spec((keys,), self.indexer.dtypes[1]),
+            "starts": rows,
+            "ends": rows,
+        }
+        yield Call("indexer_topk", logits, {"k": self.k})
+        slots = Spec((tokens, self.k), "int32")
+        mapped = {"indices": slots, "block_table": self.table(1, keys), "request_ids": rows}
+        yield Call("map_slots", mapped, {"page_size": self.page_size})
+        attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots}
+        if self.sink:
+            attended["sink"] = Spec((self.heads,), "float32")
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})

@@ -1,0 +1,161 @@
+"""The calls that serving a DeepSeek-V4 model makes, as specs: one layer of each kind per step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xmla.core.errors import ArgumentError
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import MLA_LAYOUTS, VALUE_DIMS, MlaLayout
+from xmla.core.models.base import Call, Model, split
+from xmla.core.plan import cdiv
+from xmla.core.spec import Spec
+
+RATIOS = (4, 128)  # tokens per entry; with 4 the indexer selects entries, with 128 all are attended to
+SERIES = {4: 2, 128: 1}
+PAGES = 1024  # of every pool; arbitrary, since `specializations` replaces it by few and many
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfigV4(Model):
+    """A DeepSeek-V4 model as an engine serves it: sliding-window layers, and compressed ones with and without indexer.
+
+    Arrays are dense, except that the page stride of the latent caches is the multiple that allocators of their format
+    use. Weights, angles and states are float32.
+
+    Attributes:
+        heads: Query heads of this rank, H.
+        index_heads: Indexer heads, I, of D = `index_dim` dims.
+        index_format: Format of the indexer's cache, "fp8" or "mxfp4".
+        k: Entries that the indexer selects for a token.
+        window: Tokens of the sliding window.
+        cache_format, extra_format: Formats of the window's cache and of the compressed entries: "v4", "v41" with
+            "v41_fp4" (DeepSeek-V4.1 as released), "v41_footer" with "v41_fp4_footer" (before its release), "plain_v4".
+        page_size: Entries per page of the window's cache, R.
+        entry_pages: Entries per page of the caches of ratio 4 and of ratio 128.
+        state_page: Positions per page of the compressors' states.
+        softmax_scale, index_scale: As in `sparse_mla` and `quantize_indexer_query`; both are compiled in.
+        next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
+        mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
+        batches: Requests of a decode batch, every value that occurs.
+        max_lens: Longest contexts in tokens, every value that occurs. The number of ratio-128 entries that such a
+            context has is compiled in.
+        prefill_tokens: Tokens of a prefill step, every value that occurs.
+    """
+
+    heads: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    index_format: str = "fp8"
+    k: int = 1024
+    window: int = 128
+    cache_format: str = "v4"
+    extra_format: str = "v4"
+    page_size: int = 256
+    entry_pages: tuple[int, int] = (64, 2)
+    state_page: int = 8
+    softmax_scale: float = VALUE_DIMS**-0.5
+    index_scale: float | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def indexer(self) -> IndexerLayout:
+        return IndexerLayout(self.index_dim, self.index_format)
+
+    def _pool(self, name: str, page_size: int) -> Spec:
+        layout = _layout(name)
+        dtype = "uint8" if layout.packed else self.dtype
+        return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
+
+    def caches(self) -> dict[str, Spec]:
+        """The pools, of PAGES each."""
+        pools = {"window": self._pool(self.cache_format, self.page_size)}
+        for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
+            pools[f"ratio {ratio}"] = self._pool(self.extra_format, page_size)
+        return pools | {"indexer": Spec((PAGES, self.entry_pages[0], self.indexer.row), "uint8")}
+
+    def table(self, requests: int, max_len: int, tokens_a_page: int) -> Spec:
+        return Spec((requests, cdiv(max_len, tokens_a_page)), "int32")
+
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A layer of each kind in a decode step of `requests`, with `next_n` tokens each, or up to that if `mixed`."""
+        if mixed:
+            yield split(requests, next_n)
+        yield from self.layers(requests * next_n, requests, max_len, mixed)
+
+    def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
+        a_token = Spec((tokens,), "int32")
+        ids = {"request_ids": a_token} if with_ids else {}
+        caches, layout = self.caches(), _layout(self.cache_format)
+        parts = {"latent": Spec((tokens, layout.latent), self.dtype), "rope": Spec((tokens, layout.rope), self.dtype)}
+        yield Call("write_mla_cache", {**parts, "slots": a_token, "cache": caches["window"]},
+                   {"cache_format": self.cache_format})  # fmt: skip
+        windowed = {"block_table": self.table(requests, max_len, self.page_size), "lengths": a_token, **ids}
+        yield Call("window_slots", windowed, {"window": self.window, "page_size": self.page_size})
+        attended = {
+            "q": Spec((tokens, self.heads, VALUE_DIMS), self.dtype), "cache": caches["window"],
+            "slots": Spec((tokens, self.window), "int32"), "lengths": a_token, "sink": Spec((self.heads,), "float32"),
+            "cos_sin": Spec((max_len, layout.rope), "float32"), "positions": a_token,
+        }  # fmt: skip
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format}
+        yield Call("sparse_mla", attended, attrs)
+
+        for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
+            entries = self.table(requests, max_len, ratio * page_size)
+            yield self.compress(tokens, requests, max_len, ratio, VALUE_DIMS, caches[f"ratio {ratio}"], entries, ids)
+            if ratio == 4:
+                yield from self.pick(tokens, requests, max_len, entries, ids)
+                width = self.k
+            else:
+                width = entries.shape[1] * page_size
+                every = {"window": width, "page_size": page_size, "ratio": ratio}
+                yield Call("window_slots", {"block_table": entries, "lengths": a_token, **ids}, every)
+            second = {
+                "extra_cache": caches[f"ratio {ratio}"], "extra_slots": Spec((tokens, width), "int32"),
+                "extra_lengths": a_token,
+            }  # fmt: skip
+            yield Call("sparse_mla", attended | second, attrs | {"extra_cache_format": self.extra_format})
+
+    def compress(
+        self, tokens: int, requests: int, max_len: int, ratio: int, dim: int, cache: Spec, table: Spec,
+        ids: dict[str, Spec],
+    ) -> Call:  # fmt: skip
+        """The call of a compressor, of latent entries or of the indexer's keys."""
+        width = SERIES[ratio] * dim
+        projected = Spec((tokens, width), self.dtype)
+        specs = {
+            "kv": projected, "score": projected, "ape": Spec((ratio, width), "float32"),
+            "norm_weight": Spec((dim,), "float32"), "cos_sin": Spec((max_len, 64), "float32"),
+            "positions": Spec((tokens,), "int32"), "state": Spec((PAGES, self.state_page, 2 * width), "float32"),
+            "state_table": self.table(requests, max_len, self.state_page), "cache": cache, "block_table": table, **ids,
+        }  # fmt: skip
+        return Call("compress_kv", specs, {"cache_format": self.extra_format} if dim == VALUE_DIMS else {})
+
+    def pick(
+        self, tokens: int, requests: int, max_len: int, entries: Spec, ids: dict[str, Spec]
+    ) -> Iterator[Call]:  # fmt: skip
+        """The calls of the indexer: its keys, its queries, the selection, and the selection's slots."""
+        cache = self.caches()["indexer"]
+        yield self.compress(tokens, requests, max_len, 4, self.index_dim, cache, entries, ids)
+        query = Spec((tokens, self.index_heads, self.index_dim), self.dtype)
+        weights = Spec((tokens, self.index_heads), "float32")
+        attrs = {"scale": self.index_scale, "format": self.index_format}
+        yield Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
+        q8 = Spec(query.shape, self.indexer.query_dtype)
+        picked = {
+            "q8": q8, "weights": weights, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"),
+            **ids,
+        }  # fmt: skip
+        yield Call("indexer_topk_paged", picked, {"k": self.k})
+        mapped = {"indices": Spec((tokens, self.k), "int32"), "block_table": entries, **ids}
+        yield Call("map_slots", mapped, {"page_size": self.entry_pages[0]})
+
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A layer of each kind in a prefill step of `tokens`."""
+        yield from self.layers(tokens, 1, max_len, with_ids=True)
+
+
+def _layout(name: str) -> MlaLayout:
+    known = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value}
+    if name not in known:
+        raise ArgumentError(f"ModelConfigV4: a cache's format is {name!r}, expected one of {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,1 @@
+"""Logits over contiguous fp8 keys on Hopper, in Gluon."""

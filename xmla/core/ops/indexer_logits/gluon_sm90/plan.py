@@ -1,0 +1,44 @@
+from xmla.core.device import Device
+from xmla.core.indexer import SM90_CONDITIONS, head_rows, query_constexprs
+from xmla.core.op import Implementation, Problem
+from xmla.core.ops.indexer_logits.gluon_sm90.kernel import KEYS, ROWS, indexer_logits_sm90_kernel
+from xmla.core.plan import Launch, Plan, cdiv
+
+# Keys of a CTA: 1902 µs with 1024, 2043 with 2048 at 2048 × 65536 (H200, 2026-11-22).
+CHUNKS = (1024, 512, 256, 128)
+PROGRAMS_A_SM = 3
+REGISTERS = 168  # per thread, so that they fit
+
+
+def tokens_a_program(problem: Problem) -> int:
+    return ROWS.value // head_rows(problem)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tokens, keys = problem["T"], problem["N"]
+    groups = cdiv(tokens, tokens_a_program(problem))
+
+    def steps(chunk: int) -> int:
+        """Sequential products: in each wave of CTAs those of one CTA, and about two for its queries."""
+        programs = groups * cdiv(keys, chunk)
+        return cdiv(programs, PROGRAMS_A_SM * device.num_sms) * (chunk // KEYS.value + 2)
+
+    chunk = min(CHUNKS, key=steps)
+    launch = Launch(
+        indexer_logits_sm90_kernel,
+        grid=(groups * cdiv(keys, chunk),),
+        outputs=("logits",),
+        sizes={"first_row": 0, "num_tokens": tokens, "num_keys": keys, "chunk": chunk},
+        constexprs={
+            **query_constexprs(problem),
+            "KEY_STRIDE": problem.specs["keys"].stride(0),
+            "BLOCK_I": head_rows(problem),
+        },
+        num_warps=4,
+        num_stages=1,
+        max_registers=REGISTERS,
+    )
+    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+
+
+IMPLEMENTATION = Implementation("gluon", plan, SM90_CONDITIONS)

@@ -1,0 +1,1 @@
+"""Logits over pages of fp8 keys on Hopper, in Gluon."""

@@ -1,0 +1,63 @@
+from xmla.core.device import Device
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.op import Condition, Implementation, Problem
+from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, TILE_KEYS
+from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import FEW_HEADS
+from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
+from xmla.core.ops.sparse_mla.splits import Config, attend
+from xmla.core.plan import Plan
+
+FORMATS = (V32, V4, PLAIN, PLAIN_V4)
+# The warps are those of the kernel's first partition.
+WIDE = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1)
+NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    config = NARROW if takes_few_heads(problem) else WIDE
+    return attend(problem, device, sparse_mla_sm90_kernel, config, {})
+
+
+def takes_few_heads(problem: Problem) -> bool:
+    """Whether the call gets the tile of 16 heads, which copies V3.2's entries by 16 bytes."""
+    if problem["H"] > NARROW.block_h or problem.formats["cache"] != V32 or problem.attrs["batch_invariant"]:
+        return False  # a head's bits depend on its tile: tensor-parallel ranks use the tile of all heads
+    return problem.specs["cache"].on_multiples(16, (0,))
+
+
+def _other_format(problem: Problem, device: Device) -> str | None:
+    layout = problem.formats["cache"]
+    return None if layout in FORMATS else f"over {layout.name!r} entries"
+
+
+def _other_queries(problem: Problem, device: Device) -> str | None:
+    dtype = problem.specs["q"].dtype
+    return f"for {dtype} queries" if problem.formats["cache"].packed and dtype != "bfloat16" else None
+
+
+def _mixed_sources(problem: Problem, device: Device) -> str | None:
+    layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
+    if extra is None or (extra == layout and layout != V32):
+        return None
+    return f"with {extra.name!r} entries beside {layout.name!r} ones"
+
+
+def _between_rows(problem: Problem, device: Device) -> str | None:
+    # Copies are of 16 bytes. V3.2's entries are read by words, as by every reader, and so are queries that are
+    # converted while they are copied.
+    layout = problem.formats["cache"]
+    units = {"q": 4 if layout.packed else 16} | ({} if layout == V32 else {"cache": 16, "extra_cache": 16})
+    for name, unit in units.items():
+        if problem.has(name) and not problem.specs[name].on_multiples(unit, (0, 1) if name == "q" else (0,)):
+            return f"over rows of {problem.called(name)} between multiples of {unit} bytes"
+    return None
+
+
+CONDITIONS = (
+    Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
+    Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
+    Condition("bfloat16 queries over packed entries", _other_queries),
+    Condition("one source, or two of one format but 'v32'", _mixed_sources),
+    Condition("rows on multiples of 16 bytes, or 4 for queries over packed entries", _between_rows),
+)
+IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)

@@ -1,0 +1,146 @@
+"""What the plans of all attention kernels share: splits of the keys, the launch, the combination of the splits."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from math import inf, log
+
+from xmla.core.device import Device
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.op import LARGEST_SIZE, Problem
+from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel
+from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.spec import Spec
+
+INVARIANT_SPLIT_KEYS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`.
+
+    `programs`: the occupancy, in programs per SM.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+
+
+def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
+    """The number of key splits with the fewest sequential tile steps: full waves, but a split costs about four tiles.
+
+    Combining them costs four more, and one per 50 programs, whose partial results are written and read (H200,
+    2026-11-21).
+    """
+    tiles = cdiv(keys, config.block_n)
+
+    def steps(splits: int) -> float:
+        waves = cdiv(programs * splits, device.num_sms * config.programs)
+        shared = programs * splits > device.num_sms and config.programs > 1
+        step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
+        return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / 50 if splits > 1 else 0)
+
+    return min(range(1, max(tiles, 1) + 1), key=steps)
+
+
+def count_keys(problem: Problem, config: Config) -> int:
+    """Keys that a token's programs divide: a second cache's keys start a new tile after the first's last tile."""
+    if not problem.has("extra_cache"):
+        return problem["K"]
+    keys = cdiv(problem["K"], config.block_n) * config.block_n + problem["EXTRA_K"]
+    if keys > LARGEST_SIZE:
+        problem.unsupported("slots", "K + EXTRA_K", problem["K"] + problem["EXTRA_K"], f"up to {LARGEST_SIZE}")
+    return keys
+
+
+def attend(
+    problem: Problem, device: Device, kernel: Kernel, config: Config, constexprs: Mapping[str, Hashable]
+) -> Plan:
+    """The launches of `kernel` over splits of the keys and of their combination; `constexprs` are the kernel's own."""
+    specs, attrs = problem.specs, problem.attrs
+    tokens, heads = problem["T"], problem["H"]
+    head_blocks = cdiv(heads, config.block_h)
+    keys = count_keys(problem, config)
+    if attrs["batch_invariant"]:
+        splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)
+    else:
+        splits = count_splits(tokens * head_blocks, keys, config, device)
+    # Whole tiles per split; rounding up may leave fewer splits than asked for.
+    split_keys = max(cdiv(cdiv(keys, splits), config.block_n), 1) * config.block_n
+    splits = max(cdiv(keys, split_keys), 1)
+
+    extra, rotate = problem.has("extra_cache"), problem.has("cos_sin")
+    workspace: dict[str, Spec] = {}
+    if splits > 1:
+        workspace = {
+            "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float32"),
+            "split_lse": Spec((tokens, splits, heads), "float32"),
+        }
+    stand_ins = problem.stand_ins(
+        lengths="slots", sink="slots", extra_cache="cache", extra_slots="slots", extra_lengths="slots", cos_sin="slots",
+        positions="slots",
+    )  # fmt: skip
+    # Parameters of a row's epilogue, in the attention kernel itself or in the combination.
+    ending = {
+        "HEADS": heads,
+        "HAS_SINK": problem.has("sink"),
+        "EMPTY_LSE": inf if attrs["empty_lse"] == "+inf" else -inf,
+        "LSE_UNIT": 1.0 if attrs["lse_base"] == "2" else log(2),
+        "LSE_SINK": attrs["lse_sink"],
+        "ROTATE": rotate,
+        "COS_SIN_STRIDE": specs["cos_sin"].stride(0) if rotate else 0,
+    }
+    launch = Launch(
+        kernel,
+        grid=(tokens * head_blocks * splits,),
+        outputs=("out", "lse"),
+        arrays={**stand_ins, **({"out": "split_out", "lse": "split_lse"} if splits > 1 else {})},
+        sizes={
+            "num_slots": problem["P"] * problem["R"],
+            "num_keys": problem["K"],
+            "num_extra_slots": problem["EXTRA_P"] * problem["EXTRA_R"] if extra else 0,
+            "num_extra_keys": problem["EXTRA_K"] if extra else 0,
+            "num_positions": problem["S"] if rotate else 0,
+            "num_splits": splits,
+            "split_keys": split_keys,
+        },
+        constexprs={
+            **ending,
+            "Q_STRIDE_T": specs["q"].stride(0),
+            "Q_STRIDE_H": specs["q"].stride(1),
+            "SLOT_STRIDE": specs["slots"].stride(0),
+            "PAGE_STRIDE": specs["cache"].stride(0),
+            "PAGE_SIZE": problem["R"],
+            "LAYOUT": problem.formats["cache"],
+            "EXTRA_SLOT_STRIDE": specs["extra_slots"].stride(0) if extra else 0,
+            "EXTRA_PAGE_STRIDE": specs["extra_cache"].stride(0) if extra else 0,
+            "EXTRA_PAGE_SIZE": problem["EXTRA_R"] if extra else 1,
+            "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
+            "HAS_LENGTHS": problem.has("lengths"),
+            "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
+            "SCALE": float(attrs["softmax_scale"]),
+            "SPLIT": splits > 1,
+            "BLOCK_H": config.block_h,
+            **constexprs,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        # Before sm_90 the compiler would spill for a second program on the SM.
+        max_registers=most_registers(config.num_warps) if device.arch < 90 else None,
+    )
+    results = problem.op.result_specs(problem)
+    if splits == 1:
+        return Plan((launch,), results, ("out", "lse"))
+    most_splits = next_power_of_2(splits)
+    combine = Launch(
+        combine_splits_kernel,
+        grid=(tokens * heads,),
+        outputs=("out", "lse"),
+        arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
+        sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
+        constexprs={**ending, "ROPE": problem.formats["cache"].rope, "MAX_SPLITS": most_splits},
+        num_warps=8 if most_splits > 8 else 4,  # 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22)
+    )
+    return Plan((launch, combine), workspace | results, ("out", "lse"))

@@ -1,0 +1,56 @@
+"""Every op by name. A new op is one folder in `xmla.core.ops` and one line here."""
+
+from xmla.core.op import Op
+from xmla.core.ops import (
+    compress_kv,
+    convert_indexer_cache,
+    convert_mla_cache,
+    dsa_attention,
+    indexer_logits,
+    indexer_logits_paged,
+    indexer_topk,
+    indexer_topk_paged,
+    map_slots,
+    merge_attention,
+    merge_topk,
+    quantize_indexer_query,
+    read_indexer_cache,
+    read_mla_cache,
+    select_topk,
+    sparse_mla,
+    split_batch,
+    window_slots,
+    write_indexer_cache,
+    write_mla_cache,
+)
+
+_OPS = {
+    op.name: op
+    for op in (
+        compress_kv.OP,
+        convert_indexer_cache.OP,
+        convert_mla_cache.OP,
+        dsa_attention.OP,
+        indexer_logits.OP,
+        indexer_logits_paged.OP,
+        indexer_topk.OP,
+        indexer_topk_paged.OP,
+        map_slots.OP,
+        merge_attention.OP,
+        merge_topk.OP,
+        quantize_indexer_query.OP,
+        read_indexer_cache.OP,
+        read_mla_cache.OP,
+        select_topk.OP,
+        sparse_mla.OP,
+        split_batch.OP,
+        window_slots.OP,
+        write_indexer_cache.OP,
+        write_mla_cache.OP,
+    )
+}
+
+
+def registry() -> dict[str, Op]:
+    """The ops by name."""
+    return dict(_OPS)

@@ -1,0 +1,65 @@
+"""Tolerances of results against the reference, in one place for tests, `xmla verify`, `xmla replay` and XMLA_SHADOW."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """An element agrees by absolute or relative error; the array by 1 − 2Σab / Σ(a² + b²)."""
+
+    absolute: float
+    relative: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Indices of selected keys. Keys within rounding of the last selected key may be chosen differently.
+
+    `recall`: the least share of a row's keys that must agree on live data. The cases of the ops have no such keys.
+    """
+
+    recall: float = 0.99
+
+
+Agreement = Tolerance | Selection
+EXACT = Tolerance(0.0, 0.0, np.inf)
+
+# Probabilities and results are rounded to 8 bits: |error| ≤ 2**-9 (Σ p |v| + |out|), with Σ p |v| up to 1 in the cases.
+# tests/gpu/test_flash_mla.py holds FlashMLA's own, tighter bounds on FlashMLA's own data.
+ATTENTION_OUT = Tolerance(2**-8, 2.01 / 128, 5e-6)
+ATTENTION_LSE = Tolerance(5e-6, 8.01 / 65536, 1e-7)  # a few float32 roundings of scores of order 10
+# DeepGEMM's cosine bound. Hopper adds fp8 products with 13 fraction bits of the largest: 2**-13 of dots
+# of up to 60, summed over up to 64 heads with weights and key scales of order 1.
+LOGITS = Tolerance(3e-2, 1e-2, 5e-6)
+FLOAT32 = Tolerance(1e-6, 1e-6, 1e-12)  # a few float32 roundings
+# Entries computed in float32 and then rounded may round the other way: by one step of e4m3, or of e2m1 for scales up to
+# 1, and in at most a hundredth of them.
+ENTRIES_E4M3, ENTRIES_E2M1 = Tolerance(2**-14, 2**-3, 2e-4), Tolerance(0.5, 0.5, 5e-3)
+
+
+def difference(got: np.ndarray, want: np.ndarray, agreement: Agreement | None) -> str | None:
+    """How `got` disagrees with the reference, or None: places of infinities and NaN, an element, the whole array."""
+    bound = agreement if isinstance(agreement, Tolerance) else EXACT
+    if got.shape != want.shape:
+        return f"shape {got.shape}, expected {want.shape}"
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return "infinities or NaN in other places"
+    size = np.abs(np.where(finite, b, 0.0))
+    error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
+    bad = finite & ~((error <= bound.absolute) | (error <= bound.relative * size))
+    if bad.any():
+        worst = np.unravel_index(np.argmax(np.where(bad, error, -1)), b.shape)
+        return f"{int(bad.sum())} of {b.size} off; at {worst} got {a[worst]}, expected {b[worst]}"
+    apart = cosine_difference(a[finite], b[finite])
+    return None if apart <= bound.cosine else f"cosine difference {apart:.2e}"
+
+
+def cosine_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """|1 − 2Σab / Σ(a² + b²)| of finite float64 arrays: FlashMLA's and DeepGEMM's measure."""
+    total = float((a * a + b * b).sum())
+    return abs(1 - 2 * float((a * b).sum()) / total) if total else 0.0

@@ -1,0 +1,35 @@
+"""`xmla demo`: a model of transformers with its attention replaced by xmla, and how far the two agree."""
+
+from enum import StrEnum
+from importlib import import_module
+from typing import Any
+
+from xmla._frameworks import missing, needed
+
+
+class Model(StrEnum):
+    """Models of transformers that the demo runs; each has a module of this name here."""
+
+    V32 = "deepseek_v32"
+    V4 = "deepseek_v4"
+
+
+def run(model: Model) -> list[dict[str, Any]]:
+    """Run the model's demo, print its figures and return them; each says whether it keeps its bound.
+
+    Raises:
+        UnsupportedError: PyTorch is missing, or transformers is missing or too old for the model.
+    """
+    from xmla.core.errors import UnsupportedError
+
+    if missing("torch"):
+        raise UnsupportedError(f"demo: the model is one of PyTorch, and {needed('torch')}")
+    try:
+        module: Any = import_module(f"xmla.demo.{model}")
+    except ImportError as error:
+        if "transformers" not in str(error):
+            raise
+        raise UnsupportedError(f"demo: {error}: pip install 'transformers>=5.17'") from None
+    from xmla.demo.shell import show
+
+    return show(module)

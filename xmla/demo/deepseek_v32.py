@@ -1,0 +1,173 @@
+"""DeepSeek-V3.2 of transformers, and the same model with `dsa_attention` as its attention."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
+
+from xmla._frameworks import missing
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import V32
+from xmla.core.registry import registry
+from xmla.demo.comparisons import Comparison, against_model, against_reference, by_jax, flatten, written_by_jax
+from xmla.demo.figures import Figure, errors, identical
+from xmla.demo.paged import PagedAttention, Pool
+from xmla.demo.passes import Run, run_with
+
+TITLE = "DeepSeek-V3.2 of transformers, attention by xmla"
+CAPTION = """same caches: against the reference on the same rounded caches, the kernels' share.
+as shipped: against the model's own bfloat16 attention; the rest is the share of fp8."""
+PROMPT = 120
+PLACES = ("layer 0", "layer 1")
+PAGE = 64  # entries
+
+# Same caches: on the inputs of each step only the kernels can differ from the reference. Results are rounded to
+# bfloat16 (2**-9), and two summation orders in float32 may swap keys whose logits tie. Over a whole run those roundings
+# reach the next layer's queries, whose own rounding to fp8 may then swap one key of 32: a few percent of a token.
+# As shipped: fp8's share comes on top. 3 bits of mantissa move every key by up to 2**-4, and with it the selection
+# where logits are close.
+BOUNDS = {
+    "selection, same caches": 0.99,
+    "attention, same caches": 1e-2,
+    "logits, same caches": 5e-2,
+    "selection, as shipped": 0.85,
+    "attention, as shipped": 0.25,
+    "logits, as shipped": 0.2,
+}
+
+
+def build(device: str) -> DeepseekV32ForCausalLM:
+    """A small random model in bfloat16 with DeepSeek-V3.2's head dims and little of everything else.
+
+    Weights have twice the default standard deviation: at hidden size 256 the default gives attention so flat that a
+    wrong selection hardly shows. Both layers have a dense MLP: a random router would send a token to another expert
+    for a change in the last bit, and the logits would show that instead of what attention does.
+    """
+    settings: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": len(PLACES),
+        "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2, "max_position_embeddings": 4096,
+        "q_lora_rank": 128, "kv_lora_rank": V32.latent, "qk_rope_head_dim": V32.rope, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 32, "initializer_range": 0.04,
+        "pad_token_id": None, "attn_implementation": "eager",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**settings))
+    return model.to(device=device, dtype=torch.bfloat16).eval()
+
+
+@dataclass
+class SparseAttention(PagedAttention):
+    """The forward of a `DeepseekV32Attention`.
+
+    The up-projection of the latent is absorbed: into the query for the scores, behind the attention for the values.
+    With `writes` False the pools have every entry already, and each token reads the very same bytes.
+    """
+
+    writes: bool
+
+    def attend(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        module, mla = self.module, self.pools["mla"]
+        tokens = hidden_states.shape[1]
+        q_resid = module.q_a_layernorm(module.q_a_proj(hidden_states))
+        q = module.q_b_proj(q_resid).view(1, tokens, module.num_heads, -1).transpose(1, 2)
+        q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        latent, k_rope = module.kv_a_proj_with_mqa(hidden_states).split([V32.latent, V32.rope], dim=-1)
+        latent = module.kv_a_layernorm(latent)
+        q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope, k_rope[:, None], *position_embeddings)
+        if self.writes:
+            self.call("write_mla_cache", latent[0], k_rope[0, 0].contiguous(), mla.slots(positions), mla.pages)
+
+        up = module.kv_b_proj.weight.view(module.num_heads, -1, V32.latent)
+        up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+        absorbed = torch.einsum("htn,hnl->thl", q_nope[0], up_key)
+        index_q, index_weights = self._index(hidden_states, q_resid, position_embeddings, positions)
+        out, _, indices = self.call(
+            "dsa_attention", torch.cat([absorbed, q_rope[0].transpose(0, 1)], dim=-1), index_q, index_weights,
+            mla.pages, self.pools["indexer"].pages, mla.block_table, positions + 1, k=module.config.index_topk,
+            softmax_scale=float(module.scaling),
+        )  # fmt: skip
+        self.indices.append(indices)
+        values = torch.einsum("thl,hvl->thv", out.to(up_value.dtype), up_value)
+        return module.o_proj(values.reshape(1, tokens, -1))
+
+    def _index(
+        self, hidden_states: torch.Tensor, q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Write the tokens' indexer keys; return their indexer queries [T, I, D] and unscaled weights [T, I]."""
+        indexer, pool = self.module.indexer, self.pools["indexer"]
+        rope, rest = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
+        q = indexer.wq_b(q_resid).view(1, -1, indexer.n_heads, indexer.head_dim)
+        k = indexer.k_norm(indexer.wk(hidden_states))[:, :, None]
+        q_parts, k_parts = q.split([rope, rest], dim=-1), k.split([rope, rest], dim=-1)
+        q_roped, k_roped = apply_rotary_pos_emb(q_parts[0], k_parts[0], *position_embeddings, unsqueeze_dim=2)
+        if self.writes:
+            keys = torch.cat([k_roped, k_parts[1]], dim=-1)[0, :, 0]
+            self.call("write_indexer_cache", keys, pool.slots(positions), pool.pages)
+        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+        return torch.cat([q_roped, q_parts[1]], dim=-1)[0], weights[0]
+
+
+def run_replaced(
+    model: DeepseekV32ForCausalLM, tokens: torch.Tensor, prompt: int, filled: Run | None = None,
+    implementation: str | None = None,
+) -> Run:  # fmt: skip
+    """A pass with `dsa_attention` over paged fp8 caches: new ones, or those that another run of the text `filled`."""
+    device = str(tokens.device)
+    pools = [layer.pools for layer in filled.layers] if filled else [_empty_pools(len(tokens), device) for _ in PLACES]
+    layers = [
+        SparseAttention(layer.self_attn, pool, filled is None, implementation=implementation)
+        for layer, pool in zip(model.model.layers, pools, strict=True)
+    ]
+    return run_with(model, layers, tokens, prompt)
+
+
+def _empty_pools(tokens: int, device: str) -> dict[str, Pool]:
+    """Both have the same block table."""
+    rows = {"mla": V32.row, "indexer": IndexerLayout(128).row}
+    return {name: Pool.empty(tokens, PAGE, row, torch.uint8, device) for name, row in rows.items()}
+
+
+def compare(
+    model: DeepseekV32ForCausalLM, tokens: torch.Tensor, shipped: Run, begin: Callable[[str], None]
+) -> Comparison:
+    """Figures of xmla against the reference on the same caches, against the model, against JAX, and at real sizes."""
+    prompt = shipped.prompt
+    begin("xmla")
+    ours = run_replaced(model, tokens, prompt)
+    begin("reference")
+    reference = run_replaced(model, tokens, prompt, ours, implementation="reference")
+    begin("comparing")
+    figures: list[Figure] = []
+    for layer, where in zip(ours.layers, PLACES, strict=True):
+        figures += against_reference(layer, where, "same caches", prompt, BOUNDS)
+    figures += errors("logits, same caches", "", ours.logits, reference.logits, prompt, BOUNDS)
+    figures += against_model(ours, shipped, "as shipped", PLACES, BOUNDS)
+    if not missing("jax"):
+        figures += parity(ours)
+    tables = []
+    if tokens.is_cuda:
+        from xmla.demo.real_sizes import measure
+
+        begin("real sizes")
+        found, times = measure(BOUNDS)
+        figures += found
+        tables.append(times)
+    return Comparison(ours, figures, tables)
+
+
+def parity(run: Run) -> Iterator[Figure]:
+    """JAX's results of the first and the last call, and the first layer's caches, bit for bit."""
+    first, last = run.layers
+    for where, step in (("layer 0, prefill", first.steps[0]), ("layer 1, decode", last.steps[-1])):
+        call = step[-1]  # after those that write
+        for name, ours, theirs in zip(registry()[call.op].outputs, call.results, by_jax(call), strict=True):
+            yield identical(f"torch = JAX: {name}", where, ours, theirs)
+    pages = [pool.pages for pool in first.pools.values()]
+    yield identical("torch = JAX: cache bytes", "layer 0", flatten(pages), flatten(written_by_jax(first)))

@@ -1,0 +1,76 @@
+"""Prefill and token-by-token decode of a transformers model, with its own attention or with xmla in its place."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from xmla.demo.paged import PagedAttention
+
+
+@dataclass
+class Run:
+    """A pass over the text: `prompt` tokens at once, the others one by one."""
+
+    prompt: int
+    logits: torch.Tensor  # [T, vocab]
+    attention: list[torch.Tensor]  # the output of each layer's attention [T, hidden]
+    indices: list[torch.Tensor | None]  # the selection of each layer [T, K], None where there is no indexer
+    layers: Sequence[PagedAttention] = field(default_factory=list)  # none where the model is as shipped
+
+
+def _steps(tokens: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+    yield tokens[:prompt]
+    yield from tokens[prompt:].split(1)
+
+
+@torch.no_grad()
+def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
+    """A pass with the model's own attention, indexer and cache, watched by hooks."""
+    modules = [layer.self_attn for layer in model.model.layers]
+    attention: list[list[torch.Tensor]] = [[] for _ in modules]
+    indices: list[list[torch.Tensor]] = [[] for _ in modules]
+    width = model.config.index_topk
+    hooks = []
+    for module, given, picked in zip(modules, attention, indices, strict=True):
+        hooks.append(module.register_forward_hook(lambda _m, _a, got, given=given: given.append(got[0][0])))
+        keep = lambda _m, _a, got, picked=picked: picked.append(
+            nn.functional.pad(got[0], (0, width - got.shape[2]), value=-1)
+        )
+        indexers = [part for name, part in module.named_modules() if name.split(".")[-1] == "indexer"]
+        hooks += [indexer.register_forward_hook(keep) for indexer in indexers]
+    logits, past = [], None
+    for part in _steps(tokens, prompt):
+        result = model(input_ids=part[None], past_key_values=past, use_cache=True)
+        past = result.past_key_values
+        logits.append(result.logits[0])
+    for hook in hooks:
+        hook.remove()
+    selected = [torch.cat(picked).to(torch.int32) if picked else None for picked in indices]
+    return Run(prompt, torch.cat(logits), [torch.cat(given) for given in attention], selected)
+
+
+@torch.no_grad()
+def run_with(model: Any, layers: Sequence[PagedAttention], tokens: torch.Tensor, prompt: int) -> Run:
+    """The same with `layers` in place of the forwards of the model's attention modules."""
+    originals = [layer.module.forward for layer in layers]
+    for layer in layers:
+        layer.module.forward = layer
+    try:
+        logits, start = [], 0
+        for part in _steps(tokens, prompt):
+            positions = torch.arange(start, start + len(part), device=tokens.device)[None]
+            logits.append(model(input_ids=part[None], position_ids=positions, use_cache=False).logits[0])
+            start += len(part)
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            layer.module.forward = original
+    return Run(
+        prompt,
+        torch.cat(logits),
+        [torch.cat(layer.projected) for layer in layers],
+        [torch.cat(layer.indices) if layer.indices else None for layer in layers],
+        layers,
+    )

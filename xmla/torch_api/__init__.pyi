@@ -1,0 +1,1203 @@
+# Made by tests/stubs.py from the declarations of the ops.
+"""The ops for PyTorch: functions, and `torch.ops.xmla.*` with fakes and out-variants.
+
+Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
+  out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
+  workspace: With `out`, a dense uint8 tensor of at least `xmla.<op>.plan(...).workspace_bytes` as scratch memory.
+  implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
+    TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
+    None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
+No op has a derivative. An argument is differentiated if it requires grad while grad mode is on, or if it has a tangent.
+The call then raises UnsupportedError, in eager mode, in compiled code (as the cause of dynamo's own error) and under
+`torch.func`. A model that only runs inference calls the ops under `torch.no_grad()` or `torch.inference_mode()`.
+
+The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
+buffers, on the current stream.
+
+`xmla.<op>.plan` takes the same arguments and returns the call's plan without running it.
+`torch.ops.xmla.<op>` is the same op without `out` and `workspace`. `torch.ops.xmla.<op>.out` takes the results as
+trailing keyword arguments and writes them. Ops that update a cache in place (`write_*`) have one overload, which
+declares the mutation.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+
+from xmla.core.plan import Plan
+
+class _Op[**P, R, **Q](Protocol):
+    """The function of an op."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @property
+    def plan(self) -> Callable[Q, Plan]:
+        """The plan of a call with these arguments, which is not run; its `workspace_bytes` are what the call needs."""
+
+def _planned[**P, R, **Q](plan: Callable[Q, Plan]) -> Callable[[Callable[P, R]], _Op[P, R, Q]]: ...
+
+class _Plans:
+    @staticmethod
+    def compress_kv(
+        kv: torch.Tensor,
+        score: torch.Tensor,
+        ape: torch.Tensor,
+        norm_weight: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        state: torch.Tensor,
+        state_table: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        *,
+        eps: float = 1e-06,
+        cache_format: str | None = None,
+        scale_floor: str = "amax",
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def convert_indexer_cache(
+        source: torch.Tensor,
+        source_slots: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        source_format: str | None = None,
+        cache_format: str | None = None,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def convert_mla_cache(
+        source: torch.Tensor,
+        source_slots: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        source_format: str | None = None,
+        cache_format: str | None = None,
+        scale_floor: str = "scale",
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def dsa_attention(
+        q: torch.Tensor,
+        index_q: torch.Tensor,
+        index_weights: torch.Tensor,
+        mla_cache: torch.Tensor,
+        indexer_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+        *,
+        k: int,
+        softmax_scale: float,
+        index_scale: float | None = None,
+        mla_cache_format: str | None = None,
+        workspace_bytes: int = 536870912,
+        batch_invariant: bool = False,
+        implementation: Literal["triton", "gluon"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def indexer_logits(
+        q8: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        key_scales: torch.Tensor,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        *,
+        implementation: Literal["gluon", "triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def indexer_logits_paged(
+        q8: torch.Tensor,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        *,
+        max_len: int | None = None,
+        implementation: Literal["gluon", "triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def indexer_topk(
+        q8: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        key_scales: torch.Tensor,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        *,
+        k: int,
+        workspace_bytes: int = 536870912,
+        implementation: Literal["gluon", "triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def indexer_topk_paged(
+        q8: torch.Tensor,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        *,
+        k: int,
+        workspace_bytes: int = 536870912,
+        implementation: Literal["gluon", "triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def map_slots(
+        indices: torch.Tensor,
+        block_table: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        *,
+        page_size: int,
+        compact: bool = False,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def merge_attention(
+        outs: torch.Tensor,
+        lses: torch.Tensor,
+        sink: torch.Tensor | None = None,
+        *,
+        empty_lse: str = "-inf",
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def merge_topk(
+        values: torch.Tensor, indices: torch.Tensor, *, k: int, implementation: Literal["triton"] | None = None
+    ) -> Plan: ...
+    @staticmethod
+    def quantize_indexer_query(
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        scale: float | None = None,
+        format: str = "fp8",
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def read_indexer_cache(
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        cache_format: str | None = None,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def read_mla_cache(
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        cache_format: str | None = None,
+        dtype: str = "bfloat16",
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def select_topk(
+        logits: torch.Tensor,
+        ends: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        *,
+        k: int,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def sparse_mla(
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+        extra_cache: torch.Tensor | None = None,
+        extra_slots: torch.Tensor | None = None,
+        extra_lengths: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        softmax_scale: float,
+        cache_format: str | None = None,
+        extra_cache_format: str | None = None,
+        empty_lse: str = "-inf",
+        lse_base: str = "e",
+        lse_sink: bool = False,
+        batch_invariant: bool = False,
+        implementation: Literal["gluon", "triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def split_batch(
+        query_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        has_context: torch.Tensor | None = None,
+        *,
+        num_tokens: int,
+        decode_threshold: int = 1,
+        require_uniform: bool = False,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def window_slots(
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        *,
+        window: int,
+        page_size: int,
+        ratio: int = 1,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def write_indexer_cache(
+        keys: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, implementation: Literal["triton"] | None = None
+    ) -> Plan: ...
+    @staticmethod
+    def write_mla_cache(
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        cache_format: str | None = None,
+        scale_floor: str = "scale",
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+
+@_planned(_Plans.compress_kv)
+def compress_kv(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    state: torch.Tensor,
+    state_table: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    cache_format: str | None = None,
+    scale_floor: str = "amax",
+    out: None = None,
+    workspace: None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None:
+    """DeepSeek-V4's key compressor: store each token's state and write the entries that tokens complete, in place.
+
+        state[p]  = kv[t] ∥ (score[t] + ape[p mod r])                       p = positions[t], in request_ids[t]'s pages
+        for every token with (p + 1) mod r = 0, j = p div r, o = C − 1:
+        w[d]      = softmax over rows q of score                            for each dim d separately
+        pooled[d] = Σ_q w[q,d] · kv[q,d]          q = (j − o)·r … (j + 1)·r − 1, from series 0 where q < j·r, else o
+        normed    = pooled / sqrt(mean(pooled²) + eps) · norm_weight
+        entry j   = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r], quantised into the cache
+
+    C = 1 pools each group of r tokens separately (V4: r = 128). C = 2 pools a group with the one before it (V4: r = 4):
+    each token gives one series of D dims to its own group (series 1) and another to the next group (series 0). The
+    first group has no group before it. All states of a call are written before any entry is computed.
+
+    Args:
+        kv, score: [T, C·D] bfloat16, float16 or float32: the token's two projections.
+        ape: [r, C·D] float32, added to a token's score by the token's place in its group.
+        norm_weight: [D] bfloat16, float16 or float32.
+        cos_sin: [S, E] bfloat16, float16 or float32: for each position E / 2 cosines, then E / 2 sines.
+        positions: [T] int32; the tokens of a request must have distinct positions. A negative one marks padding: the
+            token is skipped.
+        state: [STATE_P, STATE_R, 2·C·D] float32, any page stride. Updated in place. States are addressed by position,
+            so writing a position again replaces its state, as after a rejected draft. Only states in a window are read.
+        state_table: [B, STATE_M] int32, page ids of `state`: position p is on page state_table[b, p div STATE_R]. Pages
+            may repeat: a ring of n positions serves calls with at most n − C·r + 1 tokens per request. A position
+            without a page is not stored and is left out of every window.
+        cache: [P, R, ROW]. D = 512: entries of any format of `write_mla_cache` that has 512 dims, one every r tokens.
+            D = 128, 64 or 32: keys of `write_indexer_cache`, fp8 or mxfp4 according to ROW. Updated in place. An entry
+            that has no page, or whose position is not in cos_sin, is not written.
+        block_table: [B, M] int32, page ids of `cache`: entry j is on page block_table[b, j div R].
+        request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
+            T is a multiple of B and every request has T / B adjacent tokens.
+        eps: Added to the mean square.
+        cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
+            follow it.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
+
+    Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
+    vLLM's compressor (states addressed by position, norm before rounding).
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.convert_indexer_cache)
+def convert_indexer_cache(
+    source: torch.Tensor,
+    source_slots: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    source_format: str | None = None,
+    cache_format: str | None = None,
+    out: None = None,
+    workspace: None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None:
+    """Copy indexer keys from one paged cache to another of either format with the same dims, in place.
+
+        cache[slots[t]] = what write_indexer_cache stores of the float32 key that source[source_slots[t]] stands for
+
+    Args:
+        source: [SOURCE_P, SOURCE_R, SOURCE_ROW] in a format of `write_indexer_cache`; any page size, pages start on
+            multiples of 4 bytes.
+        source_slots: [T] int32 or int64, slots of `source`: page · SOURCE_R + offset. Entries that no slot names are
+            never read.
+        slots: [T] int32 or int64, slots of `cache`: page · R + offset. A token is skipped if either of its slots is
+            out of range. Valid slots must be distinct.
+        cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
+            touched.
+        source_format, cache_format: "fp8" or "mxfp4". Needed if SOURCE_ROW and ROW do not determine the dims.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the caches hold different dims; the rows fit
+            several formats and none is given.
+
+    Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
+    sign; NaN stays NaN.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.convert_mla_cache)
+def convert_mla_cache(
+    source: torch.Tensor,
+    source_slots: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    source_format: str | None = None,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+    out: None = None,
+    workspace: None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None:
+    """Copy entries from one paged latent cache to another of any format with the same dims, in place.
+
+        cache[slots[t]] = what write_mla_cache stores of the float32 entry that source[source_slots[t]] stands for
+
+    Args:
+        source: [SOURCE_P, SOURCE_R, SOURCE_ROW] in any format of `write_mla_cache`; any page size, any page stride.
+        source_slots: [T] int32 or int64, slots of `source`: page · SOURCE_R + offset. Entries that no slot names are
+            never read.
+        slots: [T] int32 or int64, slots of `cache`: page · R + offset. A token is skipped if either of its slots is
+            out of range. Valid slots must be distinct.
+        cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
+            touched.
+        source_format, cache_format, scale_floor: As in `write_mla_cache`.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528
+            or 288 bytes and its format is not named.
+
+    Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.dsa_attention)
+def dsa_attention(
+    q: torch.Tensor,
+    index_q: torch.Tensor,
+    index_weights: torch.Tensor,
+    mla_cache: torch.Tensor,
+    indexer_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    *,
+    k: int,
+    softmax_scale: float,
+    index_scale: float | None = None,
+    mla_cache_format: str | None = None,
+    workspace_bytes: int = 536870912,
+    batch_invariant: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "gluon", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
+
+        q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=format of indexer_cache)
+        indices = indexer_topk_paged(q8, w, indexer_cache, block_table, lengths, k=k)
+        slots   = map_slots(indices, block_table, page_size=R)
+        out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
+
+    One call with the same bits as these four. The caller writes the token's own keys first, with `write_mla_cache` and
+    `write_indexer_cache`.
+
+    Args:
+        q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, I ≤ 128.
+        index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
+        mla_cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
+        indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Both caches share page ids
+            and page size.
+        block_table: [B, M] int32, page ids; page ids past a token's length are never read.
+        lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        sink: [H] float32 or None.
+        k: Keys selected for each token; all visible keys if there are at most k.
+        softmax_scale: Factor of q · k.
+        index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
+        mla_cache_format: As `cache_format` in `sparse_mla`.
+        workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
+            more on top.
+        batch_invariant: As in `sparse_mla`.
+
+    Returns:
+        out: [T, H, 512], dtype of q.
+        lse: [T, H] float32, natural log, −inf for a padding row.
+        indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
+
+    Raises:
+        ArgumentError, UnsupportedError: As the four ops; ROW is 528 or 288 bytes and no `mla_cache_format` is given.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        those of indexer_topk_paged, sparse_mla.
+    """
+
+@_planned(_Plans.indexer_logits)
+def indexer_logits(
+    q8: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    key_scales: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """Lightning-indexer logits of ragged queries over contiguous keys (prefill).
+
+        logits[t,n] = Σ_i relu(q8[t,i] · key[n]) · weights[t,i]                      for starts[t] ≤ n < ends[t]
+        logits[t,n] = −inf                                                           elsewhere
+
+    Args:
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128 (`quantize_indexer_query`); with MXFP4 keys also
+            bfloat16.
+        weights: [T, I] float32, scales of q folded in. May be negative.
+        keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.
+            MXFP4: [N, D/2] uint8 or int8, two e2m1 per byte, the even dim in the low nibble.
+        key_scales: fp8: [N] float32, any values, which multiply the logit. MXFP4: [N] int32, one UE8M0 byte per block
+            of 32 dims, the first block in the lowest byte.
+        starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
+            not influence the result.
+
+    Returns:
+        logits: [T, N] float32, every element written.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+        UnsupportedError: I > 128.
+
+    Numerics: products accumulated in the tensor cores, then float32. fp8 keys use fp8 products. MXFP4 keys use bfloat16
+    products: keys, scales and queries are exact, except that keys of 2**128 and more, which e2m1 · 2**127 can hold,
+    are infinite. The formula is that of DeepSeek-V3.2-Exp's indexer, of DeepGEMM's fp8_mqa_logits with clean_logits
+    and of its fp4 variant.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
+        triton: every call.
+    """
+
+@_planned(_Plans.indexer_logits_paged)
+def indexer_logits_paged(
+    q8: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    *,
+    max_len: int | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
+
+        logits[t,n] = Σ_i relu(q8[t,i] · key[n]) · weights[t,i]                      for n < lengths[t]
+        key[n]: entry n % R of page block_table[request of t, n // R]
+
+    Args:
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128; with MXFP4 keys also bfloat16. Tokens are flat rows,
+            the tokens of a request adjacent.
+        weights: [T, I] float32, scales of q folded in.
+        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, ROW = D+4 (fp8) or D/2+4 (mxfp4), scales in the page's footer
+            (`write_indexer_cache`); any page size, pages start on multiples of 4 bytes.
+        block_table: [B, M] int32, page ids. Page ids past a token's length are never read. A key on a page outside
+            [0, P) gets −inf, as does every key of a token whose request does not exist.
+        lengths: [T] int32, keys visible to each token, clamped to [0, min(max_len, M · R)].
+        request_ids: [T] int32, each token's row of block_table, any integer. Without it T is a multiple of B and every
+            request has T / B adjacent tokens.
+        max_len: Columns of the result, default M · R.
+
+    Returns:
+        logits: [T, max_len] float32. Columns at or past a token's length are not written: read only columns below the
+            length, as `select_topk` does.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
+        UnsupportedError: I > 128.
+
+    Numerics as in `indexer_logits`. Time depends on the lengths, not on max_len: a fixed number of programs divides the
+    work by the lengths.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
+        triton: every call.
+    """
+
+@_planned(_Plans.indexer_topk)
+def indexer_topk(
+    q8: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    key_scales: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    k: int,
+    workspace_bytes: int = 536870912,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """The k keys of each token with the largest indexer logits, in bounded memory (prefill).
+
+        indices = select_topk(indexer_logits(q8, weights, keys, key_scales, starts, ends), ends, starts, k=k)
+
+    The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
+    workspace: at least 64 tokens or 2²¹ logits. If those do not fit, or there would be more than 1024 parts, no logits
+    are stored: each program keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or N.
+
+    Args:
+        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
+        k: K ≥ 1, as in `select_topk`; at most 8192 if no logits are stored.
+        workspace_bytes: The most device memory to use besides the result.
+
+    Returns:
+        indices: [T, K] int32, key − start, ascending, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+        UnsupportedError: I > 128; workspace_bytes is too small for one program; k > 8192 and the logits do not fit.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        those of indexer_logits.
+    """
+
+@_planned(_Plans.indexer_topk_paged)
+def indexer_topk_paged(
+    q8: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    *,
+    k: int,
+    workspace_bytes: int = 536870912,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
+
+        indices = select_topk(indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids), lengths, k=k)
+
+    The result is exactly this, total order included. The logits are stored only if [T, M · R] of them fit the
+    workspace.
+
+    Args:
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
+        k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
+        workspace_bytes: The most device memory to use besides the result.
+
+    Returns:
+        indices: [T, K] int32, positions within the request, ascending, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; k < 1.
+        UnsupportedError: I > 128; workspace_bytes is too small for one program per group of tokens; k > 8192 and the
+            logits do not fit.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        those of indexer_logits_paged.
+    """
+
+@_planned(_Plans.map_slots)
+def map_slots(
+    indices: torch.Tensor,
+    block_table: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    *,
+    page_size: int,
+    compact: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map key indices within a request to slots of the paged cache.
+
+        slots[t,k] = block_table[request of t, i // page_size] · page_size + i % page_size,     i = indices[t,k]
+        slots[t,k] = −1                                                    where i or its page id is not valid
+
+    Args:
+        indices: [T, K] int32. An index outside [0, M · page_size) gives −1 in its place: −1 may stand anywhere in a
+            row.
+        block_table: [B, M] int32, page ids. The slots on a page are −1 if its id is negative or its slots pass 2**31.
+            Only page ids that an index refers to are read.
+        request_ids: [T] int32, each token's row of block_table; an id outside [0, B) makes the row −1. Without it T is
+            a multiple of B and every request has T / B adjacent tokens.
+        page_size: R, entries per page.
+        compact: List the valid slots of a row first, in their order.
+
+    Returns:
+        slots: [T, K] int32.
+        counts: [T] int32, valid slots per row. `sparse_mla` takes them as lengths if the valid slots come first: with
+            `compact`, or if they come first in `indices`.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.merge_attention)
+def merge_attention(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    sink: torch.Tensor | None = None,
+    *,
+    empty_lse: str = "-inf",
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a set of keys, merged from attention over disjoint parts of it, such as the keys of each rank.
+
+        lse[t,h] = ln Σ_w exp(lses[w,t,h])
+        out[t,h] = Σ_w exp(lses[w,t,h]) · outs[w,t,h] / (exp(lse[t,h]) + exp(sink[h]))
+
+    Args:
+        outs: [W, T, H, L] bfloat16, float16 or float32, out of `sparse_mla` for each part, computed without a sink.
+        lses: [W, T, H] float32, natural log. −inf, or +inf as in FlashMLA, marks a part without keys: its out is not
+            read.
+        sink: [H] float32, as in `sparse_mla`.
+        empty_lse: "-inf" or "+inf", the lse of a row that has no keys in any part.
+
+    Returns:
+        out: [T, H, L], dtype of outs; 0 for a row that has no keys in any part.
+        lse: [T, H] float32, natural log, without the sink.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; W is 0.
+
+    Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
+    is FlashAttention's for split keys.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.merge_topk)
+def merge_topk(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    k: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top-k of a row from the candidates of several parts: exact if every part gives its own top-k.
+
+    Selection: the first k in the order of `select_topk`, value descending, then index ascending; −0 equals +0, NaN
+    comes after −inf. Order of the result: ascending index.
+
+    Args:
+        values: [W, T, N] float32, N candidates from each of W parts.
+        indices: [W, T, N] int32, the candidates' indices in the whole row. A negative index is padding wherever it
+            stands; its value may be anything. An index that occurs twice is two candidates.
+        k: K ≥ 1, any size.
+
+    Returns:
+        top_values: [T, K] float32, −inf where there is no index.
+        top_indices: [T, K] int32, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.quantize_indexer_query)
+def quantize_indexer_query(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    scale: float | None = None,
+    format: str = "fp8",
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise indexer queries to fp8, with one scale per head folded into the head's weight, or to MXFP4.
+
+        s[t,i] = 2 ** max(ceil(log2(max|q[t,i]| / 448)), -22)
+        q8[t,i] = e4m3(q[t,i] / s[t,i]);      folded[t,i] = weights[t,i] · s[t,i] · scale                       (fp8)
+        q8[t,i] = mxfp4(q[t,i]);              folded[t,i] = weights[t,i] · scale                              (mxfp4)
+
+    The indexer's logit is Σ_i relu(q_i · k) · w_i and s > 0, so relu(s x) = s relu(x): folding only rounds the weight.
+    MXFP4 has one scale per 32 dims, which cannot be factored out of the dot product. The op then returns the rounded
+    values themselves, in bfloat16, which holds them exactly.
+
+    Args:
+        q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, I ≤ 128. Roped.
+        weights: [T, I], any of the same dtypes: weights_proj(x), unscaled.
+        scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
+        format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was
+            trained with mxfp4, and DeepGEMM and vLLM compute it. Keys in MXFP4 take fp8 queries as well.
+
+    Returns:
+        q8: [T, I, D] float8_e4m3fn, or bfloat16 (mxfp4).
+        folded_weights: [T, I] float32.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or format is wrong.
+        UnsupportedError: I > 128.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.read_indexer_cache)
+def read_indexer_cache(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    cache_format: str | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather indexer keys from the paged cache, still quantised, as `indexer_logits` takes them.
+
+        fp8:    key = keys · key_scales
+        mxfp4:  key = e2m1(keys) · 2 ** (byte d/32 of key_scales − 127) for dim d
+
+    Args:
+        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, scales in the page's footer (`write_indexer_cache`). ROW is D+4
+            (fp8) or D/2+4 (mxfp4), D = 32, 64 or 128. Any page size, pages start on multiples of 4 bytes.
+        slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a key and scales of zero bytes.
+            Entries that no slot names are never read.
+        cache_format: "fp8" or "mxfp4". Needed if ROW is 36 or 68, which both formats have.
+
+    Returns:
+        keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims per byte, the even one in the low nibble.
+        key_scales: [T] float32, or [T] int32, one UE8M0 byte per block of 32 dims, the first block in the lowest byte:
+            one word per row, as DeepGEMM takes them.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.read_mla_cache)
+def read_mla_cache(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    cache_format: str | None = None,
+    dtype: str = "bfloat16",
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """Gather entries of the paged latent cache and dequantise them.
+
+        rows[t] = (values · scale of their tile) ∥ rope,     of the entry at slots[t]
+
+    Args:
+        cache: [P, R, ROW] in any format of `write_mla_cache`; any page size, any page stride. Scales may be any that
+            the format can hold, not only powers of two.
+        slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a row of zeros. Entries that no slot
+            names are never read. `map_slots` computes slots from a block table.
+        cache_format: As in `write_mla_cache`. Default: inferred from ROW and dtype.
+        dtype: Of the result: "bfloat16" or "float32".
+
+    Returns:
+        rows: [T, L+E] in `dtype`: 576 or 512 dims.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
+            is given.
+
+    Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.select_topk)
+def select_topk(
+    logits: torch.Tensor,
+    ends: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    *,
+    k: int,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """The k largest logits of each row's range, exactly and deterministically.
+
+    Selection: the first k in the total order value descending, then column ascending; −0 equals +0, NaN comes after
+    −inf. Order of the result: ascending column, so a range of at most k columns gives 0, 1, …, then −1.
+
+    Args:
+        logits: [T, N] float32. Elements outside a row's range are never read and may hold anything.
+        ends: [T] int32, the end of each row's range, clamped to [0, N].
+        starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
+        k: K ≥ 1, any size.
+
+    Returns:
+        indices: [T, K] int32, column − start, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
+    top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.sparse_mla)
+def sparse_mla(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    extra_cache: torch.Tensor | None = None,
+    extra_slots: torch.Tensor | None = None,
+    extra_lengths: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
+    empty_lse: str = "-inf",
+    lse_base: str = "e",
+    lse_sink: bool = False,
+    batch_invariant: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
+
+        S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }                      the valid keys; −1 may stand anywhere
+                   ∪ the same of extra_slots, extra_lengths and extra_cache        one softmax over both
+        s[h,k]   = softmax_scale · q[t,h] · entry(slots[t,k])                       over all L+E dims
+        out[t,h] = Σ_k exp(s[h,k]) · value(slots[t,k]) / (Σ_k exp(s[h,k]) + exp(sink[h]))            k over S[t]
+        lse[t,h] = ln Σ_k exp(s[h,k])                                               without the sink
+
+    A value is the entry's first 512 dims: the latent in V3.2's formats, all of it in V4's.
+
+    Args:
+        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, as many dims as an entry: 576, or 512 (V4's, V4.1's,
+            "nope", "plain_v4"). Absorbed queries, roped dims last.
+        cache: [P, R, ROW] in any format of `write_mla_cache` (with any scales that the format can hold), or plain rows
+            of q's dtype; any page size, any page stride. kv[:, None] turns flat rows into pages of one entry.
+        slots: [T, K] int32, page · R + offset. A duplicate counts twice. Entries that no valid slot names are never
+            read, nor are slots at or past their row's length.
+        lengths: [T] int32, clamped to [0, K], default K.
+        sink: [H] float32, a logit in natural units, not scaled; −inf means no sink, +inf gives out = 0.
+        extra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW], a second cache with its own format, page size and slots: V4's
+            compressed entries beside its sliding window. Latent and roped dims as in `cache`.
+        extra_slots: [T, EXTRA_K] int32, as slots; given if and only if extra_cache is.
+        extra_lengths: [T] int32, as lengths.
+        cos_sin: [S, E] bfloat16, float16 or float32, for formats whose values hold the roped dims: for each position
+            E / 2 cosines, then E / 2 sines. Requests V4's inverse rope: the last E dims of out are rotated back by the
+            angles of the token's position, (a, b) → (a·cos + b·sin, b·cos − a·sin) for each pair of neighbouring dims.
+        positions: [T] int32, rows of cos_sin, given if and only if cos_sin is. A position outside [0, S) leaves its
+            token's dims unrotated.
+        softmax_scale: Factor of q · k, natural base.
+        cache_format, extra_cache_format: As in `write_mla_cache`. Default: inferred from ROW and dtype.
+        empty_lse: "-inf" or "+inf", the lse of a row without valid keys; "+inf" is FlashMLA's.
+        lse_base: "e", or "2" for base-2 logarithms.
+        lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
+            row without valid keys is then the sink.
+        batch_invariant: Split keys by K and EXTRA_K alone and use the tile of 128 heads. A row's bits then depend
+            neither on the other rows of the call nor on the heads computed beside it, for instance when ranks share
+            the heads.
+
+    Returns:
+        out: [T, H, 512], dtype of q; 0 for a row without valid keys.
+        lse: [T, H] float32.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no format is
+            named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
+        UnsupportedError: H > 128.
+
+    If entries are referenced 32 times or more on average (T · min(K, P·R) ≥ 32 · P·R), the Hopper plan dequantises
+    V3.2 and V4 entries first, to rows of q's dtype, in at most 37 bytes of workspace per slot. It does not when
+    extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
+
+    Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
+    with power-of-two or e4m3 scales and bfloat16 q). The Gluon kernel holds packed entries in float16, relative to the
+    entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
+    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Implementations, best first:
+        gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
+            entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
+            packed entries.
+        triton: every call.
+    """
+
+@_planned(_Plans.split_batch)
+def split_batch(
+    query_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    has_context: torch.Tensor | None = None,
+    *,
+    num_tokens: int,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split a batch into decodes and prefills, and find each token's request and visible keys, on the device.
+
+        n[b]     = query_starts[b+1] − query_starts[b]                              new tokens of request b
+        prefill  = n[b] > decode_threshold                                   the default: a short prefill is a decode
+                   n[b] ≠ n[0]             if require_uniform, unless every n[b] is n[0] or 0: then all decode
+                   or has_context[b] = 0   if given: a new request with a short prompt is a prefill
+        split    = first b that is a prefill (0 if n[0] > decode_threshold); all after it are prefills
+
+    Args:
+        query_starts: [B+1] int32, the first token of each request and the end of the last, ascending from 0.
+        lengths: [B] int32, keys of each request, its new tokens included; 0 for padding requests.
+        has_context: [B] int32, 0 if the request has no keys besides those of its new tokens.
+        num_tokens: T, all flat tokens, padding included.
+        decode_threshold: The most new tokens that a decode has: 1 + speculative tokens.
+        require_uniform: All decodes have the same number of new tokens; padding requests may have none.
+
+    Returns:
+        counts: [4] int32, the numbers of decodes, prefills, decode tokens, prefill tokens.
+        request_ids: [T] int32, the request of each token; −1 after the last request's tokens.
+        token_lengths: [T] int32, max(0, lengths[b] − n[b] + 1 + j) for the j-th new token of b; 0 after the last
+            request's tokens.
+
+    Raises:
+        ArgumentError: A dtype, rank or axis is wrong; num_tokens < 0; decode_threshold < 1.
+
+    The policies are those of vLLM's split_decodes_and_prefills: treat_short_extends_as_decodes is on without
+    has_context and off with it. With `request_ids` and `token_lengths` the paged ops serve requests with any numbers
+    of new tokens in one call.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.window_slots)
+def window_slots(
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    *,
+    window: int,
+    page_size: int,
+    ratio: int = 1,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of the last `window` entries visible to each token, ascending by position.
+
+        n[t]       = min(max(lengths[t], 0) // ratio, M · page_size)                entries visible to token t
+        counts[t]  = min(n[t], window)
+        slots[t,k] = block_table[request of t, i // page_size] · page_size + i % page_size,  i = n[t] − counts[t] + k
+        slots[t,k] = −1                                              for k ≥ counts[t], or where the page id is invalid
+
+    DeepSeek-V4's sliding window is ratio=1, window=128. Its ratio-128 layers attend to all visible entries: ratio=128
+    and a window of at least the most entries. The entries that its indexer selects are mapped by `map_slots`.
+
+    Args:
+        block_table: [B, M] int32, page ids of a cache with one entry every `ratio` tokens. The slots on a page are −1
+            if its id is negative or its slots pass 2**31. Page ids before and after a token's window are never read.
+        lengths: [T] int32, tokens visible to each token, itself included, clamped to the table's capacity; a negative
+            length counts as 0.
+        request_ids: [T] int32, each token's row of block_table; with an id outside [0, B) the token sees nothing.
+            Without it T is a multiple of B and every request has T / B adjacent tokens.
+        window: The most entries that a token attends to.
+        page_size: R, entries per page.
+        ratio: Tokens that an entry stands for; an entry that is not complete at the token is not visible.
+
+    Returns:
+        slots: [T, window] int32.
+        counts: [T] int32, the length of the used prefix of each row: `sparse_mla` takes it as lengths.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; an attribute is < 1; T is not a multiple of B.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.write_indexer_cache)
+def write_indexer_cache(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    out: None = None,
+    workspace: None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None:
+    """Quantise indexer keys and insert them into the paged indexer cache, in place, in the format that D and ROW imply.
+
+        fp8:    scale = 2 ** max(ceil(log2(max|key| / 448)), -22);     values = e4m3(key / scale)
+        mxfp4:  scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale), blocks of 32 dims
+
+    Args:
+        keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised and roped.
+        slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped. Valid slots must be distinct.
+        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
+            on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
+            ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
+            nibble; one UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+
+    The formats are those of DeepGEMM, vLLM and SGLang. Scale rules: fp8 as DeepSeek-V3.2-Exp's act_quant (amax floored
+    at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
+    nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
+    gets the scale byte 255, which makes the whole block NaN.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.write_mla_cache)
+def write_mla_cache(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+    out: None = None,
+    workspace: None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None:
+    """Quantise entries and insert them into a paged latent cache, in place.
+
+        scale[g]    = 2 ** max(ceil(log2(max|x[g]| / greatest)), floor)         g: each tile of dims that shares a scale
+        cache[slot] = values(x / scale) with scales and roped dims where the format has them
+
+    Args:
+        latent: [T, L] bfloat16, float16 or float32: the dims before the roped ones. 512 (V3.2: the latent after its
+            RMSNorm), 448 in V4's formats.
+        rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope".
+        slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
+            Valid slots must be distinct.
+        cache: [P, R, ROW], any page size R, any address and page stride that keep elements aligned. Updated in place;
+            only the entries named by `slots` are touched.
+        cache_format: The byte layout of entries (`xmla.core.formats.mla`). Default: inferred from ROW and dtype.
+            Packed formats (uint8, int8 or float8_e4m3fn); the greatest value is 448 in e4m3 and 6 in e2m1:
+            "v32" 656 B: e4m3, one float32 scale per 128 dims, bfloat16 rope.   "nope" 528 B: the same without rope.
+            "v4" 584 B: e4m3, one UE8M0 scale per 64 dims, bfloat16 rope; scales in the page's footer.
+            "v41" 528 B: 512 e4m3, roped dims included, then the entry's 16 UE8M0 scales, one per 32 dims.
+            "v41_fp4" 288 B: 512 e2m1, roped dims included, then the entry's 32 e4m3 scales, one per 16 dims: V4.1's
+            compressed cache.
+            "v41_footer", "v41_fp4_footer": the same two before V4.1's release, with scales in the page's footer.
+            "nvfp4" 352 B: e2m1, one e4m3 scale per 16 dims, e4m3 rope.
+            Plain rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
+        scale_floor: "scale": no scale is below 2**-13 (FlashMLA's writer). "amax": no scale is below the scale of a
+            tile whose largest magnitude is 1e-4 (vLLM's writer). e4m3 scales have one floor, 2**-9.
+
+    e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: to nearest in "v41_fp4" and "v41_fp4_footer"
+    (FlashMLA, vLLM), up in "nvfp4" (vLLM).
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
+            is given.
+
+    Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
+    "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
+    tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+__all__ = [
+    "compress_kv",
+    "convert_indexer_cache",
+    "convert_mla_cache",
+    "dsa_attention",
+    "indexer_logits",
+    "indexer_logits_paged",
+    "indexer_topk",
+    "indexer_topk_paged",
+    "map_slots",
+    "merge_attention",
+    "merge_topk",
+    "quantize_indexer_query",
+    "read_indexer_cache",
+    "read_mla_cache",
+    "select_topk",
+    "sparse_mla",
+    "split_batch",
+    "window_slots",
+    "write_indexer_cache",
+    "write_mla_cache",
+]
