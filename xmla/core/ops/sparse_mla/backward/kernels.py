@@ -1,0 +1,307 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
+from xmla.core.lang.numbers import LOG2E, power_of_two
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.sums import as_sums, exponent_of_unit
+
+# Marks of entries: named by a slot; with a gradient that is NaN.
+MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def start_sums_kernel(
+    cache_ptr,  # [P, R, ROW]
+    marks_ptr,  # [P, R] i8
+    num_slots,
+    bounds_ptr,  # [2] i32, the bits of floats: of the greatest |value| of a marked entry, of a summand
+    sums_ptr,  # [P, R, 2·ROW] i32, where marked
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    ok = slot < num_slots
+    ok &= tl.load(marks_ptr + slot, mask=ok, other=0) != 0
+    mask = ok[:, None]
+    data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    value, _ = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
+    value = tl.abs(value)
+    greatest = tl.max(tl.max(tl.where(value < float("inf"), value, 0.0), 1), 0)
+    tl.atomic_max(bounds_ptr, greatest.to(tl.int32, bitcast=True), sem="relaxed")
+    row = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
+    tl.store(row + tl.arange(0, LANES)[None, :], tl.zeros([BLOCK, LANES], tl.int64), mask=mask)
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tl.store(row + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int64), mask=mask)
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr,  # [T, H, L+E]
+    out_ptr,  # [T, H, LANES]
+    lse_ptr,  # [T, H] f32
+    dout_ptr,  # [T, H, LANES]
+    dlse_ptr,  # [T, H] f32 if HAS_DLSE
+    sink_ptr,  # [H] f32 if HAS_SINK
+    bounds_ptr,  # [2] i32
+    total_ptr,  # [T, H] f32: log2 of the softmax's denominator, NaN for a head that gives its entries NaN
+    delta_ptr,  # [T, H] f32: what is subtracted from dout · value
+    dsinks_ptr,  # [T, H] f32 if HAS_SINK: each token's part of dsink
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    OUT_STRIDE_T: tl.constexpr,
+    OUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,  # of lse, in binary logarithms
+    LSE_SINK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_ok = offs_h < HEADS
+    mask = head_ok[:, None]
+    offs_l = tl.arange(0, LANES)[None, :]
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
+    q = tl.abs(tl.load(q_row + offs_l, mask=mask, other=0.0).to(tl.float32))
+    greatest_q = tl.max(q, 1)
+    finite = tl.sum(q * 0.0, 1) == 0.0  # the greatest of NaN and a number is the number
+    if TAIL:
+        tail = tl.load(q_row + LANES + tl.arange(0, TAIL_LANES)[None, :], mask=mask, other=0.0).to(tl.float32)
+        greatest_q = tl.maximum(greatest_q, tl.max(tl.abs(tail), 1))
+        finite &= tl.sum(tail * 0.0, 1) == 0.0
+    out_row = out_ptr + offset_of(token, OUT_STRIDE_T) + offset_of(offs_h[:, None], OUT_STRIDE_H, HEADS)
+    dout_row = dout_ptr + offset_of(token, DOUT_STRIDE_T) + offset_of(offs_h[:, None], DOUT_STRIDE_H, HEADS)
+    out = tl.load(out_row + offs_l, mask=mask, other=0.0).to(tl.float32)
+    dout = tl.load(dout_row + offs_l, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+
+    lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=head_ok, other=0.0) * LSE_UNIT
+    total = lse
+    if not LSE_SINK:  # −inf or +inf is a row without keys
+        total = tl.where(tl.abs(lse) == float("inf"), float("-inf"), lse)
+    dlse = tl.zeros([BLOCK_H], tl.float32)
+    if HAS_DLSE:
+        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
+        dlse *= LOG2E / LSE_UNIT
+    slope = tl.sum(tl.abs(dout), 1) * tl.load(bounds_ptr).to(tl.float32, bitcast=True) + tl.abs(delta) + tl.abs(dlse)
+    bound = SCALE * slope * greatest_q + tl.max(tl.abs(dout), 1)
+    row = offset_of(token, HEADS) + offs_h
+    if HAS_SINK:
+        sink = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
+        if not LSE_SINK:
+            base = tl.maximum(total, sink)
+            base = tl.where(tl.abs(base) == float("inf"), 0.0, base)
+            total = base + tl.log2(tl.exp2(total - base) + tl.exp2(sink - base))
+        weight = tl.where(sink == total, 1.0, tl.exp2(sink - total))
+        weight = tl.where(sink == float("-inf"), 0.0, weight)
+        moved = delta - dlse if LSE_SINK else delta
+        tl.store(dsinks_ptr + row, -weight * moved, mask=head_ok)
+    if LSE_SINK or not HAS_SINK:  # the derivative of lse is the probability, as in out
+        delta -= dlse
+    finite &= bound < float("inf")
+    tl.store(total_ptr + row, tl.where(finite, total, float("nan")), mask=head_ok)
+    tl.store(delta_ptr + row, delta, mask=head_ok)
+    tl.atomic_max(bounds_ptr + 1, tl.max(tl.where(finite, bound, 0.0), 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def differentiate(
+    q, q_tail, dout, total, delta, lse, dlse, dq, dq_tail, exponent, cache_ptr, slots_ptr, end, num_slots, marks_ptr,
+    sums_ptr, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALE: tl.constexpr,
+    OWN_LSE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the first `end` slots' entries to dq, and this tile of heads to the entries' sums."""
+    scale_up = power_of_two(exponent)
+    operand: tl.constexpr = q.dtype if q.dtype == tl.bfloat16 else tl.float32  # float16 has too few exponents
+    DIMS: tl.constexpr = LAYOUT.dims
+    offs_l = tl.arange(0, LANES)[None, :]
+    for first in tl.range(0, tl.maximum(end, 0), BLOCK_N):
+        offs_n = first + tl.arange(0, BLOCK_N)
+        slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+        data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+        value, tail = load_entries(cache_ptr, data, scales, ok, q.dtype, LAYOUT)
+        scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
+        if LAYOUT.tail:
+            scores = tl.dot(q_tail, tl.trans(tail), scores)
+        scores = tl.where(ok[None, :], scores * (SCALE * LOG2E), float("-inf"))
+        p = tl.exp2(scores - total[:, None])
+        ds = p * (tl.dot(dout, tl.trans(value)) - delta[:, None])
+        if OWN_LSE:
+            ds += tl.exp2(scores - lse[:, None]) * dlse[:, None]
+        p = tl.where(ok[None, :], p, 0.0)
+        ds = tl.where(ok[None, :], ds * SCALE, 0.0)
+        # The unit is chosen for probabilities; of another call's lse they may be anything.
+        wrong = tl.max(tl.where((p <= 2.0) & (tl.abs(ds) < float("inf")), 0, 1), 0)  # [BLOCK_N]
+        p, ds = p.to(operand), ds.to(operand)
+        dq = tl.dot(ds, value.to(operand), dq)
+        dvalue = tl.dot(tl.trans(ds), q.to(operand))  # [BLOCK_N, LANES] f32
+        dvalue = tl.dot(tl.trans(p), dout.to(operand), dvalue)
+        row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
+        right = (ok & (wrong == 0))[:, None]
+        tl.atomic_add(row + offs_l, (dvalue * scale_up).to(tl.int64), mask=right, sem="relaxed")
+        if LAYOUT.tail:
+            dq_tail = tl.dot(ds, tail.to(operand), dq_tail)
+            dtail = tl.dot(tl.trans(ds), q_tail.to(operand))
+            offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+            tl.atomic_add(row + offs_e, (dtail * scale_up).to(tl.int64), mask=right, sem="relaxed")
+        tl.store(marks_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int8), mask=ok & (wrong != 0))
+    return dq, dq_tail
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "log2_parts"],
+)
+def sparse_mla_backward_kernel(
+    q_ptr,  # [T, H, L+E]
+    cache_ptr,  # [P, R, ROW]
+    slots_ptr,  # [T, K] i32
+    dout_ptr,  # [T, H, LANES]
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lse_ptr,  # [T, H] f32 if OWN_LSE
+    dlse_ptr,  # [T, H] f32 if OWN_LSE
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
+    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
+    bounds_ptr,  # [2] i32
+    total_ptr,  # [T, H] f32
+    delta_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    num_extra_slots,
+    num_extra_keys,  # EXTRA_K
+    log2_parts,  # binary logarithm of the number of programs, rounded up
+    marks_ptr,  # [P, R] i8
+    sums_ptr,  # [P, R, 2·ROW] i32
+    extra_marks_ptr,  # [EXTRA_P, EXTRA_R] i8 if EXTRA_LAYOUT
+    extra_sums_ptr,  # [EXTRA_P, EXTRA_R, 2·EXTRA_ROW] i32 if EXTRA_LAYOUT
+    dq_ptr,  # [T, H, L+E]
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    EXTRA_SLOT_STRIDE: tl.constexpr,
+    EXTRA_PAGE_STRIDE: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr,
+    EXTRA_LAYOUT: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_EXTRA_LENGTHS: tl.constexpr,
+    OWN_LSE: tl.constexpr,  # the lse's derivative is not the probability in out: the sink is in that one alone
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_ok = offs_h < HEADS
+    mask = head_ok[:, None]
+    offs_l = tl.arange(0, LANES)[None, :]
+    offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
+    q = tl.load(q_row + offs_l, mask=mask, other=0.0)  # [BLOCK_H, LANES]
+    q_tail = tl.zeros([BLOCK_H, TAIL_LANES], q.dtype)
+    if LAYOUT.tail:
+        q_tail = tl.load(q_row + offs_e, mask=mask, other=0.0)
+    dout_row = dout_ptr + offset_of(token, DOUT_STRIDE_T) + offset_of(offs_h[:, None], DOUT_STRIDE_H, HEADS)
+    dout = tl.load(dout_row + offs_l, mask=mask, other=0.0)
+    row = offset_of(token, HEADS) + offs_h
+    total = tl.load(total_ptr + row, mask=head_ok, other=float("inf"))  # a head that is none has no probabilities
+    delta = tl.load(delta_ptr + row, mask=head_ok, other=0.0)
+    lse, dlse = total, delta
+    if OWN_LSE:
+        lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=head_ok, other=float("inf")) * LSE_UNIT
+        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
+        dlse *= LOG2E / LSE_UNIT
+    exponent = exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts)
+
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    dq = tl.zeros([BLOCK_H, LANES], tl.float32)
+    dq_tail = tl.zeros([BLOCK_H, TAIL_LANES], tl.float32)
+    dq, dq_tail = differentiate(
+        q, q_tail, dout, total, delta, lse, dlse, dq, dq_tail, exponent, cache_ptr,
+        slots_ptr + offset_of(token, SLOT_STRIDE), end, num_slots, marks_ptr, sums_ptr, LAYOUT, PAGE_STRIDE, PAGE_SIZE,
+        SCALE, OWN_LSE, BLOCK_N,
+    )  # fmt: skip
+    if EXTRA_LAYOUT is not None:
+        extra_end = num_extra_keys
+        if HAS_EXTRA_LENGTHS:
+            extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
+        dq, dq_tail = differentiate(
+            q, q_tail, dout, total, delta, lse, dlse, dq, dq_tail, exponent, extra_cache_ptr,
+            extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, extra_marks_ptr,
+            extra_sums_ptr, EXTRA_LAYOUT, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, BLOCK_N,
+        )  # fmt: skip
+    dq_row = dq_ptr + offset_of(row[:, None], LAYOUT.dims)
+    tl.store(dq_row + offs_l, dq.to(q.dtype), mask=mask)
+    if LAYOUT.tail:
+        tl.store(dq_row + offs_e, dq_tail.to(q.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "log2_parts"])
+def round_sums_kernel(
+    marks_ptr,  # [P, R] i8
+    sums_ptr,  # [P, R, 2·ROW] i32
+    bounds_ptr,  # [2] i32
+    num_slots,
+    log2_parts,
+    dcache_ptr,  # [P, R, ROW]
+    LAYOUT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    DIMS: tl.constexpr = LAYOUT.dims
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    ok = slot < num_slots
+    mark = tl.load(marks_ptr + slot, mask=ok, other=0)
+    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
+    mask = (ok & (mark == MARKED))[:, None]
+    row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
+    offs_l = tl.arange(0, LANES)[None, :]
+    wrong = (mark == NOT_A_NUMBER)[:, None]
+    value = tl.load(row + offs_l, mask=mask, other=0).to(tl.float32) * unit
+    value = tl.where(wrong, float("nan"), value)
+    tail = tl.zeros([BLOCK, TAIL_LANES], tl.float32)
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tail = tl.load(row + offs_e, mask=mask, other=0).to(tl.float32) * unit
+        tail = tl.where(wrong, float("nan"), tail)
+    store_entries(dcache_ptr, slot, ok, value, tail, LAYOUT, PAGE_SIZE * DIMS, PAGE_SIZE, 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_sinks_kernel(
+    dsinks_ptr,  # [T, H] f32
+    num_tokens,  # T
+    dsink_ptr,  # [H] f32
+    HEADS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    head = tl.program_id(0)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    for first in tl.range(0, num_tokens, BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T)
+        total += tl.load(dsinks_ptr + offset_of(token, HEADS) + head, mask=token < num_tokens, other=0.0)
+    tl.store(dsink_ptr + head, tl.sum(total, 0))
