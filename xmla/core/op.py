@@ -21,6 +21,8 @@ Glossary of axes, the same everywhere:
   VALUES      elements of an indexer key as it is stored: D of fp8, D/2 bytes of MXFP4
   WINDOW      entries of a sliding window (attribute `window`)
   MAX_LEN     columns of paged logits (attribute `max_len`)
+  COLUMNS     columns of an indexer's scores: K of selected keys, else N
+  LOSS        the one element of a loss
   NUM_TOKENS  T of an op that has no argument with this axis (attribute `num_tokens`)
   COUNTS      the four counts that `split_batch` gives
 A prefix names the array that an axis belongs to if an op has several of a kind: EXTRA_P, EXTRA_R, EXTRA_ROW and EXTRA_K

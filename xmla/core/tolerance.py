@@ -36,6 +36,10 @@ GRADIENT = Tolerance(2**-6, 2.01 / 128, 2e-5)
 # DeepGEMM's cosine bound. Hopper adds fp8 products with 13 fraction bits of the largest: 2**-13 of dots
 # of up to 60, summed over up to 64 heads with weights and key scales of order 1.
 LOGITS = Tolerance(3e-2, 1e-2, 5e-6)
+# Products of 16-bit operands summed in float32, over up to 128 dims and 64 heads: roundings of sums of order 1000.
+SCORES = Tolerance(1e-3, 1e-4, 1e-9)
+# Probabilities of scores of order 10, which have a few float32 roundings, and sums of them.
+PROBABILITIES = Tolerance(1e-5, 2e-4, 1e-7)
 FLOAT32 = Tolerance(1e-6, 1e-6, 1e-12)  # a few float32 roundings
 # Entries computed in float32 and then rounded may round the other way: by one step of e4m3, or of e2m1 for scales up to
 # 1, and in at most a hundredth of them.

@@ -41,6 +41,8 @@ convert_mla_cache = public(_declared["convert_mla_cache"])
 dsa_attention = public(_declared["dsa_attention"])
 indexer_logits = public(_declared["indexer_logits"])
 indexer_logits_paged = public(_declared["indexer_logits_paged"])
+indexer_scores = public(_declared["indexer_scores"])
+indexer_scores_backward = public(_declared["indexer_scores_backward"])
 indexer_topk = public(_declared["indexer_topk"])
 indexer_topk_paged = public(_declared["indexer_topk_paged"])
 map_slots = public(_declared["map_slots"])
@@ -67,6 +69,8 @@ __all__ = [
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_scores",
+    "indexer_scores_backward",
     "indexer_topk",
     "indexer_topk_paged",
     "map_slots",

@@ -405,6 +405,88 @@ def indexer_logits_paged(
         triton: every call.
     """
 
+def indexer_scores(
+    q: jax.Array | np.ndarray,
+    k: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray | None = None,
+    starts: jax.Array | np.ndarray | None = None,
+    indices: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array:
+    """Scores of a lightning indexer over 16-bit keys, as in training: over a range of keys, or at selected ones.
+
+        n(t,c)      = indices[t,c], without indices c                                the key of a column
+        S[t]        = { c : starts[t] ≤ n(t,c) < ends[t] }                           the valid columns
+        scores[t,c] = Σ_i weights[t,i] · relu(q[t,i] · k[n(t,c)])                    for c in S[t], else −inf
+
+    Args:
+        q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        k: [N, D], dtype of q. Keys of no valid column are never read.
+        weights: [T, I] float32. May be negative.
+        ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row. In a batch of packed
+            documents the range of a token's own document.
+        indices: [T, K] int32. A column whose index is outside its token's range is not valid; −1 may stand anywhere,
+            and an index twice.
+
+    Returns:
+        scores: [T, COLUMNS] float32, COLUMNS = K with indices, else N; every element written.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+        UnsupportedError: I > 64.
+
+    Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
+    the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+def indexer_scores_backward(
+    q: jax.Array | np.ndarray,
+    k: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    dscores: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray | None = None,
+    starts: jax.Array | np.ndarray | None = None,
+    indices: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The derivative of `indexer_scores`, from its arguments and the gradient of its result.
+
+        s[t,i,c]      = q[t,i] · k[n(t,c)]                                           c over S[t], as in `indexer_scores`
+        ds[t,i,c]     = dscores[t,c] · weights[t,i] · [s[t,i,c] > 0]
+        dq[t,i]       = Σ_c ds[t,i,c] · k[n(t,c)]
+        dk[n]         = Σ_t Σ_i Σ_c ds[t,i,c] · q[t,i]                               over the columns with n(t,c) = n
+        dweights[t,i] = Σ_c dscores[t,c] · relu(s[t,i,c])
+
+    The sums of dk over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order
+    does not matter: the same arguments give the same bits. An index that stands twice counts twice.
+
+    Args:
+        q, k, weights, ends, starts, indices: As in `indexer_scores`.
+        dscores: [T, COLUMNS] float32, COLUMNS = K with indices, else N: the gradient of the scores. Read only in valid
+            columns.
+
+    Returns:
+        dq: [T, I, D], dtype of q; 0 for a row without valid columns.
+        dk: [N, D], dtype of k; 0 for a key of no valid column.
+        dweights: [T, I] float32.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+        UnsupportedError: I > 64.
+
+    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. A key's whole gradient is NaN if a
+    query, weight or gradient of one of its summands is not finite.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
 def indexer_topk(
     q8: jax.Array | np.ndarray,
     weights: jax.Array | np.ndarray,
@@ -1054,6 +1136,8 @@ __all__ = [
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_scores",
+    "indexer_scores_backward",
     "indexer_topk",
     "indexer_topk_paged",
     "map_slots",

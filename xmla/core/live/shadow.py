@@ -59,16 +59,22 @@ class Drift:
 def sample(
     op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Mapping[str, Any], take: Take
 ) -> Sample | None:
-    """Choose rows of a call before it runs, or None. A call that updates a cache is sampled as a whole."""
+    """Choose rows of a call before it runs, or None.
+
+    A call that updates a cache, or whose results are sums over tokens, is sampled as a whole.
+    """
     tokens = next((spec.shape[0] for name, spec in specs.items() if has_tokens(op, name)), 0)
     rows = None
-    if tokens and not op.mutates:
+    if tokens and op.rows_apart and not op.mutates:
         rows = np.flatnonzero(_random.random(tokens) < settings.shadow)
         if not len(rows):
             return None
     elif _random.random() >= settings.shadow:
         return None
-    small, rows = shrink(op, arrays, rows, take)
+    if op.rows_apart:
+        small, rows = shrink(op, arrays, rows, take)
+    else:
+        small = {name: take(array, None).copy() for name, array in arrays.items()}
     return Sample(op, dict(attrs), small, rows, {name: spec.strides for name, spec in specs.items()})
 
 

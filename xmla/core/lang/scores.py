@@ -1,0 +1,118 @@
+"""Scores of an indexer over 16-bit keys, their derivative, and attention's target, inside kernels.
+
+A program has one token: the rows of its products are heads, the columns are keys.
+"""
+
+import triton
+import triton.language as tl
+
+from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.sums import as_sums
+
+CHUNK = tl.constexpr(64)  # dims of attention's rows that are multiplied at once
+
+
+@triton.jit
+def key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
+    """The first key that a token may see, and one past the last."""
+    start = 0
+    end = num_keys
+    if HAS_STARTS:
+        start = tl.maximum(tl.load(starts_ptr + token), 0)
+    if HAS_ENDS:
+        end = tl.minimum(tl.load(ends_ptr + token), num_keys)
+    return start, end
+
+
+@triton.jit
+def columns_of(first, start, end, indices_row, num_columns, HAS_INDICES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of columns: their places in the row, their keys, and which are valid, all [BLOCK_N].
+
+    `first` counts from the row's first column with indices, else from the first key of its range.
+    """
+    column = first + tl.arange(0, BLOCK_N)
+    if HAS_INDICES:
+        key = tl.load(indices_row + column, mask=column < num_columns, other=-1)
+    else:
+        column += start
+        key = column
+    return column, key, (key >= start) & (key < end)
+
+
+@triton.jit
+def load_query(
+    q_ptr, weights_ptr, token, Q_STRIDE_T: tl.constexpr, Q_STRIDE_I: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """The queries [BLOCK_I, D] and weights [BLOCK_I] f32 of a token's index heads; 0 past the last."""
+    head = tl.arange(0, BLOCK_I)
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(head[:, None], Q_STRIDE_I, HEADS)
+    q = tl.load(q_row + tl.arange(0, D)[None, :], mask=(head < HEADS)[:, None], other=0.0)
+    weights = tl.load(weights_ptr + offset_of(token, WEIGHT_STRIDE) + head, mask=head < HEADS, other=0.0)
+    return q, weights
+
+
+@triton.jit
+def score(q, k_ptr, weights, key, ok, K_STRIDE: tl.constexpr):
+    """Keys [BLOCK_N, D], their products relu(q · k) [BLOCK_I, BLOCK_N] f32 and scores [BLOCK_N] f32; 0 where not ok."""
+    offs_d = tl.arange(0, q.shape[1])
+    keys = tl.load(k_ptr + offset_of(key[:, None], K_STRIDE) + offs_d[None, :], mask=ok[:, None], other=0.0)
+    dots = tl.where(ok[None, :], tl.dot(q, tl.trans(keys)), 0.0)
+    dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
+    return keys, dots, tl.where(ok, tl.sum(dots * weights[:, None], 0), 0.0)
+
+
+@triton.jit
+def greatest_slope(q, weights):
+    """A bound on a key's gradient by a token, per unit of its score's: inf if an operand is not finite."""
+    wide = q.to(tl.float32)
+    bound = tl.max(tl.max(tl.abs(wide), 1), 0) * tl.sum(tl.abs(weights), 0)
+    finite = tl.sum(tl.sum(wide * 0.0, 1), 0) == 0.0  # the greatest of NaN and a number is the number
+    return tl.where(finite & (bound < float("inf")), bound, float("inf"))
+
+
+@triton.jit
+def differentiate(q, weights, keys, dots, dscores, key, ok, right, dq, dweights, scale_up, marks_ptr, sums_ptr):
+    """Add a tile's part to dq [BLOCK_I, D] and dweights [BLOCK_I], and to the sums of its keys' gradients.
+
+    dscores [BLOCK_N] f32 are 0 where not ok. Keys that are not `right` get a gradient of NaN.
+    """
+    operand: tl.constexpr = q.dtype if q.dtype == tl.bfloat16 else tl.float32  # float16 has too few exponents
+    D: tl.constexpr = q.shape[1]
+    # The derivative at 0 is 0, as in the frameworks' relu; that of NaN is not.
+    ddots = tl.where(dots == 0.0, 0.0, dscores[None, :] * weights[:, None]).to(operand)
+    dweights += tl.sum(dots * dscores[None, :], 1)
+    dq = tl.dot(ddots, keys.to(operand), dq)
+    dkeys = tl.dot(tl.trans(ddots), q.to(operand))  # [BLOCK_N, D] f32
+    sums = as_sums(sums_ptr) + offset_of(key[:, None], D) + tl.arange(0, D)[None, :]
+    tl.atomic_add(sums, (dkeys * scale_up).to(tl.int64), mask=(ok & right)[:, None], sem="relaxed")
+    tl.store(marks_ptr + key, tl.full(key.shape, 1, tl.int8), mask=ok & (right == 0))
+    return dq, dweights
+
+
+@triton.jit
+def load_lse(lse_ptr, token, LSE_STRIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Binary lse [BLOCK_H] f32 of a token's attention heads; inf for a head without keys and past the last."""
+    head = tl.arange(0, BLOCK_H)
+    lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + head, mask=head < HEADS, other=float("inf"))
+    return tl.where(tl.abs(lse) == float("inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def attention_target(
+    q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T: tl.constexpr, Q_STRIDE_H: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Σ_h exp(SCALE · q_h · row − lse_h) of a token over keys [BLOCK_N], f32; 0 where not ok."""
+    head = tl.arange(0, lse.shape[0])
+    offs_c = tl.arange(0, CHUNK)
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(head[:, None], Q_STRIDE_H, HEADS) + offs_c[None, :]
+    row = rows_ptr + offset_of(key[:, None], ROW_STRIDE) + offs_c[None, :]
+    scores = tl.zeros([lse.shape[0], key.shape[0]], tl.float32)
+    for first in tl.range(0, DIMS, CHUNK):
+        q = tl.load(q_row + first, mask=(head < HEADS)[:, None], other=0.0)
+        chunk = tl.load(row + first, mask=ok[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(chunk), scores)
+    p = tl.exp2(scores * (SCALE * LOG2E) - lse[:, None])
+    return tl.where(ok, tl.sum(tl.where(lse[:, None] == float("inf"), 0.0, p), 0), 0.0)
