@@ -487,6 +487,48 @@ def indexer_scores_backward(
         triton: every call.
     """
 
+def indexer_target(
+    q: jax.Array | np.ndarray,
+    rows: jax.Array | np.ndarray,
+    lse: jax.Array | np.ndarray,
+    indices: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray | None = None,
+    starts: jax.Array | np.ndarray | None = None,
+    *,
+    softmax_scale: float,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array:
+    """Attention's probabilities at selected keys, summed over heads: what an indexer learns, not yet normalised.
+
+        S[t]        = { c : starts[t] ≤ indices[t,c] < ends[t] }                     the valid columns
+        target[t,c] = Σ_h exp(softmax_scale · q[t,h] · rows[indices[t,c]] − lse[t,h])               for c in S[t], else 0
+
+    Ranks that share the heads add their targets up and give the sum to `indexer_loss`, which normalises it.
+
+    Args:
+        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, L+E a multiple of 64, such as 576 or 512: attention's queries.
+        rows: [N, L+E], dtype of q: attention's plain rows, flat. Rows of no valid column are never read.
+        lse: [T, H] float32: attention's own, over the same keys, natural, without a sink. A head whose lse is infinite
+            has no keys and adds 0.
+        indices: [T, K] int32. A column whose index is outside its token's range is not valid; −1 may stand anywhere,
+            and an index twice.
+        ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row.
+        softmax_scale: Factor of q · row, natural base.
+
+    Returns:
+        target: [T, K] float32, every element written.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+        UnsupportedError: H > 128, or an argument is differentiated: the target is a constant (DeepSeek-V3.2's
+            technical report).
+
+    Numerics: scores, probabilities and sums in float32.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
 def indexer_topk(
     q8: jax.Array | np.ndarray,
     weights: jax.Array | np.ndarray,
@@ -1138,6 +1180,7 @@ __all__ = [
     "indexer_logits_paged",
     "indexer_scores",
     "indexer_scores_backward",
+    "indexer_target",
     "indexer_topk",
     "indexer_topk_paged",
     "map_slots",

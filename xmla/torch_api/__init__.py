@@ -36,6 +36,7 @@ indexer_logits = public(_declared["indexer_logits"])
 indexer_logits_paged = public(_declared["indexer_logits_paged"])
 indexer_scores = public(_declared["indexer_scores"])
 indexer_scores_backward = public(_declared["indexer_scores_backward"])
+indexer_target = public(_declared["indexer_target"])
 indexer_topk = public(_declared["indexer_topk"])
 indexer_topk_paged = public(_declared["indexer_topk_paged"])
 map_slots = public(_declared["map_slots"])
@@ -61,6 +62,7 @@ __all__ = [
     "indexer_logits_paged",
     "indexer_scores",
     "indexer_scores_backward",
+    "indexer_target",
     "indexer_topk",
     "indexer_topk_paged",
     "map_slots",

@@ -1,0 +1,44 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.scores import attention_target, key_range, load_lse
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_columns"])
+def indexer_target_kernel(
+    q_ptr,  # [T, H, L+E]
+    rows_ptr,  # [N, L+E]
+    lse_ptr,  # [T, H] f32
+    indices_ptr,  # [T, K] i32
+    ends_ptr,  # [T] i32 if HAS_ENDS
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    num_keys,  # N
+    num_columns,  # K
+    target_ptr,  # [T, K] f32
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    INDEX_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Neighbouring programs have the same queries.
+    blocks = tl.cdiv(num_columns, BLOCK_N)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
+    inside = column < num_columns
+    key = tl.load(indices_ptr + offset_of(token, INDEX_STRIDE) + column, mask=inside, other=-1)
+    ok = (key >= start) & (key < end)
+    lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
+    target = attention_target(
+        q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
+    )
+    tl.store(target_ptr + offset_of(token, num_columns) + column, target, mask=inside)
