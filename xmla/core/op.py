@@ -280,7 +280,9 @@ class Op:
             has `keys` keys.
         derivative: The op that computes this op's gradients. Its arguments are this op's arguments by name, its results
             as `forward_<result>` and their gradients as `d<result>`; its results are the gradients `d<argument>` of
-            the arguments that have one, empty for one that is not given. It takes attributes of the same names.
+            the arguments that have one, empty for one that is not given. It takes attributes of the same names. One
+            that takes any of this op's arguments does not serve calls with others; one of the results alone does. A
+            result whose gradient it does not take is a constant.
         batch: Computes several calls at once under vmap if a pool has a batch axis and folding it into one larger pool
             would compute unwanted elements. Takes (array module, call of an op by name, arrays with the batch as first
             axis).
@@ -453,6 +455,12 @@ class Op:
         names = {name: f"d{name}" for name in self.tensors}
         return {n: d for n, d in names.items() if self.derivative is not None and d in self.derivative.outputs}
 
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The results that are not constants of a call that is differentiated."""
+        taken = () if self.derivative is None else self.derivative.tensors
+        return tuple(name for name in self.outputs if f"d{name}" in taken)
+
     def derivative_call(
         self, arguments: Mapping[str, Any], results: Iterable[Any], gradients: Iterable[Any],
         zeros_like: Callable[[Any], Any], attrs: tuple[Any, ...], implementation: str | None,
@@ -462,9 +470,14 @@ class Op:
             raise RuntimeError(f"{self.name} has no derivative")
         named = dict(arguments)
         for name, result, gradient in zip(self.outputs, results, gradients, strict=True):
-            if gradient is None and f"d{name}" not in self.derivative.optional:
-                gradient = zeros_like(result)
-            named |= {f"forward_{name}": result, f"d{name}": gradient}
+            named[f"forward_{name}"] = result
+            if name in self.differentiable:
+                if gradient is None and f"d{name}" not in self.derivative.optional:
+                    gradient = zeros_like(result)
+                named[f"d{name}"] = gradient
+            elif gradient is not None:
+                supported = f"derivatives of {', '.join(self.differentiable)}"
+                raise UnsupportedError(f"{self.name}: the result {name} is differentiated, supported: {supported}")
         values = dict(zip(self.defaults, attrs, strict=True))
         return DerivativeCall(
             self.derivative,
@@ -493,12 +506,15 @@ class Op:
         if self.derivative is None or argument not in self.gradients:
             self._refuse_derivative(f"{argument} is differentiated", supported, constant)
         problem = self.bind(specs, attrs, implementation)
+        of_results_alone = self.derivative.tensors.keys().isdisjoint(self.tensors)
         for name in problem.specs:
-            if name not in self.derivative.tensors:
+            if name not in self.derivative.tensors and not of_results_alone:
                 self._refuse_derivative(f"{argument} is differentiated with {name}", f"{supported} without", constant)
-        results = self.result_specs(problem).values()
+        results = self.result_specs(problem)
+        gradients = [spec if name in self.differentiable else None for name, spec in results.items()]
         values = tuple(attrs[name] for name in self.defaults)
-        call = self.derivative_call(problem.specs, results, results, lambda spec: spec, values, implementation)
+        given = problem.specs, results.values(), gradients
+        call = self.derivative_call(*given, lambda spec: spec, values, implementation)
         call.op.bind(call.arguments, call.attributes, call.implementation, Whole(self.name, {}))
 
     def _refuse_derivative(self, what: str, supported: str, constant: str) -> NoReturn:

@@ -41,6 +41,8 @@ convert_mla_cache = public(_declared["convert_mla_cache"])
 dsa_attention = public(_declared["dsa_attention"])
 indexer_logits = public(_declared["indexer_logits"])
 indexer_logits_paged = public(_declared["indexer_logits_paged"])
+indexer_loss = public(_declared["indexer_loss"])
+indexer_loss_backward = public(_declared["indexer_loss_backward"])
 indexer_scores = public(_declared["indexer_scores"])
 indexer_scores_backward = public(_declared["indexer_scores_backward"])
 indexer_target = public(_declared["indexer_target"])
@@ -70,6 +72,8 @@ __all__ = [
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_loss",
+    "indexer_loss_backward",
     "indexer_scores",
     "indexer_scores_backward",
     "indexer_target",

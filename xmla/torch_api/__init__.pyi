@@ -124,6 +124,32 @@ class _Plans:
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan: ...
     @staticmethod
+    def indexer_loss(
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        index_weights: torch.Tensor,
+        q: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        target: torch.Tensor | None = None,
+        *,
+        softmax_scale: float | None = None,
+        coeff: float = 1.0,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def indexer_loss_backward(
+        forward_dindex_q: torch.Tensor,
+        forward_dindex_k: torch.Tensor,
+        forward_dindex_weights: torch.Tensor,
+        dloss: torch.Tensor,
+        *,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
     def indexer_scores(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -632,6 +658,118 @@ def indexer_logits_paged(
         triton: every call.
     """
 
+@_planned(_Plans.indexer_loss)
+def indexer_loss(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    index_weights: torch.Tensor,
+    q: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    coeff: float = 1.0,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss that trains a lightning indexer, KL(attention's probabilities ‖ the indexer's), and its gradients.
+
+        n(t,c)   = indices[t,c], without indices c                                   the key of a column
+        S[t]     = { c : starts[t] ≤ n(t,c) < ends[t] }                              the valid columns
+        I[t,c]   = Σ_i index_weights[t,i] · relu(index_q[t,i] · index_k[n(t,c)])
+        p[t,c]   = exp(I[t,c]) / Σ exp(I[t,c'])                                      the prediction; sums over S[t]
+        g[t,c]   = target[t,c], without target Σ_h exp(softmax_scale · q[t,h] · rows[n(t,c)] − lse[t,h])
+        ĝ[t,c]   = g[t,c] / Σ g[t,c']
+        loss     = coeff / T · Σ_t Σ_c ĝ[t,c] · (ln max(ĝ[t,c], 1e-10) − ln max(p[t,c], 1e-10))
+        dI[t,c]  = coeff / T · (p[t,c] − ĝ[t,c])         whose gradients of index_q, index_k and index_weights are those
+                                                                                     of `indexer_scores_backward`
+
+    Without indices all keys of a range count: the indexer's warm-up. With them the selected keys alone. A token whose g
+    sums up to 0, as one without keys, adds nothing to the loss and has gradients of 0.
+
+    Args:
+        index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        index_k: [N, D], dtype of index_q. Keys of no valid column are never read, nor are their rows.
+        index_weights: [T, I] float32.
+        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, L+E a multiple of 64: attention's queries.
+        rows: [N, L+E], dtype of q: attention's plain rows, flat, at the same places as the indexer's keys.
+        lse: [T, H] float32: attention's own, over the same keys, natural, without a sink. A head whose lse is infinite
+            has no keys and adds 0.
+        ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row. In a batch of packed
+            documents the range of a token's own document.
+        indices: [T, K] int32. A column whose index is outside its token's range is not valid; −1 may stand anywhere. An
+            index that stands twice is two columns.
+        target: [T, K] float32, not negative, instead of q, rows and lse: `indexer_target`, summed over the ranks that
+            share attention's heads. Read only in valid columns.
+        softmax_scale: Factor of q · row; given if and only if q is.
+        coeff: Factor of the loss.
+
+    Returns:
+        loss: [1] float32, divided by all T tokens.
+        dindex_q: [T, I, D], dtype of index_q.
+        dindex_k: [N, D], dtype of index_k; 0 for a key of no valid column.
+        dindex_weights: [T, I] float32.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; target is given beside q, rows, lse or softmax_scale, or
+            without indices; one of these four is missing without target.
+        UnsupportedError: I > 64 or H > 128; another argument than index_q, index_k and index_weights is differentiated.
+
+    No array has T · N elements: the workspace is a part of a megabyte, 4 · T · K bytes with indices but without target,
+    and 8 · N · D bytes for the sums of dindex_k. These are exact to the last bit of a unit that the call's greatest
+    summand sets, so that the order of tokens does not matter; the same arguments give the same bits.
+
+    The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
+    are the loss's own: its derivative, `indexer_loss_backward`, multiplies them by the gradient of the loss.
+
+    Numerics: scores, probabilities and sums in float32; gradients as in `indexer_scores_backward`. In float16 a
+    gradient below 2**-24, of which coeff / T is a factor, is 0; bfloat16 has no such limit. A target or prediction that
+    is not finite makes its token's gradients, its keys' and the loss NaN.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
+@_planned(_Plans.indexer_loss_backward)
+def indexer_loss_backward(
+    forward_dindex_q: torch.Tensor,
+    forward_dindex_k: torch.Tensor,
+    forward_dindex_weights: torch.Tensor,
+    dloss: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The derivative of `indexer_loss`: the gradients that it computed, times the gradient of the loss.
+
+        dindex_q = dloss · forward_dindex_q,  and so dindex_k and dindex_weights
+
+    Args:
+        forward_dindex_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128.
+        forward_dindex_k: [N, D], dtype of forward_dindex_q.
+        forward_dindex_weights: [T, I] float32.
+        dloss: [1] float32.
+
+    Returns:
+        dindex_q: [T, I, D], dtype of forward_dindex_q.
+        dindex_k: [N, D], dtype of forward_dindex_k.
+        dindex_weights: [T, I] float32.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+
+    Numerics: products in float32, rounded once.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
 @_planned(_Plans.indexer_scores)
 def indexer_scores(
     q: torch.Tensor,
@@ -737,7 +875,7 @@ def indexer_target(
     """Attention's probabilities at selected keys, summed over heads: what an indexer learns, not yet normalised.
 
         S[t]        = { c : starts[t] ≤ indices[t,c] < ends[t] }                     the valid columns
-        target[t,c] = Σ_h exp(softmax_scale · q[t,h] · rows[indices[t,c]] − lse[t,h])               for c in S[t], else 0
+        target[t,c] = Σ_h exp(softmax_scale · q[t,h] · rows[indices[t,c]] − lse[t,h])              for c in S[t], else 0
 
     Ranks that share the heads add their targets up and give the sum to `indexer_loss`, which normalises it.
 
@@ -1437,6 +1575,8 @@ __all__ = [
     "dsa_attention",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_loss",
+    "indexer_loss_backward",
     "indexer_scores",
     "indexer_scores_backward",
     "indexer_target",

@@ -165,7 +165,10 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
 
     def setup_context(context: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, context.implementation, context.attrs, *tensors = inputs
-        context.save_for_backward(*tensors, *output)
+        results = output if isinstance(output, tuple) else (output,)
+        context.save_for_backward(*tensors, *results)
+        constant = [result for name, result in zip(op.outputs, results, strict=True) if name not in op.differentiable]
+        context.mark_non_differentiable(*constant)
         context.set_materialize_grads(False)
 
     def backward(context: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

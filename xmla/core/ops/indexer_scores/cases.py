@@ -29,6 +29,8 @@ def make_columns(rng: np.random.Generator, tokens: int, count: int, chosen: int 
 
 def named(count: int, columns: dict[str, np.ndarray]) -> np.ndarray:
     """The keys that a token may see and, with indices, names."""
+    if not columns:
+        return np.arange(count)
     seen = np.zeros(count, bool)
     for token in range(len(next(iter(columns.values())))):
         start = max(int(columns["starts"][token]), 0) if "starts" in columns else 0

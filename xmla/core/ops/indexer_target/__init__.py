@@ -13,7 +13,7 @@ def indexer_target(q, rows, lse, indices, ends=None, starts=None, *, softmax_sca
     """Attention's probabilities at selected keys, summed over heads: what an indexer learns, not yet normalised.
 
         S[t]        = { c : starts[t] ≤ indices[t,c] < ends[t] }                     the valid columns
-        target[t,c] = Σ_h exp(softmax_scale · q[t,h] · rows[indices[t,c]] − lse[t,h])               for c in S[t], else 0
+        target[t,c] = Σ_h exp(softmax_scale · q[t,h] · rows[indices[t,c]] − lse[t,h])              for c in S[t], else 0
 
     Ranks that share the heads add their targets up and give the sum to `indexer_loss`, which normalises it.
 

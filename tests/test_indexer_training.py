@@ -1,0 +1,340 @@
+"""The indexer's training: scores and loss against autodiff in float64, the same bits in every way to differentiate."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import pytest
+import torch
+
+from xmla import UnsupportedError, interop, jax_api, torch_api
+from xmla.core.op import Case, Op
+from xmla.core.ops.indexer_scores.reference import valid_columns
+from xmla.core.registry import registry
+
+OPS = registry()
+SCORES, SCORES_BACKWARD, LOSS = OPS["indexer_scores"], OPS["indexer_scores_backward"], OPS["indexer_loss"]
+SCALE, COEFF = 0.125, 2.0
+Given = dict[str, Any]
+
+
+def columns_of(inputs: dict[str, np.ndarray], keys: str) -> Any:
+    bounds = {name: inputs.get(name) for name in ("ends", "starts", "indices")}
+    return valid_columns(len(next(iter(inputs.values()))), len(inputs[keys]), **bounds)
+
+
+def doubles(inputs: dict[str, np.ndarray], leaves: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The floating arguments in float64, NaN as 0: it stands where nothing is read."""
+    wide = {n: torch.from_numpy(a.astype(np.float64)).nan_to_num() for n, a in inputs.items() if a.dtype.kind != "i"}
+    return {name: tensor.requires_grad_(name in leaves) for name, tensor in wide.items()}
+
+
+def scores_of(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return weights @ torch.relu(q @ k.T)
+
+
+def assert_gradients(found: dict[str, np.ndarray], given: dict[str, torch.Tensor], leaves: tuple[str, ...]) -> None:
+    for name in leaves:
+        want = given[name].grad
+        assert want is not None and bool(want.any())
+        np.testing.assert_allclose(found[f"d{name}"], want.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("case", SCORES_BACKWARD.cases, ids=kit.case_id)
+def test_the_derivative_of_scores_is_what_autodiff_finds(case: Case) -> None:
+    inputs = kit.make(case)
+    leaves = tuple(SCORES.gradients)
+    given = doubles(inputs, leaves)
+    total = torch.zeros((), dtype=torch.float64)
+    for token, columns, keys in columns_of(inputs, "k"):
+        scores = scores_of(given["q"][token], given["k"][keys], given["weights"][token])
+        total = total + scores @ given["dscores"][token, columns]
+    total.backward()
+    found = SCORES_BACKWARD.reference(**inputs)
+    assert_gradients(dict(zip(SCORES_BACKWARD.outputs, found, strict=True)), given, leaves)
+
+
+@pytest.mark.parametrize("case", LOSS.cases, ids=kit.case_id)
+def test_the_loss_and_its_gradients_are_what_autodiff_finds(case: Case) -> None:
+    """The gradients are those of the loss without the clamps, which would hold back where the prediction is worst."""
+    inputs = kit.make(case)
+    leaves = tuple(LOSS.gradients)
+    given = doubles(inputs, leaves)
+    total, value = torch.zeros(2, dtype=torch.float64)
+    for token, columns, keys in columns_of(inputs, "index_k"):
+        if not len(keys):
+            continue
+        if "target" in given:
+            target = given["target"][token, columns]
+        else:
+            logits = case.attrs["softmax_scale"] * given["q"][token] @ given["rows"][keys].T
+            target = (logits - given["lse"][token][:, None]).exp().sum(0)
+        target = target / target.sum()
+        logs = scores_of(given["index_q"][token], given["index_k"][keys], given["index_weights"][token]).log_softmax(0)
+        total = total - target @ logs
+        value = value + target @ (target.clamp(min=1e-10).log() - logs.exp().clamp(min=1e-10).log())
+    factor = case.attrs["coeff"] / len(inputs["index_q"])
+    (total * factor).backward()
+    loss, *gradients = LOSS.reference(**inputs, **case.attrs)
+    np.testing.assert_allclose(loss, factor * value.item(), rtol=1e-9)
+    assert_gradients(dict(zip(list(LOSS.outputs)[1:], gradients, strict=True)), given, leaves)
+
+
+def draw(device: str, tokens: int = 6, count: int = 24, chosen: int | None = 10) -> Given:
+    """A call in which every key is a number; the second document of a packed batch starts at key 10."""
+    rng = np.random.default_rng(5)
+
+    def of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(device, dtype)
+
+    given: Given = {
+        "index_q": of(tokens, 4, 32), "index_k": of(count, 32), "index_weights": of(tokens, 4, dtype=torch.float32) / 4,
+        "q": of(tokens, 3, 64), "rows": of(count, 64),
+    }  # fmt: skip
+    starts, ends = np.where(np.arange(tokens) % 2, 10, 0), np.where(np.arange(tokens) % 2, count, 10)
+    ends[-1] = 3 - starts[-1]  # a row without keys
+    given |= {n: torch.from_numpy(a.astype(np.int32)).to(device) for n, a in (("ends", ends), ("starts", starts))}
+    if chosen:
+        given["indices"] = torch.from_numpy(rng.integers(-1, count + 1, (tokens, chosen)).astype(np.int32)).to(device)
+    return with_lse(given)
+
+
+def with_lse(given: Given) -> Given:
+    q, rows = given["q"].double(), given["rows"].double()
+    lse = q.new_full(q.shape[:2], -torch.inf)
+    arrays = {name: tensor.cpu().numpy() for name, tensor in given.items() if name in ("ends", "starts", "indices")}
+    for token, _, keys in valid_columns(len(q), len(rows), *(arrays.get(n) for n in ("ends", "starts", "indices"))):
+        if len(keys):
+            lse[token] = torch.logsumexp(SCALE * q[token] @ rows[keys].T, 1)
+    return given | {"lse": lse.float()}
+
+
+def by_loss(given: Given, *leaves: Any, api: Any = torch_api) -> Any:
+    moved = given | dict(zip(LOSS.gradients, leaves, strict=True))
+    return 3.0 * api.indexer_loss(**moved, softmax_scale=SCALE, coeff=COEFF)[0][0]
+
+
+def by_scores(given: Given, *leaves: Any, api: Any = torch_api) -> Any:
+    """A loss of the scores in valid columns, others are −inf."""
+    scores = api.indexer_scores(*leaves, given["ends"], given["starts"], given.get("indices"))
+    if api is torch_api:
+        return torch.where(scores.isfinite(), scores, 0.0).square().sum()
+    return (jnp.where(jnp.isfinite(scores), scores, 0.0) ** 2).sum()
+
+
+LOSSES = {"loss": by_loss, "scores": by_scores}
+losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+WAYS = pytest.mark.parametrize("chosen", [None, 10], ids=["dense", "selected"])
+
+
+def leaves_of(given: Given) -> list[Any]:
+    return [given[name] for name in LOSS.gradients]
+
+
+def torch_gradients(function: Callable[..., Any], given: Given) -> list[torch.Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in leaves_of(given)]
+    function(given, *leaves).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def assert_same(found: Any, wanted: list[torch.Tensor]) -> None:
+    for name, got, want in zip(LOSS.gradients, found, wanted, strict=True):
+        assert bool(want.any())
+        kit.assert_bits_equal(name, kit.as_numpy(got), kit.as_numpy(want))
+
+
+@losses
+@WAYS
+def test_torch_and_jax_however_they_differentiate(loss: Callable[..., Any], chosen: int | None, device: str) -> None:
+    given = draw(device, chosen=chosen)
+    wanted = torch_gradients(loss, given)
+
+    def compiled(given: Given, *leaves: torch.Tensor) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(partial(loss, given), fullgraph=True, backend="aot_eager")(*leaves)
+
+    assert_same(torch_gradients(compiled, given), wanted)
+    assert_same(torch.func.grad(partial(loss, given), (0, 1, 2))(*leaves_of(given)), wanted)
+
+    arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
+    function = partial(loss, arrays, api=jax_api)
+    gradient = jax.grad(function, (0, 1, 2))
+    assert_same(gradient(*leaves_of(arrays)), wanted)
+    assert_same(jax.jit(gradient)(*leaves_of(arrays)), wanted)
+    assert_same(jax.grad(jax.checkpoint(function), (0, 1, 2))(*leaves_of(arrays)), wanted)
+    stacked = [jnp.stack([leaf, leaf]) for leaf in leaves_of(arrays)]
+    found = jax.jit(lambda *two: jax.lax.scan(lambda _, leaves: (None, gradient(*leaves)), None, two)[1])(*stacked)
+    for layer in range(2):
+        assert_same([array[layer] for array in found], wanted)
+
+
+def test_a_scan_over_layers_is_differentiated(device: str) -> None:
+    """The loss is summed in a scan's carry, the gradient taken through it."""
+    arrays = {name: interop.to_jax(tensor) for name, tensor in draw(device).items()}
+
+    def total(weights: jax.Array) -> jax.Array:
+        def layer(sum_: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return sum_ + by_loss(arrays, arrays["index_q"], arrays["index_k"], w, api=jax_api), None
+
+        return jax.lax.scan(layer, jnp.zeros(()), weights)[0]
+
+    weights = jnp.stack([arrays["index_weights"], 2 * arrays["index_weights"]])
+    found = jax.jit(jax.grad(total))(weights)
+    for layer in range(2):
+        alone = jax.grad(partial(by_loss, arrays, arrays["index_q"], arrays["index_k"], api=jax_api))(weights[layer])
+        assert bool(alone.any()) and bool(jnp.array_equal(found[layer], alone))
+
+
+def test_gradients_of_the_loss_are_constants(device: str) -> None:
+    given = draw(device)
+    moving = given | {name: given[name].clone().requires_grad_() for name in LOSS.gradients}
+    loss, *gradients = torch_api.indexer_loss(**moving, softmax_scale=SCALE)
+    assert loss.requires_grad and not any(gradient.requires_grad for gradient in gradients)
+    arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
+
+    def second(weights: jax.Array) -> jax.Array:
+        return jax_api.indexer_loss(**arrays | {"index_weights": weights}, softmax_scale=SCALE)[3].sum()
+
+    message = "indexer_loss: the result dindex_weights is differentiated, supported: derivatives of loss"
+    with pytest.raises(UnsupportedError, match=message):
+        jax.grad(second)(arrays["index_weights"])
+
+
+@WAYS
+def test_attention_has_no_gradient(chosen: int | None, device: str) -> None:
+    given = draw(device, chosen=chosen)
+    for name in ("q", "rows", "lse"):
+        with pytest.raises(
+            UnsupportedError, match=f"indexer_loss: {name} is differentiated, supported: derivatives of"
+        ):
+            torch_api.indexer_loss(**given | {name: given[name].clone().requires_grad_()}, softmax_scale=SCALE)
+
+
+def test_every_key_of_a_range_selected_is_the_dense_loss(device: str) -> None:
+    dense = draw(device, chosen=None)
+    count = len(dense["rows"])
+    every = torch.arange(count, dtype=torch.int32, device=device).expand(len(dense["q"]), count).flip(1).contiguous()
+    for name, a, b in zip(
+        LOSS.outputs,
+        torch_api.indexer_loss(**dense, softmax_scale=SCALE, coeff=COEFF),
+        torch_api.indexer_loss(**dense, indices=every, softmax_scale=SCALE, coeff=COEFF),
+        strict=True,
+    ):
+        assert bool(a.any())
+        kit.assert_close(name, a.float(), kit.as_numpy(b.float()), LOSS.outputs[name].agreement)
+    left, right = (
+        torch_api.indexer_scores(*leaves_of(dense), dense["ends"], dense["starts"], indices)
+        for indices in (None, every)
+    )
+    kit.assert_close("scores", left, kit.as_numpy(right.flip(1)), SCORES.outputs["scores"].agreement)
+
+
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, c) for op in (SCORES_BACKWARD, LOSS) for c in op.cases], ids=kit.case_id
+)  # fmt: skip
+def test_the_order_of_tokens_does_not_change_a_bit_of_the_keys_gradients(op: Op, case: Case, device: str) -> None:
+    found = []
+    for step in (1, -1):
+        inputs = {n: a[::step] if "T" in op.tensors[n].names else a for n, a in kit.make(case).items()}
+        inputs = {n: a.copy() if step < 0 and "T" in op.tensors[n].names else a for n, a in inputs.items()}
+        results = getattr(torch_api, op.name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
+        found.append({n: kit.as_numpy(r)[::step] if "T" in op.outputs[n].names else kit.as_numpy(r)
+                      for n, r in zip(op.outputs, results, strict=True)})  # fmt: skip
+    for name in op.outputs:
+        if name != "loss":  # a sum in the order of tokens
+            np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
+
+
+@WAYS
+def test_documents_of_a_packed_batch_are_apart(chosen: int | None, device: str) -> None:
+    """A batch's loss is that of its documents, and what another document holds does not matter."""
+    given = draw(device, chosen=chosen)
+    first = given["starts"] == 0
+    whole = torch_api.indexer_loss(**given, softmax_scale=SCALE, coeff=COEFF)
+    parts = torch.zeros(1, device=device)
+    for document, keys in ((first, slice(0, 10)), (~first, slice(10, None))):
+        alone = {n: t if n in ("index_k", "rows") else t[document].contiguous() for n, t in given.items()}
+        for name in ("index_k", "rows"):
+            alone[name] = torch.full_like(given[name], torch.nan)
+            alone[name][keys] = given[name][keys]
+        results = torch_api.indexer_loss(**alone, softmax_scale=SCALE, coeff=COEFF * int(document.sum()) / 6)
+        parts += results[0]
+        assert torch.equal(results[1], whole[1][document])
+    torch.testing.assert_close(parts, whole[0])
+
+
+def test_targets_of_ranks_add_up(device: str) -> None:
+    """Two ranks with one and two of attention's heads: the loss of all three."""
+    given = draw(device)
+    want = torch_api.indexer_loss(**given, softmax_scale=SCALE, coeff=COEFF)
+    names = ("indices", "ends", "starts")
+    target = sum(
+        torch_api.indexer_target(
+            given["q"][:, heads], given["rows"], given["lse"][:, heads].contiguous(), *(given[n] for n in names),
+            softmax_scale=SCALE,
+        )
+        for heads in (slice(0, 1), slice(1, 3))
+    )  # fmt: skip
+    shared = {name: given[name] for name in (*LOSS.gradients, *names)}
+    found = torch_api.indexer_loss(**shared, target=target, coeff=COEFF)
+    for name, a, b in zip(LOSS.outputs, found, want, strict=True):
+        assert bool(b.any())
+        kit.assert_close(name, a.float(), kit.as_numpy(b.float()), LOSS.outputs[name].agreement)
+
+
+def test_rows_without_keys_and_the_plateau(device: str) -> None:
+    """No token has a key: no loss and no gradient. Every product is 0: a uniform prediction, no gradient."""
+    given = draw(device)
+    for empty in (
+        {"ends": given["starts"]}, {"indices": torch.full_like(given["indices"], -1)},
+        {"lse": torch.full_like(given["lse"], -torch.inf)},
+    ):  # fmt: skip
+        results = torch_api.indexer_loss(**given | empty, softmax_scale=SCALE)
+        assert not any(bool(result.any()) for result in results)
+    flat = given | {"index_q": torch.zeros_like(given["index_q"])}
+    loss, *gradients = torch_api.indexer_loss(**flat, softmax_scale=SCALE)
+    assert loss.item() > 0 and not any(bool(gradient.any()) for gradient in gradients)
+
+
+@WAYS
+def test_the_loss_falls(chosen: int | None, device: str) -> None:
+    """Thirty steps of SGD on a small indexer, whose keys and queries are projections of attention's inputs."""
+    given = draw(device, chosen=chosen)
+    generator = torch.Generator().manual_seed(0)
+    to_q, to_k = (torch.nn.Parameter(torch.randn(64, n, generator=generator).to(device) / 8) for n in (4 * 32, 32))
+    weights = torch.nn.Parameter(torch.full((3 * 64, 4), 0.02, device=device))
+    optimizer = torch.optim.SGD([to_q, to_k, weights], lr=0.02)
+    history = []
+    for _ in range(30):
+        queries = given["q"].flatten(1).float()
+        leaves = {
+            "index_q": (given["q"].float().mean(1) @ to_q).view(-1, 4, 32).bfloat16(),
+            "index_k": (given["rows"].float() @ to_k).bfloat16(),
+            "index_weights": queries @ weights / 4,
+        }
+        loss = torch_api.indexer_loss(**given | leaves, softmax_scale=SCALE)[0]
+        history.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert history[-1] < 0.7 * history[0], history
+
+
+def test_vmap_over_sequences(device: str) -> None:
+    """Each element has its own keys, or all share them."""
+    for chosen in (None, 10):
+        arrays = {name: interop.to_jax(tensor) for name, tensor in draw(device, chosen=chosen).items()}
+        many = [jnp.stack([leaf, leaf[::-1]]) for leaf in leaves_of(arrays)]
+        for axes in ((0, 0, 0), (0, None, 0)):
+            operands = [a if at == 0 else a[0] for a, at in zip(many, axes, strict=True)]
+            for loss in (by_loss, by_scores):
+                function = jax.grad(partial(loss, arrays, api=jax_api), (0, 1, 2))
+                found = jax.vmap(function, axes)(*operands)
+                for element in range(2):
+                    alone = function(*[a[element] if at == 0 else a for a, at in zip(operands, axes, strict=True)])
+                    for got, want in zip(found, alone, strict=True):
+                        assert bool(jnp.array_equal(got[element], want))

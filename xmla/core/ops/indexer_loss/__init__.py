@@ -1,0 +1,131 @@
+from typing import Any
+
+from xmla.core.op import F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.ops.indexer_loss import backward
+from xmla.core.ops.indexer_loss.cases import CASES
+from xmla.core.ops.indexer_loss.plan import IMPLEMENTATION
+from xmla.core.ops.indexer_loss.reference import reference
+from xmla.core.ops.indexer_scores.check import check_scores
+from xmla.core.ops.indexer_scores.plan import num_columns
+from xmla.core.ops.indexer_target.check import check_attention
+from xmla.core.tolerance import GRADIENT, PROBABILITIES
+from xmla.core.work import Work
+
+
+def indexer_loss(
+    index_q, index_k, index_weights, q=None, rows=None, lse=None, ends=None, starts=None, indices=None, target=None, *,
+    softmax_scale: float | None = None, coeff: float = 1.0,
+) -> Any:  # fmt: skip
+    """The loss that trains a lightning indexer, KL(attention's probabilities ‖ the indexer's), and its gradients.
+
+        n(t,c)   = indices[t,c], without indices c                                   the key of a column
+        S[t]     = { c : starts[t] ≤ n(t,c) < ends[t] }                              the valid columns
+        I[t,c]   = Σ_i index_weights[t,i] · relu(index_q[t,i] · index_k[n(t,c)])
+        p[t,c]   = exp(I[t,c]) / Σ exp(I[t,c'])                                      the prediction; sums over S[t]
+        g[t,c]   = target[t,c], without target Σ_h exp(softmax_scale · q[t,h] · rows[n(t,c)] − lse[t,h])
+        ĝ[t,c]   = g[t,c] / Σ g[t,c']
+        loss     = coeff / T · Σ_t Σ_c ĝ[t,c] · (ln max(ĝ[t,c], 1e-10) − ln max(p[t,c], 1e-10))
+        dI[t,c]  = coeff / T · (p[t,c] − ĝ[t,c])         whose gradients of index_q, index_k and index_weights are those
+                                                                                     of `indexer_scores_backward`
+
+    Without indices all keys of a range count: the indexer's warm-up. With them the selected keys alone. A token whose g
+    sums up to 0, as one without keys, adds nothing to the loss and has gradients of 0.
+
+    Args:
+        index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        index_k: [N, D], dtype of index_q. Keys of no valid column are never read, nor are their rows.
+        index_weights: [T, I] float32.
+        q: [T, H, L+E] bfloat16 or float16, H ≤ 128, L+E a multiple of 64: attention's queries.
+        rows: [N, L+E], dtype of q: attention's plain rows, flat, at the same places as the indexer's keys.
+        lse: [T, H] float32: attention's own, over the same keys, natural, without a sink. A head whose lse is infinite
+            has no keys and adds 0.
+        ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row. In a batch of packed
+            documents the range of a token's own document.
+        indices: [T, K] int32. A column whose index is outside its token's range is not valid; −1 may stand anywhere. An
+            index that stands twice is two columns.
+        target: [T, K] float32, not negative, instead of q, rows and lse: `indexer_target`, summed over the ranks that
+            share attention's heads. Read only in valid columns.
+        softmax_scale: Factor of q · row; given if and only if q is.
+        coeff: Factor of the loss.
+
+    Returns:
+        loss: [1] float32, divided by all T tokens.
+        dindex_q: [T, I, D], dtype of index_q.
+        dindex_k: [N, D], dtype of index_k; 0 for a key of no valid column.
+        dindex_weights: [T, I] float32.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; target is given beside q, rows, lse or softmax_scale, or
+            without indices; one of these four is missing without target.
+        UnsupportedError: I > 64 or H > 128; another argument than index_q, index_k and index_weights is differentiated.
+
+    No array has T · N elements: the workspace is a part of a megabyte, 4 · T · K bytes with indices but without target,
+    and 8 · N · D bytes for the sums of dindex_k. These are exact to the last bit of a unit that the call's greatest
+    summand sets, so that the order of tokens does not matter; the same arguments give the same bits.
+
+    The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
+    are the loss's own: its derivative, `indexer_loss_backward`, multiplies them by the gradient of the loss.
+
+    Numerics: scores, probabilities and sums in float32; gradients as in `indexer_scores_backward`. In float16 a
+    gradient below 2**-24, of which coeff / T is a factor, is 0; bfloat16 has no such limit. A target or prediction that
+    is not finite makes its token's gradients, its keys' and the loss NaN.
+    """
+
+
+def check(problem: Problem) -> None:
+    check_scores(problem, "index_q", "index_k")
+    attention = ("q", "rows", "lse")
+    for name in attention:
+        if problem.has("target") and problem.has(name):
+            problem.refuse(name, "argument", "given", "none beside target")
+        if not problem.has("target") and not problem.has(name):
+            problem.refuse(name, "argument", "missing", "an array, or target")
+    scale = problem.attrs["softmax_scale"]
+    if problem.has("target"):
+        if not problem.has("indices"):
+            problem.refuse("indices", "argument", "missing", "an array beside target")
+        if scale is not None:
+            problem.refuse("softmax_scale", "value", scale, "None beside target")
+        return
+    if scale is None:
+        problem.refuse("softmax_scale", "value", None, "a float beside q")
+    check_attention(problem)
+
+
+def work(problem: Problem, keys: int | None) -> list[Work]:
+    """Scores and target in both passes, the target of selected keys once, and the products of two gradients."""
+    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
+    pairs = problem["T"] * num_columns(problem)
+    flops = 8.0 * pairs * problem["I"] * problem["D"]
+    if problem.has("q"):
+        flops += (2.0 if problem.has("indices") else 4.0) * pairs * problem["H"] * problem["L+E"]
+    return [Work(sum(spec.nbytes for spec in specs), bf16_flops=flops)]
+
+
+OP = Op(
+    prototype=indexer_loss,
+    tensors={
+        "index_q": Tensor("T I D", HALVES),
+        "index_k": Tensor("N D", HALVES),
+        "index_weights": Tensor("T I", F32),
+        "q": Tensor("T H L+E", HALVES),
+        "rows": Tensor("N L+E", HALVES),
+        "lse": Tensor("T H", F32),
+        "ends": Tensor("T", INDEX, bound_of="N"),
+        "starts": Tensor("T", INDEX, bound_of="N"),
+        "indices": Tensor("T K", INDEX, index_of="N"),
+        "target": Tensor("T K", F32),
+    },
+    outputs={
+        "loss": Result("LOSS", "float32", sizes={"LOSS": lambda p: 1}, agreement=PROBABILITIES),
+        "dindex_q": Result("T I D", lambda p: p.specs["index_q"].dtype, agreement=GRADIENT),
+        "dindex_k": Result("N D", lambda p: p.specs["index_k"].dtype, agreement=GRADIENT),
+        "dindex_weights": Result("T I", "float32", agreement=GRADIENT),
+    },
+    check=check,
+    work=work,
+    implementations=(IMPLEMENTATION,),
+    reference=reference,
+    cases=CASES,
+    derivative=backward.OP,
+)

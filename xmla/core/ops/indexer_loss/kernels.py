@@ -1,0 +1,205 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang.numbers import LOG2E, power_of_two
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.scores import (
+    attention_target,
+    columns_of,
+    differentiate,
+    greatest_slope,
+    key_range,
+    load_lse,
+    load_query,
+    score,
+)
+from xmla.core.lang.sums import exponent_of_unit
+from xmla.core.ops.indexer_scores.backward.kernels import store_gradients
+
+LEAST = tl.constexpr(1e-10)  # of probabilities inside logarithms
+GREATEST_DIFFERENCE = tl.constexpr(2.0)  # of prediction and target; distributions differ by 1 at most
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_columns"])
+def measure_kernel(
+    index_q_ptr,  # [T, I, D]
+    index_k_ptr,  # [N, D]
+    index_weights_ptr,  # [T, I] f32
+    q_ptr,  # [T, H, L+E] unless HAS_TARGET
+    rows_ptr,  # [N, L+E] unless HAS_TARGET
+    lse_ptr,  # [T, H] f32 unless HAS_TARGET
+    ends_ptr,  # [T] i32 if HAS_ENDS
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    indices_ptr,  # [T, K] i32 if HAS_INDICES
+    target_ptr,  # [T, K] f32 if HAS_TARGET
+    num_tokens,  # T
+    num_keys,  # N
+    num_columns,  # K or N
+    bounds_ptr,  # [1] i32, the bits of a float: of the greatest summand of a key's gradient
+    total_ptr,  # [T] f32: the binary logarithm of the denominator of the prediction's softmax
+    mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
+    INDEX_Q_STRIDE_T: tl.constexpr,
+    INDEX_Q_STRIDE_I: tl.constexpr,
+    INDEX_K_STRIDE: tl.constexpr,
+    INDEX_WEIGHT_STRIDE: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    INDEX_STRIDE: tl.constexpr,
+    TARGET_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFF: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_INDICES: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
+    count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
+    q, weights = load_query(
+        index_q_ptr, index_weights_ptr, token, INDEX_Q_STRIDE_T, INDEX_Q_STRIDE_I, INDEX_WEIGHT_STRIDE, INDEX_HEADS, D,
+        BLOCK_I,
+    )  # fmt: skip
+    lse = tl.zeros([BLOCK_H], tl.float32)
+    if not HAS_TARGET:
+        lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
+    greatest = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    mass = tl.zeros([BLOCK_N], tl.float32)
+    for first in tl.range(0, count, BLOCK_N):
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
+        _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEX_K_STRIDE)
+        scores = tl.where(ok, scores * LOG2E, float("-inf"))
+        before, greatest = greatest, tl.maximum(greatest, scores)
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        total = total * tl.exp2(before - base) + tl.exp2(scores - base)
+        if HAS_TARGET:
+            mass += tl.load(target_ptr + offset_of(token, TARGET_STRIDE) + column, mask=ok, other=0.0)
+        else:
+            mass += attention_target(
+                q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
+            )
+    top = tl.max(greatest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(total * tl.exp2(tl.where(greatest == float("-inf"), 0.0, greatest) - top), 0)
+    tl.store(total_ptr + token, top + tl.log2(total))
+    tl.store(mass_ptr + token, tl.sum(mass, 0))
+    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(COEFF / num_tokens))
+    bound = tl.where(bound < float("inf"), bound, 0.0)
+    tl.atomic_max(bounds_ptr, bound.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_columns", "log2_parts"])
+def indexer_loss_kernel(
+    index_q_ptr,  # [T, I, D]
+    index_k_ptr,  # [N, D]
+    index_weights_ptr,  # [T, I] f32
+    q_ptr,  # [T, H, L+E] unless HAS_TARGET
+    rows_ptr,  # [N, L+E] unless HAS_TARGET
+    lse_ptr,  # [T, H] f32 unless HAS_TARGET
+    ends_ptr,  # [T] i32 if HAS_ENDS
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    indices_ptr,  # [T, K] i32 if HAS_INDICES
+    target_ptr,  # [T, K] f32 if HAS_TARGET
+    bounds_ptr,  # [1] i32
+    total_ptr,  # [T] f32
+    mass_ptr,  # [T] f32
+    num_tokens,  # T
+    num_keys,  # N
+    num_columns,  # K or N
+    log2_parts,  # binary logarithm of the number of summands of a key's gradient, rounded up
+    marks_ptr,  # [N] i8, 1 for a key whose gradient is NaN
+    sums_ptr,  # [N, 2·D] i32
+    losses_ptr,  # [T] f32
+    dindex_q_ptr,  # [T, I, D]
+    dindex_weights_ptr,  # [T, I] f32
+    INDEX_Q_STRIDE_T: tl.constexpr,
+    INDEX_Q_STRIDE_I: tl.constexpr,
+    INDEX_K_STRIDE: tl.constexpr,
+    INDEX_WEIGHT_STRIDE: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    INDEX_STRIDE: tl.constexpr,
+    TARGET_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFF: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_INDICES: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
+    count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
+    total = tl.load(total_ptr + token)
+    mass = tl.load(mass_ptr + token)
+    count = tl.where(mass == 0.0, 0, count)
+    q, weights = load_query(
+        index_q_ptr, index_weights_ptr, token, INDEX_Q_STRIDE_T, INDEX_Q_STRIDE_I, INDEX_WEIGHT_STRIDE, INDEX_HEADS, D,
+        BLOCK_I,
+    )  # fmt: skip
+    lse = tl.zeros([BLOCK_H], tl.float32)
+    if not HAS_TARGET:
+        lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
+    finite = greatest_slope(q, weights) < float("inf")
+    scale_up = power_of_two(exponent_of_unit(tl.load(bounds_ptr), log2_parts))
+    dq = tl.zeros([BLOCK_I, D], tl.float32)
+    dweights = tl.zeros([BLOCK_I], tl.float32)
+    loss = tl.zeros([BLOCK_N], tl.float32)
+    for first in tl.range(0, count, BLOCK_N):
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
+        if HAS_TARGET:
+            target = tl.load(target_ptr + offset_of(token, TARGET_STRIDE) + column, mask=ok, other=0.0)
+        else:
+            target = attention_target(
+                q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
+            )
+        keys, dots, scores = score(q, index_k_ptr, weights, key, ok, INDEX_K_STRIDE)
+        prediction = tl.exp2(scores * LOG2E - total)
+        target = target / mass
+        log_target = tl.log(tl.maximum(target, LEAST, tl.PropagateNan.ALL))
+        log_prediction = tl.log(tl.maximum(prediction, LEAST, tl.PropagateNan.ALL))
+        loss += tl.where(ok, target * (log_target - log_prediction), 0.0)
+        apart = tl.where(ok, prediction - target, 0.0)
+        right = tl.where(tl.abs(apart) <= GREATEST_DIFFERENCE, finite, False)
+        dq, dweights = differentiate(
+            q, weights, keys, dots, apart * (COEFF / num_tokens), key, ok, right, dq, dweights, scale_up, marks_ptr,
+            sums_ptr,
+        )  # fmt: skip
+    tl.store(losses_ptr + token, tl.sum(loss, 0))
+    store_gradients(dindex_q_ptr, dindex_weights_ptr, token, dq, dweights, INDEX_HEADS)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def average_kernel(
+    losses_ptr,  # [T] f32
+    num_tokens,  # T
+    loss_ptr,  # [1] f32
+    COEFF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, num_tokens, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        total += tl.load(losses_ptr + token, mask=token < num_tokens, other=0.0)
+    tl.store(loss_ptr, tl.sum(total, 0) * (COEFF / tl.maximum(num_tokens, 1)))

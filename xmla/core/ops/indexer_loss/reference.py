@@ -1,0 +1,46 @@
+import numpy as np
+
+from xmla.core.ops.indexer_scores.backward.reference import Gradients
+from xmla.core.ops.indexer_scores.reference import valid_columns
+from xmla.core.ops.indexer_target.reference import token_target
+
+LEAST = 1e-10
+
+
+def reference(
+    index_q: np.ndarray,
+    index_k: np.ndarray,
+    index_weights: np.ndarray,
+    q: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+    lse: np.ndarray | None = None,
+    ends: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
+    indices: np.ndarray | None = None,
+    target: np.ndarray | None = None,
+    *,
+    softmax_scale: float | None = None,
+    coeff: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Reference of `indexer_loss`, in float64."""
+    tokens = len(index_q)
+    gradients = Gradients(index_q, index_k, index_weights)
+    loss = np.zeros(1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for token, columns, keys in valid_columns(tokens, len(index_k), ends, starts, indices):
+            if target is not None:
+                wanted = target[token, columns].astype(np.float64)
+            elif q is not None and rows is not None and lse is not None and softmax_scale is not None:
+                wanted = token_target(q[token], rows[keys], lse[token], softmax_scale)
+            if wanted.sum() == 0:
+                continue
+            wanted = wanted / wanted.sum()
+            dots = np.maximum(gradients.q[token] @ gradients.k[keys].T, 0.0)
+            scores = gradients.weights[token] @ dots
+            prediction = np.exp(scores - scores.max())
+            prediction /= prediction.sum()
+            log_ratio = np.log(np.maximum(wanted, LEAST)) - np.log(np.maximum(prediction, LEAST))
+            loss += (wanted * log_ratio).sum() * coeff / tokens
+            apart = prediction - wanted
+            gradients.add(token, keys, apart * coeff / tokens, np.abs(apart) <= 2)
+    return loss, *gradients.results()
