@@ -21,7 +21,7 @@ def key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS: tl.constexpr, H
     if HAS_STARTS:
         start = tl.maximum(tl.load(starts_ptr + token), 0)
     if HAS_ENDS:
-        end = tl.minimum(tl.load(ends_ptr + token), num_keys)
+        end = tl.maximum(tl.minimum(tl.load(ends_ptr + token), num_keys), 0)
     return start, end
 
 
