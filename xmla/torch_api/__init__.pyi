@@ -720,8 +720,8 @@ def indexer_loss(
             without indices; one of these four is missing without target.
         UnsupportedError: I > 64 or H > 128; another argument than index_q, index_k and index_weights is differentiated.
 
-    No array has T · N elements: the workspace is a part of a megabyte, 4 · T · K bytes with indices but without target,
-    and 8 · N · D bytes for the sums of dindex_k. These are exact to the last bit of a unit that the call's greatest
+    No array has T · N elements: the workspace is 12 · T bytes, (8 · D + 5) · N bytes for the sums of dindex_k, and with
+    indices but without target 4 · T · K bytes. The sums are exact to the last bit of a unit that the key's greatest
     summand sets, so that the order of tokens does not matter; the same arguments give the same bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
@@ -834,7 +834,7 @@ def indexer_scores_backward(
         dk[n]         = Σ_t Σ_i Σ_c ds[t,i,c] · q[t,i]                               over the columns with n(t,c) = n
         dweights[t,i] = Σ_c dscores[t,c] · relu(s[t,i,c])
 
-    The sums of dk over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order
+    The sums of dk over tokens are exact to the last bit of a unit that the key's greatest summand sets, so their order
     does not matter: the same arguments give the same bits. An index that stands twice counts twice.
 
     Args:

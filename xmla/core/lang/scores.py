@@ -6,9 +6,9 @@ A program has one token: the rows of its products are heads, the columns are key
 import triton
 import triton.language as tl
 
-from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.numbers import LOG2E, power_of_two
 from xmla.core.lang.offsets import offset_of
-from xmla.core.lang.sums import as_sums
+from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 CHUNK = tl.constexpr(64)  # dims of attention's rows that are multiplied at once
 
@@ -73,7 +73,17 @@ def greatest_slope(q, weights):
 
 
 @triton.jit
-def differentiate(q, weights, keys, dots, dscores, key, ok, right, dq, dweights, scale_up, marks_ptr, sums_ptr):
+def bound_sums(bounds_ptr, bound, key, ok):
+    """Raise the bounds of keys [BLOCK_N] on the summands of their gradients to `bound` f32 where it is finite."""
+    ok &= bound < float("inf")
+    bits = tl.where(ok, bound, 0.0).to(tl.int32, bitcast=True)
+    tl.atomic_max(bounds_ptr + key, bits, mask=ok, sem="relaxed")
+
+
+@triton.jit
+def differentiate(
+    q, weights, keys, dots, dscores, key, ok, right, dq, dweights, log2_parts, bounds_ptr, marks_ptr, sums_ptr
+):  # fmt: skip
     """Add a tile's part to dq [BLOCK_I, D] and dweights [BLOCK_I], and to the sums of its keys' gradients.
 
     dscores [BLOCK_N] f32 are 0 where not ok. Keys that are not `right` get a gradient of NaN.
@@ -85,8 +95,9 @@ def differentiate(q, weights, keys, dots, dscores, key, ok, right, dq, dweights,
     dweights += tl.sum(dots * dscores[None, :], 1)
     dq = tl.dot(ddots, keys.to(operand), dq)
     dkeys = tl.dot(tl.trans(ddots), q.to(operand))  # [BLOCK_N, D] f32
+    scale_up = power_of_two(exponent_of_unit(tl.load(bounds_ptr + key, mask=ok, other=0), log2_parts))
     sums = as_sums(sums_ptr) + offset_of(key[:, None], D) + tl.arange(0, D)[None, :]
-    tl.atomic_add(sums, (dkeys * scale_up).to(tl.int64), mask=(ok & right)[:, None], sem="relaxed")
+    tl.atomic_add(sums, (dkeys * scale_up[:, None]).to(tl.int64), mask=(ok & right)[:, None], sem="relaxed")
     tl.store(marks_ptr + key, tl.full(key.shape, 1, tl.int8), mask=ok & (right == 0))
     return dq, dweights
 

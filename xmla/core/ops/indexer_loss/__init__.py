@@ -59,8 +59,8 @@ def indexer_loss(
             without indices; one of these four is missing without target.
         UnsupportedError: I > 64 or H > 128; another argument than index_q, index_k and index_weights is differentiated.
 
-    No array has T · N elements: the workspace is a part of a megabyte, 4 · T · K bytes with indices but without target,
-    and 8 · N · D bytes for the sums of dindex_k. These are exact to the last bit of a unit that the call's greatest
+    No array has T · N elements: the workspace is 12 · T bytes, (8 · D + 5) · N bytes for the sums of dindex_k, and with
+    indices but without target 4 · T · K bytes. The sums are exact to the last bit of a unit that the key's greatest
     summand sets, so that the order of tokens does not matter; the same arguments give the same bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
@@ -74,6 +74,8 @@ def indexer_loss(
 
 def check(problem: Problem) -> None:
     check_scores(problem, "index_q", "index_k")
+    if problem.has("target") and not problem.has("indices"):
+        problem.refuse("target", "argument", "given", "none without indices")
     attention = ("q", "rows", "lse")
     for name in attention:
         if problem.has("target") and problem.has(name):
@@ -82,8 +84,6 @@ def check(problem: Problem) -> None:
             problem.refuse(name, "argument", "missing", "an array, or target")
     scale = problem.attrs["softmax_scale"]
     if problem.has("target"):
-        if not problem.has("indices"):
-            problem.refuse("indices", "argument", "missing", "an array beside target")
         if scale is not None:
             problem.refuse("softmax_scale", "value", scale, "None beside target")
         return

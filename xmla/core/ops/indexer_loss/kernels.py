@@ -1,10 +1,11 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.numbers import LOG2E, power_of_two
+from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.scores import (
     attention_target,
+    bound_sums,
     columns_of,
     differentiate,
     greatest_slope,
@@ -13,7 +14,6 @@ from xmla.core.lang.scores import (
     load_query,
     score,
 )
-from xmla.core.lang.sums import exponent_of_unit
 from xmla.core.ops.indexer_scores.backward.kernels import store_gradients
 
 LEAST = tl.constexpr(1e-10)  # of probabilities inside logarithms
@@ -35,7 +35,7 @@ def measure_kernel(
     num_tokens,  # T
     num_keys,  # N
     num_columns,  # K or N
-    bounds_ptr,  # [1] i32, the bits of a float: of the greatest summand of a key's gradient
+    bounds_ptr,  # [N] i32, the bits of floats: of the greatest summand of each key's gradient
     total_ptr,  # [T] f32: the binary logarithm of the denominator of the prediction's softmax
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
     INDEX_Q_STRIDE_T: tl.constexpr,
@@ -73,11 +73,13 @@ def measure_kernel(
     lse = tl.zeros([BLOCK_H], tl.float32)
     if not HAS_TARGET:
         lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
+    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(COEFF / num_tokens))
     greatest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
     mass = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
+        bound_sums(bounds_ptr, bound + tl.zeros([BLOCK_N], tl.float32), key, ok)
         _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEX_K_STRIDE)
         scores = tl.where(ok, scores * LOG2E, float("-inf"))
         before, greatest = greatest, tl.maximum(greatest, scores)
@@ -94,9 +96,6 @@ def measure_kernel(
     total = tl.sum(total * tl.exp2(tl.where(greatest == float("-inf"), 0.0, greatest) - top), 0)
     tl.store(total_ptr + token, top + tl.log2(total))
     tl.store(mass_ptr + token, tl.sum(mass, 0))
-    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(COEFF / num_tokens))
-    bound = tl.where(bound < float("inf"), bound, 0.0)
-    tl.atomic_max(bounds_ptr, bound.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_columns", "log2_parts"])
@@ -111,7 +110,7 @@ def indexer_loss_kernel(
     starts_ptr,  # [T] i32 if HAS_STARTS
     indices_ptr,  # [T, K] i32 if HAS_INDICES
     target_ptr,  # [T, K] f32 if HAS_TARGET
-    bounds_ptr,  # [1] i32
+    bounds_ptr,  # [N] i32
     total_ptr,  # [T] f32
     mass_ptr,  # [T] f32
     num_tokens,  # T
@@ -162,7 +161,6 @@ def indexer_loss_kernel(
     if not HAS_TARGET:
         lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
     finite = greatest_slope(q, weights) < float("inf")
-    scale_up = power_of_two(exponent_of_unit(tl.load(bounds_ptr), log2_parts))
     dq = tl.zeros([BLOCK_I, D], tl.float32)
     dweights = tl.zeros([BLOCK_I], tl.float32)
     loss = tl.zeros([BLOCK_N], tl.float32)
@@ -183,8 +181,8 @@ def indexer_loss_kernel(
         apart = tl.where(ok, prediction - target, 0.0)
         right = tl.where(tl.abs(apart) <= GREATEST_DIFFERENCE, finite, False)
         dq, dweights = differentiate(
-            q, weights, keys, dots, apart * (COEFF / num_tokens), key, ok, right, dq, dweights, scale_up, marks_ptr,
-            sums_ptr,
+            q, weights, keys, dots, apart * (COEFF / num_tokens), key, ok, right, dq, dweights, log2_parts,
+            bounds_ptr, marks_ptr, sums_ptr,
         )  # fmt: skip
     tl.store(losses_ptr + token, tl.sum(loss, 0))
     store_gradients(dindex_q_ptr, dindex_weights_ptr, token, dq, dweights, INDEX_HEADS)

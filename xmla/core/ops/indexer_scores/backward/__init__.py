@@ -19,7 +19,7 @@ def indexer_scores_backward(q, k, weights, dscores, ends=None, starts=None, indi
         dk[n]         = Σ_t Σ_i Σ_c ds[t,i,c] · q[t,i]                               over the columns with n(t,c) = n
         dweights[t,i] = Σ_c dscores[t,c] · relu(s[t,i,c])
 
-    The sums of dk over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order
+    The sums of dk over tokens are exact to the last bit of a unit that the key's greatest summand sets, so their order
     does not matter: the same arguments give the same bits. An index that stands twice counts twice.
 
     Args:

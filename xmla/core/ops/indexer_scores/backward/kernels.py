@@ -3,7 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.numbers import power_of_two
 from xmla.core.lang.offsets import offset_of
-from xmla.core.lang.scores import columns_of, differentiate, greatest_slope, key_range, load_query, score
+from xmla.core.lang.scores import bound_sums, columns_of, differentiate, greatest_slope, key_range, load_query, score
 from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 
@@ -17,7 +17,7 @@ def bound_scores_kernel(
     indices_ptr,  # [T, K] i32 if HAS_INDICES
     num_keys,  # N
     num_columns,  # K or N
-    bounds_ptr,  # [1] i32, the bits of a float: of the greatest summand of a key's gradient
+    bounds_ptr,  # [N] i32, the bits of floats: of the greatest summand of each key's gradient
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_I: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
@@ -36,15 +36,12 @@ def bound_scores_kernel(
     count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
     indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
     dscores_row = dscores_ptr + offset_of(token, DSCORE_STRIDE)
-    greatest = tl.zeros([BLOCK_N], tl.float32)
-    for first in tl.range(0, count, BLOCK_N):
-        column, _, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
-        dscores = tl.abs(tl.load(dscores_row + column, mask=ok, other=0.0))
-        greatest = tl.maximum(greatest, tl.where(dscores < float("inf"), dscores, 0.0))
     q, weights = load_query(q_ptr, weights_ptr, token, Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, D, BLOCK_I)
-    bound = greatest_slope(q, weights) * tl.max(greatest, 0)
-    bound = tl.where(bound < float("inf"), bound, 0.0)
-    tl.atomic_max(bounds_ptr, bound.to(tl.int32, bitcast=True), sem="relaxed")
+    slope = greatest_slope(q, weights)
+    for first in tl.range(0, count, BLOCK_N):
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
+        dscores = tl.load(dscores_row + column, mask=ok, other=0.0)
+        bound_sums(bounds_ptr, slope * tl.abs(dscores), key, ok)
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_columns", "log2_parts"])
@@ -56,7 +53,7 @@ def indexer_scores_backward_kernel(
     ends_ptr,  # [T] i32 if HAS_ENDS
     starts_ptr,  # [T] i32 if HAS_STARTS
     indices_ptr,  # [T, K] i32 if HAS_INDICES
-    bounds_ptr,  # [1] i32
+    bounds_ptr,  # [N] i32
     num_keys,  # N
     num_columns,  # K or N
     log2_parts,  # binary logarithm of the number of summands of a key's gradient, rounded up
@@ -85,7 +82,6 @@ def indexer_scores_backward_kernel(
     dscores_row = dscores_ptr + offset_of(token, DSCORE_STRIDE)
     q, weights = load_query(q_ptr, weights_ptr, token, Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, D, BLOCK_I)
     slope = greatest_slope(q, weights)
-    scale_up = power_of_two(exponent_of_unit(tl.load(bounds_ptr), log2_parts))
     dq = tl.zeros([BLOCK_I, D], tl.float32)
     dweights = tl.zeros([BLOCK_I], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
@@ -94,7 +90,7 @@ def indexer_scores_backward_kernel(
         dscores = tl.load(dscores_row + column, mask=ok, other=0.0)
         right = slope * tl.abs(dscores) < float("inf")
         dq, dweights = differentiate(
-            q, weights, keys, dots, dscores, key, ok, right, dq, dweights, scale_up, marks_ptr, sums_ptr
+            q, weights, keys, dots, dscores, key, ok, right, dq, dweights, log2_parts, bounds_ptr, marks_ptr, sums_ptr
         )
     store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS)
 
@@ -113,7 +109,7 @@ def store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS: tl.constex
 def round_keys_kernel(
     marks_ptr,  # [N] i8
     sums_ptr,  # [N, 2·D] i32
-    bounds_ptr,  # [1] i32
+    bounds_ptr,  # [N] i32
     num_keys,  # N
     log2_parts,
     dk_ptr,  # [N, D]
@@ -123,8 +119,8 @@ def round_keys_kernel(
     key = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = key < num_keys
     place = offset_of(key[:, None], D) + tl.arange(0, D)[None, :]
-    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr), log2_parts))
-    value = tl.load(as_sums(sums_ptr) + place, mask=ok[:, None], other=0).to(tl.float32) * unit
+    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + key, mask=ok, other=0), log2_parts))
+    value = tl.load(as_sums(sums_ptr) + place, mask=ok[:, None], other=0).to(tl.float32) * unit[:, None]
     wrong = tl.load(marks_ptr + key, mask=ok, other=0) != 0
     value = tl.where(wrong[:, None], float("nan"), value)
     tl.store(dk_ptr + place, value.to(dk_ptr.dtype.element_ty), mask=ok[:, None])

@@ -18,14 +18,14 @@ KEYS = 16  # of a program that rounds sums
 def sums_workspace(problem: Problem) -> dict[str, Spec]:
     """The buffers of sums over tokens of the keys' gradients: integers, whose order does not matter."""
     return {
-        "bounds": Spec((1,), "int32"),
+        "bounds": Spec((problem["N"],), "int32"),
         "marks": Spec((problem["N"],), "int8"),
         "sums": Spec((problem["N"], 2 * problem["D"]), "int32"),
     }
 
 
 def clear_sums(problem: Problem) -> list[Launch]:
-    counts = {"bounds": 1, "marks": problem["N"], "sums": 2 * problem["N"] * problem["D"]}
+    counts = {"bounds": problem["N"], "marks": problem["N"], "sums": 2 * problem["N"] * problem["D"]}
     return [
         Launch(
             clear_kernel,
