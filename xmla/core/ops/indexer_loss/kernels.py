@@ -164,7 +164,7 @@ def indexer_loss_kernel(
     dq = tl.zeros([BLOCK_I, D], tl.float32)
     dweights = tl.zeros([BLOCK_I], tl.float32)
     loss = tl.zeros([BLOCK_N], tl.float32)
-    for first in tl.range(0, count, BLOCK_N):
+    for first in tl.range(0, count, BLOCK_N, disable_licm=True):  # with code motion 128 heads spill
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
         if HAS_TARGET:
             target = tl.load(target_ptr + offset_of(token, TARGET_STRIDE) + column, mask=ok, other=0.0)
