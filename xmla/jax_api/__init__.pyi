@@ -475,6 +475,8 @@ def indexer_loss(
     gradient below 2**-24, of which coeff / T is a factor, is 0; bfloat16 has no such limit. A target or prediction that
     is not finite makes its token's gradients, its keys' and the loss NaN.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Implementations, best first:
         triton: every call.
     """
@@ -588,6 +590,8 @@ def indexer_scores_backward(
 
     Numerics: products of operands in q's dtype (float16: TF32), summed in float32. A key's whole gradient is NaN if a
     query, weight or gradient of one of its summands is not finite.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Implementations, best first:
         triton: every call.

@@ -67,9 +67,11 @@ def score(q, k_ptr, weights, key, ok, K_STRIDE: tl.constexpr):
 def greatest_slope(q, weights):
     """A bound on a key's gradient by a token, per unit of its score's: inf if an operand is not finite."""
     wide = q.to(tl.float32)
-    bound = tl.max(tl.max(tl.abs(wide), 1), 0) * tl.sum(tl.abs(weights), 0)
-    finite = tl.sum(tl.sum(wide * 0.0, 1), 0) == 0.0  # the greatest of NaN and a number is the number
-    return tl.where(finite & (bound < float("inf")), bound, float("inf"))
+    greatest = tl.max(tl.max(tl.abs(wide), 1), 0)
+    bound = tl.sum(tl.abs(weights) * greatest, 0)
+    # The greatest of NaN and a number is the number.
+    finite = tl.sum(tl.sum(wide * 0.0, 1), 0) + tl.sum(weights * 0.0, 0) == 0.0
+    return tl.where(finite, bound, float("inf"))
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def differentiate(
 
     dscores [BLOCK_N] f32 are 0 where not ok. Keys that are not `right` get a gradient of NaN.
     """
-    operand: tl.constexpr = q.dtype if q.dtype == tl.bfloat16 else tl.float32  # float16 has too few exponents
+    operand = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32  # float16 has too few exponents
     D: tl.constexpr = q.shape[1]
     # The derivative at 0 is 0, as in the frameworks' relu; that of NaN is not.
     ddots = tl.where(dots == 0.0, 0.0, dscores[None, :] * weights[:, None]).to(operand)

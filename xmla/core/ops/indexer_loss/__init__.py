@@ -69,6 +69,8 @@ def indexer_loss(
     Numerics: scores, probabilities and sums in float32; gradients as in `indexer_scores_backward`. In float16 a
     gradient below 2**-24, of which coeff / T is a factor, is 0; bfloat16 has no such limit. A target or prediction that
     is not finite makes its token's gradients, its keys' and the loss NaN.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 

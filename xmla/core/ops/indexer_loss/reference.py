@@ -30,7 +30,9 @@ def reference(
         for token, columns, keys in valid_columns(tokens, len(index_k), ends, starts, indices):
             if target is not None:
                 wanted = target[token, columns].astype(np.float64)
-            elif q is not None and rows is not None and lse is not None and softmax_scale is not None:
+            else:
+                assert q is not None and rows is not None and lse is not None  # checked by bind
+                assert softmax_scale is not None  # checked by bind
                 wanted = token_target(q[token], rows[keys], lse[token], softmax_scale)
             if wanted.sum() == 0:
                 continue

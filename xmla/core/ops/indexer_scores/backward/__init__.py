@@ -38,6 +38,8 @@ def indexer_scores_backward(q, k, weights, dscores, ends=None, starts=None, indi
 
     Numerics: products of operands in q's dtype (float16: TF32), summed in float32. A key's whole gradient is NaN if a
     query, weight or gradient of one of its summands is not finite.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
     """
 
 
