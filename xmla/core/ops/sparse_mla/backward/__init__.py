@@ -45,7 +45,7 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
+    Numerics: products of operands in q's dtype, summed in float32. An entry's whole gradient is NaN if
     an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
     """
 

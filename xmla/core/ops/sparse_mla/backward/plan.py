@@ -1,10 +1,14 @@
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.lang.marks import clear_kernel, mark_entries_kernel
 from xmla.core.op import Implementation, Problem
 from xmla.core.ops.sparse_mla.backward.kernels import (
     prepare_kernel,
     round_sums_kernel,
-    sparse_mla_backward_kernel,
+    sparse_mla_dcache_kernel,
+    sparse_mla_dq_kernel,
     start_sums_kernel,
     sum_sinks_kernel,
 )
@@ -16,11 +20,22 @@ PREPARED_HEADS = 4  # of a program of `prepare_kernel`
 ENTRIES = 4  # of a program that starts or rounds sums
 
 
-def configure(heads: int, device: Device) -> tuple[int, int, int]:
-    """Heads and keys of a tile, and its warps."""
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Heads against keys of a program, and its warps."""
+
+    block_h: int
+    block_n: int
+    num_warps: int = 8
+
+
+def configure(heads: int, device: Device) -> tuple[Tile, Tile]:
+    """The tiles of dq's kernel and of the caches' gradients'."""
     if device.smem_bytes < 128 << 10:
-        return 16, 16, 8
-    return (16, 32, 8) if heads <= 16 else (32, 32, 8)
+        return Tile(16, 16), Tile(16, 16)
+    if heads <= 16:
+        return Tile(16, 32), Tile(16, 32)
+    return Tile(32, 32), Tile(32 if device.arch == 90 else 16, 32)  # sm_100 spills with 32
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -28,18 +43,17 @@ def plan(problem: Problem, device: Device) -> Plan:
     specs, attrs = problem.specs, problem.attrs
     tokens, heads, layout = problem["T"], problem["H"], problem.formats["cache"]
     has_sink, has_dlse, extra = problem.has("sink"), problem.has("dlse"), problem.has("extra_cache")
-    block_h, block_n, warps = configure(heads, device)
-    programs = tokens * cdiv(heads, block_h)
-    log2_parts = max(programs - 1, 0).bit_length()
+    tile, key_tile = configure(heads, device)
+    log2_parts = max(tokens - 1, 0).bit_length()
     sources = ["", "extra_"] if extra else [""]
     workspace = {
-        "bounds": Spec((2,), "int32"),
+        "bounds": Spec((3,), "int32"),
         "total": Spec((tokens, heads), "float32"),
         "delta": Spec((tokens, heads), "float32"),
         "dsinks": Spec((tokens, heads) if has_sink else (1,), "float32"),
     }
-    for source in ("", "extra_"):
-        pages, entries, row = specs[f"{source}cache"].shape if source in sources else (1, 1, 1)
+    for source in sources:
+        pages, entries, row = specs[f"{source}cache"].shape
         workspace[f"{source}marks"] = Spec((pages, entries), "int8")
         workspace[f"{source}sums"] = Spec((pages, entries, 2 * row), "int32")
 
@@ -70,10 +84,11 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BLOCK_H": PREPARED_HEADS,
         },
     )
-    differentiate = Launch(
-        sparse_mla_backward_kernel,
-        grid=(programs,),
-        outputs=("marks", "sums", "extra_marks", "extra_sums", "dq"),
+    products = {**strides, "OWN_LSE": has_dlse and has_sink and not attrs["lse_sink"]}
+    dq = Launch(
+        sparse_mla_dq_kernel,
+        grid=(tokens * cdiv(heads, tile.block_h),),
+        outputs=("dq",),
         arrays={"lse": "forward_lse"}
         | problem.stand_ins(
             lengths="slots", dlse="forward_lse", extra_cache="cache", extra_slots="slots", extra_lengths="slots"
@@ -83,30 +98,52 @@ def plan(problem: Problem, device: Device) -> Plan:
             "num_keys": problem["K"],
             "num_extra_slots": problem["EXTRA_P"] * problem["EXTRA_R"] if extra else 0,
             "num_extra_keys": problem["EXTRA_K"] if extra else 0,
-            "log2_parts": log2_parts,
         },
         constexprs={
-            **strides,
-            "SLOT_STRIDE": specs["slots"].stride(0),
-            "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
-            "LAYOUT": layout,
+            **products,
+            **_source(problem, ""),
             "EXTRA_SLOT_STRIDE": specs["extra_slots"].stride(0) if extra else 0,
             "EXTRA_PAGE_STRIDE": specs["extra_cache"].stride(0) if extra else 0,
             "EXTRA_PAGE_SIZE": problem["EXTRA_R"] if extra else 1,
             "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
-            "HAS_LENGTHS": problem.has("lengths"),
             "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
-            "OWN_LSE": has_dlse and has_sink and not attrs["lse_sink"],
-            "BLOCK_H": block_h,
-            "BLOCK_N": block_n,
+            "BLOCK_H": tile.block_h,
+            "BLOCK_N": tile.block_n,
         },
-        num_warps=warps,
+        num_warps=tile.num_warps,
         num_stages=1,
-        max_registers=most_registers(warps),
+        max_registers=most_registers(tile.num_warps),
     )
-    launches = [_clear("bounds", 2), *[launch for source in sources for launch in _start(problem, source)]]
-    launches += [prepare, differentiate, *[_round(problem, source, log2_parts) for source in sources]]
+    dcaches = [
+        Launch(
+            sparse_mla_dcache_kernel,
+            grid=(tokens * cdiv(specs[f"{source}slots"].shape[1], key_tile.block_n),),
+            outputs=("marks", "sums"),
+            arrays={
+                **{name: f"{source}{name}" for name in ("cache", "slots", "marks", "sums")},
+                "lengths": f"{source}lengths" if problem.has(f"{source}lengths") else f"{source}slots",
+                "dlse": "dlse" if has_dlse else "forward_lse",
+                "lse": "forward_lse",
+            },
+            sizes={
+                "num_slots": _entries(problem, source),
+                "num_keys": specs[f"{source}slots"].shape[1],
+                "log2_parts": log2_parts,
+            },
+            constexprs={
+                **products,
+                **_source(problem, source),
+                "BLOCK_H": key_tile.block_h,
+                "BLOCK_N": key_tile.block_n,
+            },
+            num_warps=key_tile.num_warps,
+            num_stages=1,
+            max_registers=most_registers(key_tile.num_warps),
+        )
+        for source in sources
+    ]
+    launches = [_clear("bounds", 3), *[launch for source in sources for launch in _start(problem, source)]]
+    launches += [prepare, dq, *dcaches, *[_round(problem, source, log2_parts) for source in sources]]
     if has_sink:
         launches.append(
             Launch(
@@ -135,6 +172,18 @@ def _clear(array: str, elements: int) -> Launch:
 def _entries(problem: Problem, source: str) -> int:
     pages, entries, _ = problem.specs[f"{source}cache"].shape
     return pages * entries
+
+
+def _source(problem: Problem, source: str) -> dict[str, Hashable]:
+    """The constants by which a kernel finds a source's slots and entries."""
+    cache = problem.specs[f"{source}cache"]
+    return {
+        "SLOT_STRIDE": problem.specs[f"{source}slots"].stride(0),
+        "PAGE_STRIDE": cache.stride(0),
+        "PAGE_SIZE": cache.shape[1],
+        "LAYOUT": problem.formats[f"{source}cache"],
+        "HAS_LENGTHS": problem.has(f"{source}lengths"),
+    }
 
 
 def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
