@@ -8,7 +8,7 @@ from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 # Marks of entries: named by a slot; with a gradient that is NaN.
 MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
-PART = tl.constexpr(128)  # dims of a sum that a program adds at a time
+PART = tl.constexpr(128)  # dims that a program of a cache's gradient multiplies at a time
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -321,10 +321,15 @@ def sparse_mla_dcache_kernel(
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
     slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
     ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
-    data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
-    value, tail = load_entries(cache_ptr, data, scales, ok, q_ptr.dtype.element_ty, LAYOUT)
-    P_EXPONENT: tl.constexpr = 14 if value.dtype == tl.float16 else 0
-    exponent = exponent_of_ds(bounds_ptr, value.dtype)
+    data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    entries = cache_ptr + data[:, None]
+    # By parts: a warp's operands of all dims at once take more registers than there are.
+    values = ()
+    for part in tl.static_range(LANES // PART):
+        values = values + (load_dims(entries, ok, part * PART, PART),)  # noqa: RUF005  # Triton has no starred ones
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    P_EXPONENT: tl.constexpr = 14 if dtype == tl.float16 else 0
+    exponent = exponent_of_ds(bounds_ptr, dtype)
     ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
     dvalue = (tl.zeros([BLOCK_N, PART], tl.float32),) * (LANES // PART)
     dtail = tl.zeros([BLOCK_N, TAIL_LANES], tl.float32)
@@ -337,18 +342,22 @@ def sparse_mla_dcache_kernel(
         total, delta, lse, dlse = load_rows(
             total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
         )
-        scores = tl.dot(load_dims(q_rows, head_ok, 0, LANES), tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
+        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        for part in tl.static_range(LANES // PART):
+            value = tl.trans(values[part])
+            scores = tl.dot(load_dims(q_rows, head_ok, part * PART, PART), value, scores)
+            dp = tl.dot(load_dims(dout_rows, head_ok, part * PART, PART), value, dp)
         if LAYOUT.tail:
             q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
-            scores = tl.dot(q_tail, tl.trans(tail), scores)
-        dp = tl.dot(load_dims(dout_rows, head_ok, 0, LANES), tl.trans(value))
+            scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
         p, ds = derive(
             scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
         )
         # The unit is chosen for probabilities; of another call's lse they may be anything.
         wrong |= tl.max(tl.where((p <= 2.0) & (tl.abs(ds) < float("inf")), 0, 1), 0)
-        p = tl.trans((p * 2.0**P_EXPONENT).to(value.dtype))
-        ds = tl.trans((ds * ds_up).to(value.dtype))
+        p = tl.trans((p * 2.0**P_EXPONENT).to(dtype))
+        ds = tl.trans((ds * ds_up).to(dtype))
         added = ()
         for part in tl.static_range(LANES // PART):
             q = load_dims(q_rows, head_ok, part * PART, PART)

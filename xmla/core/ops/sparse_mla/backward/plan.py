@@ -35,7 +35,7 @@ def configure(heads: int, device: Device) -> tuple[Tile, Tile]:
         return Tile(16, 16), Tile(16, 16)
     if heads <= 16:
         return Tile(16, 32), Tile(16, 32)
-    return Tile(32, 32), Tile(32 if device.arch == 90 else 16, 32)  # sm_100 spills with 32
+    return Tile(32, 64 if device.arch == 90 else 32), Tile(64, 32)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
