@@ -27,3 +27,13 @@ def test_links_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_one_name_means_one_thing() -> None:
+    """`xmla` is the package; the front-ends are `xt` and `xj`, or have no other name than their own."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files += [file for folder in ("xmla", "examples", "docs", "tests") for file in (ROOT / folder).rglob("*.py*")]
+    wrong = re.compile(r"(torch_api|jax_api) as (?!xt\b|xj\b|api\b)\w+|import \w+(\.\w+)* as xmla\b")
+    found = {str(file.relative_to(ROOT)): wrong.findall(file.read_text()) for file in files if file.suffix != ".pyc"}
+    assert len(found) > 100
+    assert {file: names for file, names in found.items() if names} == {}
