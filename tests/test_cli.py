@@ -29,7 +29,7 @@ from xmla.machine import calls
 from xmla.torch_api._arrays import from_strided, spec_of
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+SERVING = (ROOT / "docs/serving.md").read_text()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -107,7 +107,7 @@ def test_largest_error() -> None:
 
 
 def test_supports_answers_for_every_device() -> None:
-    (example,) = re.findall(r"`xmla (supports [^`]*)`", README)
+    (example,) = re.findall(r"`xmla (supports [^`]*)`", SERVING)
     yes = CliRunner().invoke(app, example.split())
     assert yes.exit_code == 0 and yes.output.count("yes") == len(KNOWN_DEVICES)
     assert "NVIDIA A100 has compute capability 8.0" in yes.output

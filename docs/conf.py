@@ -1,0 +1,23 @@
+"""Sphinx: the pages that `python docs/build.py` has put beside this file. Nothing is fetched when they are read."""
+
+import xmla
+
+project = "xmla"
+author = "the authors of xmla"
+release = xmla.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "xmla"
+html_static_path = ["images"]
+html_css_files = ["page.css"]
+html_show_sourcelink = False
+html_copy_source = False
+# Each page's top is its own anchor; a formula is text, not Python.
+highlight_language = "text"
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+nitpicky = True
