@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from xmla.core.documents import JAX, TORCH, document
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Op
@@ -26,7 +27,7 @@ ROOT = DOCS.parent
 FORMATS = "<!-- formats -->"
 GLOSSARY = "<!-- glossary -->"
 OPS = "<!-- ops -->"
-SECTIONS = re.compile(r"^(Args|Returns|Raises|Example|Keywords|Implementations, best first)(, .*)?:$", re.MULTILINE)
+HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".jsonl": "json", ".toml": "toml"}
 
 
@@ -63,8 +64,8 @@ def sections(doc: str) -> tuple[str, dict[str, str]]:
     """A docstring's text, and its sections by heading. What follows a section without indentation is text again."""
     text, found, current = [], {}, ""
     for line in doc.splitlines():
-        if heading := SECTIONS.match(line):
-            current = heading[1]
+        if line.removesuffix(":") in HEADINGS and line.endswith(":"):
+            current = line.removesuffix(":")
             found[current] = ""
         elif current and (line.startswith(" ") or not line):
             found[current] += f"{line}\n"
@@ -112,7 +113,7 @@ def definitions(text: str, op: Op | None = None) -> str:
 
 def op_page(op: Op) -> str:
     """The page of an op, from its declaration alone."""
-    text, found = sections(inspect.cleandoc(op.doc))
+    text, found = sections(inspect.cleandoc(document(op, TORCH)))
     summary, _, rest = text.partition("\n\n")
     page = [f"# {op.name}", plain(" ".join(summary.split())), paragraphs(rest)]
     options = "out=None, workspace=None, implementation=None" if op.outputs else "implementation=None"
@@ -129,8 +130,11 @@ def op_page(op: Op) -> str:
         if heading in found:
             page += [f"## {title}", definitions(found[heading], op)]
     page += ["## Errors", definitions(found["Raises"])]
-    if "Example" in found:
-        page += ["## Example", f"```py\n{inspect.cleandoc(found['Example'])}\n```"]
+    page += ["## Example"]
+    for title, style in (("PyTorch", TORCH), ("JAX", JAX)):
+        example = sections(inspect.cleandoc(document(op, style)))[1]["Example"]
+        page += [f"{title}:", f"```pycon\n{inspect.cleandoc(example)}\n```"]
+    page += ["## Keywords of every op", definitions(found["Keywords of every op"])]
     page += ["## Implementations, best first", definitions(found["Implementations, best first"])]
     rows = [line for line in (DOCS / "support.md").read_text().splitlines() if line.startswith(f"| `{op.name}` |")]
     if rows:

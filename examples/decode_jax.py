@@ -34,8 +34,11 @@ query = normal(4, requests, heads, 576), normal(5, requests, index_heads, 128), 
 
 
 def attend(mla_cache: jax.Array | jax.Ref, indexer_cache: jax.Array | jax.Ref, query: tuple[jax.Array, ...]):
+    q, index_q, index_weights = query
     lengths = jnp.full(requests, context, jnp.int32)
-    return xj.dsa_attention(*query, mla_cache, indexer_cache, block_table, lengths, k=64, softmax_scale=0.1352)
+    return xj.dsa_attention(
+        q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, k=64, softmax_scale=0.1352
+    )
 
 
 # Arrays do not change: a write RETURNS the new cache. Donation lets XLA update the old one's memory.

@@ -38,8 +38,8 @@ def run(rank: int, store: str) -> None:
     q, index_q = (torch.randn(1, heads, dims, device=device).bfloat16() for heads, dims in ((8, 576), (4, 128)))
     index_weights = torch.randn(1, 4, device=device)
 
-    def pools(pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(torch.zeros(pages, PAGE_SIZE, row, dtype=torch.uint8, device=device) for row in (656, 132))
+    def pool(pages: int, row: int) -> torch.Tensor:
+        return torch.zeros(pages, PAGE_SIZE, row, dtype=torch.uint8, device=device)
 
     def write(block_table: torch.Tensor, mla_cache: torch.Tensor, indexer_cache: torch.Tensor) -> None:
         positions = torch.arange(CONTEXT, device=device, dtype=torch.int32)[None]
@@ -50,19 +50,24 @@ def run(rank: int, store: str) -> None:
     own = ownership.own_pages(PAGES, rank)
     block_table = torch.full((1, PAGES), -1, dtype=torch.int32, device=device)
     block_table[0, own] = torch.arange(len(own), dtype=torch.int32, device=device)
-    caches = pools(len(own))
-    write(block_table, *caches)
+    mla_cache, indexer_cache = pool(len(own), 656), pool(len(own), 132)
+    write(block_table, mla_cache, indexer_cache)
 
     lengths = torch.tensor([CONTEXT], dtype=torch.int32, device=device)
     batch = parallel.batch(block_table, lengths)  # once per step, for all layers
-    out, _, indices = parallel.dsa_attention(q, index_q, index_weights, *caches, batch, k=K, softmax_scale=0.1352)
+    out, _, indices = parallel.dsa_attention(
+        q, index_q, index_weights, mla_cache, indexer_cache, batch, k=K, softmax_scale=0.1352
+    )
 
     # One GPU with all pages selects the same keys.
-    whole_table, whole = torch.arange(PAGES, dtype=torch.int32, device=device)[None], pools(PAGES)
-    write(whole_table, *whole)
-    alone = xt.dsa_attention(q, index_q, index_weights, *whole, whole_table, lengths, k=K, softmax_scale=0.1352)
-    rounding = 2**-7 * alone[0].abs().max().item()  # each rank's part and the merged result are bfloat16
-    assert torch.equal(indices, alone[2]) and torch.allclose(out.float(), alone[0].float(), atol=rounding)
+    table = torch.arange(PAGES, dtype=torch.int32, device=device)[None]
+    mla_cache, indexer_cache = pool(PAGES, 656), pool(PAGES, 132)
+    write(table, mla_cache, indexer_cache)
+    alone, _, expected = xt.dsa_attention(
+        q, index_q, index_weights, mla_cache, indexer_cache, table, lengths, k=K, softmax_scale=0.1352
+    )
+    rounding = 2**-7 * alone.abs().max().item()  # each rank's part and the merged result are bfloat16
+    assert torch.equal(indices, expected) and torch.allclose(out.float(), alone.float(), atol=rounding)
     if rank == 0:
         print(f"out {tuple(out.shape)} {out.dtype} on {RANKS} ranks, the {K} selected keys are those of one")
     dist.destroy_process_group()
