@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
 from xmla.core.documents import JAX, TORCH, document
 from xmla.core.formats.indexer import IndexerLayout
@@ -85,28 +86,27 @@ def signature(op: Op, front_end: str, options: str) -> str:
     parameters = inspect.signature(op.prototype).parameters.values()
     tensors = ", ".join(name + "=None" * (name in op.optional) for name in op.tensors)
     attributes = [str(parameter) for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    lines = [f"    {tensors}, *,", *(f"    {attribute}," for attribute in attributes), f"    {options},"]
+    lines = [f"    {line}" for line in wrap(f"{tensors}, *,", 84)]
+    lines += [*(f"    {attribute}," for attribute in attributes), f"    {options},"]
     return "\n".join([f"{front_end}.{op.name}(", *lines, ")"])
 
 
-def described(name: str, op: Op) -> str:
-    """An argument or result with what the declaration says of it."""
-    if name in op.tensors:
-        tensor = op.tensors[name]
-        told = f"`{name}` \\[{plain(', '.join(tensor.names))}\\] {', '.join(tensor.dtypes)}"
-        return told + "; updated in place" * (name in op.mutates) + "; optional" * (name in op.optional)
-    if name in op.outputs:
-        result = op.outputs[name]
-        kind = f" {result.dtype}" if isinstance(result.dtype, str) else ""
-        return f"`{name}` \\[{plain(', '.join(result.names))}\\]{kind}"
-    return f"`{name}`"
+def described(name: str, op: Op, rest: str) -> str:
+    """An argument with what the declaration says of it, where its description does not begin with its axes."""
+    told = f"`{name}`"
+    if name not in op.tensors:
+        return told
+    tensor = op.tensors[name]
+    if not rest.startswith("["):
+        told += f" \\[{plain(', '.join(tensor.names))}\\] {', '.join(tensor.dtypes)}"
+    return told + ", optional" * (name in op.optional) + ", **updated in place**" * (name in op.mutates)
 
 
 def definitions(text: str, op: Op | None = None) -> str:
     """A section as a list of definitions; with an op the declaration's axes and dtypes stand beside the names."""
     shown = []
     for names, rest in entries(text):
-        terms = [described(name, op) for name in names.split(", ")] if op else [plain(names)]
+        terms = [", ".join(described(name, op, rest) for name in names.split(", "))] if op else [plain(names)]
         shown.append("\n".join([*terms, f": {plain(rest)}"]))
     return "\n\n".join(shown)
 
@@ -115,17 +115,16 @@ def op_page(op: Op) -> str:
     """The page of an op, from its declaration alone."""
     text, found = sections(inspect.cleandoc(document(op, TORCH)))
     summary, _, rest = text.partition("\n\n")
-    page = [f"# {op.name}", plain(" ".join(summary.split())), paragraphs(rest)]
     options = "out=None, workspace=None, implementation=None" if op.outputs else "implementation=None"
-    called = signature(op, "xt", options)
-    page.append(f"```py\n{called}\n```")
-    page.append(f"In JAX `xj.{op.name}`, with the same arguments but `out` and `workspace`.")
+    page = [f"# {op.name}", plain(" ".join(summary.split())), f"```py\n{signature(op, 'xt', options)}\n```"]
+    page.append(f"In JAX `xj.{op.name}`" + (", without `out` and `workspace`." if op.outputs else "."))
     if op.mutates:
         kept = ", ".join(f"`{name}`" for name in op.mutates)
         page.append(
             f"torch updates {kept} in place and returns nothing. JAX updates a `jax.Ref` in place and returns nothing; "
             f"of an array it **returns the new one**, and the old one is as it was: use the result."
         )
+    page.append(paragraphs(rest))
     for heading, title in (("Args", "Arguments"), ("Returns", "Results")):
         if heading in found:
             page += [f"## {title}", definitions(found[heading], op)]
@@ -201,7 +200,7 @@ def diagram(layout: MlaLayout | IndexerLayout) -> str:
         pieces.append(f'<text x="{x}" y="12" font-size="12">{title}</text>')
         place = start or 0
         for label, size in fields:
-            width = max(34 + 5.2 * len(label), size / 3.0)
+            width = max(34 + 5.2 * len(label), size / 3.0, 0 if size else 92)
             color = next((value for word, value in COLORS.items() if word in label), "#4c7fd9")
             color = "none" if label == "the same" else color
             pieces.append(
@@ -216,8 +215,8 @@ def diagram(layout: MlaLayout | IndexerLayout) -> str:
         x += 10
     label = f"{layout.name}: {layout.row} {unit} per entry"
     return (
-        f'<div class="byte-diagram"><svg role="img" aria-label="{label}" viewBox="0 0 {x:.0f} 68" '
-        f'style="max-width:{x:.0f}px">{"".join(pieces)}</svg></div>'
+        f'<div class="byte-diagram"><svg role="img" aria-label="{label}" width="{x:.0f}" height="68">'
+        f"{''.join(pieces)}</svg></div>"
     )
 
 

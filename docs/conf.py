@@ -14,10 +14,13 @@ html_static_path = ["images"]
 html_css_files = ["page.css"]
 html_show_sourcelink = False
 html_copy_source = False
+html_show_copyright = False
 # Each page's top is its own anchor; a formula is text, not Python.
 highlight_language = "text"
 pygments_style = "friendly"
-pygments_dark_style = "monokai"
+pygments_dark_style = "github-dark"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+default_role = "code"
+smartquotes = False  # names of formats are strings
 nitpicky = True
