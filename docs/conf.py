@@ -24,3 +24,5 @@ autodoc_typehints = "none"
 default_role = "code"
 smartquotes = False  # names of formats are strings
 nitpicky = True
+# The frameworks' own types: their inventories would be fetched.
+nitpick_ignore_regex = [(r"py:.*", r"(torch|jax)\..*")]
