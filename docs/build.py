@@ -141,10 +141,13 @@ def op_page(op: Op) -> str:
         page += ["## Support", "As in [Support](/support.md), where the cells are explained.", ""]
         page.append(table(head.strip("| "), rows))
     folder = Path(inspect.getfile(op.prototype)).parent
-    files = [file for name in ("__init__", "reference", "kernels", "plan") if (file := folder / f"{name}.py").exists()]
+    page.append("## Definition\n\nThe NumPy reference that every implementation is compared with.")
+    shown = os.path.relpath(folder / "reference.py", DOCS)
+    page.append(f"```{{literalinclude}} {shown}\n:language: python\n```")
+    files = [file for name in ("__init__", "kernels", "plan") if (file := folder / f"{name}.py").exists()]
     files += sorted(folder.glob("gluon_*/*.py"))
     files = [file for file in files if file.stat().st_size]
-    shown = [f"[{file.relative_to(folder)}](../{os.path.relpath(file, ROOT)})" for file in files]
+    shown = [f"[`{file.relative_to(folder)}`](../{os.path.relpath(file, ROOT)})" for file in files]
     page += ["## Source", f"{', '.join(shown)}. {len(op.cases)} named inputs in `cases.py` test every implementation."]
     return "\n\n".join(page) + "\n"
 
