@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from textwrap import wrap
 
+import xmla
 from xmla.core.documents import JAX, TORCH, document
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MlaLayout
@@ -28,6 +29,7 @@ ROOT = DOCS.parent
 FORMATS = "<!-- formats -->"
 GLOSSARY = "<!-- glossary -->"
 OPS = "<!-- ops -->"
+PACKAGE = "<!-- package -->"
 HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".jsonl": "json", ".toml": "toml"}
 
@@ -248,8 +250,6 @@ def formats() -> str:
 
 def glossary() -> str:
     """The axes, from the package's docstring."""
-    import xmla
-
     text = (xmla.__doc__ or "").partition("Glossary of axes, the same everywhere:\n")[2]
     body, _, rest = text.partition("\nA prefix ")
     rows = []
@@ -262,7 +262,19 @@ def glossary() -> str:
     return table("axis | meaning", rows) + f"\nA prefix {plain(' '.join(rest.split()))}\n"
 
 
-MADE = {FORMATS: formats, GLOSSARY: glossary, OPS: op_table}
+def package() -> str:
+    """The functions and classes that the package itself exports."""
+    shown = []
+    for name in dir(xmla):
+        value = getattr(xmla, name)
+        if not getattr(value, "__module__", "").startswith("xmla.") or name.startswith("_"):
+            continue
+        kind = "function" if inspect.isfunction(value) else "exception" if issubclass(value, Exception) else "class"
+        shown.append(f".. auto{kind}:: xmla.{name}")
+    return "\n\n".join(["```{eval-rst}", *shown, "```"])
+
+
+MADE = {FORMATS: formats, GLOSSARY: glossary, OPS: op_table, PACKAGE: package}
 
 
 def pages() -> Iterator[tuple[Path, Path, str]]:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import HAS_GPU
 
+import xmla
 from xmla.bench import picture, ranks_report
 from xmla.bench.report import insert, read, report
+from xmla.command import app
 from xmla.core.registry import registry
 
 ROOT = Path(__file__).parent.parent
@@ -137,9 +139,21 @@ def test_documents_are_built(tmp_path: Path) -> None:
         assert all(f"{argument}</span>" in page for argument in [*op.tensors, *op.outputs]), name
     for page in html.rglob("*.html"):
         assert not re.findall(r"(?:src|href)=\"(?:https?:)?//[^\"]*\.(?:js|css|woff2?)", page.read_text()), page
+    exported = [name for name in dir(xmla) if getattr(getattr(xmla, name), "__module__", "").startswith("xmla.")]
+    assert {"ArgumentError", "ModelConfig", "supports", "warmup"} <= {*exported}
+    for name in exported:
+        assert f'id="xmla.{name}"' in (html / "package.html").read_text(), name
     tutorials = "".join(page.read_text() for page in PAGES)
     for example in (ROOT / "examples").glob("*.py"):
         assert f"examples/{example.name}" in tutorials, example.name
+
+
+def test_every_command_is_documented() -> None:
+    page = (ROOT / "docs/serving.md").read_text()
+    names = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert len(names) >= 8
+    for name in names:
+        assert f"| `xmla {name}" in page, name
 
 
 def test_one_name_means_one_thing() -> None:
