@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import wrap
 
 import xmla
-from xmla.core.documents import JAX, TORCH, document
+from xmla.core.documents import JAX, TORCH, document, updates
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Op
@@ -119,13 +119,9 @@ def op_page(op: Op) -> str:
     summary, _, rest = text.partition("\n\n")
     options = "out=None, workspace=None, implementation=None" if op.outputs else "implementation=None"
     page = [f"# {op.name}", plain(" ".join(summary.split())), f"```py\n{signature(op, 'xt', options)}\n```"]
-    page.append(f"In JAX `xj.{op.name}`" + (", without `out` and `workspace`." if op.outputs else "."))
-    if op.mutates:
-        kept = ", ".join(f"`{name}`" for name in op.mutates)
-        page.append(
-            f"torch updates {kept} in place and returns nothing. JAX updates a `jax.Ref` in place and returns nothing; "
-            f"of an array it **returns the new one**, and the old one is as it was: use the result."
-        )
+    page.append(
+        f"In JAX `xj.{op.name}`" + (", without `out` and `workspace`." if op.outputs else f". {updates(op, JAX)}")
+    )
     page.append(paragraphs(rest))
     for heading, title in (("Args", "Arguments"), ("Returns", "Results")):
         if heading in found:

@@ -69,3 +69,11 @@ def test_help_explains_every_axis() -> None:
     words = set(done.stdout.replace(",", " ").replace(";", " ").replace("·", " ").replace(":", " ").split())
     assert "Glossary of axes" in done.stdout and "Glossary of axes" in (xmla.__doc__ or "")
     assert names - words == set()
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.mutates], ids=lambda op: op.name)
+def test_docstrings_say_what_becomes_of_updated_arrays(op: Op) -> None:
+    names = " and ".join(f"`{name}`" for name in op.mutates)
+    torch_doc, jax_doc = (inspect.getdoc(getattr(module, op.name)) or "" for module in FRONT_ENDS.values())
+    assert f"Updates {names} in place and returns None." in torch_doc and "jax.Ref" not in torch_doc
+    assert f"returns the new {names}," in " ".join(jax_doc.split()) and "Given a `jax.Ref`" in " ".join(jax_doc.split())

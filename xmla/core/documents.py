@@ -21,6 +21,7 @@ class Style:
     Attributes:
         ops, arrays: What they call the front-end and its array module.
         returns_updated: Whether a call returns the arrays that it updates.
+        updates: What happens to these arrays, `{}`.
         keywords: The keywords of its functions beside the op's own.
         of_results: Those that only ops with results take.
     """
@@ -28,6 +29,7 @@ class Style:
     ops: str
     arrays: str
     returns_updated: bool
+    updates: str
     keywords: Mapping[str, str]
     of_results: frozenset[str] = frozenset()
 
@@ -36,6 +38,7 @@ TORCH = Style(
     "xt",
     "torch",
     returns_updated=False,
+    updates="Updates {} in place and returns None.",
     keywords={
         "out": "The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They "
         "are returned.",
@@ -47,8 +50,18 @@ TORCH = Style(
     of_results=frozenset({"out", "workspace"}),
 )  # fmt: skip
 JAX = Style(
-    "xj", "jnp", returns_updated=True, keywords={"implementation": TORCH.keywords["implementation"]}
+    "xj",
+    "jnp",
+    returns_updated=True,
+    updates="Arrays do not change: returns the new {}, and without the result nothing is written. Given a `jax.Ref`, "
+    "updates it in place and returns None.",
+    keywords={"implementation": TORCH.keywords["implementation"]},
 )  # fmt: skip
+
+
+def updates(op: Op, style: Style) -> str:
+    """What a call does with the arrays that the op updates; nothing of an op that has results."""
+    return style.updates.format(" and ".join(f"`{name}`" for name in op.mutates)) if op.mutates else ""
 
 
 def document(op: Op, style: Style) -> str:
@@ -62,6 +75,9 @@ def document(op: Op, style: Style) -> str:
             line = re.sub(r"\bxp\.", f"{style.arrays}.", line)
         lines.append(line)
     text = "\n".join(lines)
+    if told := updates(op, style):
+        told = fill(told, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        text = text.replace("    Example:\n", f"{told}\n\n    Example:\n")
     told = {name: what for name, what in style.keywords.items() if op.outputs or name not in style.of_results}
     entries = [
         fill(f"{name}: {what}", WIDTH - 8, subsequent_indent="    ", break_on_hyphens=False)

@@ -94,6 +94,9 @@ def compress_kv(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Arrays do not change: returns the new `state` and `cache`, and without the result nothing is written. Given a
+    `jax.Ref`, updates it in place and returns None.
+
     Example:
         >>> kv, score = jnp.ones((4, 32)), jnp.zeros((4, 32))
         >>> ape, norm_weight = jnp.zeros((4, 32)), jnp.ones(32)
@@ -204,6 +207,9 @@ def convert_indexer_cache(
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
 
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
     Example:
         >>> source, slots = jnp.zeros((2, 4, 132), dtype=jnp.uint8), jnp.asarray([0], dtype=jnp.int32)
         >>> cache = jnp.zeros((2, 4, 68), dtype=jnp.uint8)
@@ -261,6 +267,9 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
 
     Example:
         >>> source, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([0, 5], dtype=jnp.int32)
@@ -1112,6 +1121,9 @@ def write_indexer_cache(
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
 
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
     Example:
         >>> keys, slots = jnp.ones((1, 32)), jnp.asarray([5], dtype=jnp.int32)
         >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)
@@ -1182,6 +1194,9 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
 
     Example:
         >>> latent, rope, slots = jnp.ones((1, 512)), jnp.zeros((1, 64)), jnp.asarray([5], dtype=jnp.int32)

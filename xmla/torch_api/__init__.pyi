@@ -331,6 +331,8 @@ def compress_kv(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Updates `state` and `cache` in place and returns None.
+
     Example:
         >>> kv, score = torch.ones((4, 32)), torch.zeros((4, 32))
         >>> ape, norm_weight = torch.zeros((4, 32)), torch.ones(32)
@@ -386,6 +388,8 @@ def convert_indexer_cache(
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
 
+    Updates `cache` in place and returns None.
+
     Example:
         >>> source, slots = torch.zeros((2, 4, 132), dtype=torch.uint8), torch.asarray([0], dtype=torch.int32)
         >>> cache = torch.zeros((2, 4, 68), dtype=torch.uint8)
@@ -434,6 +438,8 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Updates `cache` in place and returns None.
 
     Example:
         >>> source, slots = torch.ones((2, 4, 576), dtype=torch.bfloat16), torch.asarray([0, 5], dtype=torch.int32)
@@ -1380,6 +1386,8 @@ def write_indexer_cache(
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
 
+    Updates `cache` in place and returns None.
+
     Example:
         >>> keys, slots = torch.ones((1, 32)), torch.asarray([5], dtype=torch.int32)
         >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)
@@ -1444,6 +1452,8 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Updates `cache` in place and returns None.
 
     Example:
         >>> latent, rope, slots = torch.ones((1, 512)), torch.zeros((1, 64)), torch.asarray([5], dtype=torch.int32)
