@@ -25,20 +25,27 @@ from xmla.core.device import KNOWN_DEVICES
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
-from xmla.machine import calls
+from xmla.machine import calls, facts
 from xmla.torch_api._arrays import from_strided, spec_of
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+SERVING = (ROOT / "docs/serving.md").read_text()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 def test_info() -> None:
     plain, as_json = (CliRunner().invoke(app, ["info", *extra]) for extra in ((), ("--json",)))
     assert plain.exit_code == as_json.exit_code == 0
-    facts = json.loads(as_json.output)
-    assert facts["xmla"] == __version__ and facts["kernels"] == ("compiled" if HAS_GPU else "interpreted")
-    assert facts["triton"] in plain.output and len(facts["devices"]) >= 1
+    found = json.loads(as_json.output)
+    assert found["xmla"] == __version__ and found["kernels"] == ("compiled" if HAS_GPU else "interpreted")
+    assert found["triton"] in plain.output and len(found["devices"]) >= 1
+
+
+def test_info_names_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are text: which extra to install stands in them."""
+    monkeypatch.setattr(facts, "missing", lambda framework: framework == "jax")
+    plain = CliRunner().invoke(app, ["info"], env=WIDE)
+    assert facts.needed("jax") in plain.output and "[jax]" in plain.output
 
 
 def test_plan_prints_what_ranks_exchange() -> None:
@@ -107,7 +114,7 @@ def test_largest_error() -> None:
 
 
 def test_supports_answers_for_every_device() -> None:
-    (example,) = re.findall(r"`xmla (supports [^`]*)`", README)
+    (example,) = re.findall(r"`xmla (supports [^`]*)`", SERVING)
     yes = CliRunner().invoke(app, example.split())
     assert yes.exit_code == 0 and yes.output.count("yes") == len(KNOWN_DEVICES)
     assert "NVIDIA A100 has compute capability 8.0" in yes.output

@@ -94,6 +94,25 @@ def compress_kv(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Arrays do not change: returns the new `state` and `cache`, and without the result nothing is written. Given a
+    `jax.Ref`, updates it in place and returns None.
+
+    Example:
+        >>> kv, score = jnp.ones((4, 32)), jnp.zeros((4, 32))
+        >>> ape, norm_weight = jnp.zeros((4, 32)), jnp.ones(32)
+        >>> positions, table = jnp.arange(4, dtype=jnp.int32), jnp.zeros((1, 1), dtype=jnp.int32)
+        >>> cos_sin = jnp.asarray([[1.0, 0.0]])  # of position 0, where the entry of tokens 0 to 3 stands
+        >>> state, cache = jnp.zeros((1, 4, 64)), jnp.zeros((1, 4, 36), dtype=jnp.uint8)
+        >>> state, cache = xj.compress_kv(
+        ...     kv, score, ape, norm_weight, cos_sin, positions, state, table, cache, table
+        ... )
+        >>> xj.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -188,6 +207,20 @@ def convert_indexer_cache(
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
 
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> source, slots = jnp.zeros((2, 4, 132), dtype=jnp.uint8), jnp.asarray([0], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 68), dtype=jnp.uint8)
+        >>> cache = xj.convert_indexer_cache(source, slots, slots, cache)
+        >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
+        [1, 1, 1, 1]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -234,6 +267,20 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> source, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([0, 5], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 656), dtype=jnp.uint8)
+        >>> cache = xj.convert_mla_cache(source, slots, slots, cache)
+        >>> xj.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -309,6 +356,22 @@ def dsa_attention(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, index_q = jnp.zeros((1, 2, 576), dtype=jnp.bfloat16), jnp.ones((1, 2, 32))
+        >>> index_weights = jnp.ones((1, 2))
+        >>> mla_cache = jnp.ones((2, 4, 576), dtype=jnp.bfloat16)
+        >>> indexer_cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> out, lse, indices = xj.dsa_attention(
+        ...     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, k=2, softmax_scale=0.1
+        ... )
+        >>> indices.tolist(), out[0, 0, :2].tolist()
+        ([[0, 1]], [1.0, 1.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
     """
@@ -352,6 +415,17 @@ def indexer_logits(
     and of its fp4 variant.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # two keys of ones
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([1], dtype=jnp.int32)
+        >>> xj.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
+        [[64.0, -inf]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
@@ -400,6 +474,17 @@ def indexer_logits_paged(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> xj.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
+        [[0.0, 0.0, 0.0, 0.0, 0.0]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
         triton: every call.
@@ -439,6 +524,17 @@ def indexer_topk(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> keys, key_scales = q8[0], weights[0]  # two equal keys
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([2], dtype=jnp.int32)
+        >>> xj.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
+        [[0]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_logits.
     """
@@ -477,6 +573,17 @@ def indexer_topk_paged(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> xj.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
+        [[0, 1]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_logits_paged.
     """
@@ -513,6 +620,17 @@ def map_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table = jnp.asarray([[7, 3]], dtype=jnp.int32)
+        >>> indices = jnp.asarray([[0, 5, -1]], dtype=jnp.int32)
+        >>> slots, counts = xj.map_slots(indices, block_table, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[28, 13, -1]], [2])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -547,6 +665,16 @@ def merge_attention(
     Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
     is FlashAttention's for split keys.
 
+    Example:
+        >>> outs, lses = jnp.asarray([[[[1.0, 5.0]]], [[[3.0, 7.0]]]]), jnp.zeros((2, 1, 1))
+        >>> out, lse = xj.merge_attention(outs, lses)
+        >>> out.tolist(), round(float(lse[0, 0]), 3)
+        ([[[2.0, 6.0]]], 0.693)
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -575,6 +703,17 @@ def merge_topk(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Example:
+        >>> values = jnp.asarray([[[5.0, 1.0]], [[4.0, 3.0]]])
+        >>> indices = jnp.asarray([[[10, 2]], [[7, 30]]], dtype=jnp.int32)
+        >>> top_values, top_indices = xj.merge_topk(values, indices, k=2)
+        >>> top_values.tolist(), top_indices.tolist()
+        ([[4.0, 5.0]], [[7, 10]])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -613,6 +752,15 @@ def quantize_indexer_query(
         ArgumentError: A dtype, rank, axis, stride or format is wrong.
         UnsupportedError: I > 128.
 
+    Example:
+        >>> q8, folded_weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)), scale=1.0)
+        >>> float(q8[0, 0, 0]), folded_weights.tolist()
+        (256.0, [[0.00390625, 0.00390625]])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -643,6 +791,16 @@ def read_indexer_cache(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
+
+    Example:
+        >>> cache, slots = jnp.zeros((2, 4, 132), dtype=jnp.uint8), jnp.asarray([5, 0], dtype=jnp.int32)
+        >>> keys, key_scales = xj.read_indexer_cache(cache, slots)
+        >>> tuple(keys.shape), key_scales.tolist()
+        ((2, 128), [0.0, 0.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -677,6 +835,15 @@ def read_mla_cache(
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
 
+    Example:
+        >>> cache, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([3, -1], dtype=jnp.int32)
+        >>> xj.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 0.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -708,6 +875,15 @@ def select_topk(
 
     Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
     top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+
+    Example:
+        >>> logits, ends = jnp.asarray([[0.5, 3.0, 1.0, 2.0]]), jnp.asarray([4], dtype=jnp.int32)
+        >>> xj.select_topk(logits, ends, k=2).tolist()
+        [[1, 3]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -791,6 +967,17 @@ def sparse_mla(
     holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = jnp.zeros((1, 2, 576), dtype=jnp.bfloat16), jnp.ones((2, 4, 576), dtype=jnp.bfloat16)
+        >>> slots = jnp.asarray([[5, -1, 2]], dtype=jnp.int32)
+        >>> out, lse = xj.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> tuple(out.shape), out[0, 0, :2].tolist()
+        ((1, 2, 512), [1.0, 1.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
@@ -896,6 +1083,17 @@ def split_batch(
     has_context and off with it. With `request_ids` and `token_lengths` the paged ops serve requests with any numbers
     of new tokens in one call.
 
+    Example:
+        >>> query_starts = jnp.asarray([0, 1, 4], dtype=jnp.int32)
+        >>> lengths = jnp.asarray([9, 3], dtype=jnp.int32)
+        >>> counts, request_ids, token_lengths = xj.split_batch(query_starts, lengths, num_tokens=4)
+        >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
+        ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -938,6 +1136,16 @@ def window_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; an attribute is < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table, lengths = jnp.asarray([[7, 3]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> slots, counts = xj.window_slots(block_table, lengths, window=2, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[31, 12]], [2])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -970,6 +1178,20 @@ def write_indexer_cache(
     at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> keys, slots = jnp.ones((1, 32)), jnp.asarray([5], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)
+        >>> cache = xj.write_indexer_cache(keys, slots, cache)
+        >>> xj.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1030,6 +1252,20 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> latent, rope, slots = jnp.ones((1, 512)), jnp.zeros((1, 64)), jnp.asarray([5], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 656), dtype=jnp.uint8)
+        >>> cache = xj.write_mla_cache(latent, rope, slots, cache)
+        >>> xj.read_mla_cache(cache, slots)[0, :2].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.

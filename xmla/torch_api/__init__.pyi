@@ -3,7 +3,7 @@
 
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
-  workspace: With `out`, a dense uint8 tensor of at least `xmla.<op>.plan(...).workspace_bytes` as scratch memory.
+  workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory.
   implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
     None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
@@ -14,7 +14,7 @@ The call then raises UnsupportedError, in eager mode, in compiled code (as the c
 The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
 buffers, on the current stream.
 
-`xmla.<op>.plan` takes the same arguments and returns the call's plan without running it.
+`<op>.plan` takes the same arguments and returns the call's plan without running it.
 `torch.ops.xmla.<op>` is the same op without `out` and `workspace`. `torch.ops.xmla.<op>.out` takes the results as
 trailing keyword arguments and writes them. Ops that update a cache in place (`write_*`) have one overload, which
 declares the mutation.
@@ -353,6 +353,24 @@ def compress_kv(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Updates `state` and `cache` in place and returns None.
+
+    Example:
+        >>> kv, score = torch.ones((4, 32)), torch.zeros((4, 32))
+        >>> ape, norm_weight = torch.zeros((4, 32)), torch.ones(32)
+        >>> positions, table = torch.arange(4, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+        >>> cos_sin = torch.asarray([[1.0, 0.0]])  # of position 0, where the entry of tokens 0 to 3 stands
+        >>> state, cache = torch.zeros((1, 4, 64)), torch.zeros((1, 4, 36), dtype=torch.uint8)
+        >>> xt.compress_kv(
+        ...     kv, score, ape, norm_weight, cos_sin, positions, state, table, cache, table
+        ... )
+        >>> xt.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -392,6 +410,19 @@ def convert_indexer_cache(
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
 
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> source, slots = torch.zeros((2, 4, 132), dtype=torch.uint8), torch.asarray([0], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 68), dtype=torch.uint8)
+        >>> xt.convert_indexer_cache(source, slots, slots, cache)
+        >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
+        [1, 1, 1, 1]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -429,6 +460,19 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> source, slots = torch.ones((2, 4, 576), dtype=torch.bfloat16), torch.asarray([0, 5], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 656), dtype=torch.uint8)
+        >>> xt.convert_mla_cache(source, slots, slots, cache)
+        >>> xt.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -495,6 +539,26 @@ def dsa_attention(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, index_q = torch.zeros((1, 2, 576), dtype=torch.bfloat16), torch.ones((1, 2, 32))
+        >>> index_weights = torch.ones((1, 2))
+        >>> mla_cache = torch.ones((2, 4, 576), dtype=torch.bfloat16)
+        >>> indexer_cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> out, lse, indices = xt.dsa_attention(
+        ...     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, k=2, softmax_scale=0.1
+        ... )
+        >>> indices.tolist(), out[0, 0, :2].tolist()
+        ([[0, 1]], [1.0, 1.0])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
     """
@@ -541,6 +605,21 @@ def indexer_logits(
     and of its fp4 variant.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # two keys of ones
+        >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([1], dtype=torch.int32)
+        >>> xt.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
+        [[64.0, -inf]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
@@ -592,6 +671,21 @@ def indexer_logits_paged(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
+        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> xt.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
+        [[0.0, 0.0, 0.0, 0.0, 0.0]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
         triton: every call.
@@ -634,6 +728,21 @@ def indexer_topk(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
+        >>> keys, key_scales = q8[0], weights[0]  # two equal keys
+        >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([2], dtype=torch.int32)
+        >>> xt.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
+        [[0]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_logits.
     """
@@ -675,6 +784,21 @@ def indexer_topk_paged(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
+        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> xt.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
+        [[0, 1]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_logits_paged.
     """
@@ -714,6 +838,21 @@ def map_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table = torch.asarray([[7, 3]], dtype=torch.int32)
+        >>> indices = torch.asarray([[0, 5, -1]], dtype=torch.int32)
+        >>> slots, counts = xt.map_slots(indices, block_table, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[28, 13, -1]], [2])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -751,6 +890,20 @@ def merge_attention(
     Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
     is FlashAttention's for split keys.
 
+    Example:
+        >>> outs, lses = torch.asarray([[[[1.0, 5.0]]], [[[3.0, 7.0]]]]), torch.zeros((2, 1, 1))
+        >>> out, lse = xt.merge_attention(outs, lses)
+        >>> out.tolist(), round(float(lse[0, 0]), 3)
+        ([[[2.0, 6.0]]], 0.693)
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -782,6 +935,21 @@ def merge_topk(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Example:
+        >>> values = torch.asarray([[[5.0, 1.0]], [[4.0, 3.0]]])
+        >>> indices = torch.asarray([[[10, 2]], [[7, 30]]], dtype=torch.int32)
+        >>> top_values, top_indices = xt.merge_topk(values, indices, k=2)
+        >>> top_values.tolist(), top_indices.tolist()
+        ([[4.0, 5.0]], [[7, 10]])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -823,6 +991,19 @@ def quantize_indexer_query(
         ArgumentError: A dtype, rank, axis, stride or format is wrong.
         UnsupportedError: I > 128.
 
+    Example:
+        >>> q8, folded_weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)), scale=1.0)
+        >>> float(q8[0, 0, 0]), folded_weights.tolist()
+        (256.0, [[0.00390625, 0.00390625]])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -856,6 +1037,20 @@ def read_indexer_cache(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
+
+    Example:
+        >>> cache, slots = torch.zeros((2, 4, 132), dtype=torch.uint8), torch.asarray([5, 0], dtype=torch.int32)
+        >>> keys, key_scales = xt.read_indexer_cache(cache, slots)
+        >>> tuple(keys.shape), key_scales.tolist()
+        ((2, 128), [0.0, 0.0])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -893,6 +1088,19 @@ def read_mla_cache(
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
 
+    Example:
+        >>> cache, slots = torch.ones((2, 4, 576), dtype=torch.bfloat16), torch.asarray([3, -1], dtype=torch.int32)
+        >>> xt.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 0.0]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -927,6 +1135,19 @@ def select_topk(
 
     Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
     top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+
+    Example:
+        >>> logits, ends = torch.asarray([[0.5, 3.0, 1.0, 2.0]]), torch.asarray([4], dtype=torch.int32)
+        >>> xt.select_topk(logits, ends, k=2).tolist()
+        [[1, 3]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1013,6 +1234,21 @@ def sparse_mla(
     holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = torch.zeros((1, 2, 576), dtype=torch.bfloat16), torch.ones((2, 4, 576), dtype=torch.bfloat16)
+        >>> slots = torch.asarray([[5, -1, 2]], dtype=torch.int32)
+        >>> out, lse = xt.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> tuple(out.shape), out[0, 0, :2].tolist()
+        ((1, 2, 512), [1.0, 1.0])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
@@ -1124,6 +1360,21 @@ def split_batch(
     has_context and off with it. With `request_ids` and `token_lengths` the paged ops serve requests with any numbers
     of new tokens in one call.
 
+    Example:
+        >>> query_starts = torch.asarray([0, 1, 4], dtype=torch.int32)
+        >>> lengths = torch.asarray([9, 3], dtype=torch.int32)
+        >>> counts, request_ids, token_lengths = xt.split_batch(query_starts, lengths, num_tokens=4)
+        >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
+        ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1169,6 +1420,20 @@ def window_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; an attribute is < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table, lengths = torch.asarray([[7, 3]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> slots, counts = xt.window_slots(block_table, lengths, window=2, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[31, 12]], [2])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1203,6 +1468,19 @@ def write_indexer_cache(
     at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
+
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> keys, slots = torch.ones((1, 32)), torch.asarray([5], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)
+        >>> xt.write_indexer_cache(keys, slots, cache)
+        >>> xt.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1257,6 +1535,19 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> latent, rope, slots = torch.ones((1, 512)), torch.zeros((1, 64)), torch.asarray([5], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 656), dtype=torch.uint8)
+        >>> xt.write_mla_cache(latent, rope, slots, cache)
+        >>> xt.read_mla_cache(cache, slots)[0, :2].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
