@@ -322,6 +322,8 @@ class Op:
             told = [f"{name}: {conditions or 'every call'}." for name, conditions in served.items()]
         lines = [line for text in told for line in wrap(text, 112, subsequent_indent="    ")]
         section = "\n".join(["    Implementations, best first:", *(f"        {line}" for line in lines)])
+        if self.derivative is not None:
+            section += f"\n\n    Derivative: {self.derivative.name}, of {', '.join(self.gradients)}."
         return f"{(self.prototype.__doc__ or '').rstrip()}\n\n{section}\n    "
 
     @property

@@ -9,10 +9,13 @@ Every name here is a function of the op's tensors (positional) and attributes (k
 NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
 
 All ops work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; with a batch axis on a cache each
-element has its own) and `jax.shard_map`, and can be lowered ahead of time. Differentiation is refused. An op that
-updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns the new one;
-under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a Ref and read it
-without a copy; `ref[...]` may copy the pool.
+element has its own) and `jax.shard_map`, and can be lowered ahead of time. Reverse mode (`jax.grad`, `jax.vjp`)
+differentiates the arguments that an op's docstring names, once; everything else raises. The results of a call that is
+differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
+
+An op that updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns
+the new one; under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a
+Ref and read it without a copy; `ref[...]` may copy the pool.
 
 Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) sharded as they are, through one
 op or many, with one mesh in the program. Each device computes its own part, nothing is exchanged, and every other axis
@@ -984,6 +987,8 @@ def sparse_mla(
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
         triton: every call.
+
+    Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
     """
 
 def sparse_mla_backward(
@@ -1037,8 +1042,20 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
+    Numerics: products of operands in q's dtype, summed in float32. An entry's whole gradient is NaN if
     an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+
+    Example:
+        >>> q, cache = jnp.ones((1, 1, 512), dtype=jnp.bfloat16), jnp.ones((1, 4, 512), dtype=jnp.bfloat16)
+        >>> slots = jnp.asarray([[0, 3]], dtype=jnp.int32)
+        >>> out, lse = xj.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> dq, dcache, *_ = xj.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
+        >>> dcache[0, :, 0].tolist()
+        [0.5, 0.0, 0.0, 0.5]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.

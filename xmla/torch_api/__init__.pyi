@@ -7,9 +7,11 @@ Every name here is a function of the op's tensors (positional) and attributes (k
   implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
     None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
-No op has a derivative. An argument is differentiated if it requires grad while grad mode is on, or if it has a tangent.
-The call then raises UnsupportedError, in eager mode, in compiled code (as the cause of dynamo's own error) and under
-`torch.func`. A model that only runs inference calls the ops under `torch.no_grad()` or `torch.inference_mode()`.
+An op's docstring names the arguments that have a gradient, which autograd, `torch.func` and compiled code compute
+alike, once: a second derivative raises. An argument is differentiated if it requires grad while grad mode is on, or
+if it has a tangent. If it has no gradient, or `out` is given, the call raises UnsupportedError, in eager mode, in
+compiled code (as the cause of dynamo's own error) and under `torch.func`. A model that only runs inference calls the
+ops under `torch.no_grad()` or `torch.inference_mode()`.
 
 The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
 buffers, on the current stream.
@@ -1255,6 +1257,8 @@ def sparse_mla(
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
         triton: every call.
+
+    Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
     """
 
 @_planned(_Plans.sparse_mla_backward)
@@ -1311,8 +1315,24 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
+    Numerics: products of operands in q's dtype, summed in float32. An entry's whole gradient is NaN if
     an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+
+    Example:
+        >>> q, cache = torch.ones((1, 1, 512), dtype=torch.bfloat16), torch.ones((1, 4, 512), dtype=torch.bfloat16)
+        >>> slots = torch.asarray([[0, 3]], dtype=torch.int32)
+        >>> out, lse = xt.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> dq, dcache, *_ = xt.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
+        >>> dcache[0, :, 0].tolist()
+        [0.5, 0.0, 0.0, 0.5]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.

@@ -47,6 +47,14 @@ def sparse_mla_backward(
 
     Numerics: products of operands in q's dtype, summed in float32. An entry's whole gradient is NaN if
     an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+
+    Example:
+        >>> q, cache = xp.ones((1, 1, 512), dtype=xp.bfloat16), xp.ones((1, 4, 512), dtype=xp.bfloat16)
+        >>> slots = xp.asarray([[0, 3]], dtype=xp.int32)
+        >>> out, lse = ops.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> dq, dcache, *_ = ops.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
+        >>> dcache[0, :, 0].tolist()
+        [0.5, 0.0, 0.0, 0.5]
     """
 
 
