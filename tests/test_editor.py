@@ -56,6 +56,7 @@ TYPES = {
     "layouts.inspect(j).format": "str | None",
     "xmla.layouts.convert(j, 'v4')": "Array",
     "xmla.supports('sparse_mla', 'H200', H=16).ok": "bool",
+    "xmla.compiles()[0].seconds": "float",
     "xmla.warmup(xmla.ModelConfig(heads=16), progress=False).seconds": "float",
     "xmla.warmup(xmla.ModelConfigV4(next_n=(1, 2)), xmla.Device.of('NVIDIA H200', 90, 132), workers=2)": "Warmup",
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
-from xmla.core.compile import compiled, compiling_allowed, count_compiled, specialize
+from xmla.core.compile import compiled, compiles, compiling_allowed, specialize
 from xmla.core.config import settings, variables
 from xmla.core.device import H200
 from xmla.core.models.base import Call
@@ -44,17 +44,54 @@ def test_print_plans_once_each() -> None:
     assert loud.stderr.count("select_topk on ") == 1 and "topk_candidates_kernel × 1" in loud.stderr
 
 
-def test_log_tells_each_compile(tmp_path: Path) -> None:
-    code = (
-        "from xmla.core.compile import compiled, specialize\n"
-        "from xmla.core.device import H200\nfrom xmla.core.models.v32 import ModelConfig\n"
-        "compiled(ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=()).specializations(H200)[0], 90)\n"
-    )
+COMPILED = """
+from dataclasses import replace
+import xmla
+from xmla.core.compile import compiled, compiling_allowed
+from xmla.core.device import H200
+from xmla.core.models.v32 import ModelConfig
+
+def first_of(**sizes):
+    return ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=(), **sizes).specializations(H200)[0]
+
+assert xmla.compiles() == ()
+wanted = first_of()
+compiled(wanted, 90)
+compiled(wanted, 90)
+compiled(first_of(page_size=32), 90)
+compiled(replace(wanted, unaligned=frozenset({"rope_ptr"})), 90, 1)
+one, two, three = xmla.compiles()
+assert (one.op, one.kernel, one.arch, one.news) == ("write_mla_cache", "write_mla_cache_kernel", 90, {})
+assert two.news["PAGE_SIZE"] == (64, 32) and two.seconds > 0, two.news
+assert three.news == {"rope_ptr": ("*bf16", "*bf16, unaligned"), "GPU": (0, 1)}, three.news
+print(two, three, sep=chr(10))
+"""
+WARMUP_HINT = "`xmla warmup` or xmla.warmup(…) compiles a model's kernels before"
+
+
+def test_compiles_are_counted_and_logged(tmp_path: Path) -> None:
+    """Each with the nearest kernel that was there; the first call that compiles names the warm-up, once."""
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    loud, quiet = run_python(code, XMLA_LOG="info", **environment), run_python(code, **environment)
-    assert loud.returncode == quiet.returncode == 0, loud.stderr
-    assert "s for sm_90 write_mla_cache_kernel(" in loud.stderr and "PAGE_SIZE=64" in loud.stderr
-    assert "sm_90" not in quiet.stderr
+    loud, quiet = (run_python(COMPILED, XMLA_LOG=level, **environment) for level in ("info", ""))
+    assert loud.returncode == quiet.returncode == 0, loud.stderr + quiet.stderr
+    two, three = loud.stdout.splitlines()
+    assert (
+        "s for sm_90 write_mla_cache: write_mla_cache_kernel, its first kernel: write_mla_cache_kernel(" in loud.stderr
+    )
+    assert two in loud.stderr and three in loud.stderr and "PAGE_SIZE=64" in loud.stderr
+    assert "PAGE_SIZE is 32, was 64" in two and three.endswith(
+        "rope_ptr is *bf16, unaligned, was *bf16; GPU is 1, was 0"
+    )
+    assert loud.stderr.count(WARMUP_HINT) == 1 and loud.stderr.index(WARMUP_HINT) < loud.stderr.index("s for sm_90")
+    assert str(tmp_path) in loud.stderr
+    assert not quiet.stderr
+
+
+def test_warmup_does_not_name_itself(tmp_path: Path) -> None:
+    code = "import xmla\nfrom xmla.core.device import H200\nfrom xmla.core.models.v32 import ModelConfig\n"
+    code += "xmla.warmup(ModelConfig(heads=8, k=64, batches=(1,), max_lens=(64,), prefill_tokens=()), H200)"
+    done = run_python(code, XMLA_LOG="info", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert done.returncode == 0 and "s for sm_90" in done.stderr and WARMUP_HINT not in done.stderr, done.stderr
 
 
 def test_a_level_that_does_not_exist() -> None:
@@ -134,7 +171,7 @@ def test_every_variable_stands_in_the_readme() -> None:
 WARMED = """
 import logging, sys
 import xmla
-from xmla.core.compile import compiled, count_compiled
+from xmla.core.compile import compiled, compiles
 from xmla.core.config import settings
 from xmla.core.device import H200
 
@@ -143,14 +180,14 @@ config = xmla.ModelConfig(
     max_lens=(64, 1024), prefill_tokens=(64, 256),
 )
 report = xmla.warmup(config, H200, progress=False)
-made = count_compiled()
+made = len(compiles())
 settings.forbid_jit = True
 # Another sweep within the configuration: sizes between those listed.
 from dataclasses import replace
 sweep = replace(config, batches=(1, 3, 5, 7), max_lens=(64, 1024), prefill_tokens=(100, 200))
 for specialization in sweep.specializations(H200):
     compiled(specialization, 90)
-assert count_compiled() == made, "a call within the configuration compiled"
+assert len(compiles()) == made, "a call within the configuration compiled"
 try:
     for specialization in replace(config, k=65).specializations(H200):
         compiled(specialization, 90)
@@ -208,7 +245,7 @@ def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     warmup(config, progress=False)
     monkeypatch.setattr(settings, "forbid_jit", True)
     torch_api._run._prepared.clear()
-    before = count_compiled()
+    before = len(compiles())
     for requests in (1, 2, 3, 4):
         for next_n in (1, 2):
             for max_len in (256, 512):
@@ -224,6 +261,6 @@ def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
                 step = jax.jit(lambda *a: jax_api.dsa_attention(*a, k=64, softmax_scale=0.1))
                 theirs = step(*[jnp.asarray(kit.as_numpy(a)) for a in arguments])
                 kit.assert_bits_equal("out", ours[0], theirs[0])
-    assert count_compiled() == before
+    assert len(compiles()) == before
     with pytest.raises(UnsupportedError, match="XMLA_FORBID_JIT is set"):
         torch_api.dsa_attention(*arguments, k=65, softmax_scale=0.1)
