@@ -110,7 +110,8 @@ def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.
 
 @triton.jit(
     do_not_specialize=[
-        "num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_positions", "num_splits", "split_keys",
+        "num_slots", "num_keys", "slot_stride", "num_extra_slots", "num_extra_keys", "extra_slot_stride",
+        "num_positions", "num_splits", "split_keys",
     ]
 )  # fmt: skip
 def sparse_mla_kernel(
@@ -126,8 +127,10 @@ def sparse_mla_kernel(
     positions_ptr,  # [T] i32 if ROTATE
     num_slots,
     num_keys,  # K
+    slot_stride,
     num_extra_slots,
     num_extra_keys,  # EXTRA_K
+    extra_slot_stride,
     num_positions,  # S
     num_splits,
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
@@ -135,11 +138,9 @@ def sparse_mla_kernel(
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    EXTRA_SLOT_STRIDE: tl.constexpr,
     EXTRA_PAGE_STRIDE: tl.constexpr,
     EXTRA_PAGE_SIZE: tl.constexpr,
     EXTRA_LAYOUT: tl.constexpr,
@@ -186,8 +187,8 @@ def sparse_mla_kernel(
     extra_end = tl.minimum(extra_end, extra_first + split_keys)
     extra_first = tl.maximum(extra_first, 0)
 
-    slots = slots_ptr + offset_of(token, SLOT_STRIDE)
-    extra_slots = extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE)
+    slots = slots_ptr + offset_of(token, slot_stride)
+    extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)
@@ -285,15 +286,15 @@ def clear_marks_kernel(
     tl.store(marks_ptr + offs, tl.zeros([BLOCK], tl.int8), mask=offs < num_slots)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "step"])
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride", "step"])
 def mark_entries_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
     num_slots,
     num_keys,  # K
+    slot_stride,
     step,  # one token of so many
     marks_ptr,  # [P, R] i8, 1 for entries that a slot names; others stay as they are
-    SLOT_STRIDE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -303,7 +304,7 @@ def mark_entries_kernel(
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
     for first in tl.range(0, num_keys, BLOCK):
         offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs, mask=offs < end, other=-1)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)
         # A store to a mark that many programs write waits for them; a set mark is read from the L1 cache.
         ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
