@@ -104,7 +104,7 @@ def test_forbidden_compiles_name_the_specialisation(monkeypatch: pytest.MonkeyPa
     specs = {"logits": Spec((3, 77), "float32"), "ends": Spec((3,), "int32")}
     plan = Call("select_topk", specs, {"k": 5}).plan(H200)
     wanted = specialize(plan.launches[0], plan, specs)
-    with pytest.raises(UnsupportedError, match=r"no warm-up made ready, for sm_90: topk_candidates_kernel\(.*K=5"):
+    with pytest.raises(UnsupportedError, match=r"no warm-up made ready, for sm_90: topk_candidates_kernel\(.*STEP=8"):
         compiled(wanted, 90)
     with pytest.raises(Exception) as inside, compiling_allowed():  # interpreted kernels do not compile
         compiled(wanted, 12345)
@@ -189,13 +189,13 @@ for specialization in sweep.specializations(H200):
     compiled(specialization, 90)
 assert len(compiles()) == made, "a call within the configuration compiled"
 try:
-    for specialization in replace(config, k=65).specializations(H200):
+    for specialization in replace(config, page_size=128).specializations(H200):
         compiled(specialization, 90)
 except xmla.UnsupportedError as error:
-    assert "K=65" in str(error)
+    assert "PAGE_SIZE=128" in str(error)
 else:
     raise AssertionError("a call outside of the configuration compiled")
-print(len(report.specializations), report.seconds)
+print(len(report.specializations))
 """
 
 
@@ -209,11 +209,11 @@ def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
     ]
     outputs = [process.communicate() for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs[0][1] + outputs[1][1]
+    cubins = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cache/*/*.cubin")}
     third = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    count, seconds = third.stdout.split()
-    assert int(count) >= 15
-    first_seconds = float(outputs[0][0].split()[1])
-    assert float(seconds) < first_seconds / 2, "the third process compiled again"
+    assert 15 <= int(third.stdout) <= len(cubins)
+    after = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cache/*/*.cubin")}
+    assert after == cubins, "the third process compiled again"
 
 
 def test_warmup_needs_compiled_kernels() -> None:
