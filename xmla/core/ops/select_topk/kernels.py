@@ -391,6 +391,7 @@ def topk_select_kernel(
     k,
     indices_ptr,  # [T, K] i32
     HAS_STARTS: tl.constexpr,
+    K: tl.constexpr,  # k, compiled in; 0: it is not
     UNIT: tl.constexpr,  # of k
     SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
     CAPACITY: tl.constexpr,
@@ -399,6 +400,8 @@ def topk_select_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
+    if K:
+        k = K
     width = multiple(k, UNIT)
     out = indices_ptr + offset_of(first_row + row, width)
     if length <= k:

@@ -76,7 +76,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("indices",),
             arrays={**arrays, "candidates": "logits", "counts": "ends"},
             sizes=sizes,
-            constexprs={**shared, "UNIT": unit, "WARPS": 16, "TILE": 4096},
+            constexprs={**shared, "K": 0, "UNIT": unit, "WARPS": 16, "TILE": 4096},
             num_warps=16,
             num_stages=3,
         )
@@ -111,7 +111,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=("indices",),
         arrays=arrays,
         sizes=sizes,
-        constexprs={**shared, "UNIT": unit, "WARPS": warps, "TILE": 2048},
+        # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
+        constexprs={**shared, "K": k if many else 0, "UNIT": unit, "WARPS": warps, "TILE": 2048},
         num_warps=warps,
         num_stages=3,
         max_registers=128 if many else most_registers(warps),
