@@ -32,6 +32,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 @app.command()
 def demo(
     model: Annotated[Model, typer.Option(help="Whose attention is replaced.")] = Model.V32,
+    details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
     out: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
     ] = None,
