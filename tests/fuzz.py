@@ -498,7 +498,7 @@ def fuzz(
     done: Counter[str] = Counter()
     failures: dict[str, str] = {}
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("fuzzing", total=cases or None)
+        task = bar.add_task("fuzzing", total=cases or seconds)
         while time.monotonic() - began < seconds and (not cases or done.total() < cases):
             try:
                 op_name, number, found = reports.get(timeout=0.5)
@@ -507,7 +507,7 @@ def fuzz(
             else:
                 done[op_name] += number
                 failures |= found
-                bar.update(task, completed=done.total())
+            bar.update(task, completed=done.total() if cases else time.monotonic() - began)
             for index, worker in enumerate(pool):
                 chosen, batch, before, turn = worker.state[:]
                 limit = HANG_SECONDS if turn else COMPILE_SECONDS
