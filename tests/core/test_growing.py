@@ -19,7 +19,12 @@ SIZES = range(100, 128)  # between two powers of two, which tiles are
 GROWING = {"T", "B", "M", "STATE_M", "K", "EXTRA_K", "N", "S", "P", "EXTRA_P", "SOURCE_P", "STATE_P"}
 # As many candidates as each rank selects: the attribute k of that call, which is a constant as here.
 CONSTANT = {("merge_topk", "N")}
-ATTRIBUTES = {"max_len": "indexer_logits_paged", "num_tokens": "split_batch", "k": "select_topk"}
+ATTRIBUTES = {
+    "max_len": "indexer_logits_paged",
+    "num_tokens": "split_batch",
+    "k": "select_topk",
+    "window": "window_slots",
+}
 
 
 def axes_of(op: Op, specs: dict[str, Spec]) -> list[str]:

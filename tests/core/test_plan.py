@@ -184,7 +184,7 @@ def test_a_swapped_launch_is_refused() -> None:
             "table_width": 4,
             "next_n": 1,
         },
-        "constexprs": dict.fromkeys(("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K"), 1),
+        "constexprs": dict.fromkeys(("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K", "ONE_STEP"), 1),
     }
     assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices")
     for wrong, message in (

@@ -23,6 +23,7 @@ def map_slots_kernel(
     HAS_REQUEST_IDS: tl.constexpr,
     COMPACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # K ≤ BLOCK_K
 ):
     token = tl.program_id(0).to(tl.int64)
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
@@ -32,7 +33,7 @@ def map_slots_kernel(
     indices = indices_ptr + offset_of(token, multiple(index_stride, UNIT))
     slots = slots_ptr + offset_of(token, num_keys)
     count = 0
-    for first in tl.range(0, num_keys, BLOCK_K):
+    for first in tl.range(0, BLOCK_K if ONE_STEP else num_keys, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         index = tl.load(indices + offs_k, mask=offs_k < num_keys, other=-1)
         inside = (index >= 0) & (index // PAGE_SIZE < width)
@@ -46,7 +47,7 @@ def map_slots_kernel(
             tl.store(slots + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < num_keys)
         count += tl.sum(ok.to(tl.int32))
     if COMPACT:
-        for first in tl.range(0, num_keys, BLOCK_K):
+        for first in tl.range(0, BLOCK_K if ONE_STEP else num_keys, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
             tl.store(slots + offs_k, -1, mask=(offs_k >= count) & (offs_k < num_keys))
     tl.store(counts_ptr + token, count)

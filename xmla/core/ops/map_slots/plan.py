@@ -9,6 +9,7 @@ BLOCKS = (128, 512, 2048)  # indices of a step; few, since each is a kernel
 
 def plan(problem: Problem, device: Device) -> Plan:
     indices, keys = problem.specs["indices"], problem["K"]
+    block = next((block for block in BLOCKS if keys <= block), BLOCKS[-1])
     launch = Launch(
         map_slots_kernel,
         grid=(problem["T"],),
@@ -27,7 +28,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             "PAGE_SIZE": problem.attrs["page_size"],
             "HAS_REQUEST_IDS": problem.has("request_ids"),
             "COMPACT": problem.attrs["compact"],
-            "BLOCK_K": next((block for block in BLOCKS if keys <= block), BLOCKS[-1]),
+            "BLOCK_K": block,
+            "ONE_STEP": keys <= block,
         },
     )
     return Plan((launch,), problem.op.result_specs(problem), ("slots", "counts"))
