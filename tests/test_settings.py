@@ -87,6 +87,36 @@ def test_compiles_are_counted_and_logged(tmp_path: Path) -> None:
     assert not quiet.stderr
 
 
+BY_JAX = """
+import jax, jax.numpy as jnp
+import xmla
+from xmla import jax_api
+from xmla.core.device import H200, assume_device
+
+def lower(columns):
+    shapes = [jax.ShapeDtypeStruct((1, columns), jnp.int32), jax.ShapeDtypeStruct((1, 9), jnp.int32)]
+    function = jax.jit(lambda indices, table: jax_api.map_slots(indices, table, page_size=64))
+    with assume_device(H200):
+        jax.export.export(function, platforms=["cuda"], disabled_checks=jax_api.EXPORT_CHECKS)(*shapes)
+
+for columns in (*range(1, 9), *range(90, 110)):
+    lower(columns)
+for made in xmla.compiles():
+    print(made)
+"""
+
+
+def test_compiles_of_a_growing_sequence_in_jax(tmp_path: Path) -> None:
+    """Widths of indices that grow compile two kernels: of any width, and of whole vectors."""
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
+    done = run_python(BY_JAX, XMLA_LOG="info", **environment)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.endswith("map_slots: map_slots_kernel, its first kernel") and first in done.stderr
+    assert second.endswith("map_slots: map_slots_kernel, UNIT is 4, was 1") and second in done.stderr
+    assert done.stderr.count(WARMUP_HINT) == 1
+
+
 def test_warmup_does_not_name_itself(tmp_path: Path) -> None:
     code = "import xmla\nfrom xmla.core.device import H200\nfrom xmla.core.models.v32 import ModelConfig\n"
     code += "xmla.warmup(ModelConfig(heads=8, k=64, batches=(1,), max_lens=(64,), prefill_tokens=()), H200)"
