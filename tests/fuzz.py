@@ -169,8 +169,9 @@ def cut(
     """Leave out the end of some axes, where the op takes it: what remains is no longer dense."""
     plan = bind(op, arrays, attrs, by)
     constants = [launch.constexprs for launch in plan.launches] if plan is not None else []
-    # A shorter page has values for scales. Of MXFP4's each sum has several; V4's are too far apart for float16.
-    far = any(c.get("MXFP4") or (by == "gluon" and "LAYOUT" in c and c["LAYOUT"].footer) for c in constants)
+    # A shorter page has values for scales: sums of several of MXFP4's or V4's round.
+    summed = any(result.agreement for result in op.outputs.values())
+    far = any(c.get("MXFP4") or (summed and "LAYOUT" in c and c["LAYOUT"].footer) for c in constants)
     for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
         if axis in ("R", "EXTRA_R") and far:
             continue

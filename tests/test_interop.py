@@ -40,3 +40,12 @@ def test_there_and_back_is_the_same_memory(device: str) -> None:
 def test_a_strided_tensor_is_refused(device: str) -> None:
     with pytest.raises(ArgumentError, match=r"to_jax: tensor strides is \(1, 6\), expected contiguous"):
         interop.to_jax(torch.zeros(4, 6, device=device).T)
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_another_gpu_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    tensor = torch.arange(6, device="cuda:0")
+    with torch.cuda.device(1):
+        assert pointer(interop.to_jax(tensor)) == tensor.data_ptr()

@@ -162,6 +162,8 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
 
     monkeypatch.setattr(_run, "prepare", prepare)
     monkeypatch.setattr(_run, "_prepared", {})
+    if HAS_GPU:
+        monkeypatch.setenv("LOCAL_RANK", "0")
     dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         problem = make(Ownership(1, PAGE), (31, 17), 1, index_format=index_format)

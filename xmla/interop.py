@@ -21,10 +21,14 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
         ArgumentError: The tensor is not contiguous.
     """
     import jax
+    import torch
 
     if not tensor.is_contiguous():
         raise ArgumentError(f"to_jax: tensor strides is {tensor.stride()}, expected contiguous")
-    return jax.dlpack.from_dlpack(tensor.detach())
+    with torch.cuda.device_of(tensor):
+        jax.devices()  # JAX makes another GPU current as it starts
+    with torch.cuda.device_of(tensor):  # torch exports from the current GPU alone
+        return jax.dlpack.from_dlpack(tensor.detach())
 
 
 def to_torch(array: "jax.Array") -> "torch.Tensor":

@@ -13,14 +13,18 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from math import prod
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton
@@ -241,23 +245,45 @@ def main() -> None:
         chosen = set({branches(kernel): kernel for kernel in sorted(kernels, key=tile)}.values())
     shared = chosen.intersection(all_of(DEVICES[given.source])) if given.source else set()
     compared = {kernel.kernel.__name__: kernel for kernel in shared}.values()
-    made: dict[Specialization, dict[str, object]] = {}
+
+    def tell(place: int) -> dict[str, object]:
+        kernel = kernels[place]
+        told = report(kernel, given.arch, given.source if kernel in shared else given.arch)
+        if given.hash:
+            told["sass"] = instructions(compiled(kernel, given.arch).asm["cubin"])
+        if kernel in compared:
+            ours, theirs = (build(kernel, given.arch, arch).ptx for arch in (given.arch, given.source))
+            told["same_ptx"] = ours == theirs
+        return told
+
+    kernels = [kernel for kernel in kernels if kernel in chosen]
+    made = dict(zip(kernels, in_processes(tell, len(kernels)), strict=True))
     for call in plans(device):
         names = {"op": call.op, "form": call.form, "case": call.case}
         if call.plan is None:
             print(json.dumps(names | {"refused": call.reason}))
             continue
         for kernel in specializations(call):
-            if kernel not in chosen:
-                continue
-            if kernel not in made:
-                made[kernel] = report(kernel, given.arch, given.source if kernel in shared else given.arch)
-                if given.hash:
-                    made[kernel]["sass"] = instructions(compiled(kernel, given.arch).asm["cubin"])
-                if kernel in compared:
-                    ours, theirs = (build(kernel, given.arch, arch).ptx for arch in (given.arch, given.source))
-                    made[kernel]["same_ptx"] = ours == theirs
-            print(json.dumps(names | made[kernel]), flush=True)
+            if kernel in made:
+                print(json.dumps(names | made[kernel]))
+
+
+def in_processes[Answer](tell: Callable[[int], Answer], count: int) -> list[Answer]:
+    """`tell` of each number below `count`, on a quarter of the cores: a suite's other workers have the rest.
+
+    Kernels cannot be sent to a process, so that each is forked with all of them.
+    """
+    global _tell
+    _tell = tell
+    with ProcessPoolExecutor(max(len(os.sched_getaffinity(0)) // 4, 1), get_context("fork")) as pool:
+        return list(pool.map(_told, range(count)))
+
+
+_tell: Callable[[int], Any]
+
+
+def _told(place: int) -> Any:
+    return _tell(place)
 
 
 if __name__ == "__main__":

@@ -276,6 +276,9 @@ class Op:
         limits: The range of each index, page and length, for XMLA_CHECK.
         work: The least bytes and operations of a call, step by step. Every request is as long as its block table, or
             has `keys` keys.
+        derivative: The op that computes this op's gradients. Its arguments are this op's arguments by name, its results
+            as `forward_<result>` and their gradients as `d<result>`; its results are the gradients `d<argument>` of
+            the arguments that have one, empty for one that is not given. It takes attributes of the same names.
         batch: Computes several calls at once under vmap if a pool has a batch axis and folding it into one larger pool
             would compute unwanted elements. Takes (array module, call of an op by name, arrays with the batch as first
             axis).
@@ -293,6 +296,7 @@ class Op:
     limits: Callable[[Problem, Arrays], Iterable[Limit]] = declared_limits
     work: Callable[[Problem, int | None], list[Work]] = everything_once
     batch: Callable[[Any, Callable[..., Any], Mapping[str, Any]], tuple[Any, ...]] | None = None
+    derivative: "Op | None" = None
     name: str = field(init=False)
     optional: frozenset[str] = field(init=False)
     mutates: tuple[str, ...] = field(init=False)
@@ -349,6 +353,12 @@ class Op:
     def partial(self) -> bool:
         """Whether elements of a result are left unwritten."""
         return any(result.partial for result in self.outputs.values())
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether every token has its own row of each result: none is a sum over tokens."""
+        per_token = any("T" in tensor.names for tensor in self.tensors.values())
+        return not per_token or all("T" in result.names for result in self.outputs.values())
 
     def indices_of(self, cache: str) -> list[str]:
         """The index tensors whose values name entries, or pages, of the cache."""
@@ -414,7 +424,9 @@ class Op:
     ) -> None:
         if len(spec.shape) != len(tensor.names):
             problem.refuse(name, "rank", len(spec.shape), f"{len(tensor.names)} ({', '.join(tensor.names)})")
-        if spec.dtype not in tensor.dtypes:
+        # The reference alone computes in float64, for checks of a derivative by finite differences.
+        exact = problem.implementation == "reference" and spec.dtype == "float64" and HALVES[0] in tensor.dtypes
+        if spec.dtype not in tensor.dtypes and not exact:
             narrowed = " (.int() in torch, .astype('int32') in JAX)" if spec.dtype == "int64" else ""
             problem.refuse(
                 name, "dtype", spec.dtype, " or ".join(tensor.dtypes) + narrowed * ("int32" in tensor.dtypes)
@@ -433,11 +445,62 @@ class Op:
     def result_specs(self, problem: Problem) -> dict[str, Spec]:
         return {name: result.spec(problem) for name, result in self.outputs.items()}
 
-    def refuse_derivative(self, argument: str, constant: str) -> NoReturn:
-        """Raise for an argument that is differentiated; `constant`: the framework's call that prevents it."""
-        raise UnsupportedError(
-            f"{self.name}: {argument} is differentiated, supported: no derivative; {constant} makes it a constant"
+    @property
+    def gradients(self) -> dict[str, str]:
+        """The arguments that have a gradient, and the derivative's results that hold it."""
+        names = {name: f"d{name}" for name in self.tensors}
+        return {n: d for n, d in names.items() if self.derivative is not None and d in self.derivative.outputs}
+
+    def derivative_call(
+        self, arguments: Mapping[str, Any], results: Iterable[Any], gradients: Iterable[Any],
+        zeros_like: Callable[[Any], Any], attrs: tuple[Any, ...], implementation: str | None,
+    ) -> "DerivativeCall":  # fmt: skip
+        """The derivative's call, of a call's arguments, results and their gradients, None for one that is zero."""
+        if self.derivative is None:
+            raise RuntimeError(f"{self.name} has no derivative")
+        named = dict(arguments)
+        for name, result, gradient in zip(self.outputs, results, gradients, strict=True):
+            if gradient is None and f"d{name}" not in self.derivative.optional:
+                gradient = zeros_like(result)
+            named |= {f"forward_{name}": result, f"d{name}": gradient}
+        values = dict(zip(self.defaults, attrs, strict=True))
+        return DerivativeCall(
+            self.derivative,
+            {name: named[name] for name in self.derivative.tensors if named.get(name) is not None},
+            tuple(values[name] for name in self.derivative.defaults),
+            implementation if implementation in (*self.derivative.choices, "reference") else None,
         )
+
+    def refuse_derivative(self, argument: str, constant: str) -> NoReturn:
+        """Raise for an argument that is differentiated in a way that has no derivative, whatever the op has."""
+        self._refuse_derivative(f"{argument} is differentiated", "no derivative", constant)
+
+    def check_derivative(
+        self, argument: str, constant: str, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any],
+        implementation: str | None = None,
+    ) -> None:  # fmt: skip
+        """Refuse a call that is differentiated with respect to an argument, if there is no such derivative.
+
+        `constant`: the framework's call that makes the argument a constant.
+
+        Raises:
+            UnsupportedError: The op or the argument has no derivative, or the derivative does not take an argument or a
+                format of the call.
+        """
+        supported = f"derivatives of {', '.join(self.gradients)}" if self.gradients else "no derivative"
+        if self.derivative is None or argument not in self.gradients:
+            self._refuse_derivative(f"{argument} is differentiated", supported, constant)
+        problem = self.bind(specs, attrs, implementation)
+        for name in problem.specs:
+            if name not in self.derivative.tensors:
+                self._refuse_derivative(f"{argument} is differentiated with {name}", f"{supported} without", constant)
+        results = self.result_specs(problem).values()
+        values = tuple(attrs[name] for name in self.defaults)
+        call = self.derivative_call(problem.specs, results, results, lambda spec: spec, values, implementation)
+        call.op.bind(call.arguments, call.attributes, call.implementation, Whole(self.name, {}))
+
+    def _refuse_derivative(self, what: str, supported: str, constant: str) -> NoReturn:
+        raise UnsupportedError(f"{self.name}: {what}, supported: {supported}; {constant} makes it a constant")
 
     def check_implementation(self, implementation: str | None) -> None:
         choices = (None, *self.choices, "reference")
@@ -446,6 +509,20 @@ class Op:
                 f"{self.name}: implementation is {implementation!r}, supported: "
                 f"{', '.join(repr(choice) for choice in choices)}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class DerivativeCall:
+    """A call of an op's derivative: `arguments` are those given, `attrs` follow `op.attrs`."""
+
+    op: Op
+    arguments: dict[str, Any]
+    attrs: tuple[Any, ...]
+    implementation: str | None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return dict(zip(self.op.defaults, self.attrs, strict=True))
 
 
 def plan_call(

@@ -43,6 +43,7 @@ _OPS = {
         read_mla_cache.OP,
         select_topk.OP,
         sparse_mla.OP,
+        sparse_mla.backward.OP,
         split_batch.OP,
         window_slots.OP,
         write_indexer_cache.OP,

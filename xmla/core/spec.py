@@ -8,6 +8,7 @@ import numpy as np
 
 # dtype name (the same in NumPy, PyTorch and JAX) → (NumPy dtype, name in a Triton signature)
 DTYPES: dict[str, tuple[np.dtype, str]] = {
+    "float64": (np.dtype(np.float64), "fp64"),
     "float32": (np.dtype(np.float32), "fp32"),
     "float16": (np.dtype(np.float16), "fp16"),
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), "bf16"),

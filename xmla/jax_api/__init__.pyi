@@ -799,6 +799,64 @@ def sparse_mla(
         triton: every call.
     """
 
+def sparse_mla_backward(
+    q: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    slots: jax.Array | np.ndarray,
+    forward_out: jax.Array | np.ndarray,
+    forward_lse: jax.Array | np.ndarray,
+    dout: jax.Array | np.ndarray,
+    dlse: jax.Array | np.ndarray | None = None,
+    lengths: jax.Array | np.ndarray | None = None,
+    sink: jax.Array | np.ndarray | None = None,
+    extra_cache: jax.Array | np.ndarray | jax.Ref | None = None,
+    extra_slots: jax.Array | np.ndarray | None = None,
+    extra_lengths: jax.Array | np.ndarray | None = None,
+    *,
+    softmax_scale: float,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
+    lse_base: str = "e",
+    lse_sink: bool = False,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
+
+        p[h,k]   = exp(s[h,k] − z[h])          s and S[t] as in `sparse_mla`, z = ln (Σ_k exp(s[h,k]) + exp(sink[h]))
+        Δ[t,h]   = forward_out[t,h] · dout[t,h]
+        ds[h,k]  = p[h,k] · (dout[t,h] · value(k) − Δ[t,h]) + dlse[t,h] · ∂forward_lse[t,h] / ∂s[h,k]
+        dq[t,h]  = softmax_scale · Σ_k ds[h,k] · entry(k)                                            k over S[t]
+        dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
+        dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
+
+    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
+    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+
+    Args:
+        q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
+            rows ("plain", "plain_v4"). Entries that no valid slot names are never read.
+        forward_out, forward_lse: [T, H, 512], dtype of q, and [T, H] float32: that call's results.
+        dout: [T, H, 512], dtype of q: the gradient of its out.
+        dlse: [T, H] float32: the gradient of its lse; default 0.
+        softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
+
+    Returns:
+        dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
+        dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names.
+        dsink: [H] float32; [0] without sink.
+        dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW]; [0, 0, 0] without extra_cache.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
+        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
+
+    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
+    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
 def split_batch(
     query_starts: jax.Array | np.ndarray,
     lengths: jax.Array | np.ndarray,
@@ -1006,6 +1064,7 @@ __all__ = [
     "read_mla_cache",
     "select_topk",
     "sparse_mla",
+    "sparse_mla_backward",
     "split_batch",
     "window_slots",
     "write_indexer_cache",

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -127,8 +128,10 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple
             raise UnsupportedError(
                 f"{op.name}: {name} is a Ref without a batch axis under vmap, supported: a Ref with one, or an array"
             )
-    pools = _batching.batched_pools(op, dims)
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None}
+    if not op.rows_apart:
+        return _batch_in_turn(op, arrays, dims, params)
+    pools = _batching.batched_pools(op, dims)
     if op.batch is not None and pools:
         return _batch_apart(op.batch, arrays, dims, size, params)
     # Each element updates its own cache, even if all start from the same one.
@@ -142,6 +145,18 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple
         if name in updated:
             ref[...] = _batching.move(updated.pop(name), 0, dims[name])
     found = [*results, *updated.values()]
+    return found, [0] * len(found)
+
+
+def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]):
+    """One call after another, of an op that sums over rows: folded, the sums would be those of the whole batch."""
+    moved = {name: _batching.move(arrays[name], dim, 0) for name, dim in dims.items() if dim is not None}
+
+    def one(own: dict[str, Any]) -> list[Any]:
+        given = arrays | own
+        return bind(*given.values(), op=op, given=tuple(given), **params)
+
+    found = jax.lax.map(one, moved)
     return found, [0] * len(found)
 
 
@@ -163,14 +178,61 @@ def _batch_apart(
     return list(found), [0] * len(found)
 
 
+# The tangents of a call's results, linear in those of its arguments. Only transposed: it has no value.
+tangent_p = Primitive("xmla_tangent")
+
+
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):
-    for name, tangent in zip(given, tangents, strict=True):
-        if not isinstance(tangent, ad.Zero):
-            op.refuse_derivative(name, f"jax.lax.stop_gradient({name})")
-    out = bind(*primals, op=op, given=given, **params)
-    return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
+    moving = {n: t for n, t in zip(given, tangents, strict=True) if not isinstance(t, ad.Zero)}
+    if not moving:
+        out = bind(*primals, op=op, given=given, **params)
+        return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
+    arrays = {n: v[...] if is_ref(v) else v for n, v in zip(given, primals, strict=True)}
+    specs = _specs(given, [jax.typeof(value) for value in arrays.values()])
+    values = dict(zip(op.defaults, params["attrs"], strict=True))
+    for name in moving:
+        op.check_derivative(name, f"jax.lax.stop_gradient({name})", specs, values, params["implementation"])
+    arrays, moving = _private.vary_alike(arrays, moving)
+    found = bind(*arrays.values(), op=op, given=given, **params)
+    out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(found, op.outputs, strict=True)]
+    moved = tangent_p.bind(*arrays.values(), *out, *moving.values(), op=op, given=given, moving=tuple(moving), **params)
+    return out, moved
 
 
+def _refuse_tangent(*_: Any, op: Op, moving: tuple[str, ...], **params: Any) -> Any:
+    raise UnsupportedError(
+        f"{op.name}: {moving[0]} is differentiated in forward mode, supported: reverse mode (jax.grad, jax.vjp)"
+    )
+
+
+def _tangent_shapes(*avals: Any, op: Op, given: tuple[str, ...], **_: Any) -> list[Any]:
+    return list(avals[len(given) : len(given) + len(op.outputs)])
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, op: Op, given: tuple[str, ...], moving: tuple[str, ...],
+    attrs: tuple[Any, ...], implementation: str | None, device: Device,
+) -> list[Any]:  # fmt: skip
+    """The gradients of the arguments `moving`: a call of the op's derivative."""
+    known = operands[: len(given) + len(op.outputs)]
+    results = known[len(given) :]
+    gradients = [None if isinstance(cotangent, ad.Zero) else cotangent for cotangent in cotangents]
+    arguments = dict(zip(given, known, strict=False))
+    its = op.derivative_call(arguments, results, gradients, jnp.zeros_like, attrs, implementation)
+    found = bind(
+        *its.arguments.values(), op=its.op, given=tuple(its.arguments), attrs=its.attrs, device=device,
+        implementation=its.implementation,
+    )  # fmt: skip
+    computed = dict(zip(its.op.outputs, found, strict=True))
+    return [*[None] * len(known), *[computed[op.gradients[name]] for name in moving]]
+
+
+tangent_p.multiple_results = True
+tangent_p.def_impl(_refuse_tangent)
+tangent_p.def_abstract_eval(_tangent_shapes)
+mlir.register_lowering(tangent_p, _refuse_tangent)
+batching.primitive_batchers[tangent_p] = _refuse_tangent
+ad.primitive_transposes[tangent_p] = _transpose
 for primitive in (call_p, jit_p):
     primitive.multiple_results = True
     primitive.def_impl(partial(_impl, primitive))

@@ -71,5 +71,21 @@ def varying(avals: Sequence[Any]) -> dict[str, Any]:
     return {"manual_axis_type": _manual[0](varying=frozenset[Any]().union(*(aval.mat.varying for aval in avals)))}
 
 
+def vary_alike(*groups: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arrays, each varying over every mesh axis that one of them varies over in a `shard_map`.
+
+    The derivative of the cast is the sum over those axes.
+    """
+    if not _manual:
+        return list(groups)
+    every = frozenset[Any]().union(*(jax.typeof(array).mat.varying for group in groups for array in group.values()))
+
+    def cast(array: Any) -> Any:
+        missing = tuple(every - jax.typeof(array).mat.varying)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return [{name: cast(array) for name, array in group.items()} for group in groups]
+
+
 if MISSING:
     logging.getLogger("xmla").warning("JAX %s lacks what xmla.jax_api takes: %s", jax.__version__, "; ".join(MISSING))

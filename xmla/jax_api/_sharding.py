@@ -25,7 +25,8 @@ def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
     """The axes that can be sharded in a call with the operands `given`."""
     names = {axis for name in given for axis in op.tensors[name].names}
     counted = "B" in names and "request_ids" not in given
-    return [axis for axis in ("T", "H") if axis in names and not op.mutates and not (axis == "T" and counted)]
+    whole = op.mutates or not op.rows_apart
+    return [axis for axis in ("T", "H") if axis in names and not whole and not (axis == "T" and counted)]
 
 
 def _result_axes(problem: Problem) -> list[Axes]:

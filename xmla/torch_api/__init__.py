@@ -44,6 +44,7 @@ read_indexer_cache = public(_declared["read_indexer_cache"])
 read_mla_cache = public(_declared["read_mla_cache"])
 select_topk = public(_declared["select_topk"])
 sparse_mla = public(_declared["sparse_mla"])
+sparse_mla_backward = public(_declared["sparse_mla_backward"])
 split_batch = public(_declared["split_batch"])
 window_slots = public(_declared["window_slots"])
 write_indexer_cache = public(_declared["write_indexer_cache"])
@@ -66,6 +67,7 @@ __all__ = [
     "read_mla_cache",
     "select_topk",
     "sparse_mla",
+    "sparse_mla_backward",
     "split_batch",
     "window_slots",
     "write_indexer_cache",

@@ -230,6 +230,28 @@ class _Plans:
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan: ...
     @staticmethod
+    def sparse_mla_backward(
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        forward_out: torch.Tensor,
+        forward_lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+        extra_cache: torch.Tensor | None = None,
+        extra_slots: torch.Tensor | None = None,
+        extra_lengths: torch.Tensor | None = None,
+        *,
+        softmax_scale: float,
+        cache_format: str | None = None,
+        extra_cache_format: str | None = None,
+        lse_base: str = "e",
+        lse_sink: bool = False,
+        implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
     def split_batch(
         query_starts: torch.Tensor,
         lengths: torch.Tensor,
@@ -999,6 +1021,67 @@ def sparse_mla(
         triton: every call.
     """
 
+@_planned(_Plans.sparse_mla_backward)
+def sparse_mla_backward(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    forward_out: torch.Tensor,
+    forward_lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    extra_cache: torch.Tensor | None = None,
+    extra_slots: torch.Tensor | None = None,
+    extra_lengths: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
+    lse_base: str = "e",
+    lse_sink: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
+
+        p[h,k]   = exp(s[h,k] − z[h])          s and S[t] as in `sparse_mla`, z = ln (Σ_k exp(s[h,k]) + exp(sink[h]))
+        Δ[t,h]   = forward_out[t,h] · dout[t,h]
+        ds[h,k]  = p[h,k] · (dout[t,h] · value(k) − Δ[t,h]) + dlse[t,h] · ∂forward_lse[t,h] / ∂s[h,k]
+        dq[t,h]  = softmax_scale · Σ_k ds[h,k] · entry(k)                                            k over S[t]
+        dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
+        dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
+
+    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
+    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+
+    Args:
+        q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
+            rows ("plain", "plain_v4"). Entries that no valid slot names are never read.
+        forward_out, forward_lse: [T, H, 512], dtype of q, and [T, H] float32: that call's results.
+        dout: [T, H, 512], dtype of q: the gradient of its out.
+        dlse: [T, H] float32: the gradient of its lse; default 0.
+        softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
+
+    Returns:
+        dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
+        dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names.
+        dsink: [H] float32; [0] without sink.
+        dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW]; [0, 0, 0] without extra_cache.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
+        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
+
+    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
+    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+
+    Implementations, best first:
+        triton: every call.
+    """
+
 @_planned(_Plans.split_batch)
 def split_batch(
     query_starts: torch.Tensor,
@@ -1196,6 +1279,7 @@ __all__ = [
     "read_mla_cache",
     "select_topk",
     "sparse_mla",
+    "sparse_mla_backward",
     "split_batch",
     "window_slots",
     "write_indexer_cache",

@@ -14,7 +14,10 @@ NAMES = {getattr(torch, name): name for name in DTYPES}
 
 def spec_of(tensor: torch.Tensor) -> Spec:
     name = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()  # a meta tensor's is 0 too
+    try:
+        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()  # a meta tensor's is 0 too
+    except RuntimeError:  # a wrapper that a transformation or a trace passes has none
+        address = 0
     return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device), alignment_of(address))
 
 

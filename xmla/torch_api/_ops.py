@@ -21,20 +21,27 @@ _library = torch.library.Library("xmla", "DEF")
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 
-def _result_specs(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[Spec, ...]:
-    specs = {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
-    problem = op.bind(specs, {attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
+def _specs(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
+    return {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
+
+
+def _result_specs(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None = None
+) -> tuple[Spec, ...]:
+    problem = op.bind(_specs(op, tensors), dict(zip(op.defaults, attrs, strict=True)), implementation)
     return tuple(op.result_specs(problem).values())
 
 
-def _fake(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    specs = _result_specs(op, tensors, attrs)
+def _fake(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    specs = _result_specs(op, tensors, attrs, implementation)
     return tuple(tensors[0].new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
 
 
 def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """The reference, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
-    fakes = _fake(op, tensors, attrs)
+    fakes = _fake(op, tensors, attrs, "reference")
     host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
     values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
     for name, tensor in zip(op.tensors, tensors, strict=True):
@@ -52,7 +59,7 @@ def call_reference(
     check_devices(op, tensors)
     attrs = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
     if out:
-        check_out(op, _result_specs(op, tensors, attrs), out, tensors[0].device)
+        check_out(op, _result_specs(op, tensors, attrs, "reference"), out, tensors[0].device)
     results = _reference(op, tensors, attrs)
     for given, result in zip(out, results, strict=False):
         given.copy_(result)
@@ -96,7 +103,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         return _single(_way(implementation)(op, *unpack(args, kwargs), implementation=implementation))
 
     def fake(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        return _single(_fake(op, *unpack(args, kwargs)))
+        return _single(_fake(op, *unpack(args, kwargs), implementation))
 
     def kernel_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
@@ -105,7 +112,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     def fake_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
         tensors, attrs = unpack(args, kwargs)
-        check_out(op, _result_specs(op, tensors, attrs), out, tensors[0].device)
+        check_out(op, _result_specs(op, tensors, attrs, implementation), out, tensors[0].device)
 
     variants = [(op.name, kernel, fake)]
     if results:
@@ -120,32 +127,93 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     packet = getattr(torch.ops.xmla, op.name)
     overloads = (packet.default, packet.out if results else None)
     for (name, implementation, _), overload in zip(variants, overloads if _private.AUTOGRAD else (), strict=False):
-        _library.impl(name, _autograd(op, overload, implementation), "Autograd", with_keyset=True)
+        _library.impl(name, _autograd(op, overload, implementation, unpack), "Autograd", with_keyset=True)
     return overloads
 
 
-def _autograd(op: Op, overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callable[..., Any]) -> Callable[..., Any]:
     """The autograd kernel: the dispatcher calls it before `kernel` in every eager, traced or transformed call.
 
-    No op has a derivative yet, so a call that is differentiated is refused before anything is computed.
+    A call that is differentiated and has no derivative is refused before anything is computed.
     """
+    differentiable = _differentiable(op, op.derivative, overload, kernel) if op.derivative is not None else None
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, value in (*zip(op.tensors, args, strict=False), *kwargs.items()):
-            if isinstance(value, torch.Tensor) and (constant := _differentiated(value)):
+        given = [*zip(op.tensors, args, strict=False), *kwargs.items()]
+        moving = {n: constant for n, t in given if isinstance(t, torch.Tensor) and (constant := _differentiated(t))}
+        if not moving:
+            return _private.below_autograd(keyset, overload, kernel, args, kwargs)
+        written = any(name.startswith("out_") for name in kwargs)
+        tensors, attrs = unpack(args, kwargs)
+        implementation = kwargs.get("implementation")
+        for name, constant in moving.items():
+            if differentiable is None or written or constant is FORWARD_MODE:
                 op.refuse_derivative(name, constant.format(name))
-        return _private.below_autograd(keyset, overload, kernel, args, kwargs)
+            values = dict(zip(op.defaults, attrs, strict=True))
+            op.check_derivative(name, constant.format(name), _specs(op, tensors), values, implementation)
+        return _private.apply(differentiable, keyset, implementation, attrs, *tensors)
 
     return autograd
 
 
+def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[..., Any]) -> Any:
+    """A call of `op` as an autograd function: its gradients are a call of `derivative`."""
+
+    def forward(keyset: Any, implementation: str | None, attrs: tuple[Any, ...], *tensors: Any) -> Any:
+        named = dict(zip(op.defaults, attrs, strict=True)) | {"implementation": implementation}
+        return _private.below_autograd(keyset, overload, kernel, tensors, named)
+
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, context.implementation, context.attrs, *tensors = inputs
+        context.save_for_backward(*tensors, *output)
+        context.set_materialize_grads(False)
+
+    def backward(context: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        saved = context.saved_tensors
+        tensors, results = dict(zip(op.tensors, saved, strict=False)), saved[len(op.tensors) :]
+        given = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+        call = op.derivative_call(tensors, results, given, torch.zeros_like, context.attrs, context.implementation)
+        found = once.apply(call.implementation, call.attrs, *[call.arguments.get(n) for n in derivative.tensors])
+        computed = dict(zip(derivative.outputs, found, strict=True))
+        wanted = dict(zip(op.tensors, context.needs_input_grad[3:], strict=True))
+        return None, None, None, *[computed[op.gradients[n]] if wanted[n] else None for n in op.tensors]
+
+    once = _differentiable_once(derivative)
+    return _function(_private.Function, op.name, forward=forward, setup_context=setup_context, backward=backward)
+
+
+def _differentiable_once(derivative: Op) -> Any:
+    """A call of `derivative`, whose own derivative is refused when it is computed.
+
+    Not before: `torch.func.grad` records it always.
+    """
+
+    def forward(implementation: str | None, attrs: tuple[Any, ...], *tensors: Any) -> Any:
+        named = dict(zip(derivative.defaults, attrs, strict=True))
+        return getattr(torch.ops.xmla, derivative.name)(*tensors, **named, implementation=implementation)
+
+    def backward(*_: Any) -> Any:
+        derivative.refuse_derivative("a result", "detach()")
+
+    return _function(
+        torch.autograd.Function, derivative.name, forward=forward, setup_context=lambda *_: None, backward=backward
+    )
+
+
+def _function(base: Any, name: str, **methods: Callable[..., Any]) -> Any:
+    return type(name, (base,), {method: staticmethod(function) for method, function in methods.items()})
+
+
+# The calls that make a tensor a constant.
+REVERSE_MODE = "{0}.detach() or torch.no_grad()"
+FORWARD_MODE = "{0}.detach()"  # no_grad does not affect forward mode
+
+
 def _differentiated(tensor: torch.Tensor) -> str | None:
     """The call that makes `tensor` a constant, if it is differentiated in backward or forward mode, else None."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return "{0}.detach() or torch.no_grad()"
     if _private.forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None:
-        return "{0}.detach()"  # no_grad does not affect forward mode
-    return None
+        return FORWARD_MODE
+    return REVERSE_MODE if tensor.requires_grad and torch.is_grad_enabled() else None
 
 
 def _is_plain(tensors: Tensors) -> bool:

@@ -6,6 +6,7 @@ a warning at import names them.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -59,6 +60,19 @@ _after_autograd = _found("_C._after_autograd_keyset", None)
 _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
 # Without them ops have no autograd kernel: only the public functions refuse a call that is differentiated.
 AUTOGRAD = all(found is not None for found in (_after_views, _after_autograd, _below_autograd))
+
+
+# An autograd function inside of an autograd kernel: torch.func chose the level before the dispatcher called the kernel.
+# Without these torch.func refuses the derivative.
+_single_level = _found("autograd.function._SingleLevelFunction", None)
+_allow_single_level = _found("_functorch.autograd_function.enable_single_level_autograd_function", nullcontext)
+Function: Any = _single_level or torch.autograd.Function
+
+
+def apply(function: Any, *args: Any) -> Any:
+    """A call of a subclass of `Function` by an autograd kernel."""
+    with _allow_single_level():
+        return function.apply(*args)
 
 
 def below_autograd(keyset: Any, overload: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -127,7 +127,7 @@ def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device
             ("strides", tuple(tensor.stride()), row_major(spec.shape)),
             ("device", str(tensor.device), str(device)),
         ):
-            if have != want:
+            if have != want and not (what == "strides" and 0 in spec.shape):
                 raise ArgumentError(f"{op.name}: out {name} {what} is {have}, expected {want}")
 
 
@@ -135,7 +135,7 @@ def fits(results: Sequence[Result], out: Sequence[torch.Tensor], ordinal: int) -
     """Whether `check_out` would accept `out`, in a tenth of its time, and its pointers are 16-byte aligned."""
     return all(
         tensor.shape == result.shape
-        and tensor.stride() == result.strides
+        and (tensor.stride() == result.strides or 0 in result.shape)
         and tensor.dtype is result.dtype
         and tensor.get_device() == ordinal
         and tensor.data_ptr() % 16 == 0

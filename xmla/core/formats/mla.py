@@ -151,10 +151,11 @@ class MlaLayout:
             data[page, offset, self.rope_offset : self.rope_offset + self.rope] = kept.view(np.uint8)
 
     def gather(self, cache: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Entries at `slots` [T], all in range, dequantised exactly to float32 [T, L+E]."""
+        """Entries at `slots` [T], all in range, dequantised exactly to float32 [T, L+E]; float64 rows stay float64."""
         page, offset = np.divmod(slots, cache.shape[1])
         if not self.packed:
-            return cache[page, offset].astype(np.float32)
+            rows = cache[page, offset]
+            return rows if rows.dtype == np.float64 else rows.astype(np.float32)
         sections = self._sections(cache)
         data, footer = sections[0][page, offset], sections[1][page, offset]
         codes = data[:, : self.quantized * self.value_bits // 8]

@@ -1,16 +1,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from xmla.core.caches import mla_format
-from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
+from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Op, Problem, Result, Tensor
+from xmla.core.ops.sparse_mla import backward, unpack
 from xmla.core.ops.sparse_mla import plan as portable
-from xmla.core.ops.sparse_mla import unpack
 from xmla.core.ops.sparse_mla.cases import CASES
 from xmla.core.ops.sparse_mla.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.sparse_mla.reference import reference
+from xmla.core.ops.sparse_mla.sources import attention_work, check_sources, source_limits, together
 from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
 from xmla.core.work import Work
 
@@ -81,63 +80,21 @@ def sparse_mla(
 
 
 def check(problem: Problem) -> None:
-    layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
-    check_source(problem, "cache", layout)
-    if problem["L+E"] != layout.dims:
-        problem.refuse("q", "axis L+E (axis 2)", problem["L+E"], f"{layout.dims} for {layout.name!r} entries")
-    if problem["H"] > 128:
-        problem.unsupported("q", "axis H (axis 1)", problem["H"], "at most 128 heads")
-    together(problem, "extra_cache", "extra_slots")
+    layout = check_sources(problem)
     together(problem, "cos_sin", "positions")
-    if extra is not None:
-        check_source(problem, "extra_cache", extra)
-        if (extra.dims, extra.tail) != (layout.dims, layout.tail):
-            problem.refuse("extra_cache", "format", repr(extra.name), f"one with the dims of {layout.name!r}")
-    elif problem.has("extra_lengths"):
-        problem.refuse("extra_lengths", "argument", "given", "none without extra_cache")
     if problem.has("cos_sin"):
         if not layout.rope_in_value:
             problem.refuse("cos_sin", "argument", "given", f"none: values of {layout.name!r} hold no roped dims")
         if problem["E"] != layout.rope:
             problem.refuse("cos_sin", "axis E (axis 1)", problem["E"], layout.rope)
-    for name, choices in (("empty_lse", ("-inf", "+inf")), ("lse_base", ("e", "2"))):
-        if problem.attrs[name] not in choices:
-            problem.refuse(name, "value", repr(problem.attrs[name]), " or ".join(map(repr, choices)))
-
-
-def check_source(problem: Problem, cache: str, layout: MlaLayout) -> None:
-    dtype, expected = problem.specs[cache].dtype, problem.specs["q"].dtype
-    if not layout.packed and dtype != expected:
-        problem.refuse(cache, "dtype", dtype, f"{expected}, as q")
-
-
-def together(problem: Problem, one: str, other: str) -> None:
-    for given, missing in ((one, other), (other, one)):
-        if problem.has(given) and not problem.has(missing):
-            problem.refuse(missing, "argument", "missing", f"an array beside {given}")
+    if problem.attrs["empty_lse"] not in ("-inf", "+inf"):
+        problem.refuse("empty_lse", "value", repr(problem.attrs["empty_lse"]), "'-inf' or '+inf'")
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    sources = [("slots", "lengths", problem["K"], problem["P"] * problem["R"])]
-    if "extra_slots" in arrays:
-        entries = problem["EXTRA_P"] * problem["EXTRA_R"]
-        sources.append(("extra_slots", "extra_lengths", problem["EXTRA_K"], entries))
-    for slots, lengths, keys, entries in sources:
-        seen = None
-        if lengths in arrays:
-            yield Limit(lengths, 0, keys)
-            seen = np.arange(keys) < arrays[lengths][:, None]
-        yield Limit(slots, -1, entries - 1, seen)
+    yield from source_limits(problem, arrays)
     if "positions" in arrays:
         yield Limit("positions", 0, problem["S"] - 1)
-
-
-def attention_work(problem: Problem, cache: str, keys: int) -> Work:
-    """Entries of `cache` read for `keys` slots per token, and their products."""
-    pool, q = problem.specs[cache], problem.specs["q"]
-    references = problem["T"] * keys
-    read = min(references, pool.shape[0] * pool.shape[1]) * pool.shape[2] * pool.itemsize
-    return Work(read, bf16_flops=2.0 * references * problem["H"] * (q.shape[2] + VALUE_DIMS))
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
@@ -174,4 +131,5 @@ OP = Op(
     implementations=(unpack.IMPLEMENTATION, gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),
     reference=reference,
     cases=CASES,
+    derivative=backward.OP,
 )

@@ -277,41 +277,6 @@ def combine_splits_kernel(
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def clear_marks_kernel(
-    num_slots,
-    marks_ptr,  # [P, R] i8
-    BLOCK: tl.constexpr,
-):
-    offs = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
-    tl.store(marks_ptr + offs, tl.zeros([BLOCK], tl.int8), mask=offs < num_slots)
-
-
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride", "step"])
-def mark_entries_kernel(
-    slots_ptr,  # [T, K] i32
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
-    num_slots,
-    num_keys,  # K
-    slot_stride,
-    step,  # one token of so many
-    marks_ptr,  # [P, R] i8, 1 for entries that a slot names; others stay as they are
-    HAS_LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = offset_of(tl.program_id(0), step)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
-    for first in tl.range(0, num_keys, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
-        ok = (slot >= 0) & (slot < num_slots)
-        # A store to a mark that many programs write waits for them; a set mark is read from the L1 cache.
-        ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
-        tl.store(marks_ptr + slot, tl.full([BLOCK], 1, tl.int8), mask=ok)
-
-
-@triton.jit(do_not_specialize=["num_slots"])
 def unpack_entries_kernel(
     cache_ptr,  # [P, R, ROW]
     marks_ptr,  # [P, R] i8

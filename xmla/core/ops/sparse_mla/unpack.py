@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.lang.marks import clear_kernel, mark_entries_kernel
 from xmla.core.op import Condition, Implementation, Problem, Steps
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
-from xmla.core.ops.sparse_mla.kernels import clear_marks_kernel, mark_entries_kernel, unpack_entries_kernel
+from xmla.core.ops.sparse_mla.kernels import unpack_entries_kernel
 from xmla.core.plan import Launch, Part, Plan, cdiv
 from xmla.core.spec import Spec
 
@@ -44,10 +45,11 @@ def unpack(problem: Problem) -> Plan:
     layout: MlaLayout = problem.formats["cache"]
     buffers = {"marks": Spec((problem["P"], problem["R"]), "int8"), "rows": rows_of(problem)}
     clear = Launch(
-        clear_marks_kernel,
+        clear_kernel,
         grid=(cdiv(entries, 4096),),
-        outputs=("marks",),
-        sizes={"num_slots": entries},
+        outputs=("cleared",),
+        arrays={"cleared": "marks"},
+        sizes={"num_elements": entries},
         constexprs={"BLOCK": 4096},
     )
     # Some tokens first, so that most entries are marked when all follow: 27 against 98 µs at 8192 entries, 56 against

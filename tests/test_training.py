@@ -1,0 +1,360 @@
+"""Derivatives: against float64, in every way that PyTorch and JAX ask for one, the same bits in both."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kit
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from conftest import HAS_GPU
+from torch.utils.checkpoint import checkpoint
+
+from xmla import UnsupportedError, interop, jax_api, torch_api
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
+
+OPS = registry()
+ATTENTION, BACKWARD = OPS["sparse_mla"], OPS["sparse_mla_backward"]
+TRAINED = [(BACKWARD, case) for case in BACKWARD.cases]
+SCALE = 0.0721688
+
+
+def call_of(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Any]]:
+    """The arguments of the call that a case differentiates, the gradients of its results, and its attributes."""
+    given = kit.make(case)
+    gradients = {name: array for name, array in given.items() if name in ("dout", "dlse")}
+    return {name: array for name, array in given.items() if name in ATTENTION.tensors}, gradients, dict(case.attrs)
+
+
+def dense(arguments: dict[str, torch.Tensor], attrs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in float64 that torch differentiates by itself."""
+    q, sink = arguments["q"], arguments.get("sink")
+    outs, lses = [], []
+    for token in range(len(q)):
+        keys = []
+        for source in ("", "extra_"):
+            if f"{source}cache" in arguments:
+                slots = arguments[f"{source}slots"][token]
+                if f"{source}lengths" in arguments:
+                    slots = slots[: max(int(arguments[f"{source}lengths"][token]), 0)]
+                rows = arguments[f"{source}cache"].flatten(0, 1)
+                keys.append(rows[slots[(slots >= 0) & (slots < len(rows))].long()])
+        entries = torch.cat(keys)
+        scores = attrs["softmax_scale"] * q[token] @ entries.T
+        own = scores.logsumexp(1) if len(entries) else q.new_full((q.shape[1],), -torch.inf)
+        total = own if sink is None else torch.logaddexp(own, sink)
+        outs.append((scores - total[:, None]).exp() @ entries[:, :VALUE_DIMS])
+        lses.append(total if attrs.get("lse_sink") else own)
+    lse = torch.stack(lses)
+    return torch.stack(outs), lse / np.log(2) if attrs.get("lse_base") == "2" else lse
+
+
+@pytest.mark.parametrize(("op", "case"), TRAINED, ids=kit.case_id)
+def test_the_reference_is_what_autodiff_finds(op: Op, case: Case) -> None:
+    """In float64, of finite sinks: autodiff has NaN where an infinite one makes a weight 0."""
+    arguments, gradients, attrs = call_of(case)
+    given = {}
+    for name, array in arguments.items():
+        tensor = torch.from_numpy(array.astype(np.int64 if array.dtype.kind == "i" else np.float64))
+        tensor = tensor.clamp(-50, 50) if name == "sink" else tensor
+        given[name] = tensor.nan_to_num().requires_grad_(name in ATTENTION.gradients)
+    out, lse = dense(given, attrs)
+    known = torch.isfinite(lse.detach())
+    upstream = {name: torch.from_numpy(array.astype(np.float64)) for name, array in gradients.items()}
+    total = (out * upstream["dout"]).sum()
+    if "dlse" in upstream:
+        total = total + torch.where(known, lse * upstream["dlse"], 0.0).sum()
+    total.backward()
+    host = {name: tensor.detach().numpy() for name, tensor in given.items()}
+    host |= {"forward_out": out.detach().numpy(), "forward_lse": lse.detach().numpy()}
+    host |= {name: tensor.numpy() for name, tensor in upstream.items()}
+    found = dict(zip(op.outputs, op.reference(**host, **attrs), strict=True))
+    for name, result in ATTENTION.gradients.items():
+        if name in given:
+            want = given[name].grad
+            assert want is not None
+            np.testing.assert_allclose(found[result], want.nan_to_num().numpy(), rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def test_gradcheck(device: str) -> None:
+    """Finite differences of the reference, in float64 through torch's own check."""
+    rng = np.random.default_rng(0)
+    q, cache = (
+        torch.tensor(rng.standard_normal(shape) / 8, requires_grad=True) for shape in ((2, 1, 512), (1, 3, 512))
+    )
+    slots = torch.tensor([[0, 2, -1], [1, 1, 2]], dtype=torch.int32)
+
+    def attend(q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        out, _ = torch_api.sparse_mla(q, cache, slots, softmax_scale=0.5, implementation="reference")
+        return out[..., :8]
+
+    assert torch.autograd.gradcheck(attend, (q, cache), fast_mode=True, atol=1e-6)
+
+
+@pytest.fixture
+def arguments(device: str) -> dict[str, torch.Tensor | None]:
+    """A call of two sources and a sink, in which every entry is a number."""
+    rng = np.random.default_rng(7)
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(device, torch.bfloat16)
+
+    given: dict[str, torch.Tensor | None] = dict.fromkeys(ATTENTION.tensors)
+    given |= {"q": of(4, 6, 512), "cache": of(3, 8, 512), "extra_cache": of(5, 2, 512)}
+    given["slots"] = torch.from_numpy(rng.integers(-1, 26, (4, 9)).astype(np.int32)).to(device)
+    given["extra_slots"] = torch.from_numpy(rng.integers(-1, 10, (4, 5)).astype(np.int32)).to(device)
+    given["lengths"] = torch.tensor([9, 4, 0, 20], dtype=torch.int32, device=device)
+    given["sink"] = torch.from_numpy(rng.standard_normal(6).astype(np.float32)).to(device)
+    return given
+
+
+LEAVES = tuple(ATTENTION.gradients)
+
+
+def loss_of(given: dict[str, Any], *leaves: Any, attend: Callable[..., Any] = torch_api.sparse_mla) -> Any:
+    """A loss that depends on both results, and on a part of them alone."""
+    out, lse = attend(*(given | dict(zip(LEAVES, leaves, strict=True))).values(), softmax_scale=SCALE)
+    wide = out.float() if isinstance(out, torch.Tensor) else out.astype(jnp.float32)
+    return (wide * wide).sum() + (lse[:2] * 0.5).sum()
+
+
+def by_backward(function: Callable[..., Any], given: dict[str, Any]) -> list[torch.Tensor]:
+    leaves = [given[name].detach().clone().requires_grad_() for name in LEAVES]
+    function(given, *leaves).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.fixture
+def wanted(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return by_backward(loss_of, arguments)
+
+
+def assert_same(found: Any, wanted: list[torch.Tensor]) -> None:
+    for name, got, want in zip(LEAVES, found, wanted, strict=True):
+        got = got if isinstance(got, torch.Tensor) else interop.to_torch(got)
+        assert got.dtype == want.dtype and torch.equal(got.cpu(), want.cpu()), name
+
+
+def compiled(given: dict[str, Any], *leaves: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(partial(loss_of, given), fullgraph=True, backend="aot_eager")(*leaves)
+
+
+def checkpointed(given: dict[str, Any], *leaves: torch.Tensor) -> Any:
+    return checkpoint(partial(loss_of, given), *leaves, use_reentrant=False)
+
+
+def under_autocast(given: dict[str, Any], *leaves: torch.Tensor) -> Any:
+    with torch.autocast(leaves[0].device.type, dtype=torch.bfloat16):
+        return loss_of(given, *leaves)
+
+
+@pytest.mark.parametrize("way", [compiled, checkpointed, under_autocast])
+def test_torch(way: Callable[..., Any], arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    assert all(bool(gradient.any()) for gradient in wanted)
+    assert_same(by_backward(way, arguments), wanted)
+
+
+def test_torch_func(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    leaves = [arguments[name] for name in LEAVES]
+    assert_same(torch.func.grad(partial(loss_of, arguments), tuple(range(len(LEAVES))))(*leaves), wanted)
+
+
+def test_some_leaves_only(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    q = arguments["q"].clone().requires_grad_()
+    loss_of(arguments, q, *[arguments[name] for name in LEAVES[1:]]).backward()
+    assert torch.equal(q.grad, wanted[0])
+
+
+def test_a_packed_cache_has_no_derivative(device: str) -> None:
+    q = torch.zeros(1, 2, 576, device=device, dtype=torch.bfloat16, requires_grad=True)
+    cache, slots = torch.zeros(1, 4, 656, device=device, dtype=torch.uint8), torch.zeros(1, 3, device=device).int()
+    message = "sparse_mla: cache format is 'v32', supported: derivatives over plain rows, 'plain' or 'plain_v4'"
+    with pytest.raises(UnsupportedError) as caught:
+        torch_api.sparse_mla(q, cache, slots, softmax_scale=1.0)
+    assert str(caught.value) == message
+    arrays = [interop.to_jax(tensor.detach()) for tensor in (q, cache, slots)]
+    with pytest.raises(UnsupportedError) as caught:
+        jax.grad(lambda q: jax_api.sparse_mla(q, *arrays[1:], softmax_scale=1.0)[1].sum())(arrays[0])
+    assert str(caught.value) == message
+
+
+def test_a_second_derivative_is_refused(arguments: dict[str, Any]) -> None:
+    q = arguments["q"].clone().requires_grad_()
+    loss = loss_of(arguments, q, *[arguments[name] for name in LEAVES[1:]])
+    (first,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"sparse_mla_backward: .* is differentiated, supported: no derivative"):
+        first.sum().backward()
+    given = in_jax(arguments)
+    with pytest.raises(UnsupportedError, match="sparse_mla_backward: q is differentiated, supported: no derivative"):
+        jax.grad(lambda q: jax.grad(jax_loss, 1)(given, q, *[given[n] for n in LEAVES[1:]]).sum())(given["q"])
+
+
+def in_jax(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if tensor is None else interop.to_jax(tensor) for name, tensor in given.items()}
+
+
+jax_loss = partial(loss_of, attend=jax_api.sparse_mla)
+EVERY = tuple(range(1, 1 + len(LEAVES)))
+
+
+def grad(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    return jax.grad(function, EVERY)(given, *[given[name] for name in LEAVES])
+
+
+def saved_by_name(given: dict[str, Any], *leaves: jax.Array) -> Any:
+    policy = jax.checkpoint_policies.save_only_these_names("sparse_mla_out", "sparse_mla_lse")
+    return jax.checkpoint(partial(jax_loss, given), policy=policy)(*leaves)
+
+
+def jitted(given: dict[str, Any], *leaves: jax.Array) -> Any:
+    return jax.jit(partial(jax_loss, given))(*leaves)
+
+
+def rematerialised(given: dict[str, Any], *leaves: jax.Array) -> Any:
+    return jax.checkpoint(partial(jax_loss, given))(*leaves)
+
+
+@pytest.mark.parametrize("way", [jax_loss, jitted, rematerialised, saved_by_name])
+def test_jax_has_torchs_bits(way: Callable[..., Any], arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    assert_same(grad(way, in_jax(arguments)), wanted)
+
+
+def test_residuals_have_names(arguments: dict[str, Any]) -> None:
+    """A policy that keeps them saves the second run of attention."""
+    given = in_jax(arguments)
+    calls = {}
+    for way in (saved_by_name, rematerialised):
+        text = str(jax.make_jaxpr(lambda q, way=way: grad(way, given | {"q": q}))(given["q"]))
+        assert "sparse_mla_out" in text and "sparse_mla_lse" in text
+        calls[way] = text.count("op=Op(sparse_mla)\n")
+    assert calls == {saved_by_name: 1, rematerialised: 2}
+
+
+def test_value_and_grad_and_vjp(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    given = in_jax(arguments)
+    leaves = [given[name] for name in LEAVES]
+    value, found = jax.jit(jax.value_and_grad(partial(jax_loss, given), tuple(range(len(LEAVES)))))(*leaves)
+    assert_same(found, wanted)
+    again, pull = jax.vjp(partial(jax_loss, given), *leaves)
+    assert value == again
+    assert_same(pull(jnp.ones_like(again)), wanted)
+
+
+def test_scan_over_layers(arguments: dict[str, Any]) -> None:
+    """A scan's gradients are those of the layers one after another."""
+    given = in_jax(arguments)
+    pools = jnp.stack([given["cache"], given["cache"][::-1], given["cache"] * 2])
+
+    def layer(q: jax.Array, cache: jax.Array) -> jax.Array:
+        out, _ = jax_api.sparse_mla(q, cache, given["slots"], softmax_scale=SCALE)
+        return q + out
+
+    def scanned(q: jax.Array, pools: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, c: (jax.checkpoint(layer)(x, c), None), q, pools)[0].astype(jnp.float32).sum()
+
+    def unrolled(q: jax.Array, pools: jax.Array) -> jax.Array:
+        for cache in pools:
+            q = layer(q, cache)
+        return q.astype(jnp.float32).sum()
+
+    found, want = (jax.jit(jax.grad(f, (0, 1)))(given["q"], pools) for f in (scanned, unrolled))
+    for got, expected in zip(found, want, strict=True):
+        assert bool(jnp.array_equal(got, expected)) and bool(expected.any())
+
+
+def test_vmap_over_sequences(arguments: dict[str, Any]) -> None:
+    """Each element has its own cache, or all share one, whose gradients stay apart."""
+    given = in_jax(arguments)
+    many = {name: jnp.stack([given[name], given[name][::-1]]) for name in ("q", "cache", "slots")}
+
+    def one(q: jax.Array, cache: jax.Array, slots: jax.Array) -> jax.Array:
+        out, _ = jax_api.sparse_mla(q, cache, slots, softmax_scale=SCALE)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    for axes in ((0, 0, 0), (0, None, 0)):
+        operands = [many[n] if axis == 0 else given[n] for n, axis in zip(many, axes, strict=True)]
+        found = jax.vmap(jax.grad(one, (0, 1)), axes)(*operands)
+        for element in range(2):
+            alone = jax.grad(one, (0, 1))(*[x[element] if a == 0 else x for x, a in zip(operands, axes, strict=True)])
+            for got, want in zip(found, alone, strict=True):
+                assert bool(jnp.array_equal(got[element], want))
+
+
+def test_forward_mode_is_refused(arguments: dict[str, Any]) -> None:
+    given = in_jax(arguments)
+    function = lambda q: jax_loss(given, q, *[given[name] for name in LEAVES[1:]])
+    message = "sparse_mla: q is differentiated in forward mode, supported: reverse mode"
+    for derive in (
+        lambda: jax.jvp(function, (given["q"],), (given["q"],)),
+        lambda: jax.jit(lambda q: jax.jvp(function, (q,), (q,)))(given["q"]),
+        lambda: jax.linearize(function, given["q"])[1](given["q"]),
+        lambda: jax.jacfwd(function)(given["q"]),
+    ):
+        with pytest.raises(UnsupportedError, match=message.replace("(", r"\(")):
+            derive()
+
+
+def test_export(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    if not HAS_GPU:
+        pytest.skip("callbacks of the interpreter cannot be exported")
+    given = in_jax(arguments)
+    leaves = [given[name] for name in LEAVES]
+    derived = jax.jit(jax.grad(partial(jax_loss, given), tuple(range(len(LEAVES)))))
+    exported = jax.export.export(derived, disabled_checks=jax_api.EXPORT_CHECKS)(*leaves)
+    assert_same(jax.export.deserialize(exported.serialize()).call(*leaves), wanted)
+
+
+def gradients_of(case: Case, order: np.ndarray, device: str) -> list[np.ndarray]:
+    """The results of a case whose tokens stand in another order."""
+    inputs = kit.make(case)
+    moved = {n: a[order] if "T" in BACKWARD.tensors[n].names else a for n, a in inputs.items()}
+    tensors = kit.torch_inputs(BACKWARD, moved, device)
+    found = torch_api.sparse_mla_backward(*tensors, **case.attrs)
+    return [kit.as_numpy(tensor) for tensor in found]
+
+
+@pytest.mark.parametrize(("op", "case"), TRAINED, ids=kit.case_id)
+def test_the_order_of_tokens_does_not_change_a_bit(op: Op, case: Case, device: str) -> None:
+    """Sums over tokens are exact, so that they have no order; dsink alone is summed in the order of tokens."""
+    tokens = kit.make(case)["q"].shape[0]
+    straight, turned = (gradients_of(case, order, device) for order in (np.arange(tokens), np.arange(tokens)[::-1]))
+    names = list(op.outputs)
+    np.testing.assert_array_equal(straight[0], turned[0][::-1])
+    for name in ("dcache", "dextra_cache"):
+        np.testing.assert_array_equal(straight[names.index(name)], turned[names.index(name)])
+
+
+def test_duplicates_and_nobody(device: str) -> None:
+    """A slot that stands twice counts twice; rows without keys, and entries that nobody names, have zeros."""
+    bf16 = ml_dtypes.bfloat16
+    rng = np.random.default_rng(3)
+    q, cache = rng.standard_normal((3, 2, 576)).astype(bf16), np.full((1, 6, 576), np.nan, bf16)
+    cache[0, [1, 4]] = rng.standard_normal((2, 576)).astype(bf16)
+    slots = np.array([[1, 1, 4], [-1, 6, -7], [4, -1, 1]], np.int32)
+    tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
+    out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    dq, dcache, dsink, extra = torch_api.sparse_mla_backward(*tensors, out, lse, dout, dlse, softmax_scale=SCALE)
+    assert not dq[1].any() and not dcache[0, [0, 2, 3, 5]].any()
+    assert dcache[0, [1, 4]].isfinite().all() and dsink.numel() == extra.numel() == 0
+    want = BACKWARD.reference(
+        q, cache, slots, *(x.float().cpu().numpy() for x in (out, lse, dout)), np.ones((3, 2)), softmax_scale=SCALE
+    )
+    for name, got, expected in zip(BACKWARD.outputs, (dq, dcache, dsink, extra), want, strict=True):
+        kit.assert_close(name, got.float().cpu().numpy(), expected, BACKWARD.outputs[name].agreement)
+
+
+def test_another_calls_lse_is_nan_not_garbage(device: str) -> None:
+    case = BACKWARD.cases[0]
+    inputs = kit.make(case)
+    inputs["forward_lse"] = inputs["forward_lse"] - 5
+    _, dcache, *_ = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)
+    want = BACKWARD.reference(**inputs, **case.attrs)[1]
+    assert np.isnan(want).any() and np.array_equal(dcache.isnan().cpu().numpy(), np.isnan(want))

@@ -1,0 +1,41 @@
+"""Marks of the entries of a pool that slots name."""
+
+import triton
+import triton.language as tl
+
+from xmla.core.lang.offsets import offset_of
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def clear_kernel(
+    num_elements,
+    cleared_ptr,
+    BLOCK: tl.constexpr,
+):
+    offs = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    tl.store(cleared_ptr + offs, tl.zeros([BLOCK], cleared_ptr.dtype.element_ty), mask=offs < num_elements)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride", "step"])
+def mark_entries_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    num_slots,
+    num_keys,  # K
+    slot_stride,
+    step,  # one token of so many
+    marks_ptr,  # [P, R] i8, 1 for entries that a slot names; others stay as they are
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = offset_of(tl.program_id(0), step)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        # A store to a mark that many programs write waits for them; a set mark is read from the L1 cache.
+        ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
+        tl.store(marks_ptr + slot, tl.full([BLOCK], 1, tl.int8), mask=ok)

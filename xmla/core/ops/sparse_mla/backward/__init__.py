@@ -1,0 +1,113 @@
+from typing import Any
+
+from xmla.core.caches import mla_format
+from xmla.core.op import BYTES, F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.ops.sparse_mla.backward.cases import CASES
+from xmla.core.ops.sparse_mla.backward.plan import IMPLEMENTATION
+from xmla.core.ops.sparse_mla.backward.reference import reference
+from xmla.core.ops.sparse_mla.sources import check_sources, source_limits
+from xmla.core.tolerance import GRADIENT
+from xmla.core.work import Work
+
+
+def sparse_mla_backward(
+    q, cache, slots, forward_out, forward_lse, dout, dlse=None, lengths=None, sink=None, extra_cache=None,
+    extra_slots=None, extra_lengths=None, *, softmax_scale: float, cache_format: str | None = None,
+    extra_cache_format: str | None = None, lse_base: str = "e", lse_sink: bool = False,
+) -> Any:  # fmt: skip
+    """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
+
+        p[h,k]   = exp(s[h,k] − z[h])          s and S[t] as in `sparse_mla`, z = ln (Σ_k exp(s[h,k]) + exp(sink[h]))
+        Δ[t,h]   = forward_out[t,h] · dout[t,h]
+        ds[h,k]  = p[h,k] · (dout[t,h] · value(k) − Δ[t,h]) + dlse[t,h] · ∂forward_lse[t,h] / ∂s[h,k]
+        dq[t,h]  = softmax_scale · Σ_k ds[h,k] · entry(k)                                            k over S[t]
+        dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
+        dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
+
+    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
+    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+
+    Args:
+        q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
+            rows ("plain", "plain_v4"). Entries that no valid slot names are never read.
+        forward_out, forward_lse: [T, H, 512], dtype of q, and [T, H] float32: that call's results.
+        dout: [T, H, 512], dtype of q: the gradient of its out.
+        dlse: [T, H] float32: the gradient of its lse; default 0.
+        softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
+
+    Returns:
+        dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
+        dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names.
+        dsink: [H] float32; [0] without sink.
+        dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW]; [0, 0, 0] without extra_cache.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
+        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
+
+    Numerics: products of operands in q's dtype, summed in float32. An entry's whole gradient is NaN if
+    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+    """
+
+
+def check(problem: Problem) -> None:
+    for cache, layout in problem.formats.items():
+        if layout.packed:
+            problem.unsupported(
+                cache, "format", repr(layout.name), "derivatives over plain rows, 'plain' or 'plain_v4'"
+            )
+    check_sources(problem)
+    for name in ("forward_out", "dout"):
+        if problem.specs[name].dtype != problem.specs["q"].dtype:
+            problem.refuse(name, "dtype", problem.specs[name].dtype, f"{problem.specs['q'].dtype}, as q")
+        if problem["V"] != 512:
+            problem.refuse(name, "axis V (axis 2)", problem["V"], 512)
+
+
+def work(problem: Problem, keys: int | None) -> list[Work]:
+    """Five products: scores again, dout · value, and those of dq, and of an entry's gradient by ds and by p."""
+    tokens, heads, dims = problem.specs["q"].shape
+    references = tokens * (problem["K"] + (problem["EXTRA_K"] if problem.has("extra_cache") else 0))
+    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
+    return [
+        Work(sum(spec.nbytes for spec in specs), bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))
+    ]
+
+
+OP = Op(
+    prototype=sparse_mla_backward,
+    tensors={
+        "q": Tensor("T H L+E", HALVES),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "slots": Tensor("T K", INDEX, index_of="P R"),
+        "forward_out": Tensor("T H V", HALVES),
+        "forward_lse": Tensor("T H", F32),
+        "dout": Tensor("T H V", HALVES),
+        "dlse": Tensor("T H", F32),
+        "lengths": Tensor("T", INDEX),
+        "sink": Tensor("H", F32),
+        "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES), format=mla_format),
+        "extra_slots": Tensor("T EXTRA_K", INDEX, index_of="EXTRA_P EXTRA_R"),
+        "extra_lengths": Tensor("T", INDEX),
+    },
+    outputs={
+        "dq": Result("T H L+E", lambda p: p.specs["q"].dtype, agreement=GRADIENT),
+        "dcache": Result("P R ROW", lambda p: p.specs["cache"].dtype, agreement=GRADIENT),
+        "dsink": Result("H", "float32", sizes={"H": lambda p: p["H"] if p.has("sink") else 0}, agreement=GRADIENT),
+        "dextra_cache": Result(
+            "EXTRA_P EXTRA_R EXTRA_ROW",
+            lambda p: p.specs["cache"].dtype,
+            sizes={
+                axis: lambda p, axis=axis: p[axis] if p.has("extra_cache") else 0
+                for axis in ("EXTRA_P", "EXTRA_R", "EXTRA_ROW")
+            },
+            agreement=GRADIENT,
+        ),
+    },
+    check=check,
+    limits=source_limits,
+    work=work,
+    implementations=(IMPLEMENTATION,),
+    reference=reference,
+    cases=CASES,
+)

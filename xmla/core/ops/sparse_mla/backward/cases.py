@@ -1,0 +1,41 @@
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from xmla.core.cases import normal
+from xmla.core.formats.mla import PLAIN, PLAIN_V4
+from xmla.core.op import Case
+from xmla.core.ops.sparse_mla.cases import F16, F32, make_case
+from xmla.core.ops.sparse_mla.reference import reference
+
+
+def backward_of(case: Case, with_dlse: bool = False) -> Case:
+    """The derivative of a call of attention, at its own results."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        with np.errstate(invalid="ignore"):
+            out, lse = reference(**dict[str, Any](inputs), **dict(case.attrs))
+        q = inputs["q"]
+        tokens, heads, dims = out.shape
+        given = {
+            "forward_out": out.astype(q.dtype),
+            "forward_lse": lse.astype(np.float32),
+            "dout": normal(rng, heads, tokens, dims, dtype=q.dtype).transpose(1, 0, 2),
+        }
+        if with_dlse:
+            given["dlse"] = normal(rng, tokens, heads, dtype=F32)
+        return inputs | given
+
+    attrs = {name: value for name, value in case.attrs.items() if name not in ("empty_lse", "batch_invariant")}
+    return replace(case, name=case.name + "-dlse" * with_dlse, make=make, attrs=attrs)
+
+
+CASES = (
+    backward_of(make_case(3, 5, 33, 16, PLAIN, with_lengths=True, padding=8)),
+    backward_of(make_case(2, 20, 40, 1, PLAIN, with_sink=True), with_dlse=True),
+    backward_of(make_case(2, 3, 33, 53, PLAIN, F16, with_sink=True, lse_sink=True, lse_base="2"), with_dlse=True),
+    backward_of(make_case(3, 17, 40, 5, PLAIN_V4, with_lengths=True, with_sink=True, extra=(PLAIN_V4, 30, 64))),
+    backward_of(make_case(2, 70, 20, 9, PLAIN_V4, lse_base="2"), with_dlse=True),
+)

@@ -1,0 +1,429 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
+from xmla.core.lang.numbers import LOG2E, power_of_two
+from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.sums import as_sums, exponent_of_unit
+
+# Marks of entries: named by a slot; with a gradient that is NaN.
+MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
+PART = tl.constexpr(128)  # dims that a program of a cache's gradient multiplies at a time
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def start_sums_kernel(
+    cache_ptr,  # [P, R, ROW]
+    marks_ptr,  # [P, R] i8
+    num_slots,
+    bounds_ptr,  # [3] i32, the bits of floats: bounds of |value| of a marked entry, of a summand, of |ds|
+    sums_ptr,  # [P, R, 2·ROW] i32, where marked
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    ok = slot < num_slots
+    ok &= tl.load(marks_ptr + slot, mask=ok, other=0) != 0
+    mask = ok[:, None]
+    data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    value, _ = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
+    value = tl.abs(value)
+    greatest = tl.max(tl.max(tl.where(value < float("inf"), value, 0.0), 1), 0)
+    tl.atomic_max(bounds_ptr, greatest.to(tl.int32, bitcast=True), sem="relaxed")
+    row = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
+    tl.store(row + tl.arange(0, LANES)[None, :], tl.zeros([BLOCK, LANES], tl.int64), mask=mask)
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tl.store(row + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int64), mask=mask)
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr,  # [T, H, L+E]
+    out_ptr,  # [T, H, LANES]
+    lse_ptr,  # [T, H] f32
+    dout_ptr,  # [T, H, LANES]
+    dlse_ptr,  # [T, H] f32 if HAS_DLSE
+    sink_ptr,  # [H] f32 if HAS_SINK
+    bounds_ptr,  # [3] i32
+    total_ptr,  # [T, H] f32: log2 of the softmax's denominator, NaN for a head that gives its entries NaN
+    delta_ptr,  # [T, H] f32: what is subtracted from dout · value
+    dsinks_ptr,  # [T, H] f32 if HAS_SINK: each token's part of dsink
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    OUT_STRIDE_T: tl.constexpr,
+    OUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,  # of lse, in binary logarithms
+    LSE_SINK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_ok = offs_h < HEADS
+    mask = head_ok[:, None]
+    offs_l = tl.arange(0, LANES)[None, :]
+    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
+    q = tl.abs(tl.load(q_row + offs_l, mask=mask, other=0.0).to(tl.float32))
+    greatest_q = tl.max(q, 1)
+    finite = tl.sum(q * 0.0, 1) == 0.0  # the greatest of NaN and a number is the number
+    if TAIL:
+        tail = tl.load(q_row + LANES + tl.arange(0, TAIL_LANES)[None, :], mask=mask, other=0.0).to(tl.float32)
+        greatest_q = tl.maximum(greatest_q, tl.max(tl.abs(tail), 1))
+        finite &= tl.sum(tail * 0.0, 1) == 0.0
+    out_row = out_ptr + offset_of(token, OUT_STRIDE_T) + offset_of(offs_h[:, None], OUT_STRIDE_H, HEADS)
+    dout_row = dout_ptr + offset_of(token, DOUT_STRIDE_T) + offset_of(offs_h[:, None], DOUT_STRIDE_H, HEADS)
+    out = tl.load(out_row + offs_l, mask=mask, other=0.0).to(tl.float32)
+    dout = tl.load(dout_row + offs_l, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+
+    lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=head_ok, other=0.0) * LSE_UNIT
+    total = lse
+    if not LSE_SINK:  # −inf or +inf is a row without keys
+        total = tl.where(tl.abs(lse) == float("inf"), float("-inf"), lse)
+    dlse = tl.zeros([BLOCK_H], tl.float32)
+    if HAS_DLSE:
+        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
+        dlse *= LOG2E / LSE_UNIT
+    slope = tl.sum(tl.abs(dout), 1) * tl.load(bounds_ptr).to(tl.float32, bitcast=True) + tl.abs(delta) + tl.abs(dlse)
+    slope *= SCALE
+    bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
+    row = offset_of(token, HEADS) + offs_h
+    if HAS_SINK:
+        sink = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
+        if not LSE_SINK:
+            base = tl.maximum(total, sink)
+            base = tl.where(tl.abs(base) == float("inf"), 0.0, base)
+            total = base + tl.log2(tl.exp2(total - base) + tl.exp2(sink - base))
+        weight = tl.where(sink == total, 1.0, tl.exp2(sink - total))
+        weight = tl.where(sink == float("-inf"), 0.0, weight)
+        moved = delta - dlse if LSE_SINK else delta
+        tl.store(dsinks_ptr + row, -weight * moved, mask=head_ok)
+    if LSE_SINK or not HAS_SINK:  # the derivative of lse is the probability, as in out
+        delta -= dlse
+    finite &= bound < float("inf")
+    tl.store(total_ptr + row, tl.where(finite, total, float("nan")), mask=head_ok)
+    tl.store(delta_ptr + row, delta, mask=head_ok)
+    bounds = tl.join(tl.max(tl.where(finite, bound, 0.0), 0), tl.max(tl.where(finite, slope, 0.0), 0))
+    tl.atomic_max(bounds_ptr + 1 + tl.arange(0, 2), bounds.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def head_rows(ptr, token, offs_h, STRIDE_T: tl.constexpr, STRIDE_H: tl.constexpr, HEADS: tl.constexpr):
+    """Pointers to the rows of heads `offs_h`, [BLOCK_H, 1], of an array [T, H, …]."""
+    return ptr + offset_of(token, STRIDE_T) + offset_of(offs_h[:, None], STRIDE_H, HEADS)
+
+
+@triton.jit
+def load_dims(rows, ok, FIRST: tl.constexpr, DIMS: tl.constexpr):
+    """Dims FIRST … FIRST + DIMS − 1 of rows, [N, DIMS]; 0 where not `ok` [N]."""
+    return tl.load(rows + FIRST + tl.arange(0, DIMS)[None, :], mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+def load_rows(
+    total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE: tl.constexpr, DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, LSE_UNIT: tl.constexpr, OWN_LSE: tl.constexpr,
+):  # fmt: skip
+    """Of heads `offs_h` [BLOCK_H]: total, delta, and if OWN_LSE lse in log2 and its gradient."""
+    mask = offs_h < HEADS
+    row = offset_of(token, HEADS) + offs_h
+    total = tl.load(total_ptr + row, mask=mask, other=float("inf"))  # a head that is none has no probabilities
+    delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
+    lse, dlse = total, delta
+    if OWN_LSE:
+        lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=mask, other=float("inf")) * LSE_UNIT
+        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=mask, other=0.0) * (LOG2E / LSE_UNIT)
+    return total, delta, lse, dlse
+
+
+@triton.jit
+def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl.constexpr):
+    """Probabilities and the gradient of scores q · k, from scores in log2 and dout · value; all broadcast."""
+    p = tl.exp2(scores - total)
+    ds = p * (dp - delta)
+    if OWN_LSE:
+        ds += tl.exp2(scores - lse) * dlse
+    return p, ds * SCALE
+
+
+@triton.jit
+def exponent_of_ds(bounds_ptr, dtype: tl.constexpr):
+    """ds · 2**e is at most 2**14 for e = this, in float16, whose exponents are few; 0 in bfloat16."""
+    if dtype == tl.float16:
+        return tl.minimum(tl.maximum(14 - ((tl.load(bounds_ptr + 2) >> 23) - 126), -126), 126)
+    else:
+        return 0
+
+
+@triton.jit
+def add_dq(
+    dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr, slots_ptr, end, num_slots,
+    LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALE: tl.constexpr,
+    OWN_LSE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the entries of the first `end` slots to dq of a tile of heads."""
+    for first in tl.range(0, tl.maximum(end, 0), BLOCK_N, disable_licm=True):
+        offs_n = first + tl.arange(0, BLOCK_N)
+        slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+        data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+        value, tail = load_entries(cache_ptr, data, scales, ok, q.dtype, LAYOUT)
+        scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
+        if LAYOUT.tail:
+            scores = tl.dot(q_tail, tl.trans(tail), scores)
+        dp = tl.dot(dout, tl.trans(value))
+        _, ds = derive(
+            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
+        )
+        ds = (tl.where(ok[None, :], ds, 0.0) * ds_up).to(q.dtype)
+        dq = tl.dot(ds, value, dq)
+        if LAYOUT.tail:
+            dq_tail = tl.dot(ds, tail, dq_tail)
+    return dq, dq_tail
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys"])
+def sparse_mla_dq_kernel(
+    q_ptr,  # [T, H, L+E]
+    cache_ptr,  # [P, R, ROW]
+    slots_ptr,  # [T, K] i32
+    dout_ptr,  # [T, H, LANES]
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lse_ptr,  # [T, H] f32 if OWN_LSE
+    dlse_ptr,  # [T, H] f32 if OWN_LSE
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
+    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
+    bounds_ptr,  # [3] i32
+    total_ptr,  # [T, H] f32
+    delta_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    num_extra_slots,
+    num_extra_keys,  # EXTRA_K
+    dq_ptr,  # [T, H, L+E]
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    EXTRA_SLOT_STRIDE: tl.constexpr,
+    EXTRA_PAGE_STRIDE: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr,
+    EXTRA_LAYOUT: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_EXTRA_LENGTHS: tl.constexpr,
+    OWN_LSE: tl.constexpr,  # the lse's derivative is not the probability in out: the sink is in that one alone
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_ok = offs_h < HEADS
+    q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
+    q = load_dims(q_rows, head_ok, 0, LANES)
+    q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES) if LAYOUT.tail else q
+    dout = load_dims(head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS), head_ok, 0, LANES)
+    total, delta, lse, dlse = load_rows(
+        total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
+    )
+    exponent = exponent_of_ds(bounds_ptr, q.dtype)
+    ds_up = power_of_two(exponent)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    dq = tl.zeros([BLOCK_H, LANES], tl.float32)
+    dq_tail = tl.zeros([BLOCK_H, TAIL_LANES], tl.float32)
+    dq, dq_tail = add_dq(
+        dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr,
+        slots_ptr + offset_of(token, SLOT_STRIDE), end, num_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, SCALE, OWN_LSE,
+        BLOCK_N,
+    )  # fmt: skip
+    if EXTRA_LAYOUT is not None:
+        extra_end = num_extra_keys
+        if HAS_EXTRA_LENGTHS:
+            extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
+        dq, dq_tail = add_dq(
+            dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, extra_cache_ptr,
+            extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, EXTRA_LAYOUT,
+            EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, BLOCK_N,
+        )  # fmt: skip
+    ds_down = power_of_two(-exponent)
+    row = dq_ptr + offset_of((offset_of(token, HEADS) + offs_h)[:, None], LAYOUT.dims)
+    mask = (offs_h < HEADS)[:, None]
+    tl.store(row + tl.arange(0, LANES)[None, :], (dq * ds_down).to(q.dtype), mask=mask)
+    if LAYOUT.tail:
+        tl.store(row + LANES + tl.arange(0, TAIL_LANES)[None, :], (dq_tail * ds_down).to(q.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "log2_parts"])
+def sparse_mla_dcache_kernel(
+    q_ptr,  # [T, H, L+E]
+    cache_ptr,  # [P, R, ROW]
+    slots_ptr,  # [T, K] i32
+    dout_ptr,  # [T, H, LANES]
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lse_ptr,  # [T, H] f32 if OWN_LSE
+    dlse_ptr,  # [T, H] f32 if OWN_LSE
+    bounds_ptr,  # [3] i32
+    total_ptr,  # [T, H] f32
+    delta_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    log2_parts,  # binary logarithm of T, rounded up
+    marks_ptr,  # [P, R] i8
+    sums_ptr,  # [P, R, 2·ROW] i32
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    OWN_LSE: tl.constexpr,
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Tiles of keys of one token are neighbours: they read the same queries.
+    tiles = tl.cdiv(num_keys, BLOCK_N)
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    offs_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
+    ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+    data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    entries = cache_ptr + data[:, None]
+    # By parts: a warp's operands of all dims at once take more registers than there are.
+    values = ()
+    for part in tl.static_range(LANES // PART):
+        values = values + (load_dims(entries, ok, part * PART, PART),)  # noqa: RUF005  # Triton has no starred ones
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    P_EXPONENT: tl.constexpr = 14 if dtype == tl.float16 else 0
+    exponent = exponent_of_ds(bounds_ptr, dtype)
+    ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
+    dvalue = (tl.zeros([BLOCK_N, PART], tl.float32),) * (LANES // PART)
+    dtail = tl.zeros([BLOCK_N, TAIL_LANES], tl.float32)
+    wrong = tl.zeros([BLOCK_N], tl.int32)
+    for first_head in tl.range(0, HEADS, BLOCK_H, disable_licm=True):
+        offs_h = first_head + tl.arange(0, BLOCK_H)
+        head_ok = offs_h < HEADS
+        q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
+        dout_rows = head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS)
+        total, delta, lse, dlse = load_rows(
+            total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
+        )
+        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        for part in tl.static_range(LANES // PART):
+            value = tl.trans(values[part])
+            scores = tl.dot(load_dims(q_rows, head_ok, part * PART, PART), value, scores)
+            dp = tl.dot(load_dims(dout_rows, head_ok, part * PART, PART), value, dp)
+        if LAYOUT.tail:
+            q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
+            scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
+        p, ds = derive(
+            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
+        )
+        # The unit is chosen for probabilities; of another call's lse they may be anything.
+        wrong |= tl.max(tl.where((p <= 2.0) & (tl.abs(ds) < float("inf")), 0, 1), 0)
+        p = tl.trans((p * 2.0**P_EXPONENT).to(dtype))
+        ds = tl.trans((ds * ds_up).to(dtype))
+        added = ()
+        for part in tl.static_range(LANES // PART):
+            q = load_dims(q_rows, head_ok, part * PART, PART)
+            dout = load_dims(dout_rows, head_ok, part * PART, PART)
+            if P_EXPONENT:
+                of_both = dvalue[part] + tl.dot(ds, q) * ds_down + tl.dot(p, dout) * 2.0**-P_EXPONENT
+            else:
+                of_both = tl.dot(p, dout, tl.dot(ds, q, dvalue[part]))
+            added = added + (of_both,)  # noqa: RUF005  # Triton has no starred expressions
+        dvalue = added
+        if LAYOUT.tail:
+            dtail += tl.dot(ds, q_tail) * ds_down
+    to_sum = power_of_two(exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
+    sums = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
+    right = (ok & (wrong == 0))[:, None]
+    for part in tl.static_range(LANES // PART):
+        offs_d = part * PART + tl.arange(0, PART)[None, :]
+        tl.atomic_add(sums + offs_d, (dvalue[part] * to_sum).to(tl.int64), mask=right, sem="relaxed")
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tl.atomic_add(sums + offs_e, (dtail * to_sum).to(tl.int64), mask=right, sem="relaxed")
+    tl.store(marks_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int8), mask=ok & (wrong != 0))
+
+
+@triton.jit(do_not_specialize=["num_slots", "log2_parts"])
+def round_sums_kernel(
+    marks_ptr,  # [P, R] i8
+    sums_ptr,  # [P, R, 2·ROW] i32
+    bounds_ptr,  # [3] i32
+    num_slots,
+    log2_parts,
+    dcache_ptr,  # [P, R, ROW]
+    LAYOUT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    DIMS: tl.constexpr = LAYOUT.dims
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    ok = slot < num_slots
+    mark = tl.load(marks_ptr + slot, mask=ok, other=0)
+    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
+    mask = (ok & (mark == MARKED))[:, None]
+    row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
+    offs_l = tl.arange(0, LANES)[None, :]
+    wrong = (mark == NOT_A_NUMBER)[:, None]
+    value = tl.load(row + offs_l, mask=mask, other=0).to(tl.float32) * unit
+    value = tl.where(wrong, float("nan"), value)
+    tail = tl.zeros([BLOCK, TAIL_LANES], tl.float32)
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tail = tl.load(row + offs_e, mask=mask, other=0).to(tl.float32) * unit
+        tail = tl.where(wrong, float("nan"), tail)
+    store_entries(dcache_ptr, slot, ok, value, tail, LAYOUT, PAGE_SIZE * DIMS, PAGE_SIZE, 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_sinks_kernel(
+    dsinks_ptr,  # [T, H] f32
+    num_tokens,  # T
+    dsink_ptr,  # [H] f32
+    HEADS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    head = tl.program_id(0)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    for first in tl.range(0, num_tokens, BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T)
+        total += tl.load(dsinks_ptr + offset_of(token, HEADS) + head, mask=token < num_tokens, other=0.0)
+    tl.store(dsink_ptr + head, tl.sum(total, 0))

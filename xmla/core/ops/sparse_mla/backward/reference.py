@@ -1,0 +1,76 @@
+import numpy as np
+
+from xmla.core.formats.mla import VALUE_DIMS, mla_layouts
+from xmla.core.spec import Spec
+
+
+def reference(
+    q: np.ndarray,
+    cache: np.ndarray,
+    slots: np.ndarray,
+    forward_out: np.ndarray,
+    forward_lse: np.ndarray,
+    dout: np.ndarray,
+    dlse: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
+    sink: np.ndarray | None = None,
+    extra_cache: np.ndarray | None = None,
+    extra_slots: np.ndarray | None = None,
+    extra_lengths: np.ndarray | None = None,
+    *,
+    softmax_scale: float,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
+    lse_base: str = "e",
+    lse_sink: bool = False,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Reference of `sparse_mla_backward`, in float64."""
+    tokens, heads, _ = q.shape
+    sources = [Source(cache, cache_format, slots, lengths)]
+    if extra_cache is not None and extra_slots is not None:
+        sources.append(Source(extra_cache, extra_cache_format, extra_slots, extra_lengths))
+    dq, dsink = np.zeros(q.shape), np.zeros(0 if sink is None else heads)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        for token in range(tokens):
+            query, upstream = q[token].astype(np.float64), dout[token].astype(np.float64)
+            delta = (forward_out[token].astype(np.float64) * upstream).sum(axis=1)
+            own = forward_lse[token].astype(np.float64) * (np.log(2) if lse_base == "2" else 1.0)
+            dlog = np.zeros(heads) if dlse is None else dlse[token] / (np.log(2) if lse_base == "2" else 1.0)
+            total = own if lse_sink else np.where(np.isinf(own), -np.inf, own)
+            if sink is not None:
+                if not lse_sink:
+                    total = np.logaddexp(total, sink.astype(np.float64))
+                weight = np.where(sink == -np.inf, 0.0, np.where(sink == total, 1.0, np.exp(sink - total)))
+                dsink -= weight * (delta - (dlog if lse_sink else 0.0))
+            for source in sources:
+                named, keys = source.entries(token)
+                scores = softmax_scale * (query @ keys.T)
+                p = np.exp(scores - total[:, None])
+                ds = p * (upstream @ keys[:, :VALUE_DIMS].T - delta[:, None])
+                ds += dlog[:, None] * (p if lse_sink or sink is None else np.exp(scores - own[:, None]))
+                ds *= softmax_scale
+                dq[token] += ds @ keys
+                gradients = ds.T @ query
+                gradients[:, :VALUE_DIMS] += p.T @ upstream
+                gradients[~((p <= 2) & np.isfinite(ds)).all(axis=0)] = np.nan
+                np.add.at(source.gradient, named, gradients)
+    found = [source.gradient.reshape(source.shape) for source in sources]
+    for gradient in found:  # NaN of one dim is NaN of all
+        gradient[np.isnan(gradient).any(axis=-1)] = np.nan
+    return dq, found[0], dsink, found[1] if len(found) > 1 else np.zeros((0, 0, 0))
+
+
+class Source:
+    """A cache and its slots, and the gradient of its entries, [P·R, L+E]."""
+
+    def __init__(self, cache: np.ndarray, name: str | None, slots: np.ndarray, lengths: np.ndarray | None) -> None:
+        (self.layout,) = mla_layouts(Spec.of_numpy(cache), name)
+        self.cache, self.slots, self.lengths, self.shape = cache, slots, lengths, cache.shape
+        self.gradient = np.zeros((cache.shape[0] * cache.shape[1], cache.shape[2]))
+
+    def entries(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that a token attends to, and their entries in float64 [keys, L+E]."""
+        length = self.slots.shape[1] if self.lengths is None else max(int(self.lengths[token]), 0)
+        slot = self.slots[token, :length]
+        named = slot[(slot >= 0) & (slot < len(self.gradient))]
+        return named, self.layout.gather(self.cache, named).astype(np.float64)

@@ -1,0 +1,64 @@
+"""The sources of attention, a cache and its slots, once or twice: checks, limits and work of the ops over them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
+from xmla.core.op import Arrays, Limit, Problem
+from xmla.core.work import Work
+
+
+def check_sources(problem: Problem) -> MlaLayout:
+    """Check queries, sources and lse_base; the layout of the first source."""
+    layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
+    _check_dtype(problem, "cache", layout)
+    if problem["L+E"] != layout.dims:
+        problem.refuse("q", "axis L+E (axis 2)", problem["L+E"], f"{layout.dims} for {layout.name!r} entries")
+    if problem["H"] > 128:
+        problem.unsupported("q", "axis H (axis 1)", problem["H"], "at most 128 heads")
+    together(problem, "extra_cache", "extra_slots")
+    if extra is not None:
+        _check_dtype(problem, "extra_cache", extra)
+        if (extra.dims, extra.tail) != (layout.dims, layout.tail):
+            problem.refuse("extra_cache", "format", repr(extra.name), f"one with the dims of {layout.name!r}")
+    elif problem.has("extra_lengths"):
+        problem.refuse("extra_lengths", "argument", "given", "none without extra_cache")
+    if problem.attrs["lse_base"] not in ("e", "2"):
+        problem.refuse("lse_base", "value", repr(problem.attrs["lse_base"]), "'e' or '2'")
+    return layout
+
+
+def _check_dtype(problem: Problem, cache: str, layout: MlaLayout) -> None:
+    dtype, expected = problem.specs[cache].dtype, problem.specs["q"].dtype
+    if not layout.packed and dtype != expected:
+        problem.refuse(cache, "dtype", dtype, f"{expected}, as q")
+
+
+def together(problem: Problem, one: str, other: str) -> None:
+    """Refuse one of two arguments without the other."""
+    for given, missing in ((one, other), (other, one)):
+        if problem.has(given) and not problem.has(missing):
+            problem.refuse(missing, "argument", "missing", f"an array beside {given}")
+
+
+def source_limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
+    """The limits of lengths, and of the slots within them."""
+    sources = [("slots", "lengths", problem["K"], problem["P"] * problem["R"])]
+    if "extra_slots" in arrays:
+        entries = problem["EXTRA_P"] * problem["EXTRA_R"]
+        sources.append(("extra_slots", "extra_lengths", problem["EXTRA_K"], entries))
+    for slots, lengths, keys, entries in sources:
+        seen = None
+        if lengths in arrays:
+            yield Limit(lengths, 0, keys)
+            seen = np.arange(keys) < arrays[lengths][:, None]
+        yield Limit(slots, -1, entries - 1, seen)
+
+
+def attention_work(problem: Problem, cache: str, keys: int) -> Work:
+    """Entries of `cache` read for `keys` slots per token, and their products."""
+    pool, q = problem.specs[cache], problem.specs["q"]
+    references = problem["T"] * keys
+    read = min(references, pool.shape[0] * pool.shape[1]) * pool.shape[2] * pool.itemsize
+    return Work(read, bf16_flops=2.0 * references * problem["H"] * (q.shape[2] + VALUE_DIMS))
