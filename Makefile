@@ -61,8 +61,10 @@ types: $(READY)
 	$(PYTHON) -m pyrefly coverage check --strict --public-only $(PUBLIC:%=xmla/%)
 
 .venv/ready: pyproject.toml tests/core/tritons.py
+	@echo "Installing torch, Triton, JAX and what tests need into .venv: 8.4 GB, some minutes, once."
 	$(BOOTSTRAP) -m venv .venv
-	.venv/bin/python -m pip install --quiet --editable '.[torch,jax,docs,dev]'
+	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
+	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
 	.venv/bin/python tests/core/tritons.py
 	touch $@
 

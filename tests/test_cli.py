@@ -21,7 +21,7 @@ from xmla.bench import parallel, picture, record, run
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import compare, largest_error
 from xmla.command import app, main
-from xmla.core.device import KNOWN_DEVICES
+from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
@@ -129,17 +129,42 @@ def test_plan_prints_launches_and_workspace() -> None:
     result = CliRunner().invoke(app, [*arguments, "--device", "GB10"], env={"COLUMNS": "150"})
     assert result.exit_code == 0, result.output
     for shown in ("split_counts_kernel", "indexer_logits_paged_kernel", "8 requests × 2, mixed", "prefill 1024 tokens",
-                  "656 bytes per key and layer", "NVIDIA GB10"):  # fmt: skip
+                  "656 bytes per entry and layer", "NVIDIA GB10"):  # fmt: skip
         assert shown in result.output
-    config = configure([8], [32768], [2], [], 128, 64, 2048, 64, True)
+    config = configure("deepseek_v32", [8], [32768], [2], [], True)
     calls = dict(config.steps())["decode 8 requests × 2, mixed, max_len 32768"]
     attention = next(call for call in calls if call.op == "dsa_attention")
     assert f"{attention.plan(find_device('GB10')).workspace_bytes:,} B" in result.output
 
 
+def test_plan_of_v4() -> None:
+    words = ["plan", "--model", "deepseek_v4", "--batch", "8", "--max-len", "32768", "--device", "H200"]
+    result = CliRunner().invoke(app, words, env=WIDE)
+    assert result.exit_code == 0, result.output
+    for shown in ("compress_kv", "window_slots", "ratio 128: 584 bytes per entry and layer", "of 256"):
+        assert shown in result.output, shown
+    assert "dsa_attention" not in result.output
+    config = configure("deepseek_v4", [8], [32768], None, None, k=512)
+    assert (config.k, config.page_size) == (512, 256), "what is not given is the model's own"
+    assert f"{len(configure('deepseek_v4', [8], [32768], None, None).specializations(H200))} kernels" in result.output
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"xmla {__version__}\n"
+
+
+def test_completion() -> None:
+    """Of commands, options and models, as the shell asks for it."""
+    for words, offered in (("pl", {"plan"}), ("plan --pa", {"--page-size"}), ("warmup --model deep", {"deepseek_v4"})):
+        typed = {"COMP_WORDS": f"xmla {words}", "COMP_CWORD": str(len(words.split()))}
+        result = CliRunner().invoke(app, [], prog_name="xmla", env={"_XMLA_COMPLETE": "complete_bash", **typed})
+        assert offered <= set(result.output.split()), result.output
+
+
 def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["plan", "--device", "V100"], "device is 'V100', expected a part of one name of: NVIDIA H100"),
+        (["plan", "--model", "deepseek_v4", "--ranks", "2"], "ranks is 2, expected 1 for deepseek_v4"),
         (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected a part of one name of: NVIDIA H100"),
         (["supports", "sparse_mla", "H:3"], "size is 'H:3', expected AXIS=NUMBER"),
         (["supports", "sparse_mla", "Z=3"], "supports: axis is 'Z', expected one of"),

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from xmla import layouts as layouts
     from xmla._warmup import Warmup as Warmup
     from xmla._warmup import warmup as warmup
+    from xmla.core.compile import Compile as Compile
+    from xmla.core.compile import compiles as compiles
     from xmla.core.device import Device as Device
     from xmla.core.errors import ArgumentError as ArgumentError
     from xmla.core.errors import CompileError as CompileError
@@ -52,6 +54,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "ArgumentError": "core.errors",
+    "Compile": "core.compile",
     "CompileError": "core.errors",
     "Device": "core.device",
     "ModelConfig": "core.models.v32",
@@ -59,6 +62,7 @@ _MODULES = {
     "Support": "core.support",
     "UnsupportedError": "core.errors",
     "Warmup": "_warmup",
+    "compiles": "core.compile",
     "supports": "core.support",
     "warmup": "_warmup",
 }

@@ -369,7 +369,7 @@ def sparse_mla_dcache_kernel(
             added = added + (of_both,)  # noqa: RUF005  # Triton has no starred expressions
         dvalue = added
         if LAYOUT.tail:
-            dtail += tl.dot(ds, q_tail) * ds_down
+            dtail += tl.dot(ds, load_dims(q_rows, head_ok, LANES, TAIL_LANES)) * ds_down
     to_sum = power_of_two(exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
     sums = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
     right = (ok & (wrong == 0))[:, None]

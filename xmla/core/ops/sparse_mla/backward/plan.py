@@ -193,8 +193,13 @@ def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
         grid=(problem["T"],),
         outputs=("marks",),
         arrays={"slots": slots, "lengths": lengths if problem.has(lengths) else slots, "marks": f"{source}marks"},
-        sizes={"num_slots": entries, "num_keys": specs[slots].shape[1], "step": 1},
-        constexprs={"SLOT_STRIDE": specs[slots].stride(0), "HAS_LENGTHS": problem.has(lengths), "BLOCK": 1024},
+        sizes={
+            "num_slots": entries,
+            "num_keys": specs[slots].shape[1],
+            "slot_stride": specs[slots].stride(0),
+            "step": 1,
+        },
+        constexprs={"HAS_LENGTHS": problem.has(lengths), "BLOCK": 1024},
     )
     start = Launch(
         start_sums_kernel,
