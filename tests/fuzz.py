@@ -399,7 +399,7 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
         for variant in (define(laid, drawn.tame)[0], define(laid, poisoned(laid, drawn))[0]):
             for name in want:
                 a, b = want[name], variant[name]
-                rows = ((a == b) | ((a != a) & (b != b))).reshape(len(a), -1).all(axis=1)
+                rows = ((a == b) | ((a != a) & (b != b))).all(axis=tuple(range(1, a.ndim)))
                 same[len(a)] = same.get(len(a), True) & rows
     for name, value in want.items():
         where = op.outputs[name].written(value)

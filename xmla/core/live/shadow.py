@@ -59,10 +59,13 @@ class Drift:
 def sample(
     op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Mapping[str, Any], take: Take
 ) -> Sample | None:
-    """Choose rows of a call before it runs, or None. A call that updates a cache is sampled as a whole."""
+    """Choose rows of a call before it runs, or None.
+
+    A call that updates a cache or sums over tokens is sampled as a whole.
+    """
     tokens = next((spec.shape[0] for name, spec in specs.items() if has_tokens(op, name)), 0)
     rows = None
-    if tokens and not op.mutates:
+    if tokens and not op.mutates and op.rows_apart:
         rows = np.flatnonzero(_random.random(tokens) < settings.shadow)
         if not len(rows):
             return None

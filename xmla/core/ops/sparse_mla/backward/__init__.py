@@ -24,8 +24,8 @@ def sparse_mla_backward(
         dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
         dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
 
-    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
-    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+    The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
+    does not matter: the same arguments give the same bits. A slot that stands twice counts twice.
 
     Args:
         q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain

@@ -16,8 +16,9 @@ def start_sums_kernel(
     cache_ptr,  # [P, R, ROW]
     marks_ptr,  # [P, R] i8
     num_slots,
-    bounds_ptr,  # [3] i32, the bits of floats: bounds of |value| of a marked entry, of a summand, of |ds|
+    bounds_ptr,  # [P, R] i32, the bits of a bound of summands, where marked
     sums_ptr,  # [P, R, 2·ROW] i32, where marked
+    greatest_ptr,  # [P, R] f32, the greatest |dim| of a value, where marked
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -30,13 +31,68 @@ def start_sums_kernel(
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     value, _ = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
     value = tl.abs(value)
-    greatest = tl.max(tl.max(tl.where(value < float("inf"), value, 0.0), 1), 0)
-    tl.atomic_max(bounds_ptr, greatest.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.store(greatest_ptr + slot, tl.max(tl.where(value < float("inf"), value, 0.0), 1), mask=ok)
+    tl.store(bounds_ptr + slot, tl.zeros([BLOCK], tl.int32), mask=ok)
     row = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
     tl.store(row + tl.arange(0, LANES)[None, :], tl.zeros([BLOCK, LANES], tl.int64), mask=mask)
     if LAYOUT.tail:
         offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
         tl.store(row + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+def bound_values_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    greatest_ptr,  # [P, R] f32
+    num_slots,
+    num_keys,  # K
+    slot_stride,
+    reach_ptr,  # [T] f32, the greatest |dim| of a token's values
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    greatest = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        greatest = tl.maximum(greatest, tl.load(greatest_ptr + slot, mask=ok, other=0.0))
+    tl.store(reach_ptr + token, tl.max(greatest, 0))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+def bound_sums_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    bound_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    slot_stride,
+    bounds_ptr,  # [P, R] i32
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    offs_h = tl.arange(0, BLOCK_H)
+    of_heads = tl.load(bound_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
+    # The least float32 above the sum of all heads; a sum that overflows is that of the greatest float32s.
+    bits = tl.minimum(tl.sum(of_heads, 0), 3.0e38).to(tl.int32, bitcast=True)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        ok &= tl.load(bounds_ptr + slot, mask=ok, other=0) < bits  # it only grows
+        tl.atomic_max(bounds_ptr + slot, tl.zeros([BLOCK], tl.int32) + bits, mask=ok, sem="relaxed")
 
 
 @triton.jit
@@ -47,9 +103,12 @@ def prepare_kernel(
     dout_ptr,  # [T, H, LANES]
     dlse_ptr,  # [T, H] f32 if HAS_DLSE
     sink_ptr,  # [H] f32 if HAS_SINK
-    bounds_ptr,  # [3] i32
+    reach_ptr,  # [T] f32
+    extra_reach_ptr,  # [T] f32
     total_ptr,  # [T, H] f32: log2 of the softmax's denominator, NaN for a head that gives its entries NaN
     delta_ptr,  # [T, H] f32: what is subtracted from dout · value
+    slope_ptr,  # [T, H] f32: a bound of |ds|
+    bound_ptr,  # [T, H] f32: a bound of a head's summand of a gradient; 0 for a head that gives NaN
     dsinks_ptr,  # [T, H] f32 if HAS_SINK: each token's part of dsink
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -96,7 +155,8 @@ def prepare_kernel(
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
         dlse *= LOG2E / LSE_UNIT
-    slope = tl.sum(tl.abs(dout), 1) * tl.load(bounds_ptr).to(tl.float32, bitcast=True) + tl.abs(delta) + tl.abs(dlse)
+    reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
+    slope = tl.sum(tl.abs(dout), 1) * reach + tl.abs(delta) + tl.abs(dlse)
     slope *= SCALE
     bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
     row = offset_of(token, HEADS) + offs_h
@@ -115,8 +175,8 @@ def prepare_kernel(
     finite &= bound < float("inf")
     tl.store(total_ptr + row, tl.where(finite, total, float("nan")), mask=head_ok)
     tl.store(delta_ptr + row, delta, mask=head_ok)
-    bounds = tl.join(tl.max(tl.where(finite, bound, 0.0), 0), tl.max(tl.where(finite, slope, 0.0), 0))
-    tl.atomic_max(bounds_ptr + 1 + tl.arange(0, 2), bounds.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.store(slope_ptr + row, slope, mask=head_ok)
+    tl.store(bound_ptr + row, tl.where(finite, bound, 0.0), mask=head_ok)
 
 
 @triton.jit
@@ -159,10 +219,12 @@ def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl
 
 
 @triton.jit
-def exponent_of_ds(bounds_ptr, dtype: tl.constexpr):
-    """ds · 2**e is at most 2**14 for e = this, in float16, whose exponents are few; 0 in bfloat16."""
+def exponent_of_ds(slope_ptr, token, offs_h, HEADS: tl.constexpr, dtype: tl.constexpr):
+    """|ds · 2**e| of these heads is at most 2**14 for e = this, in float16, whose exponents are few; 0 in bfloat16."""
     if dtype == tl.float16:
-        return tl.minimum(tl.maximum(14 - ((tl.load(bounds_ptr + 2) >> 23) - 126), -126), 126)
+        slope = tl.load(slope_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
+        bits = tl.max(tl.where(slope < float("inf"), slope, 0.0), 0).to(tl.int32, bitcast=True)
+        return tl.minimum(tl.maximum(14 - ((bits >> 23) - 126), -126), 126)
     else:
         return 0
 
@@ -206,9 +268,9 @@ def sparse_mla_dq_kernel(
     extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
     extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
     extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
-    bounds_ptr,  # [3] i32
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
+    slope_ptr,  # [T, H] f32
     num_slots,
     num_keys,  # K
     num_extra_slots,
@@ -248,7 +310,7 @@ def sparse_mla_dq_kernel(
     total, delta, lse, dlse = load_rows(
         total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
     )
-    exponent = exponent_of_ds(bounds_ptr, q.dtype)
+    exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, q.dtype)
     ds_up = power_of_two(exponent)
     end = num_keys
     if HAS_LENGTHS:
@@ -286,9 +348,10 @@ def sparse_mla_dcache_kernel(
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
-    bounds_ptr,  # [3] i32
+    bounds_ptr,  # [P, R] i32
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
+    slope_ptr,  # [T, H] f32
     num_slots,
     num_keys,  # K
     log2_parts,  # binary logarithm of T, rounded up
@@ -329,8 +392,6 @@ def sparse_mla_dcache_kernel(
         values = values + (load_dims(entries, ok, part * PART, PART),)  # noqa: RUF005  # Triton has no starred ones
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     P_EXPONENT: tl.constexpr = 14 if dtype == tl.float16 else 0
-    exponent = exponent_of_ds(bounds_ptr, dtype)
-    ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
     dvalue = (tl.zeros([BLOCK_N, PART], tl.float32),) * (LANES // PART)
     dtail = tl.zeros([BLOCK_N, TAIL_LANES], tl.float32)
     wrong = tl.zeros([BLOCK_N], tl.int32)
@@ -342,6 +403,8 @@ def sparse_mla_dcache_kernel(
         total, delta, lse, dlse = load_rows(
             total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
         )
+        exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, dtype)
+        ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
         scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         for part in tl.static_range(LANES // PART):
@@ -370,7 +433,7 @@ def sparse_mla_dcache_kernel(
         dvalue = added
         if LAYOUT.tail:
             dtail += tl.dot(ds, load_dims(q_rows, head_ok, LANES, TAIL_LANES)) * ds_down
-    to_sum = power_of_two(exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
+    to_sum = power_of_two(exponent_of_unit(tl.load(bounds_ptr + slot, mask=ok, other=0), log2_parts))[:, None]
     sums = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
     right = (ok & (wrong == 0))[:, None]
     for part in tl.static_range(LANES // PART):
@@ -386,7 +449,7 @@ def sparse_mla_dcache_kernel(
 def round_sums_kernel(
     marks_ptr,  # [P, R] i8
     sums_ptr,  # [P, R, 2·ROW] i32
-    bounds_ptr,  # [3] i32
+    bounds_ptr,  # [P, R] i32
     num_slots,
     log2_parts,
     dcache_ptr,  # [P, R, ROW]
@@ -398,8 +461,10 @@ def round_sums_kernel(
     slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = slot < num_slots
     mark = tl.load(marks_ptr + slot, mask=ok, other=0)
-    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
     mask = (ok & (mark == MARKED))[:, None]
+    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + slot, mask=mark == MARKED, other=0), log2_parts))[
+        :, None
+    ]
     row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
     offs_l = tl.arange(0, LANES)[None, :]
     wrong = (mark == NOT_A_NUMBER)[:, None]
