@@ -446,8 +446,8 @@ def training() -> Iterator[Benchmark]:
         def ours(_: int, arguments: Any = arguments, scale: Any = scale) -> tuple[torch.Tensor, ...]:
             return torch_api.sparse_mla_backward(*arguments, softmax_scale=scale)
 
-        def check(ours: Any = ours, arguments: tuple[Any, ...] = arguments, scale: Any = scale) -> float:
-            return gradient_error(ours(0), *arguments, scale)
+        def check(ours: Any = ours, arguments: Any = arguments, scale: Any = scale) -> float:
+            return gradient_error(ours(0), arguments, scale)
 
         flops = 2 * tokens * heads * k * (3 * dims + 2 * 512)
         moved = tokens * k * dims * 2
@@ -457,11 +457,9 @@ def training() -> Iterator[Benchmark]:
         )  # fmt: skip
 
 
-def gradient_error(
-    found: tuple[torch.Tensor, ...], q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, dout: torch.Tensor, scale: float,
-) -> float:  # fmt: skip
+def gradient_error(found: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], scale: float) -> float:
     """The worst relative error of sampled rows of dq, and of sampled rows of the keys' gradient, in float64."""
+    q, rows, slots, out, lse, dout = arguments
 
     def of_scores(tokens: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """p and ds of tokens [N] and keys of each [N, K, L+E], [N, H, K]."""
