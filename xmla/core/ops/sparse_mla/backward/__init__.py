@@ -45,8 +45,12 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype, summed in float32. An entry's whole gradient is NaN if
-    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
+    (Σ|dout[t,h]| · max|value| + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. An
+    entry's whole gradient is NaN if B or p of one of its summands is not finite in float32, or a p exceeds 2, as with
+    another call's lse; dq[t,h] then is NaN as well if B is not finite.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> q, cache = xp.ones((1, 1, 512), dtype=xp.bfloat16), xp.ones((1, 4, 512), dtype=xp.bfloat16)
