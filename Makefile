@@ -15,12 +15,13 @@ PUBLIC := __init__.py _warmup.py interop.py layouts.py torch_api/__init__.pyi to
 	jax_api/__init__.pyi jax_api/parallel.py core/errors.py core/models/base.py core/models/v32.py core/models/v4.py core/parallel.py \
 	core/support.py
 
+RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
 WORKERS ?= 2
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast fuzz matrix mutants lint types clean
+.PHONY: demo test test-fast fuzz matrix mutants lint types docs report clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -41,6 +42,16 @@ matrix: $(READY)
 demo: $(READY)
 	$(ENV) $(PYTHON) -m xmla demo
 
+# build/docs/html/index.html, offline; a warning is an error.
+docs: $(READY)
+	$(ENV) $(PYTHON) docs/build.py
+
+# Every figure of the README and the documents, from the committed results.
+report: $(READY)
+	$(PYTHON) -m xmla.bench.report $(RESULTS)/bench.jsonl --into docs/performance.md --pictures docs/images
+	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
+	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
+
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -50,8 +61,10 @@ types: $(READY)
 	$(PYTHON) -m pyrefly coverage check --strict --public-only $(PUBLIC:%=xmla/%)
 
 .venv/ready: pyproject.toml tests/core/tritons.py
+	@echo "Installing torch, Triton, JAX and what tests need into .venv: 8.4 GB, some minutes, once."
 	$(BOOTSTRAP) -m venv .venv
-	.venv/bin/python -m pip install --quiet --editable '.[torch,jax,dev]'
+	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
+	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
 	.venv/bin/python tests/core/tritons.py
 	touch $@
 

@@ -17,7 +17,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import torch
 
-from xmla import torch_api as xmla
+from xmla import torch_api as xt
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -47,15 +47,15 @@ ATTRIBUTES = {"k": K, "softmax_scale": 0.1352}
 
 
 def attend() -> tuple[torch.Tensor, ...]:
-    xmla.write_mla_cache(latent, rope, slots, mla_cache)
-    xmla.write_indexer_cache(index_k, slots, indexer_cache)
-    return xmla.dsa_attention(q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, **ATTRIBUTES)
+    xt.write_mla_cache(latent, rope, slots, mla_cache)
+    xt.write_indexer_cache(index_k, slots, indexer_cache)
+    return xt.dsa_attention(q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, **ATTRIBUTES)
 
 
 def place(context: int) -> None:
     """Lengths and slots of this step's tokens, behind `context` keys; the last request is padding."""
     position = context + torch.arange(NEXT_N, device=DEVICE, dtype=torch.int32).repeat(REQUESTS, 1)
-    mapped, _ = xmla.map_slots(position, block_table, page_size=PAGE_SIZE)
+    mapped, _ = xt.map_slots(position, block_table, page_size=PAGE_SIZE)
     position[-1], mapped[-1] = -1, -1
     slots.copy_(mapped.flatten())
     lengths.copy_(position.flatten() + 1)
@@ -66,10 +66,10 @@ def fill() -> None:
     for first in range(0, CONTEXT, PAGE_SIZE):
         count = min(PAGE_SIZE, CONTEXT - first)
         position = first + torch.arange(count, device=DEVICE, dtype=torch.int32).repeat(REQUESTS, 1)
-        mapped, _ = xmla.map_slots(position, block_table, page_size=PAGE_SIZE)
+        mapped, _ = xt.map_slots(position, block_table, page_size=PAGE_SIZE)
         keys = REQUESTS * count
-        xmla.write_mla_cache(normal(keys, 512), normal(keys, 64), mapped.flatten(), mla_cache)
-        xmla.write_indexer_cache(normal(keys, 128), mapped.flatten(), indexer_cache)
+        xt.write_mla_cache(normal(keys, 512), normal(keys, 64), mapped.flatten(), mla_cache)
+        xt.write_indexer_cache(normal(keys, 128), mapped.flatten(), indexer_cache)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ if not GPU:
 import jax
 import jax.numpy as jnp
 
-from xmla import jax_api as xmla
+from xmla import jax_api as xj
 
 REQUESTS, HEADS, INDEX_HEADS, CONTEXT, K = (64, 128, 64, 16384, 2048) if GPU else (2, 4, 4, 90, 32)
 NEXT_N, PAGE_SIZE = 2, 64
@@ -35,7 +35,7 @@ def normal(key: jax.Array, *shape: int) -> jax.Array:
 
 
 def map_positions(position: jax.Array, block_table: jax.Array) -> jax.Array:
-    slots, _ = xmla.map_slots(position, block_table, page_size=PAGE_SIZE)
+    slots, _ = xj.map_slots(position, block_table, page_size=PAGE_SIZE)
     return slots.reshape(-1)
 
 
@@ -44,8 +44,8 @@ def fill(mla_cache: jax.Ref, indexer_cache: jax.Ref, block_table: jax.Array, fir
     """Keys of `count` tokens of every request, from position `first`, updated in place."""
     slots = map_positions(jnp.tile(first + jnp.arange(count, dtype=jnp.int32), (REQUESTS, 1)), block_table)
     latent, rope, index_k = jax.random.split(key, 3)
-    xmla.write_mla_cache(normal(latent, len(slots), 512), normal(rope, len(slots), 64), slots, mla_cache)
-    xmla.write_indexer_cache(normal(index_k, len(slots), 128), slots, indexer_cache)
+    xj.write_mla_cache(normal(latent, len(slots), 512), normal(rope, len(slots), 64), slots, mla_cache)
+    xj.write_indexer_cache(normal(index_k, len(slots), 128), slots, indexer_cache)
 
 
 @jax.jit
@@ -55,9 +55,9 @@ def step(mla_cache: jax.Ref, indexer_cache: jax.Ref, block_table: jax.Array, con
     keys = jax.random.split(key, 6)
     position = jnp.tile(context + jnp.arange(NEXT_N, dtype=jnp.int32), (REQUESTS, 1))
     slots = map_positions(position, block_table)
-    xmla.write_mla_cache(normal(keys[0], TOKENS, 512), normal(keys[1], TOKENS, 64), slots, mla_cache)
-    xmla.write_indexer_cache(normal(keys[2], TOKENS, 128), slots, indexer_cache)
-    out, _, _ = xmla.dsa_attention(
+    xj.write_mla_cache(normal(keys[0], TOKENS, 512), normal(keys[1], TOKENS, 64), slots, mla_cache)
+    xj.write_indexer_cache(normal(keys[2], TOKENS, 128), slots, indexer_cache)
+    out, _, _ = xj.dsa_attention(
         normal(keys[3], TOKENS, HEADS, 576), normal(keys[4], TOKENS, INDEX_HEADS, 128),
         jax.random.normal(keys[5], (TOKENS, INDEX_HEADS)), mla_cache, indexer_cache, block_table,
         position.reshape(-1) + 1, k=K, softmax_scale=0.1352,

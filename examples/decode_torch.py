@@ -11,7 +11,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import torch
 
-from xmla import torch_api as xmla
+from xmla import torch_api as xt
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 requests, heads, index_heads, context, page_size = 2, 16, 8, 200, 64
@@ -30,11 +30,11 @@ block_table = torch.randperm(requests * pages, device=device, dtype=torch.int32)
 
 # What a model's projections give for every token so far, the new one included.
 positions = torch.arange(context, device=device, dtype=torch.int32).repeat(requests, 1)
-slots, _ = xmla.map_slots(positions, block_table, page_size=page_size)
-xmla.write_mla_cache(normal(requests * context, 512), normal(requests * context, 64), slots.flatten(), mla_cache)
-xmla.write_indexer_cache(normal(requests * context, 128), slots.flatten(), indexer_cache)
+slots, _ = xt.map_slots(positions, block_table, page_size=page_size)
+xt.write_mla_cache(normal(requests * context, 512), normal(requests * context, 64), slots.flatten(), mla_cache)
+xt.write_indexer_cache(normal(requests * context, 128), slots.flatten(), indexer_cache)
 
-out, lse, indices = xmla.dsa_attention(
+out, lse, indices = xt.dsa_attention(
     normal(requests, heads, 576),
     normal(requests, index_heads, 128),
     torch.randn(requests, index_heads, device=device),

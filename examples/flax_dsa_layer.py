@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from xmla import jax_api as xmla
+from xmla import jax_api as xj
 
 PAGE_SIZE = 64
 
@@ -135,7 +135,7 @@ class SparseAttention(nnx.Module):
         heads, nope, latent_dims = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
         cos, sin = rope_angles(position, config.qk_rope_head_dim, config.rope_theta)
         requests = len(caches.block_table)
-        slots, _ = xmla.map_slots(position.reshape(requests, -1), caches.block_table, page_size=PAGE_SIZE)
+        slots, _ = xj.map_slots(position.reshape(requests, -1), caches.block_table, page_size=PAGE_SIZE)
         slots = slots.reshape(-1)
 
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
@@ -151,12 +151,12 @@ class SparseAttention(nnx.Module):
             rows = jnp.concatenate([latent, k_rope], axis=-1)
             caches.mla[slots // PAGE_SIZE, slots % PAGE_SIZE] = rows
         else:
-            xmla.write_mla_cache(latent, k_rope, slots, caches.mla)
-        xmla.write_indexer_cache(index_k, slots, caches.indexer)
+            xj.write_mla_cache(latent, k_rope, slots, caches.mla)
+        xj.write_indexer_cache(index_k, slots, caches.indexer)
 
         up = self.kv_b_proj.kernel[...].reshape(latent_dims, heads, -1)
         absorbed = jnp.einsum("thn,lhn->thl", q_nope, up[..., :nope])
-        out, _, _ = xmla.dsa_attention(
+        out, _, _ = xj.dsa_attention(
             jnp.concatenate([absorbed, q_rope], axis=-1), index_q, index_weights, caches.mla, caches.indexer,
             caches.block_table, position + 1, k=config.index_topk,
             softmax_scale=(nope + config.qk_rope_head_dim) ** -0.5,

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from scipy.linalg import hadamard
 
-from xmla import jax_api as xmla
+from xmla import jax_api as xj
 
 TOKENS, HEADS, CONTEXT, K = (64, 64, 16384, 2048) if HAS_GPU else (2, 16, 100, 32)
 DIM, ROPE, PAGE_SIZE = 128, 64, 64
@@ -100,7 +100,7 @@ def by_pallas(x, weights, norm, cos, sin):
 
 def by_xmla(x, weights, norm, cos, sin):
     constants = [jnp.asarray(m, jnp.bfloat16) for m in (TURN, HADAMARD)]
-    return xmla.quantize_indexer_query(rotated(x, norm, cos[:, None], sin[:, None], *constants), weights)
+    return xj.quantize_indexer_query(rotated(x, norm, cos[:, None], sin[:, None], *constants), weights)
 
 
 def microseconds(call: Callable[..., Any], *arguments: jax.Array) -> float:
@@ -135,13 +135,13 @@ def main() -> None:
     pages = -(-CONTEXT // PAGE_SIZE)
     index_k = jax.random.normal(next(keys), (CONTEXT, DIM), jnp.bfloat16)
     empty = jnp.zeros((pages, PAGE_SIZE, DIM + 4), jnp.uint8)
-    cache = xmla.write_indexer_cache(index_k, jnp.arange(CONTEXT, dtype=jnp.int32), empty)
+    cache = xj.write_indexer_cache(index_k, jnp.arange(CONTEXT, dtype=jnp.int32), empty)
     table = jnp.arange(pages, dtype=jnp.int32)[None]
     lengths = jnp.full(TOKENS, CONTEXT, jnp.int32)
 
     @partial(jax.jit, static_argnames="prepare")
     def select(*arguments: jax.Array, prepare: Callable[..., tuple[jax.Array, jax.Array]]) -> jax.Array:
-        return xmla.indexer_topk_paged(*prepare(*arguments), cache, table, lengths, k=K)
+        return xj.indexer_topk_paged(*prepare(*arguments), cache, table, lengths, k=K)
 
     ours, theirs = jax.jit(by_xmla)(*arguments), jax.jit(by_pallas)(*arguments)
     same = float(jnp.mean(ours[0] == theirs[0]))
@@ -155,7 +155,7 @@ def main() -> None:
         print(f"whole preparation: Pallas {microseconds(by_pallas, *arguments):.1f} µs, "
               f"jnp and xmla {microseconds(by_xmla, *arguments):.1f} µs; quantisation alone: "
               f"Pallas {microseconds(alone, x, weights):.1f} µs, "
-              f"xmla {microseconds(xmla.quantize_indexer_query, x, weights):.1f} µs")  # fmt: skip
+              f"xmla {microseconds(xj.quantize_indexer_query, x, weights):.1f} µs")  # fmt: skip
 
 
 if __name__ == "__main__":

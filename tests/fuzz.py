@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from math import ceil, floor, log2
+from pathlib import Path
 from typing import Annotated, Any
 
 import conftest  # chooses the interpreter where there is no GPU
@@ -51,7 +52,9 @@ LARGEST = 1 << 20  # elements of a case's inputs
 BATCH = 100 if conftest.HAS_GPU else 1  # cases of one shape in flight together: compiling it takes seconds
 SHAPES = 3  # of a case: as it is, and cut twice
 BASES = 4  # sets of values of a case, to replace some of
-HANG_SECONDS = 60  # the longest that a batch may take once its kernels are compiled
+# The most processor time of a batch once its kernels are compiled, and before. A process that waits for a kernel spins,
+# and one that waits for a busy machine takes none.
+HANG_SECONDS = 60
 COMPILE_SECONDS = 300
 MANY = 1000  # failures that end a run
 AND_MORE = f" and {BATCH - 1} more" if BATCH > 1 else ""
@@ -396,7 +399,7 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
         for variant in (define(laid, drawn.tame)[0], define(laid, poisoned(laid, drawn))[0]):
             for name in want:
                 a, b = want[name], variant[name]
-                rows = ((a == b) | ((a != a) & (b != b))).reshape(len(a), -1).all(axis=1)
+                rows = ((a == b) | ((a != a) & (b != b))).all(axis=tuple(range(1, a.ndim)))
                 same[len(a)] = same.get(len(a), True) & rows
     for name, value in want.items():
         where = op.outputs[name].written(value)
@@ -438,7 +441,10 @@ def seeds_of(shape: int, batch: int) -> list[int]:
 
 
 def work(names: list[str], index: int, workers: int, first: int, state: Any, reports: Any) -> None:
-    """Every `workers`-th batch of each shape, without end; `state` becomes [shape, batch, when it began, its turn]."""
+    """Every `workers`-th batch of each shape, without end.
+
+    `state` becomes [shape, batch, processor time before it, its turn].
+    """
     torch.set_num_threads(1)
     shapes = shapes_of(names)
     for turn in count():
@@ -447,7 +453,7 @@ def work(names: list[str], index: int, workers: int, first: int, state: Any, rep
             target, shape = shapes[chosen]
             batch = first + turn * workers + index
             seeds = seeds_of(shape, batch)
-            state[:] = [chosen, batch, time.monotonic(), turn]
+            state[:] = [chosen, batch, time.process_time(), turn]
             try:
                 found = list(run_batch(target, seeds))
             except Exception:  # what no call may raise, a fault of the GPU among it
@@ -465,6 +471,15 @@ class Worker:
     state: Any
 
 
+def processor_time(process: int) -> float:
+    """Seconds that a process has run so far; 0 once it has ended."""
+    try:
+        facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(facts[11]) + int(facts[12])) / os.sysconf("SC_CLK_TCK")  # proc(5): utime, stime
+
+
 def fuzz(
     names: list[str], seconds: float, cases: int, workers: int, first: int
 ) -> tuple[Counter[str], dict[str, str], float]:
@@ -474,7 +489,7 @@ def fuzz(
     shapes = shapes_of(names)
 
     def start(index: int, first: int) -> Worker:
-        state = context.Array("d", [-1, 0, time.monotonic(), 0], lock=False)
+        state = context.Array("d", [-1, 0, 0.0, 0], lock=False)
         process = context.Process(target=work, args=(names, index, workers, first, state, reports), daemon=True)
         process.start()
         return Worker(process, state)
@@ -484,7 +499,7 @@ def fuzz(
     done: Counter[str] = Counter()
     failures: dict[str, str] = {}
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("fuzzing", total=cases or None)
+        task = bar.add_task("fuzzing", total=cases or seconds)
         while time.monotonic() - began < seconds and (not cases or done.total() < cases):
             try:
                 op_name, number, found = reports.get(timeout=0.5)
@@ -493,15 +508,15 @@ def fuzz(
             else:
                 done[op_name] += number
                 failures |= found
-                bar.update(task, completed=done.total())
+            bar.update(task, completed=done.total() if cases else time.monotonic() - began)
             for index, worker in enumerate(pool):
-                chosen, batch, at, turn = worker.state[:]
+                chosen, batch, before, turn = worker.state[:]
                 limit = HANG_SECONDS if turn else COMPILE_SECONDS
-                hung = time.monotonic() - at > limit
+                hung = processor_time(worker.process.pid) - before > limit
                 if hung and chosen >= 0:
                     target, shape = shapes[int(chosen)]
                     name = f"{target}/{seeds_of(shape, int(batch))[0]}{AND_MORE}"
-                    failures[name] = f"did not end within {limit} s"
+                    failures[name] = f"did not end within {limit} s of processor time"
                 if hung or not worker.process.is_alive():
                     worker.process.kill()
                     pool[index] = start(index, int(batch) + workers)

@@ -21,7 +21,7 @@ import numpy as np
 from export_for_cuda import export, exported_case
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-from xmla.core.compile import compiled, count_compiled, specialize
+from xmla.core.compile import compiled, compiles, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
@@ -73,13 +73,13 @@ def lower(name: str, op: Op, case: Case, device: Device, implementation: str | N
     for launch in plan.launches:
         kernel = compiled(specialize(launch, plan, specs), device.arch)
         by_triton.setdefault(launch.name, set()).add(assemble(kernel.asm["ptx"], device.arch))
-    before = count_compiled()
+    before = len(compiles())
     exported = export(op, case, {name: inputs[name] for name in given}, device, implementation)
     restored = jax.export.deserialize(exported.serialize())
     by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
     return {
         "op": name,
-        "more": count_compiled() - before,
+        "more": len(compiles()) - before,
         "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
         "launches": len(plan.launches),
         "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),

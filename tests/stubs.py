@@ -15,6 +15,9 @@ from itertools import product
 from pathlib import Path
 from textwrap import indent
 
+from xmla.core.documents import JAX as JAX_STYLE
+from xmla.core.documents import TORCH as TORCH_STYLE
+from xmla.core.documents import document
 from xmla.core.op import Op
 from xmla.core.registry import registry
 
@@ -84,7 +87,9 @@ def _torch_function(op: Op) -> str:
     given, space = (f"{returns} | None", "torch.Tensor | None") if op.outputs else ("None", "None")
     preallocated = [f"out: {given} = None", f"workspace: {space} = None"]
     keywords = [*_attributes(op), *preallocated, _implementation((*op.choices, "reference"))]
-    return f"@_planned(_Plans.{op.name})\n" + _function(op.name, _torch_tensors(op), keywords, returns, op)
+    return f"@_planned(_Plans.{op.name})\n" + _function(
+        op.name, _torch_tensors(op), keywords, returns, document(op, TORCH_STYLE)
+    )
 
 
 def _torch_tensors(op: Op) -> list[str]:
@@ -100,7 +105,7 @@ def _jax_function(op: Op) -> str:
         tensors = [_tensor(op, name, read.get(name, ARRAY)) for name in op.tensors]
         returns = _returns(["jax.Array"] * (len(op.outputs) + kinds.count(ARRAY)))
         keywords = [*_attributes(op), _implementation((*op.choices, "reference"))]
-        found.append(_function(op.name, tensors, keywords, returns, None if found else op))
+        found.append(_function(op.name, tensors, keywords, returns, "" if found else document(op, JAX_STYLE)))
     return "".join(f"@overload\n{one}" for one in found) if len(found) > 1 else found[0]
 
 
@@ -121,8 +126,8 @@ def _returns(kinds: list[str]) -> str:
     return f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0] if kinds else "None"
 
 
-def _function(name: str, tensors: Iterable[str], keywords: Iterable[str], returns: str, op: Op | None = None) -> str:
-    body = f'"""{inspect.cleandoc(op.doc)}\n"""' if op else "..."
+def _function(name: str, tensors: Iterable[str], keywords: Iterable[str], returns: str, doc: str = "") -> str:
+    body = f'"""{inspect.cleandoc(doc)}\n"""' if doc else "..."
     return f"def {name}({', '.join([*tensors, '*', *keywords])}) -> {returns}:\n{indent(body, '    ')}\n"
 
 

@@ -21,24 +21,31 @@ from xmla.bench import parallel, picture, record, run
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import compare, largest_error
 from xmla.command import app, main
-from xmla.core.device import KNOWN_DEVICES
+from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
-from xmla.machine import calls
+from xmla.machine import calls, facts
 from xmla.torch_api._arrays import from_strided, spec_of
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+SERVING = (ROOT / "docs/serving.md").read_text()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 def test_info() -> None:
     plain, as_json = (CliRunner().invoke(app, ["info", *extra]) for extra in ((), ("--json",)))
     assert plain.exit_code == as_json.exit_code == 0
-    facts = json.loads(as_json.output)
-    assert facts["xmla"] == __version__ and facts["kernels"] == ("compiled" if HAS_GPU else "interpreted")
-    assert facts["triton"] in plain.output and len(facts["devices"]) >= 1
+    found = json.loads(as_json.output)
+    assert found["xmla"] == __version__ and found["kernels"] == ("compiled" if HAS_GPU else "interpreted")
+    assert found["triton"] in plain.output and len(found["devices"]) >= 1
+
+
+def test_info_names_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are text: which extra to install stands in them."""
+    monkeypatch.setattr(facts, "missing", lambda framework: framework == "jax")
+    plain = CliRunner().invoke(app, ["info"], env=WIDE)
+    assert facts.needed("jax") in plain.output and "[jax]" in plain.output
 
 
 def test_plan_prints_what_ranks_exchange() -> None:
@@ -107,7 +114,7 @@ def test_largest_error() -> None:
 
 
 def test_supports_answers_for_every_device() -> None:
-    (example,) = re.findall(r"`xmla (supports [^`]*)`", README)
+    (example,) = re.findall(r"`xmla (supports [^`]*)`", SERVING)
     yes = CliRunner().invoke(app, example.split())
     assert yes.exit_code == 0 and yes.output.count("yes") == len(KNOWN_DEVICES)
     assert "NVIDIA A100 has compute capability 8.0" in yes.output
@@ -122,17 +129,42 @@ def test_plan_prints_launches_and_workspace() -> None:
     result = CliRunner().invoke(app, [*arguments, "--device", "GB10"], env={"COLUMNS": "150"})
     assert result.exit_code == 0, result.output
     for shown in ("split_counts_kernel", "indexer_logits_paged_kernel", "8 requests × 2, mixed", "prefill 1024 tokens",
-                  "656 bytes per key and layer", "NVIDIA GB10"):  # fmt: skip
+                  "656 bytes per entry and layer", "NVIDIA GB10"):  # fmt: skip
         assert shown in result.output
-    config = configure([8], [32768], [2], [], 128, 64, 2048, 64, True)
+    config = configure("deepseek_v32", [8], [32768], [2], [], True)
     calls = dict(config.steps())["decode 8 requests × 2, mixed, max_len 32768"]
     attention = next(call for call in calls if call.op == "dsa_attention")
     assert f"{attention.plan(find_device('GB10')).workspace_bytes:,} B" in result.output
 
 
+def test_plan_of_v4() -> None:
+    words = ["plan", "--model", "deepseek_v4", "--batch", "8", "--max-len", "32768", "--device", "H200"]
+    result = CliRunner().invoke(app, words, env=WIDE)
+    assert result.exit_code == 0, result.output
+    for shown in ("compress_kv", "window_slots", "ratio 128: 584 bytes per entry and layer", "of 256"):
+        assert shown in result.output, shown
+    assert "dsa_attention" not in result.output
+    config = configure("deepseek_v4", [8], [32768], None, None, k=512)
+    assert (config.k, config.page_size) == (512, 256), "what is not given is the model's own"
+    assert f"{len(configure('deepseek_v4', [8], [32768], None, None).specializations(H200))} kernels" in result.output
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"xmla {__version__}\n"
+
+
+def test_completion() -> None:
+    """Of commands, options and models, as the shell asks for it."""
+    for words, offered in (("pl", {"plan"}), ("plan --pa", {"--page-size"}), ("warmup --model deep", {"deepseek_v4"})):
+        typed = {"COMP_WORDS": f"xmla {words}", "COMP_CWORD": str(len(words.split()))}
+        result = CliRunner().invoke(app, [], prog_name="xmla", env={"_XMLA_COMPLETE": "complete_bash", **typed})
+        assert offered <= set(result.output.split()), result.output
+
+
 def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["plan", "--device", "V100"], "device is 'V100', expected a part of one name of: NVIDIA H100"),
+        (["plan", "--model", "deepseek_v4", "--ranks", "2"], "ranks is 2, expected 1 for deepseek_v4"),
         (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected a part of one name of: NVIDIA H100"),
         (["supports", "sparse_mla", "H:3"], "size is 'H:3', expected AXIS=NUMBER"),
         (["supports", "sparse_mla", "Z=3"], "supports: axis is 'Z', expected one of"),

@@ -31,9 +31,19 @@ def test_demo_agrees(tmp_path: Any) -> None:
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     names = {figure["name"] for figure in figures}
-    assert {"selection, same caches", "attention, as shipped", "logits, same caches", "torch = JAX: out"} <= names
+    assert {
+        "selection, same caches",
+        "attention, plain rows",
+        "attention, as shipped",
+        "logits, same caches",
+        "torch = JAX: out",
+    } <= names
     assert all(figure["ok"] for figure in figures)
-    assert "identical" in result.output and "DISAGREES" not in result.output
+    told = result.output.splitlines()
+    assert [line.split(":")[0] for line in told if ":" in line][:4] == ["model", "replaced", "text", "Agrees"]
+    assert f"Agrees: {len(figures)} of {len(figures)} figures keep their bounds" in told
+    assert "7 of 7 results identical bit for bit" in result.output and "for 100% with plain rows" in result.output
+    assert "layer 0, prefill" not in result.output, "the table is for --details"
 
 
 def wrong_scale(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +70,11 @@ def test_demo_notices_a_mistake(mistake: Callable[..., Any] | None, monkeypatch:
     monkeypatch.setattr(shell, "DECODED", 2)
     if mistake is not None:
         monkeypatch.setattr(torch_api, "dsa_attention", mistake(torch_api.dsa_attention))
-    result = demo()
+    result = demo(*(["--details"] if mistake is None else []))
     assert result.exit_code == (mistake is not None), result.output
     assert ("DISAGREES" in result.output) == (mistake is not None)
+    # All figures by --details; of a run that disagrees the figures that do are shown at once.
+    assert ("│ ok" in result.output) == (mistake is None) and "prefill" in result.output
 
 
 def test_the_model_has_deepseeks_geometry() -> None:

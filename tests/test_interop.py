@@ -46,6 +46,13 @@ def test_a_strided_tensor_is_refused(device: str) -> None:
 def test_a_tensor_of_another_gpu_than_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    tensor = torch.arange(6, device="cuda:0")
+    tensor = torch.arange(6.0, device="cuda:0")
     with torch.cuda.device(1):
         assert pointer(interop.to_jax(tensor)) == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+def test_what_jax_would_copy_is_refused(dtype: str, device: str) -> None:
+    tensor = torch.zeros(4, device=device, dtype=getattr(torch, dtype))
+    with pytest.raises(ArgumentError, match=f"to_jax: tensor dtype is {dtype}, expected at most 32 bits without jax_"):
+        interop.to_jax(tensor)

@@ -36,11 +36,8 @@ def result_rows(op: Op, arrays: dict[str, np.ndarray], attrs: dict[str, object],
         return [np.asarray(value)[rows] for value in kit.as_tuple(op.reference(**arrays, **attrs))]
 
 
-ROWS = [
-    (op, case)
-    for op, case in kit.all_cases()
-    if op.outputs and op.rows_apart and "T" in {t.names[0] for t in op.tensors.values()}
-]
+ROWS = [(op, case) for op, case in kit.all_cases()
+        if op.outputs and op.rows_apart and "T" in {t.names[0] for t in op.tensors.values()}]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "case"), ROWS, ids=kit.case_id)

@@ -25,7 +25,7 @@ def visible_gpus() -> int:
 
 
 def run_ranks(tmp_path: Path, ranks: int, *checks: str, **environment: str) -> list[dict[str, object]]:
-    """What each of `ranks` processes printed; all of them end within the engine's timeout and some for starting."""
+    """What each of `ranks` processes printed; none waits longer than the engine's timeout for another."""
     if HAS_GPU and visible_gpus() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     command = [sys.executable, str(FOLDER / "torch_ranks.py"), str(tmp_path / "store")]
@@ -37,7 +37,7 @@ def run_ranks(tmp_path: Path, ranks: int, *checks: str, **environment: str) -> l
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=240) for process in processes]
+        said = [process.communicate() for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -61,6 +61,7 @@ def test_torch(ranks: int, tmp_path: Path) -> None:
                 assert predicted <= measured <= 1.05 * predicted + 2000, (kind, measured, predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_disagrees_on_shapes(ranks: int, tmp_path: Path) -> None:
     """On a shape that is new, and on one that the others have had: then both sides wait until the timeout."""
@@ -89,7 +90,7 @@ def test_jax() -> None:
     if not ranks:
         pytest.skip("needs 2 GPUs")
     command = [sys.executable, str(FOLDER / "jax_ranks.py"), *map(str, ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["ranks"] for line in found] == ranks
@@ -107,7 +108,7 @@ def test_jit() -> None:
         pytest.skip("needs 2 GPUs")
     devices = "2" if HAS_GPU else "8"
     command = [sys.executable, str(FOLDER / "jax_jit.py"), devices]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {line.pop("call"): line for line in map(json.loads, done.stdout.splitlines())}
 

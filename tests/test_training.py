@@ -358,3 +358,19 @@ def test_another_calls_lse_is_nan_not_garbage(device: str) -> None:
     _, dcache, *_ = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)
     want = BACKWARD.reference(**inputs, **case.attrs)[1]
     assert np.isnan(want).any() and np.array_equal(dcache.isnan().cpu().numpy(), np.isnan(want))
+
+
+def test_a_large_gradient_costs_others_no_bit(device: str) -> None:
+    """Nor does a padding row's garbage: the unit of an entry's sum follows from the tokens that name it."""
+    case = BACKWARD.cases[1]
+    inputs = kit.make(case)
+    few = {n: a[:1] if "T" in BACKWARD.tensors[n].names else a for n, a in inputs.items()}
+    inputs["slots"] = np.where(np.isin(inputs["slots"], inputs["slots"][0]), -1, inputs["slots"])
+    inputs["slots"][0] = few["slots"][0]
+    inputs["dout"] = inputs["dout"].copy()
+    inputs["dout"][1] = 1e30
+    whole, alone = (torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, i, device), **case.attrs)[1]
+                    for i in (inputs, few))  # fmt: skip
+    named = np.unique(few["slots"][(few["slots"] >= 0) & (few["slots"] < inputs["cache"].shape[0])])
+    kit.assert_bits_equal("dcache", kit.as_numpy(whole)[named], kit.as_numpy(alone)[named])
+    assert kit.as_numpy(alone)[named].astype(np.float32).any()

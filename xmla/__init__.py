@@ -1,7 +1,37 @@
 """DeepSeek sparse attention for PyTorch and JAX from one set of Triton kernels.
 
-Import a front-end: ``xmla.torch_api`` or ``xmla.jax_api``. This module imports neither framework. It imports Triton
-only when one of its names is used, so that the `xmla` command can choose Triton's interpreter before that.
+Import a front-end: ``from xmla import torch_api as xt`` or ``from xmla import jax_api as xj``. This module imports
+neither framework. It imports Triton only when one of its names is used, so that the `xmla` command can choose Triton's
+interpreter before that.
+
+Glossary of axes, the same everywhere:
+  T           query tokens, flat over all requests
+  B           requests; B+1 for the starts of requests and the end of the last
+  M           pages per request in a block table
+  P, R        pages of a cache, entries per page; a slot is page · R + offset
+  ROW         bytes, or elements of plain rows, per entry; of contiguous keys, per key
+  H           query heads
+  I           indexer heads
+  K           selected keys per token (top-k), or slots per token
+  N           keys of a prefill; columns of logits; candidates per part
+  L           latent dims: the dims of an entry before the roped ones (512, in V4's formats 448)
+  E           roped dims (64); L+E are all dims of an entry and of a query
+  V           dims of a value and of attention's output (512)
+  D           dims of an indexer head and of its keys; in `compress_kv` dims of the entry
+  S           positions in a table of cosines and sines
+  r           tokens per compressed entry
+  C           series of D dims that a token gives a compressor (1 or 2); C·D dims per token, 2·C·D per state
+  W           parts of a result, one per rank
+  VALUES      elements of an indexer key as it is stored: D of fp8, D/2 bytes of MXFP4
+  WINDOW      entries of a sliding window (attribute `window`)
+  MAX_LEN     columns of paged logits (attribute `max_len`)
+  COLUMNS     columns of an indexer's scores: K of selected keys, else N
+  LOSS        the one element of a loss
+  NUM_TOKENS  T of an op that has no argument with this axis (attribute `num_tokens`)
+  COUNTS      the four counts that `split_batch` gives
+A prefix names the array that an axis belongs to if an op has several of a kind: EXTRA_P, EXTRA_R, EXTRA_ROW and EXTRA_K
+of a second cache and its slots, SOURCE_P, SOURCE_R and SOURCE_ROW of a cache that is converted, STATE_P, STATE_R and
+STATE_M of a compressor's states (R counts positions there) and their block table, INDEXER_ROW of the indexer's cache.
 """
 
 from importlib import import_module
@@ -11,6 +41,8 @@ if TYPE_CHECKING:
     from xmla import layouts as layouts
     from xmla._warmup import Warmup as Warmup
     from xmla._warmup import warmup as warmup
+    from xmla.core.compile import Compile as Compile
+    from xmla.core.compile import compiles as compiles
     from xmla.core.device import Device as Device
     from xmla.core.errors import ArgumentError as ArgumentError
     from xmla.core.errors import CompileError as CompileError
@@ -24,6 +56,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "ArgumentError": "core.errors",
+    "Compile": "core.compile",
     "CompileError": "core.errors",
     "Device": "core.device",
     "ModelConfig": "core.models.v32",
@@ -31,6 +64,7 @@ _MODULES = {
     "Support": "core.support",
     "UnsupportedError": "core.errors",
     "Warmup": "_warmup",
+    "compiles": "core.compile",
     "supports": "core.support",
     "warmup": "_warmup",
 }

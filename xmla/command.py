@@ -9,15 +9,27 @@ from typing import Annotated
 
 import typer
 
+from xmla import __version__
 from xmla.demo import Model
 from xmla.machine import environment
 from xmla.machine.files import drawable, writable
 
-app = typer.Typer(help="DeepSeek sparse attention for PyTorch and JAX.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="DeepSeek sparse attention for PyTorch and JAX.", no_args_is_help=True)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"xmla {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def prepare(context: typer.Context) -> None:
+def prepare(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
     environment.prepare(interpret=context.invoked_subcommand != "warmup")
 
 
@@ -32,6 +44,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 @app.command()
 def demo(
     model: Annotated[Model, typer.Option(help="Whose attention is replaced.")] = Model.V32,
+    details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
     out: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
     ] = None,
@@ -39,7 +52,7 @@ def demo(
     """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX."""
     from xmla.demo import run
 
-    figures = run(model)
+    figures = run(model, details)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)
@@ -73,14 +86,15 @@ def supports(
     raise typer.Exit(code=0 if show_support(op, sizes or [], device) else 1)
 
 
+Served = Annotated[Model, typer.Option(help="Whose layers are served.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step.")]
 Contexts = Annotated[list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys.")]
 NextN = Annotated[list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once.")]
 Prefills = Annotated[list[int] | None, typer.Option("--prefill", min=1, help="Tokens of a prefill step.")]
-Heads = Annotated[int, typer.Option(min=1, help="Query heads of this rank.")]
-IndexHeads = Annotated[int, typer.Option(min=1, help="Indexer heads.")]
-TopK = Annotated[int, typer.Option("--k", min=1, help="Selected keys per token.")]
-PageSize = Annotated[int, typer.Option(min=1, help="Entries a page.")]
+Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of this rank; default: all of the model.")]
+IndexHeads = Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")]
+TopK = Annotated[int | None, typer.Option("--k", min=1, help="Selected keys per token; default: the model's.")]
+PageSize = Annotated[int | None, typer.Option(min=1, help="Entries a page; default: the model's.")]
 Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
 Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
@@ -88,28 +102,34 @@ Target = Annotated[str | None, typer.Option("--device", help="A known device; de
 
 @app.command()
 def plan(
-    batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
-    heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
-    ranks: Ranks = 1, device: Target = None,
+    model: Served = Model.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
+    prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
+    page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
     """What a model's steps launch, and the bytes of workspace and caches they need; needs no GPU."""
     from xmla.cli.plan import configure, show_plan
 
-    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
+    config = configure(
+        model, batch, max_len, next_n, prefill, mixed, ranks, heads=heads, index_heads=index_heads, k=k,
+        page_size=page_size,
+    )  # fmt: skip
     show_plan(config, device)
 
 
 @app.command()
 def warmup(
-    batch: Batches = None, max_len: Contexts = None, next_n: NextN = None, prefill: Prefills = None,
-    heads: Heads = 128, index_heads: IndexHeads = 64, k: TopK = 2048, page_size: PageSize = 64, mixed: Mixed = False,
-    ranks: Ranks = 1, device: Target = None,
+    model: Served = Model.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
+    prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
+    page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
     """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
     from xmla._warmup import warmup
     from xmla.cli.plan import configure, find_device
 
-    config = configure(batch, max_len, next_n, prefill, heads, index_heads, k, page_size, mixed, ranks)
+    config = configure(
+        model, batch, max_len, next_n, prefill, mixed, ranks, heads=heads, index_heads=index_heads, k=k,
+        page_size=page_size,
+    )  # fmt: skip
     warmup(config, None if device is None else find_device(device))
 
 

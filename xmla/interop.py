@@ -18,13 +18,16 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     """The torch tensor's memory as a jax.Array. JAX arrays are dense, so the tensor must be contiguous.
 
     Raises:
-        ArgumentError: The tensor is not contiguous.
+        ArgumentError: The tensor is not contiguous, or has 64 bits and JAX would copy it to 32.
     """
     import jax
     import torch
 
     if not tensor.is_contiguous():
         raise ArgumentError(f"to_jax: tensor strides is {tensor.stride()}, expected contiguous")
+    if tensor.dtype in (torch.int64, torch.uint64, torch.float64) and not jax.config.jax_enable_x64:
+        name = str(tensor.dtype).removeprefix("torch.")
+        raise ArgumentError(f"to_jax: tensor dtype is {name}, expected at most 32 bits without jax_enable_x64")
     with torch.cuda.device_of(tensor):
         jax.devices()  # JAX makes another GPU current as it starts
     with torch.cuda.device_of(tensor):  # torch exports from the current GPU alone

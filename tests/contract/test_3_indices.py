@@ -51,4 +51,4 @@ def test_nothing_is_written_beside_the_results(name: str) -> None:
         function(*arguments, **case.attrs, out=out if len(out) > 1 else out[0])
         for buffer in buffers:
             assert (buffer[:256] == kit.CANARY).all() and (buffer[-256:] == kit.CANARY).all()
-            assert (buffer[256:-256] != kit.CANARY).any(), "nothing was written"
+            assert len(buffer) == 512 or (buffer[256:-256] != kit.CANARY).any(), "nothing was written"

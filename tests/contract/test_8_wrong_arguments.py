@@ -16,7 +16,7 @@ from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, Device, assume_device
 from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
-from xmla.core.op import Op
+from xmla.core.op import INDEX, Op
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
@@ -372,7 +372,9 @@ def test_addresses(device: str, no_launch: None) -> None:
         getattr(torch_api, op).plan(beside(pools[row], first), slots)
 
 
-POOLS = [(op, name) for op in registry().values() for name in op.pools if len(op.tensors[name].names) == 3]
+POOLS = [(op, name) for op in registry().values() for name in op.pools
+         if any(name in inputs and inputs[name].itemsize == 1 for inputs in map(kit.make, op.cases))
+         and len(op.tensors[name].names) == 3]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "name"), POOLS, ids=kit.case_id)
@@ -405,6 +407,33 @@ def test_devices() -> None:
     }
     with pytest.raises(ArgumentError, match=r"^select_topk: ends device is cpu, expected cuda:0, as logits$"):
         op.bind(specs, {"k": 1})
+
+
+def test_devices_of_a_call_in_torch() -> None:
+    """As on a machine with a GPU: the query is there and the cache is not."""
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 16, 576, dtype=torch.bfloat16, device="cuda")
+        cache, slots = torch.empty(3, 64, 656, dtype=torch.uint8), torch.empty(2, 8, dtype=torch.int32, device="cuda")
+        with pytest.raises(ArgumentError) as refused:
+            torch.ops.xmla.sparse_mla(q, cache, slots, softmax_scale=1.0)
+    assert str(refused.value) == "sparse_mla: cache device is cpu, expected cuda:0, as q"
+
+
+INDICES = [(op, name) for op in registry().values() for name, tensor in op.tensors.items() if tensor.dtypes == INDEX]
+
+
+@pytest.mark.parametrize(("op", "name"), INDICES, ids=lambda value: getattr(value, "name", value))
+def test_indices_of_64_bits(op: Op, name: str, device: str, no_launch: None) -> None:
+    """Every integer argument that takes 32 bits alone says what makes them."""
+    made = ((case, kit.make(case)) for case in op.cases)
+    case, inputs = next(((case, inputs) for case, inputs in made if name in inputs), (op.cases[0], None))
+    inputs = kit.make(case) if inputs is None else inputs
+    inputs[name] = inputs[name].astype(np.int64) if name in inputs else np.zeros(inputs["q8"].shape[0], np.int64)
+    given = [inputs.get(argument) for argument in op.tensors]
+    for api, arrays in ((torch_api, kit.torch_inputs(op, inputs, device)), (jax_api, given)):
+        with pytest.raises(ArgumentError) as refused:
+            getattr(api, op.name)(*arrays, **case.attrs)
+        assert str(refused.value) == f"{op.name}: {name} dtype is int64, expected int32 {TO_INT32}"
 
 
 def test_out(device: str, no_launch: None) -> None:
@@ -629,8 +658,8 @@ def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
             with pytest.raises(UnsupportedError) as refused:
                 call(array(logits), array(ends))
             assert str(refused.value) == (
-                "select_topk: arrays on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before Triton is "
-                "imported, or pass implementation='reference'"
+                "select_topk: arrays on the CPU need Triton's interpreter: start Python by `TRITON_INTERPRET=1 python "
+                "…`, or pass implementation='reference'"
             )
             assert np.asarray(jax_api.select_topk(logits, ends, k=1, implementation="reference")).tolist() == [[3]]
 

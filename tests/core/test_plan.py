@@ -176,8 +176,15 @@ def test_a_swapped_launch_is_refused() -> None:
         "grid": (2,),
         "outputs": ("slots", "counts"),
         "arrays": {"request_ids": "indices"},
-        "sizes": {"num_requests": 2, "table_stride": 4, "table_width": 4, "next_n": 1},
-        "constexprs": dict.fromkeys(("INDEX_STRIDE", "K", "PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K"), 1),
+        "sizes": {
+            "num_keys": 8,
+            "index_stride": 8,
+            "num_requests": 2,
+            "table_stride": 4,
+            "table_width": 4,
+            "next_n": 1,
+        },
+        "constexprs": dict.fromkeys(("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K", "ONE_STEP"), 1),
     }
     assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices")
     for wrong, message in (

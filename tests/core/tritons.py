@@ -18,5 +18,6 @@ def folder(version: str) -> Path:
 if __name__ == "__main__":
     for version in OLDER:
         if not folder(version).exists():
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder(version))]
+            print(f"Triton {version}, for tests", flush=True)
+            command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder(version))]
             subprocess.run([*command, f"triton=={version}"], check=True)

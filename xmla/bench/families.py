@@ -428,8 +428,64 @@ def compression() -> Iterator[Benchmark]:
             yield Benchmark("compress_kv", case, ours, check, {}, 0.0, moved, sets, 2**-4)
 
 
+# Heads, dims, keys per token: the shapes of cuDNN's backward of sparse attention (V4-Flash, V4-Pro, GLM, V3.2).
+TRAINING = ((64, 512, 640), (128, 512, 1152), (64, 576, 2048), (128, 576, 2048))
+
+
+def training() -> Iterator[Benchmark]:
+    """Attention's derivative, of 4096 tokens over as many plain rows."""
+    tokens = keys = 4096
+    for heads, dims, k in TRAINING:
+        scale = dims**-0.5
+        q, dout = (torch.randn(tokens, heads, d, device="cuda", dtype=torch.bfloat16) for d in (dims, 512))
+        rows = torch.randn(keys, 1, dims, device="cuda", dtype=torch.bfloat16)
+        slots = problems.chosen_keys(tokens, keys, k)
+        out, lse = torch_api.sparse_mla(q, rows, slots, softmax_scale=scale)
+        arguments = q, rows, slots, out, lse, dout
+
+        def ours(_: int, arguments: Any = arguments, scale: Any = scale) -> tuple[torch.Tensor, ...]:
+            return torch_api.sparse_mla_backward(*arguments, softmax_scale=scale)
+
+        def check(ours: Any = ours, arguments: Any = arguments, scale: Any = scale) -> float:
+            return gradient_error(ours(0), arguments, scale)
+
+        flops = 2 * tokens * heads * k * (3 * dims + 2 * 512)
+        moved = tokens * k * dims * 2
+        yield Benchmark(
+            "sparse_mla_backward", f"h={heads} {dims}/512 k={k} s={tokens}", ours, check, {}, flops, moved, 1,
+            bound="bf16",
+        )  # fmt: skip
+
+
+def gradient_error(found: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], scale: float) -> float:
+    """The worst relative error of sampled rows of dq, and of sampled rows of the keys' gradient, in float64."""
+    q, rows, slots, out, lse, dout = arguments
+
+    def of_scores(tokens: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """p and ds of tokens [N] and keys of each [N, K, L+E], [N, H, K]."""
+        upstream = dout[tokens].double()
+        p = (scale * q[tokens].double() @ keys.mT - lse[tokens].double()[:, :, None]).exp()
+        delta = (out[tokens].double() * upstream).sum(-1, keepdim=True)
+        return p, scale * p * (upstream @ keys[..., :512].mT - delta)
+
+    dq, drows, *_ = found
+    errors = []
+    for token in sampled(len(q)):
+        keys = rows[slots[token].long(), 0].double()
+        _, ds = of_scores(torch.tensor([token], device=q.device), keys[None])
+        errors.append(relative_error(dq[token], (ds @ keys)[0]))
+    for entry in sampled(len(rows)):
+        tokens = (slots == entry).any(1).nonzero()[:, 0]
+        p, ds = (x[..., 0] for x in of_scores(tokens, rows[entry].double().expand(len(tokens), 1, -1)))
+        want = torch.einsum("th,thd->d", ds, q[tokens].double())
+        want[:512] += torch.einsum("th,thd->d", p, dout[tokens].double())
+        errors.append(relative_error(drows[entry, 0], want))
+    return float(np.max(errors))
+
+
 BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "sparse_mla": (decode, decode_v4, prefill),
+    "sparse_mla_backward": (training,),
     "indexer_logits": (ragged_logits,),
     "indexer_logits_paged": (paged_logits,),
     "select_topk": (topk,),

@@ -1,6 +1,9 @@
-"""`python -m xmla.bench.report FILE … [--readme README.md]`: the README's numbers from committed results.
+"""Committed results as documents show them: tables and pictures.
 
-A file holds one run or several, each begun by the line that names its command.
+python -m xmla.bench.report FILE … [--into docs/performance.md] [--pictures docs/images]
+
+`make report` runs it and its neighbours for every figure of the README and the documents. A file holds one run or
+several, each begun by the line that names its command.
 """
 
 import json
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from xmla.bench import picture
 
 BEGIN, END = "<!-- numbers -->\n", "<!-- /numbers -->"
 
@@ -49,13 +54,19 @@ def origin(head: dict[str, Any]) -> str:
     )
 
 
-def report(files: list[Path]) -> str:
-    """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any."""
+def read(files: list[Path]) -> list[list[dict[str, Any]]]:
+    """The runs of some files: of each the line where its figures come from, then a line per case."""
     runs: list[list[dict[str, Any]]] = []
     for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
         if "command" in line:
             runs.append([])
         runs[-1].append(line)
+    return runs
+
+
+def report(files: list[Path]) -> str:
+    """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any."""
+    runs = read(files)
     shown: list[str] = []
     for head, *lines in runs:
         if any("us" in line for line in lines):
@@ -63,6 +74,14 @@ def report(files: list[Path]) -> str:
     head, *hosts = next(lines for lines in reversed(runs) if host_rows(lines[1:]))
     shown += ["", *([origin(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
     return "\n".join(shown) + "\n"
+
+
+def draw(files: list[Path], folder: Path) -> None:
+    """The pictures of the first run, for light and for dark pages."""
+    head, *lines = read(files)[0]
+    for dark, suffix in ((False, ""), (True, "-dark")):
+        picture.draw_speeds(head, lines, folder / f"speed{suffix}.svg", dark)
+        picture.draw(head, lines, folder / f"run{suffix}.svg", dark)
 
 
 def insert(text: str, numbers: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
@@ -74,13 +93,16 @@ def insert(text: str, numbers: str, markers: tuple[str, str] = (BEGIN, END)) -> 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSON lines written by `xmla bench`, the ops' times first.")],
-    readme: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
+    into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Draw into this folder.", exists=True)] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""
-    if readme is None:
+    if into is None:
         typer.echo(report(files))
     else:
-        readme.write_text(insert(readme.read_text(), report(files)))
+        into.write_text(insert(into.read_text(), report(files)))
+    if pictures is not None:
+        draw(files, pictures)
 
 
 if __name__ == "__main__":

@@ -157,11 +157,12 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
                 print(json.dumps(line), file=file, flush=True)
 
         keep(head)
-        task = bar.add_task("timing", total=None)
+        task = bar.add_task("timing", total=len(chosen))
         for line in chain(time_cases(chosen, limits) if limits else (), host_lines() if HOST in chosen else ()):
             keep(line)
             lines.append(line)
-            bar.update(task, description=f"{line['op']} {line['case']}")
+            begun = chosen.index(HOST if "host_us" in line else line["op"])
+            bar.update(task, completed=begun, description=f"{line['op']} {line['case']}")
     if image is not None:
         picture.draw(head, lines, image)
     earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}

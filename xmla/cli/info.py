@@ -17,4 +17,4 @@ def show_info(as_json: bool) -> None:
     table = Table("", "", show_header=False)
     for name, value in facts.items():
         table.add_row(name, ", ".join(value) if isinstance(value, list) else value)
-    Console().print(table)
+    Console(markup=False).print(table)

@@ -1,24 +1,38 @@
 """`xmla plan` and `xmla supports`: what would run, asked without running it."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
 from xmla._warmup import present_device
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.models.base import Model
+from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.support import supports
 
+MODELS: dict[str, type[Model]] = {"deepseek_v32": ModelConfig, "deepseek_v4": ModelConfigV4}
+
 
 def configure(
-    batches: list[int] | None, max_lens: list[int] | None, next_n: list[int] | None, prefill: list[int] | None,
-    heads: int, index_heads: int, k: int, page_size: int, mixed: bool, ranks: int = 1,
-) -> ModelConfig:  # fmt: skip
-    """A model with these sizes; lists that are not given are one typical value each, without prefill."""
-    return ModelConfig(
-        heads=heads, index_heads=index_heads, k=k, page_size=page_size, mixed=mixed, ranks=ranks,
-        batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]),
-        prefill_tokens=tuple(prefill or []),
+    model: str, batches: list[int] | None, max_lens: list[int] | None, next_n: list[int] | None,
+    prefill: list[int] | None, mixed: bool = False, ranks: int = 1, **sizes: int | None,
+) -> Model:  # fmt: skip
+    """A model with these sizes; lists that are not given are one typical value each, without prefill.
+
+    Raises:
+        ArgumentError: The model is not served by several ranks.
+    """
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    if ranks > 1:
+        if MODELS[model] is not ModelConfig:
+            raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
+        given["ranks"] = ranks
+    return MODELS[model](
+        mixed=mixed, batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]),
+        prefill_tokens=tuple(prefill or []), **given,
     )  # fmt: skip
 
 
@@ -32,7 +46,7 @@ def present_or_known(name: str | None) -> Device:
         return find_device("H200")
 
 
-def show_plan(config: ModelConfig, device_name: str | None) -> None:
+def show_plan(config: Model, device_name: str | None) -> None:
     """Print each step's launches, workspace and roofline with requests of the full length, and what the caches take."""
     device = present_or_known(device_name)
     console = Console()
@@ -46,10 +60,10 @@ def show_plan(config: ModelConfig, device_name: str | None) -> None:
                 op, space, least = told if index == 0 else ("", "", "")
                 table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space, least)
         console.print(table)
-    caches = config.caches()
-    for name, spec in caches.items():
-        console.print(f"{name}: {spec.shape[2]} bytes per key and layer, {spec.shape[1] * spec.shape[2]:,} per page")
-    if config.ranks > 1:
+    for name, spec in config.caches().items():
+        entry, page = spec.shape[2] * spec.itemsize, spec.stride(0) * spec.itemsize
+        console.print(f"{name}: {entry} bytes per entry and layer, {page:,} per page of {spec.shape[1]}")
+    if isinstance(config, ModelConfig) and config.ranks > 1:
         console.print(f"{config.ranks} ranks share each request's pages; received per rank, step and layer:")
         for name, parts in config.exchanged():
             shown = ", ".join(f"{what} {count:,} B" for what, count in parts.items())

@@ -48,6 +48,11 @@ class Specialization:
     max_registers: int | None = None
     unaligned: frozenset[str] = frozenset()
 
+    @property
+    def op(self) -> str:
+        """The op whose folder has the kernel."""
+        return self.kernel.__module__.removeprefix("xmla.core.ops.").split(".")[0]
+
     def __str__(self) -> str:
         types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
         values = [f"{name}={value}" for name, value in self.constexprs]
@@ -55,6 +60,12 @@ class Specialization:
         if self.max_registers is not None:
             options.append(f"max_registers={self.max_registers}")
         return f"{self.kernel.__name__}({', '.join([*types, *values, *options])})"
+
+    def facts(self) -> dict[str, Hashable]:
+        """What distinguishes kernels of one function, by name."""
+        types = {name: f"{kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types}
+        return {**types, **dict(self.constexprs), "num_warps": self.num_warps, "num_stages": self.num_stages,
+                "max_registers": self.max_registers}  # fmt: skip
 
     def options(self) -> dict[str, Hashable]:
         """The compiler's options, under its own names."""
@@ -105,17 +116,84 @@ def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> Com
 
 @cache
 def _compiled(specialization: Specialization, arch: int, ordinal: int) -> CompiledKernel:
-    if settings.forbid_jit and not _compiling.get():
-        raise UnsupportedError(f"XMLA_FORBID_JIT is set and no warm-up made ready, for sm_{arch}: {specialization}")
+    if not _compiling.get():
+        if settings.forbid_jit:
+            raise UnsupportedError(f"XMLA_FORBID_JIT is set and no warm-up made ready, for sm_{arch}: {specialization}")
+        _tell_of_warmup()
     start = time.perf_counter()
     kernel = _compile(specialization, arch)
-    log.info("%.2f s for sm_%d %s", time.perf_counter() - start, arch, specialization)
+    seconds = time.perf_counter() - start
+    made = Compile(specialization, arch, ordinal, seconds, _news(specialization, arch, ordinal))
+    _compiles.append(made)
+    log.info("%s: %s", made, specialization)
     return kernel
 
 
-def count_compiled() -> int:
-    """Kernels compiled or loaded in this process so far."""
-    return _compiled.cache_info().misses
+@cache
+def _tell_of_warmup() -> None:
+    told = "a kernel is compiled at the first call that needs it, for some seconds, and kept in %s; "
+    log.info(told + "`xmla warmup` or xmla.warmup(…) compiles a model's kernels before", _folder())
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """A kernel that this process compiled, or loaded from Triton's cache on disk, which takes milliseconds.
+
+    Attributes:
+        specialization: The kernel, and the types and values that it is compiled for.
+        arch: The compute capability, times ten.
+        ordinal: The number of the GPU that it is for.
+        seconds: How long it took.
+        news: Why it was needed: the names in which it differs from the nearest kernel of the same function that was
+            there, with the values of that one and of this one. Empty if there was none.
+    """
+
+    specialization: Specialization
+    arch: int
+    ordinal: int
+    seconds: float
+    news: Mapping[str, tuple[Hashable, Hashable]]
+
+    @property
+    def op(self) -> str:
+        """The op whose kernel it is."""
+        return self.specialization.op
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel's function."""
+        return self.specialization.kernel.__name__
+
+    def __str__(self) -> str:
+        def shown(value: Hashable) -> Hashable:
+            return getattr(value, "name", value)  # of a cache's layout
+
+        news = [f"{name} is {shown(here)}, was {shown(there)}" for name, (there, here) in self.news.items()]
+        why = "; ".join(news) or "its first kernel"
+        return f"{self.seconds:.2f} s for sm_{self.arch} {self.op}: {self.kernel}, {why}"
+
+
+_compiles: list[Compile] = []
+
+
+def compiles() -> tuple[Compile, ...]:
+    """What this process has compiled or loaded so far, in order, and why; printed, each is one line.
+
+    Calls of both front-ends and `xmla.warmup` count. Interpreted kernels are not compiled, and XLA's compilation of a
+    jitted function is not counted.
+    """
+    return tuple(_compiles)
+
+
+def _news(specialization: Specialization, arch: int, ordinal: int) -> dict[str, tuple[Hashable, Hashable]]:
+    """The differences from the kernel of the same function that has the fewest; of two with as many the latest."""
+    here = {**specialization.facts(), "arch": arch, "GPU": ordinal}
+    found: list[dict[str, tuple[Hashable, Hashable]]] = []
+    for other in reversed(_compiles):
+        if other.specialization.kernel is specialization.kernel:
+            there = {**other.specialization.facts(), "arch": other.arch, "GPU": other.ordinal}
+            found.append({name: (there[name], value) for name, value in here.items() if there[name] != value})
+    return min(found, key=len, default={})
 
 
 def source_of(specialization: Specialization) -> ASTSource:
@@ -141,8 +219,9 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
         reason = _reason(error)
         if isinstance(error, OSError):
             reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
-        op = kernel.__module__.removeprefix("xmla.core.ops.").split(".")[0]
-        raise CompileError(f"{op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}") from error
+        raise CompileError(
+            f"{specialization.op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}"
+        ) from error
 
 
 # This version covers every architecture here, and ptxas of CUDA 12.9 and later assembles it.

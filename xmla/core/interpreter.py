@@ -90,7 +90,7 @@ def require(op: str, plan: Plan) -> None:
     """Refuse a call of `op` on the CPU whose kernels are not interpreted."""
     if not all(isinstance(launch.kernel, InterpretedFunction) for launch in plan.launches):
         raise UnsupportedError(
-            f"{op}: arrays on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported, "
+            f"{op}: arrays on the CPU need Triton's interpreter: start Python by `TRITON_INTERPRET=1 python …`, "
             "or pass implementation='reference'"
         )
 

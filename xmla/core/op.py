@@ -1,33 +1,6 @@
 """The declaration of an op: tensors by axis name, attributes, outputs, plan, reference, cases.
 
-Glossary of axes, the same everywhere:
-  T           query tokens, flat over all requests
-  B           requests; B+1 for the starts of requests and the end of the last
-  M           pages per request in a block table
-  P, R        pages of a cache, entries per page; a slot is page · R + offset
-  ROW         bytes, or elements of plain rows, per entry; of contiguous keys, per key
-  H           query heads
-  I           indexer heads
-  K           selected keys per token (top-k), or slots per token
-  N           keys of a prefill; columns of logits; candidates per part
-  L           latent dims: the dims of an entry before the roped ones (512, in V4's formats 448)
-  E           roped dims (64); L+E are all dims of an entry and of a query
-  V           dims of a value and of attention's output (512)
-  D           dims of an indexer head and of its keys; in `compress_kv` dims of the entry
-  S           positions in a table of cosines and sines
-  r           tokens per compressed entry
-  C           series of D dims that a token gives a compressor (1 or 2); C·D dims per token, 2·C·D per state
-  W           parts of a result, one per rank
-  VALUES      elements of an indexer key as it is stored: D of fp8, D/2 bytes of MXFP4
-  WINDOW      entries of a sliding window (attribute `window`)
-  MAX_LEN     columns of paged logits (attribute `max_len`)
-  COLUMNS     columns of an indexer's scores: K of selected keys, else N
-  LOSS        the one element of a loss
-  NUM_TOKENS  T of an op that has no argument with this axis (attribute `num_tokens`)
-  COUNTS      the four counts that `split_batch` gives
-A prefix names the array that an axis belongs to if an op has several of a kind: EXTRA_P, EXTRA_R, EXTRA_ROW and EXTRA_K
-of a second cache and its slots, SOURCE_P, SOURCE_R and SOURCE_ROW of a cache that is converted, STATE_P, STATE_R and
-STATE_M of a compressor's states (R counts positions there) and their block table, INDEXER_ROW of the indexer's cache.
+The docstring of the package `xmla` has the glossary of axes.
 """
 
 import inspect
@@ -351,6 +324,8 @@ class Op:
             told = [f"{name}: {conditions or 'every call'}." for name, conditions in served.items()]
         lines = [line for text in told for line in wrap(text, 112, subsequent_indent="    ")]
         section = "\n".join(["    Implementations, best first:", *(f"        {line}" for line in lines)])
+        if self.derivative is not None:
+            section += f"\n\n    Derivative: {self.derivative.name}, of {', '.join(self.gradients)}."
         return f"{(self.prototype.__doc__ or '').rstrip()}\n\n{section}\n    "
 
     @property

@@ -7,8 +7,8 @@ from typing import Any
 from xmla.core.op import Op
 
 
-def define(op: Op, target: Callable[..., Any], options: tuple[str, ...]) -> Any:
-    """A function with the prototype's parameters and docstring plus keywords `options`, None by default.
+def define(op: Op, target: Callable[..., Any], options: tuple[str, ...], doc: str) -> Any:
+    """A function with the prototype's parameters, docstring `doc`, and keywords `options`, None by default.
 
     It calls `target(tensors, attrs, *options)` with a list and a tuple, in the order of the declaration.
     """
@@ -27,6 +27,6 @@ def define(op: Op, target: Callable[..., Any], options: tuple[str, ...]) -> Any:
     scope: dict[str, Any] = {"_target": target}
     exec(compile(source, f"<signature of {op.name}>", "exec"), scope)
     function = scope[op.name]
-    function.__doc__ = op.doc
+    function.__doc__ = doc
     function.__module__ = target.__module__
     return function

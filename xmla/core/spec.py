@@ -59,6 +59,14 @@ class Spec:
         steps = (self.alignment, *(self.stride(axis) * self.itemsize for axis in axes))
         return all(step % unit == 0 for step in steps)
 
+    def vector(self, *sizes: int) -> int:
+        """The elements of 16 bytes if all `sizes`, such as strides, are multiples of so many, else 1.
+
+        A constant of kernels that take these as runtime sizes (`multiple` in core/lang/offsets.py).
+        """
+        elements = 16 // self.itemsize
+        return elements if all(size % elements == 0 for size in sizes) else 1
+
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype][0].itemsize

@@ -14,8 +14,8 @@ class Model(StrEnum):
     V4 = "deepseek_v4"
 
 
-def run(model: Model) -> list[dict[str, Any]]:
-    """Run the model's demo, print its figures and return them; each says whether it keeps its bound.
+def run(model: Model, details: bool = False) -> list[dict[str, Any]]:
+    """Run the model's demo, tell it and return its figures; each says whether it keeps its bound.
 
     Raises:
         UnsupportedError: PyTorch is missing, or transformers is missing or too old for the model.
@@ -32,4 +32,4 @@ def run(model: Model) -> list[dict[str, Any]]:
         raise UnsupportedError(f"demo: {error}: pip install 'transformers>=5.17'") from None
     from xmla.demo.shell import show
 
-    return show(module)
+    return show(module, details)

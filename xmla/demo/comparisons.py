@@ -18,9 +18,10 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass
 class Comparison:
-    """A run with xmla as an engine would serve it, the figures of a demo, and tables to print below them."""
+    """A run with xmla as an engine would serve it, one over plain rows, the figures, and tables to print below them."""
 
     run: Run
+    plain: Run
     figures: list[Figure]
     tables: list[Table] = field(default_factory=list)
 

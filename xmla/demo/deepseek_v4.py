@@ -29,9 +29,19 @@ from xmla.demo.passes import Run, run_with
 from xmla.torch_api._arrays import to_numpy
 
 TITLE = "DeepSeek-V4 of transformers, attention by xmla"
-CAPTION = """reference: each call against the float64 reference on the same inputs, the kernels' share.
-plain rows: against the model's own float32 attention, with float16 rows for its keys and its own selection.
-as shipped: the same with 584-byte entries and xmla's selection; the rest is the share of fp8."""
+STORY = {
+    "model": "DeepSeek-V4 of transformers: a layer of each kind (sliding window, every 4 tokens compressed, every 128) "
+    "with its own head dims and little else, random weights in float32",
+    "replaced": "each layer's attention and compressors, by write_mla_cache, compress_kv, indexer_topk_paged, "
+    "map_slots or window_slots, and sparse_mla over pages of fp8 entries",
+}
+KINDS = {
+    "reference": "each call against the float64 reference on the same inputs: the kernels' share",
+    "plain rows": "xmla over float16 rows, with the model's selection, against the model: everything but fp8",
+    "as shipped": "xmla over fp8 entries against the model as shipped: mostly the share of fp8",
+    "torch = JAX": "the same calls by JAX",
+}
+PARTS = 4  # of `compare`
 PROMPT = 124  # prefill ends in the first group of 128: its entry is completed while decoding
 
 LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
@@ -227,7 +237,7 @@ def compare(
     if not missing("jax"):
         begin("JAX")
         figures += parity(packed)
-    return Comparison(packed, figures)
+    return Comparison(packed, plain, figures)
 
 
 def entries_against_reference(layer: PagedAttention, where: str) -> Iterator[Figure]:

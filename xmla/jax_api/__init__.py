@@ -8,10 +8,13 @@ Every name here is a function of the op's tensors (positional) and attributes (k
 NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
 
 All ops work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; with a batch axis on a cache each
-element has its own) and `jax.shard_map`, and can be lowered ahead of time. Differentiation is refused. An op that
-updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns the new one;
-under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a Ref and read it
-without a copy; `ref[...]` may copy the pool.
+element has its own) and `jax.shard_map`, and can be lowered ahead of time. Reverse mode (`jax.grad`, `jax.vjp`)
+differentiates the arguments that an op's docstring names, once; everything else raises. The results of a call that is
+differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
+
+An op that updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns
+the new one; under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a
+Ref and read it without a copy; `ref[...]` may copy the pool.
 
 Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) sharded as they are, through one
 op or many, with one mesh in the program. Each device computes its own part, nothing is exchanged, and every other axis

@@ -9,10 +9,13 @@ Every name here is a function of the op's tensors (positional) and attributes (k
 NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
 
 All ops work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; with a batch axis on a cache each
-element has its own) and `jax.shard_map`, and can be lowered ahead of time. Differentiation is refused. An op that
-updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns the new one;
-under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a Ref and read it
-without a copy; `ref[...]` may copy the pool.
+element has its own) and `jax.shard_map`, and can be lowered ahead of time. Reverse mode (`jax.grad`, `jax.vjp`)
+differentiates the arguments that an op's docstring names, once; everything else raises. The results of a call that is
+differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
+
+An op that updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns
+the new one; under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a
+Ref and read it without a copy; `ref[...]` may copy the pool.
 
 Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) sharded as they are, through one
 op or many, with one mesh in the program. Each device computes its own part, nothing is exchanged, and every other axis
@@ -93,6 +96,25 @@ def compress_kv(
     vLLM's compressor (states addressed by position, norm before rounding).
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Arrays do not change: returns the new `state` and `cache`, and without the result nothing is written. Given a
+    `jax.Ref`, updates it in place and returns None.
+
+    Example:
+        >>> kv, score = jnp.ones((4, 32)), jnp.zeros((4, 32))
+        >>> ape, norm_weight = jnp.zeros((4, 32)), jnp.ones(32)
+        >>> positions, table = jnp.arange(4, dtype=jnp.int32), jnp.zeros((1, 1), dtype=jnp.int32)
+        >>> cos_sin = jnp.asarray([[1.0, 0.0]])  # of position 0, where the entry of tokens 0 to 3 stands
+        >>> state, cache = jnp.zeros((1, 4, 64)), jnp.zeros((1, 4, 36), dtype=jnp.uint8)
+        >>> state, cache = xj.compress_kv(
+        ...     kv, score, ape, norm_weight, cos_sin, positions, state, table, cache, table
+        ... )
+        >>> xj.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -188,6 +210,20 @@ def convert_indexer_cache(
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
 
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> source, slots = jnp.zeros((2, 4, 132), dtype=jnp.uint8), jnp.asarray([0], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 68), dtype=jnp.uint8)
+        >>> cache = xj.convert_indexer_cache(source, slots, slots, cache)
+        >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
+        [1, 1, 1, 1]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -234,6 +270,20 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> source, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([0, 5], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 656), dtype=jnp.uint8)
+        >>> cache = xj.convert_mla_cache(source, slots, slots, cache)
+        >>> xj.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -309,6 +359,22 @@ def dsa_attention(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, index_q = jnp.zeros((1, 2, 576), dtype=jnp.bfloat16), jnp.ones((1, 2, 32))
+        >>> index_weights = jnp.ones((1, 2))
+        >>> mla_cache = jnp.ones((2, 4, 576), dtype=jnp.bfloat16)
+        >>> indexer_cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> out, lse, indices = xj.dsa_attention(
+        ...     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, k=2, softmax_scale=0.1
+        ... )
+        >>> indices.tolist(), out[0, 0, :2].tolist()
+        ([[0, 1]], [1.0, 1.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
     """
@@ -352,6 +418,17 @@ def indexer_logits(
     and of its fp4 variant.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # two keys of ones
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([1], dtype=jnp.int32)
+        >>> xj.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
+        [[64.0, -inf]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
@@ -399,6 +476,17 @@ def indexer_logits_paged(
     work by the lengths.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> xj.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
+        [[0.0, 0.0, 0.0, 0.0, 0.0]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
@@ -477,8 +565,14 @@ def indexer_loss(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
+
+    Derivative: indexer_loss_backward, of index_q, index_k, index_weights.
     """
 
 def indexer_loss_backward(
@@ -508,6 +602,10 @@ def indexer_loss_backward(
         ArgumentError: A dtype, rank, axis or stride is wrong.
 
     Numerics: products in float32, rounded once.
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -548,8 +646,14 @@ def indexer_scores(
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
     the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
 
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
+
+    Derivative: indexer_scores_backward, of q, k, weights.
     """
 
 def indexer_scores_backward(
@@ -593,6 +697,10 @@ def indexer_scores_backward(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -635,6 +743,10 @@ def indexer_target(
 
     Numerics: scores, probabilities and sums in float32.
 
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -672,6 +784,17 @@ def indexer_topk(
         UnsupportedError: I > 128; workspace_bytes is too small for one program; k > 8192 and the logits do not fit.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> keys, key_scales = q8[0], weights[0]  # two equal keys
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([2], dtype=jnp.int32)
+        >>> xj.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
+        [[0]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits.
@@ -711,6 +834,17 @@ def indexer_topk_paged(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> xj.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
+        [[0, 1]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_logits_paged.
     """
@@ -747,6 +881,17 @@ def map_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table = jnp.asarray([[7, 3]], dtype=jnp.int32)
+        >>> indices = jnp.asarray([[0, 5, -1]], dtype=jnp.int32)
+        >>> slots, counts = xj.map_slots(indices, block_table, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[28, 13, -1]], [2])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -781,6 +926,16 @@ def merge_attention(
     Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
     is FlashAttention's for split keys.
 
+    Example:
+        >>> outs, lses = jnp.asarray([[[[1.0, 5.0]]], [[[3.0, 7.0]]]]), jnp.zeros((2, 1, 1))
+        >>> out, lse = xj.merge_attention(outs, lses)
+        >>> out.tolist(), round(float(lse[0, 0]), 3)
+        ([[[2.0, 6.0]]], 0.693)
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -809,6 +964,17 @@ def merge_topk(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Example:
+        >>> values = jnp.asarray([[[5.0, 1.0]], [[4.0, 3.0]]])
+        >>> indices = jnp.asarray([[[10, 2]], [[7, 30]]], dtype=jnp.int32)
+        >>> top_values, top_indices = xj.merge_topk(values, indices, k=2)
+        >>> top_values.tolist(), top_indices.tolist()
+        ([[4.0, 5.0]], [[7, 10]])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -847,6 +1013,15 @@ def quantize_indexer_query(
         ArgumentError: A dtype, rank, axis, stride or format is wrong.
         UnsupportedError: I > 128.
 
+    Example:
+        >>> q8, folded_weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)), scale=1.0)
+        >>> float(q8[0, 0, 0]), folded_weights.tolist()
+        (256.0, [[0.00390625, 0.00390625]])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -877,6 +1052,16 @@ def read_indexer_cache(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
+
+    Example:
+        >>> cache, slots = jnp.zeros((2, 4, 132), dtype=jnp.uint8), jnp.asarray([5, 0], dtype=jnp.int32)
+        >>> keys, key_scales = xj.read_indexer_cache(cache, slots)
+        >>> tuple(keys.shape), key_scales.tolist()
+        ((2, 128), [0.0, 0.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -911,6 +1096,15 @@ def read_mla_cache(
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
 
+    Example:
+        >>> cache, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([3, -1], dtype=jnp.int32)
+        >>> xj.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 0.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -942,6 +1136,15 @@ def select_topk(
 
     Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
     top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+
+    Example:
+        >>> logits, ends = jnp.asarray([[0.5, 3.0, 1.0, 2.0]]), jnp.asarray([4], dtype=jnp.int32)
+        >>> xj.select_topk(logits, ends, k=2).tolist()
+        [[1, 3]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1026,11 +1229,24 @@ def sparse_mla(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, cache = jnp.zeros((1, 2, 576), dtype=jnp.bfloat16), jnp.ones((2, 4, 576), dtype=jnp.bfloat16)
+        >>> slots = jnp.asarray([[5, -1, 2]], dtype=jnp.int32)
+        >>> out, lse = xj.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> tuple(out.shape), out[0, 0, :2].tolist()
+        ((1, 2, 512), [1.0, 1.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
         triton: every call.
+
+    Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
     """
 
 def sparse_mla_backward(
@@ -1063,8 +1279,8 @@ def sparse_mla_backward(
         dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
         dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
 
-    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
-    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+    The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
+    does not matter: the same arguments give the same bits. A slot that stands twice counts twice.
 
     Args:
         q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
@@ -1084,8 +1300,24 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
-    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
+    (Σ|dout[t,h]| · max|value| + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. An
+    entry's whole gradient is NaN if B or p of one of its summands is not finite in float32, or a p exceeds 2, as with
+    another call's lse; dq[t,h] then is NaN as well if B is not finite.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = jnp.ones((1, 1, 512), dtype=jnp.bfloat16), jnp.ones((1, 4, 512), dtype=jnp.bfloat16)
+        >>> slots = jnp.asarray([[0, 3]], dtype=jnp.int32)
+        >>> out, lse = xj.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> dq, dcache, *_ = xj.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
+        >>> dcache[0, :, 0].tolist()
+        [0.5, 0.0, 0.0, 0.5]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1130,6 +1362,17 @@ def split_batch(
     has_context and off with it. With `request_ids` and `token_lengths` the paged ops serve requests with any numbers
     of new tokens in one call.
 
+    Example:
+        >>> query_starts = jnp.asarray([0, 1, 4], dtype=jnp.int32)
+        >>> lengths = jnp.asarray([9, 3], dtype=jnp.int32)
+        >>> counts, request_ids, token_lengths = xj.split_batch(query_starts, lengths, num_tokens=4)
+        >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
+        ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1172,6 +1415,16 @@ def window_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; an attribute is < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table, lengths = jnp.asarray([[7, 3]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> slots, counts = xj.window_slots(block_table, lengths, window=2, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[31, 12]], [2])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1204,6 +1457,20 @@ def write_indexer_cache(
     at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> keys, slots = jnp.ones((1, 32)), jnp.asarray([5], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)
+        >>> cache = xj.write_indexer_cache(keys, slots, cache)
+        >>> xj.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1264,6 +1531,20 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
+    it in place and returns None.
+
+    Example:
+        >>> latent, rope, slots = jnp.ones((1, 512)), jnp.zeros((1, 64)), jnp.asarray([5], dtype=jnp.int32)
+        >>> cache = jnp.zeros((2, 4, 656), dtype=jnp.uint8)
+        >>> cache = xj.write_mla_cache(latent, rope, slots, cache)
+        >>> xj.read_mla_cache(cache, slots)[0, :2].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.

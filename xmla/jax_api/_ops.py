@@ -9,6 +9,7 @@ import numpy as np
 
 from xmla.core.config import settings
 from xmla.core.device import Device, assumed_device
+from xmla.core.documents import JAX, document
 from xmla.core.errors import ArgumentError
 from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
@@ -79,7 +80,7 @@ def public(op: Op) -> Callable[..., Any]:
             shadow.compare(taken, after, found[: len(op.outputs)], _take)
         return found if len(found) > 1 else found[0] if found else None
 
-    return define(op, function, ("implementation",))
+    return define(op, function, ("implementation",), document(op, JAX))
 
 
 def _to_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -2,18 +2,20 @@
 
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
-  workspace: With `out`, a dense uint8 tensor of at least `xmla.<op>.plan(...).workspace_bytes` as scratch memory.
+  workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory.
   implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
     None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
-No op has a derivative. An argument is differentiated if it requires grad while grad mode is on, or if it has a tangent.
-The call then raises UnsupportedError, in eager mode, in compiled code (as the cause of dynamo's own error) and under
-`torch.func`. A model that only runs inference calls the ops under `torch.no_grad()` or `torch.inference_mode()`.
+An op's docstring names the arguments that have a gradient, which autograd, `torch.func` and compiled code compute
+alike, once: a second derivative raises. An argument is differentiated if it requires grad while grad mode is on, or
+if it has a tangent. If it has no gradient, or `out` is given, the call raises UnsupportedError, in eager mode, in
+compiled code (as the cause of dynamo's own error) and under `torch.func`. A model that only runs inference calls the
+ops under `torch.no_grad()` or `torch.inference_mode()`.
 
 The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
 buffers, on the current stream.
 
-`xmla.<op>.plan` takes the same arguments and returns the call's plan without running it.
+`<op>.plan` takes the same arguments and returns the call's plan without running it.
 `torch.ops.xmla.<op>` is the same op without `out` and `workspace`. `torch.ops.xmla.<op>.out` takes the results as
 trailing keyword arguments and writes them. Ops that update a cache in place (`write_*`) have one overload, which
 declares the mutation.

@@ -3,18 +3,20 @@
 
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
-  workspace: With `out`, a dense uint8 tensor of at least `xmla.<op>.plan(...).workspace_bytes` as scratch memory.
+  workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory.
   implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
     None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
-No op has a derivative. An argument is differentiated if it requires grad while grad mode is on, or if it has a tangent.
-The call then raises UnsupportedError, in eager mode, in compiled code (as the cause of dynamo's own error) and under
-`torch.func`. A model that only runs inference calls the ops under `torch.no_grad()` or `torch.inference_mode()`.
+An op's docstring names the arguments that have a gradient, which autograd, `torch.func` and compiled code compute
+alike, once: a second derivative raises. An argument is differentiated if it requires grad while grad mode is on, or
+if it has a tangent. If it has no gradient, or `out` is given, the call raises UnsupportedError, in eager mode, in
+compiled code (as the cause of dynamo's own error) and under `torch.func`. A model that only runs inference calls the
+ops under `torch.no_grad()` or `torch.inference_mode()`.
 
 The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
 buffers, on the current stream.
 
-`xmla.<op>.plan` takes the same arguments and returns the call's plan without running it.
+`<op>.plan` takes the same arguments and returns the call's plan without running it.
 `torch.ops.xmla.<op>` is the same op without `out` and `workspace`. `torch.ops.xmla.<op>.out` takes the results as
 trailing keyword arguments and writes them. Ops that update a cache in place (`write_*`) have one overload, which
 declares the mutation.
@@ -414,6 +416,24 @@ def compress_kv(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Updates `state` and `cache` in place and returns None.
+
+    Example:
+        >>> kv, score = torch.ones((4, 32)), torch.zeros((4, 32))
+        >>> ape, norm_weight = torch.zeros((4, 32)), torch.ones(32)
+        >>> positions, table = torch.arange(4, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+        >>> cos_sin = torch.asarray([[1.0, 0.0]])  # of position 0, where the entry of tokens 0 to 3 stands
+        >>> state, cache = torch.zeros((1, 4, 64)), torch.zeros((1, 4, 36), dtype=torch.uint8)
+        >>> xt.compress_kv(
+        ...     kv, score, ape, norm_weight, cos_sin, positions, state, table, cache, table
+        ... )
+        >>> xt.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -453,6 +473,19 @@ def convert_indexer_cache(
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
 
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> source, slots = torch.zeros((2, 4, 132), dtype=torch.uint8), torch.asarray([0], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 68), dtype=torch.uint8)
+        >>> xt.convert_indexer_cache(source, slots, slots, cache)
+        >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
+        [1, 1, 1, 1]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -490,6 +523,19 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> source, slots = torch.ones((2, 4, 576), dtype=torch.bfloat16), torch.asarray([0, 5], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 656), dtype=torch.uint8)
+        >>> xt.convert_mla_cache(source, slots, slots, cache)
+        >>> xt.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -556,6 +602,26 @@ def dsa_attention(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, index_q = torch.zeros((1, 2, 576), dtype=torch.bfloat16), torch.ones((1, 2, 32))
+        >>> index_weights = torch.ones((1, 2))
+        >>> mla_cache = torch.ones((2, 4, 576), dtype=torch.bfloat16)
+        >>> indexer_cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> out, lse, indices = xt.dsa_attention(
+        ...     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, k=2, softmax_scale=0.1
+        ... )
+        >>> indices.tolist(), out[0, 0, :2].tolist()
+        ([[0, 1]], [1.0, 1.0])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
     """
@@ -602,6 +668,21 @@ def indexer_logits(
     and of its fp4 variant.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # two keys of ones
+        >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([1], dtype=torch.int32)
+        >>> xt.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
+        [[64.0, -inf]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
@@ -652,6 +733,21 @@ def indexer_logits_paged(
     work by the lengths.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
+        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> xt.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
+        [[0.0, 0.0, 0.0, 0.0, 0.0]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
@@ -733,8 +829,18 @@ def indexer_loss(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
+
+    Derivative: indexer_loss_backward, of index_q, index_k, index_weights.
     """
 
 @_planned(_Plans.indexer_loss_backward)
@@ -767,6 +873,14 @@ def indexer_loss_backward(
         ArgumentError: A dtype, rank, axis or stride is wrong.
 
     Numerics: products in float32, rounded once.
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -810,8 +924,18 @@ def indexer_scores(
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
     the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
 
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
+
+    Derivative: indexer_scores_backward, of q, k, weights.
     """
 
 @_planned(_Plans.indexer_scores_backward)
@@ -858,6 +982,14 @@ def indexer_scores_backward(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -903,6 +1035,14 @@ def indexer_target(
 
     Numerics: scores, probabilities and sums in float32.
 
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -943,6 +1083,21 @@ def indexer_topk(
         UnsupportedError: I > 128; workspace_bytes is too small for one program; k > 8192 and the logits do not fit.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
+        >>> keys, key_scales = q8[0], weights[0]  # two equal keys
+        >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([2], dtype=torch.int32)
+        >>> xt.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
+        [[0]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits.
@@ -985,6 +1140,21 @@ def indexer_topk_paged(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
+        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> xt.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
+        [[0, 1]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         those of indexer_logits_paged.
     """
@@ -1024,6 +1194,21 @@ def map_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table = torch.asarray([[7, 3]], dtype=torch.int32)
+        >>> indices = torch.asarray([[0, 5, -1]], dtype=torch.int32)
+        >>> slots, counts = xt.map_slots(indices, block_table, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[28, 13, -1]], [2])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1061,6 +1246,20 @@ def merge_attention(
     Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
     is FlashAttention's for split keys.
 
+    Example:
+        >>> outs, lses = torch.asarray([[[[1.0, 5.0]]], [[[3.0, 7.0]]]]), torch.zeros((2, 1, 1))
+        >>> out, lse = xt.merge_attention(outs, lses)
+        >>> out.tolist(), round(float(lse[0, 0]), 3)
+        ([[[2.0, 6.0]]], 0.693)
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1092,6 +1291,21 @@ def merge_topk(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Example:
+        >>> values = torch.asarray([[[5.0, 1.0]], [[4.0, 3.0]]])
+        >>> indices = torch.asarray([[[10, 2]], [[7, 30]]], dtype=torch.int32)
+        >>> top_values, top_indices = xt.merge_topk(values, indices, k=2)
+        >>> top_values.tolist(), top_indices.tolist()
+        ([[4.0, 5.0]], [[7, 10]])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1133,6 +1347,19 @@ def quantize_indexer_query(
         ArgumentError: A dtype, rank, axis, stride or format is wrong.
         UnsupportedError: I > 128.
 
+    Example:
+        >>> q8, folded_weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)), scale=1.0)
+        >>> float(q8[0, 0, 0]), folded_weights.tolist()
+        (256.0, [[0.00390625, 0.00390625]])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1166,6 +1393,20 @@ def read_indexer_cache(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
+
+    Example:
+        >>> cache, slots = torch.zeros((2, 4, 132), dtype=torch.uint8), torch.asarray([5, 0], dtype=torch.int32)
+        >>> keys, key_scales = xt.read_indexer_cache(cache, slots)
+        >>> tuple(keys.shape), key_scales.tolist()
+        ((2, 128), [0.0, 0.0])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1203,6 +1444,19 @@ def read_mla_cache(
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
 
+    Example:
+        >>> cache, slots = torch.ones((2, 4, 576), dtype=torch.bfloat16), torch.asarray([3, -1], dtype=torch.int32)
+        >>> xt.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 0.0]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1237,6 +1491,19 @@ def select_topk(
 
     Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
     top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+
+    Example:
+        >>> logits, ends = torch.asarray([[0.5, 3.0, 1.0, 2.0]]), torch.asarray([4], dtype=torch.int32)
+        >>> xt.select_topk(logits, ends, k=2).tolist()
+        [[1, 3]]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1324,11 +1591,28 @@ def sparse_mla(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, cache = torch.zeros((1, 2, 576), dtype=torch.bfloat16), torch.ones((2, 4, 576), dtype=torch.bfloat16)
+        >>> slots = torch.asarray([[5, -1, 2]], dtype=torch.int32)
+        >>> out, lse = xt.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> tuple(out.shape), out[0, 0, :2].tolist()
+        ((1, 2, 512), [1.0, 1.0])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
         triton: every call.
+
+    Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
     """
 
 @_planned(_Plans.sparse_mla_backward)
@@ -1364,8 +1648,8 @@ def sparse_mla_backward(
         dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
         dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
 
-    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
-    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+    The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
+    does not matter: the same arguments give the same bits. A slot that stands twice counts twice.
 
     Args:
         q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
@@ -1385,8 +1669,28 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
-    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
+    (Σ|dout[t,h]| · max|value| + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. An
+    entry's whole gradient is NaN if B or p of one of its summands is not finite in float32, or a p exceeds 2, as with
+    another call's lse; dq[t,h] then is NaN as well if B is not finite.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = torch.ones((1, 1, 512), dtype=torch.bfloat16), torch.ones((1, 4, 512), dtype=torch.bfloat16)
+        >>> slots = torch.asarray([[0, 3]], dtype=torch.int32)
+        >>> out, lse = xt.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> dq, dcache, *_ = xt.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
+        >>> dcache[0, :, 0].tolist()
+        [0.5, 0.0, 0.0, 0.5]
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1434,6 +1738,21 @@ def split_batch(
     has_context and off with it. With `request_ids` and `token_lengths` the paged ops serve requests with any numbers
     of new tokens in one call.
 
+    Example:
+        >>> query_starts = torch.asarray([0, 1, 4], dtype=torch.int32)
+        >>> lengths = torch.asarray([9, 3], dtype=torch.int32)
+        >>> counts, request_ids, token_lengths = xt.split_batch(query_starts, lengths, num_tokens=4)
+        >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
+        ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1479,6 +1798,20 @@ def window_slots(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; an attribute is < 1; T is not a multiple of B.
 
+    Example:
+        >>> block_table, lengths = torch.asarray([[7, 3]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> slots, counts = xt.window_slots(block_table, lengths, window=2, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[31, 12]], [2])
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
     Implementations, best first:
         triton: every call.
     """
@@ -1513,6 +1846,19 @@ def write_indexer_cache(
     at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
+
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> keys, slots = torch.ones((1, 32)), torch.asarray([5], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)
+        >>> xt.write_indexer_cache(keys, slots, cache)
+        >>> xt.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1567,6 +1913,19 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Updates `cache` in place and returns None.
+
+    Example:
+        >>> latent, rope, slots = torch.ones((1, 512)), torch.zeros((1, 64)), torch.asarray([5], dtype=torch.int32)
+        >>> cache = torch.zeros((2, 4, 656), dtype=torch.uint8)
+        >>> xt.write_mla_cache(latent, rope, slots, cache)
+        >>> xt.read_mla_cache(cache, slots)[0, :2].tolist()
+        [1.0, 1.0]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
 
     Implementations, best first:
         triton: every call.

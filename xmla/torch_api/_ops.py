@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from xmla.core.device import assumed_device
+from xmla.core.documents import TORCH, document
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op
 from xmla.core.plan import Plan
@@ -270,6 +271,7 @@ def public(op: Op) -> Callable[..., Any]:
     def plan(tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Plan:
         return plan_tensors(op, tensors, attrs, assumed_device(), implementation)[0]
 
-    made = define(op, function, ("out", "workspace", "implementation"))
-    made.plan = define(op, plan, ("implementation",))
+    doc = document(op, TORCH)
+    made = define(op, function, ("out", "workspace", "implementation"), doc)
+    made.plan = define(op, plan, ("implementation",), doc)
     return made

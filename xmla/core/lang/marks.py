@@ -16,15 +16,15 @@ def clear_kernel(
     tl.store(cleared_ptr + offs, tl.zeros([BLOCK], cleared_ptr.dtype.element_ty), mask=offs < num_elements)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "step"])
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride", "step"])
 def mark_entries_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
     num_slots,
     num_keys,  # K
+    slot_stride,
     step,  # one token of so many
     marks_ptr,  # [P, R] i8, 1 for entries that a slot names; others stay as they are
-    SLOT_STRIDE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -34,7 +34,7 @@ def mark_entries_kernel(
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
     for first in tl.range(0, num_keys, BLOCK):
         offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs, mask=offs < end, other=-1)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)
         # A store to a mark that many programs write waits for them; a set mark is read from the L1 cache.
         ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0

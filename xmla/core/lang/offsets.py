@@ -22,5 +22,14 @@ def _offset_of(index, STRIDE, BOUND=None):
         return index * STRIDE
 
 
+@triton.jit
+def multiple(size, UNIT: tl.constexpr):
+    """`size`, a multiple of UNIT. The compiler knows that of the result: it takes runtime sizes for arbitrary.
+
+    So whole vectors are loaded although a stride is not a constant, for each value of which a kernel would be compiled.
+    """
+    return size // UNIT * UNIT
+
+
 offset_of = triton.jit(_offset_of)
 gluon_offset_of = gluon.jit(_offset_of)

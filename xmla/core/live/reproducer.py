@@ -52,8 +52,11 @@ def shrink(
     """The same call on the host for few tokens, with only the requests and pages that they use, renumbered.
 
     `rows` are the tokens wanted (None: all). The tokens of the result, returned with the arrays, may be more: without
-    request ids, requests stay whole. Nothing else leaves the device. Invalid values stay invalid.
+    request ids, requests stay whole. Nothing else leaves the device. Invalid values stay invalid. A call
+    that sums over tokens stays whole.
     """
+    if not op.rows_apart:
+        return {name: take(array, None).copy() for name, array in arrays.items()}, None
     caches = [name for name in op.pools if name in arrays]
     requests = None
     if "block_table" in arrays and rows is not None:

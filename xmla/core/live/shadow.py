@@ -61,20 +61,17 @@ def sample(
 ) -> Sample | None:
     """Choose rows of a call before it runs, or None.
 
-    A call that updates a cache, or whose results are sums over tokens, is sampled as a whole.
+    A call that updates a cache or sums over tokens is sampled as a whole.
     """
     tokens = next((spec.shape[0] for name, spec in specs.items() if has_tokens(op, name)), 0)
     rows = None
-    if tokens and op.rows_apart and not op.mutates:
+    if tokens and not op.mutates and op.rows_apart:
         rows = np.flatnonzero(_random.random(tokens) < settings.shadow)
         if not len(rows):
             return None
     elif _random.random() >= settings.shadow:
         return None
-    if op.rows_apart:
-        small, rows = shrink(op, arrays, rows, take)
-    else:
-        small = {name: take(array, None).copy() for name, array in arrays.items()}
+    small, rows = shrink(op, arrays, rows, take)
     return Sample(op, dict(attrs), small, rows, {name: spec.strides for name, spec in specs.items()})
 
 

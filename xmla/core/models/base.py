@@ -67,6 +67,10 @@ class Model(ABC):
             object.__setattr__(self, field.name, declared.plain(type(self).__name__, getattr(self, field.name)))
 
     @abstractmethod
+    def caches(self) -> dict[str, Spec]:
+        """The pools of a layer; the number of pages is arbitrary, since `specializations` replaces it."""
+
+    @abstractmethod
     def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
         """A decode step of `requests`, with `next_n` tokens each, or up to `next_n` if `mixed`."""
 

@@ -37,8 +37,7 @@ class ModelConfigV4(Model):
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
         batches: Requests of a decode batch, every value that occurs.
-        max_lens: Longest contexts in tokens, every value that occurs. The number of ratio-128 entries that such a
-            context has is compiled in.
+        max_lens: Longest contexts in tokens, every value that occurs.
         prefill_tokens: Tokens of a prefill step, every value that occurs.
     """
 

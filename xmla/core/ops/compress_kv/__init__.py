@@ -75,6 +75,18 @@ def compress_kv(
     vLLM's compressor (states addressed by position, norm before rounding).
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> kv, score = xp.ones((4, 32)), xp.zeros((4, 32))
+        >>> ape, norm_weight = xp.zeros((4, 32)), xp.ones(32)
+        >>> positions, table = xp.arange(4, dtype=xp.int32), xp.zeros((1, 1), dtype=xp.int32)
+        >>> cos_sin = xp.asarray([[1.0, 0.0]])  # of position 0, where the entry of tokens 0 to 3 stands
+        >>> state, cache = xp.zeros((1, 4, 64)), xp.zeros((1, 4, 36), dtype=xp.uint8)
+        >>> state, cache = ops.compress_kv(
+        ...     kv, score, ape, norm_weight, cos_sin, positions, state, table, cache, table
+        ... )
+        >>> ops.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
+        [0.00390625]
     """
 
 

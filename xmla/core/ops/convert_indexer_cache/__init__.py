@@ -32,6 +32,13 @@ def convert_indexer_cache(
 
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
+
+    Example:
+        >>> source, slots = xp.zeros((2, 4, 132), dtype=xp.uint8), xp.asarray([0], dtype=xp.int32)
+        >>> cache = xp.zeros((2, 4, 68), dtype=xp.uint8)
+        >>> cache = ops.convert_indexer_cache(source, slots, slots, cache)
+        >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
+        [1, 1, 1, 1]
     """
 
 

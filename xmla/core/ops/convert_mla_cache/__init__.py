@@ -30,6 +30,13 @@ def convert_mla_cache(
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
+
+    Example:
+        >>> source, slots = xp.ones((2, 4, 576), dtype=xp.bfloat16), xp.asarray([0, 5], dtype=xp.int32)
+        >>> cache = xp.zeros((2, 4, 656), dtype=xp.uint8)
+        >>> cache = ops.convert_mla_cache(source, slots, slots, cache)
+        >>> ops.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 1.0]
     """
 
 

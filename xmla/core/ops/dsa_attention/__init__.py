@@ -57,6 +57,18 @@ def dsa_attention(
         ArgumentError, UnsupportedError: As the four ops; ROW is 528 or 288 bytes and no `mla_cache_format` is given.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, index_q = xp.zeros((1, 2, 576), dtype=xp.bfloat16), xp.ones((1, 2, 32))
+        >>> index_weights = xp.ones((1, 2))
+        >>> mla_cache = xp.ones((2, 4, 576), dtype=xp.bfloat16)
+        >>> indexer_cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> out, lse, indices = ops.dsa_attention(
+        ...     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, k=2, softmax_scale=0.1
+        ... )
+        >>> indices.tolist(), out[0, 0, :2].tolist()
+        ([[0, 1]], [1.0, 1.0])
     """
 
 

@@ -41,6 +41,13 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
     and of its fp4 variant.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # two keys of ones
+        >>> starts, ends = xp.asarray([0], dtype=xp.int32), xp.asarray([1], dtype=xp.int32)
+        >>> ops.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
+        [[64.0, -inf]]
     """
 
 

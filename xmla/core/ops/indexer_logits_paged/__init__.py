@@ -45,6 +45,13 @@ def indexer_logits_paged(
     work by the lengths.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
+        >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> ops.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
+        [[0.0, 0.0, 0.0, 0.0, 0.0]]
     """
 
 

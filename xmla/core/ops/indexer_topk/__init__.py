@@ -31,6 +31,13 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
         UnsupportedError: I > 128; workspace_bytes is too small for one program; k > 8192 and the logits do not fit.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
+        >>> keys, key_scales = q8[0], weights[0]  # two equal keys
+        >>> starts, ends = xp.asarray([0], dtype=xp.int32), xp.asarray([2], dtype=xp.int32)
+        >>> ops.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
+        [[0]]
     """
 
 

@@ -34,6 +34,13 @@ def indexer_topk_paged(
             logits do not fit.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
+        >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> ops.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
+        [[0, 1]]
     """
 
 

@@ -31,6 +31,13 @@ def map_slots(indices, block_table, request_ids=None, *, page_size: int, compact
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; page_size < 1; T is not a multiple of B.
+
+    Example:
+        >>> block_table = xp.asarray([[7, 3]], dtype=xp.int32)
+        >>> indices = xp.asarray([[0, 5, -1]], dtype=xp.int32)
+        >>> slots, counts = ops.map_slots(indices, block_table, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[28, 13, -1]], [2])
     """
 
 

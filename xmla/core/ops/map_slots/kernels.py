@@ -1,48 +1,53 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.offsets import multiple, offset_of
 from xmla.core.lang.requests import request_of
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_stride", "table_width", "next_n"])
+@triton.jit(do_not_specialize=["num_keys", "index_stride", "num_requests", "table_stride", "table_width", "next_n"])
 def map_slots_kernel(
     indices_ptr,  # [T, K] i32
     block_table_ptr,  # [B, M] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    num_keys,  # K
+    index_stride,
     num_requests,
     table_stride,
     table_width,
     next_n,  # tokens per request, without request ids
     slots_ptr,  # [T, K] i32
     counts_ptr,  # [T] i32
-    INDEX_STRIDE: tl.constexpr,
-    K: tl.constexpr,
+    UNIT: tl.constexpr,  # of K and of the stride
     PAGE_SIZE: tl.constexpr,
     HAS_REQUEST_IDS: tl.constexpr,
     COMPACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # K ≤ BLOCK_K
 ):
     token = tl.program_id(0).to(tl.int64)
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
     width = tl.where(request >= 0, table_width, 0)
     table_row = block_table_ptr + offset_of(request, table_stride)
+    num_keys = multiple(num_keys, UNIT)
+    indices = indices_ptr + offset_of(token, multiple(index_stride, UNIT))
+    slots = slots_ptr + offset_of(token, num_keys)
     count = 0
-    for first in tl.range(0, K, BLOCK_K):
+    for first in tl.range(0, BLOCK_K if ONE_STEP else num_keys, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
-        index = tl.load(indices_ptr + offset_of(token, INDEX_STRIDE) + offs_k, mask=offs_k < K, other=-1)
+        index = tl.load(indices + offs_k, mask=offs_k < num_keys, other=-1)
         inside = (index >= 0) & (index // PAGE_SIZE < width)
         page = tl.load(table_row + index // PAGE_SIZE, mask=inside, other=-1)
         slot = offset_of(page, PAGE_SIZE) + index % PAGE_SIZE
         ok = (page >= 0) & (slot <= 0x7FFFFFFF)
         if COMPACT:
             place = count + tl.cumsum(ok.to(tl.int32), 0) - 1
-            tl.store(slots_ptr + offset_of(token, K) + place, slot.to(tl.int32), mask=ok)
+            tl.store(slots + place, slot.to(tl.int32), mask=ok)
         else:
-            tl.store(slots_ptr + offset_of(token, K) + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < K)
+            tl.store(slots + offs_k, tl.where(ok, slot, -1).to(tl.int32), mask=offs_k < num_keys)
         count += tl.sum(ok.to(tl.int32))
     if COMPACT:
-        for first in tl.range(0, K, BLOCK_K):
+        for first in tl.range(0, BLOCK_K if ONE_STEP else num_keys, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
-            tl.store(slots_ptr + offset_of(token, K) + offs_k, -1, mask=(offs_k >= count) & (offs_k < K))
+            tl.store(slots + offs_k, -1, mask=(offs_k >= count) & (offs_k < num_keys))
     tl.store(counts_ptr + token, count)

@@ -1,30 +1,35 @@
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
-from xmla.core.plan import Launch, Plan, next_power_of_2
+from xmla.core.plan import Launch, Plan
 from xmla.core.requests import tokens_a_request
+
+BLOCKS = (128, 512, 2048)  # indices of a step; few, since each is a kernel
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    specs = problem.specs
+    indices, keys = problem.specs["indices"], problem["K"]
+    block = next((block for block in BLOCKS if keys <= block), BLOCKS[-1])
     launch = Launch(
         map_slots_kernel,
         grid=(problem["T"],),
         outputs=("slots", "counts"),
         arrays=problem.stand_ins(request_ids="indices"),
         sizes={
+            "num_keys": keys,
+            "index_stride": indices.stride(0),
             "num_requests": problem["B"],
-            "table_stride": specs["block_table"].stride(0),
+            "table_stride": problem.specs["block_table"].stride(0),
             "table_width": problem["M"],
             "next_n": tokens_a_request(problem),
         },
         constexprs={
-            "INDEX_STRIDE": specs["indices"].stride(0),
-            "K": problem["K"],
+            "UNIT": indices.vector(keys, indices.stride(0)),
             "PAGE_SIZE": problem.attrs["page_size"],
             "HAS_REQUEST_IDS": problem.has("request_ids"),
             "COMPACT": problem.attrs["compact"],
-            "BLOCK_K": min(2048, max(16, next_power_of_2(problem["K"]))),
+            "BLOCK_K": block,
+            "ONE_STEP": keys <= block,
         },
     )
     return Plan((launch,), problem.op.result_specs(problem), ("slots", "counts"))

@@ -29,6 +29,12 @@ def merge_attention(outs, lses, sink=None, *, empty_lse: str = "-inf") -> Any:
 
     Numerics: sums in float32, in the order of the parts. A single part without a sink is returned unchanged. The rule
     is FlashAttention's for split keys.
+
+    Example:
+        >>> outs, lses = xp.asarray([[[[1.0, 5.0]]], [[[3.0, 7.0]]]]), xp.zeros((2, 1, 1))
+        >>> out, lse = ops.merge_attention(outs, lses)
+        >>> out.tolist(), round(float(lse[0, 0]), 3)
+        ([[[2.0, 6.0]]], 0.693)
     """
 
 

@@ -12,18 +12,20 @@ def load_lse(lses_ptr, offset, head_ok):
     return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts", "out_units_w", "lse_units_w"])
 def merge_attention_kernel(
     outs_ptr,  # [W, T, H, L]
     lses_ptr,  # [W, T, H] f32
     sink_ptr,  # [H] f32 if HAS_SINK
     num_parts,
+    out_units_w,  # the stride of W, in units, which the compiler then knows to divide it
+    lse_units_w,
     out_ptr,  # [T, H, L]
     lse_ptr,  # [T, H] f32
-    OUT_STRIDE_W: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
     OUT_STRIDE_T: tl.constexpr,
     OUT_STRIDE_H: tl.constexpr,
-    LSE_STRIDE_W: tl.constexpr,
     LSE_STRIDE_T: tl.constexpr,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -38,6 +40,8 @@ def merge_attention_kernel(
     offs_l = tl.arange(0, BLOCK_L)[None, :]
     head_ok = offs_h < HEADS
     latent_ok = offs_l < LATENT
+    out_stride_w = offset_of(out_units_w, OUT_UNIT)
+    lse_stride_w = offset_of(lse_units_w, LSE_UNIT)
     lse_row = offset_of(token, LSE_STRIDE_T) + offs_h
     out_row = offset_of(token, OUT_STRIDE_T) + offset_of(offs_h, OUT_STRIDE_H, HEADS)
 
@@ -45,7 +49,7 @@ def merge_attention_kernel(
     part_row = lse_row  # [BLOCK_H] i64
     for _ in tl.range(0, num_parts):
         maximum = tl.maximum(maximum, load_lse(lses_ptr, part_row, head_ok), tl.PropagateNan.ALL)
-        part_row += LSE_STRIDE_W
+        part_row += lse_stride_w
     # Without keys the maximum is −inf; −inf − −inf would be NaN.
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
 
@@ -59,8 +63,8 @@ def merge_attention_kernel(
         part = tl.load(outs_ptr + out_row[:, None] + offs_l, mask=mask, other=0.0)  # [BLOCK_H, BLOCK_L]
         denominator += weight
         accumulator += part.to(tl.float32) * weight[:, None]
-        lse_row += LSE_STRIDE_W
-        out_row += OUT_STRIDE_W
+        lse_row += lse_stride_w
+        out_row += out_stride_w
 
     has_keys = maximum != float("-inf")
     whole = denominator

@@ -10,6 +10,7 @@ TILE = 2048  # elements of a program: 4 heads of 512
 
 def plan(problem: Problem, device: Device) -> Plan:
     outs, lses = problem.specs["outs"], problem.specs["lses"]
+    out_unit, lse_unit = outs.vector(outs.stride(0)), lses.vector(lses.stride(0))
     heads, latent = problem["H"], problem["L"]
     block_l = next_power_of_2(max(latent, 1))
     block_h = max(1, TILE // block_l)
@@ -18,12 +19,16 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(problem["T"] * cdiv(heads, block_h),),
         outputs=("out", "lse"),
         arrays=problem.stand_ins(sink="lses"),
-        sizes={"num_parts": problem["W"]},
+        sizes={
+            "num_parts": problem["W"],
+            "out_units_w": outs.stride(0) // out_unit,
+            "lse_units_w": lses.stride(0) // lse_unit,
+        },
         constexprs={
-            "OUT_STRIDE_W": outs.stride(0),
+            "OUT_UNIT": out_unit,
+            "LSE_UNIT": lse_unit,
             "OUT_STRIDE_T": outs.stride(1),
             "OUT_STRIDE_H": outs.stride(2),
-            "LSE_STRIDE_W": lses.stride(0),
             "LSE_STRIDE_T": lses.stride(1),
             "HEADS": heads,
             "LATENT": latent,

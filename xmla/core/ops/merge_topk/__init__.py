@@ -24,6 +24,13 @@ def merge_topk(values, indices, *, k: int) -> Any:
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
+
+    Example:
+        >>> values = xp.asarray([[[5.0, 1.0]], [[4.0, 3.0]]])
+        >>> indices = xp.asarray([[[10, 2]], [[7, 30]]], dtype=xp.int32)
+        >>> top_values, top_indices = ops.merge_topk(values, indices, k=2)
+        >>> top_values.tolist(), top_indices.tolist()
+        ([[4.0, 5.0]], [[7, 10]])
     """
 
 

@@ -9,22 +9,22 @@ place is the number of winners before it.
 import triton
 import triton.language as tl
 
-from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.offsets import multiple, offset_of
 from xmla.core.ops.select_topk.kernels import order_key
 
 
 @triton.jit
 def load_candidates(
-    values_ptr, indices_ptr, row, candidate, num_candidates, VALUE_STRIDE_W: tl.constexpr, VALUE_STRIDE_T: tl.constexpr,
-    INDEX_STRIDE_W: tl.constexpr, INDEX_STRIDE_T: tl.constexpr, N: tl.constexpr,
+    values_ptr, indices_ptr, row, candidate, num_candidates, value_stride_w, index_stride_w,
+    VALUE_STRIDE_T: tl.constexpr, INDEX_STRIDE_T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Order keys u32, 0 of padding, indices and values of a row's candidates; `candidate` counts over all parts."""
     inside = candidate < num_candidates
     part, place = candidate // N, candidate % N
-    index_ptrs = indices_ptr + offset_of(part, INDEX_STRIDE_W) + offset_of(row, INDEX_STRIDE_T) + place
+    index_ptrs = indices_ptr + offset_of(part, index_stride_w) + offset_of(row, INDEX_STRIDE_T) + place
     index = tl.load(index_ptrs, mask=inside, other=-1)
     valid = index >= 0
-    value_ptrs = values_ptr + offset_of(part, VALUE_STRIDE_W) + offset_of(row, VALUE_STRIDE_T) + place
+    value_ptrs = values_ptr + offset_of(part, value_stride_w) + offset_of(row, VALUE_STRIDE_T) + place
     value = tl.load(value_ptrs, mask=valid, other=0.0)
     return tl.where(valid, order_key(value), 0), index, value
 
@@ -45,17 +45,18 @@ def count_reached(keys, threshold, bit):
     return (packed & 0x1FFFFF).to(tl.int32), ((packed >> 21) & 0x1FFFFF).to(tl.int32), (packed >> 42).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_candidates"])
+@triton.jit(do_not_specialize=["num_candidates", "value_stride_w", "index_stride_w"])
 def merge_choose_kernel(
     values_ptr,  # [W, T, N] f32
     indices_ptr,  # [W, T, N] i32
     num_candidates,  # W · N
+    value_stride_w,
+    index_stride_w,
     chosen_values_ptr,  # [T, K] f32
     chosen_ptr,  # [T, K] i32
     counts_ptr,  # [T] i32, how many were chosen
-    VALUE_STRIDE_W: tl.constexpr,
+    UNIT: tl.constexpr,  # of the strides of W
     VALUE_STRIDE_T: tl.constexpr,
-    INDEX_STRIDE_W: tl.constexpr,
     INDEX_STRIDE_T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -64,9 +65,10 @@ def merge_choose_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, TILE)
+    value_stride_w, index_stride_w = multiple(value_stride_w, UNIT), multiple(index_stride_w, UNIT)
     keys, index, _value = load_candidates(
         values_ptr, indices_ptr, row, offs, num_candidates,
-        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
+        value_stride_w, index_stride_w, VALUE_STRIDE_T, INDEX_STRIDE_T, N,
     )  # fmt: skip
 
     threshold = tl.full([], 0, tl.uint32)
@@ -79,7 +81,7 @@ def merge_choose_kernel(
             for base in tl.range(TILE, num_candidates, TILE):
                 more, _index, _value = load_candidates(
                     values_ptr, indices_ptr, row, base + offs, num_candidates,
-                    VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
+                    value_stride_w, index_stride_w, VALUE_STRIDE_T, INDEX_STRIDE_T, N,
                 )  # fmt: skip
                 more_low, more_middle, more_high = count_reached(more, threshold, bit)
                 low += more_low
@@ -105,7 +107,7 @@ def merge_choose_kernel(
                 for base in tl.range(TILE, num_candidates, TILE):
                     more, more_index, _value = load_candidates(
                         values_ptr, indices_ptr, row, base + offs, num_candidates,
-                        VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
+                        value_stride_w, index_stride_w, VALUE_STRIDE_T, INDEX_STRIDE_T, N,
                     )  # fmt: skip
                     reached += tl.sum(((more == threshold) & (reversed_index(more_index) >= trial)).to(tl.int32))
             index_threshold = tl.where(reached >= K - above, trial, index_threshold)
@@ -119,7 +121,7 @@ def merge_choose_kernel(
         # Loaded again even if all candidates are in registers, which have no room for the values.
         keys, index, value = load_candidates(
             values_ptr, indices_ptr, row, base + offs, num_candidates,
-            VALUE_STRIDE_W, VALUE_STRIDE_T, INDEX_STRIDE_W, INDEX_STRIDE_T, N,
+            value_stride_w, index_stride_w, VALUE_STRIDE_T, INDEX_STRIDE_T, N,
         )  # fmt: skip
         equal_keys = (keys == threshold) & (keys > 0)
         last = equal_keys & (reversed_index(index) == index_threshold)

@@ -25,11 +25,10 @@ def plan(problem: Problem, device: Device) -> Plan:
         merge_choose_kernel,
         grid=(rows,),
         outputs=tuple(workspace),
-        sizes={"num_candidates": candidates},
+        sizes={"num_candidates": candidates, "value_stride_w": values.stride(0), "index_stride_w": indices.stride(0)},
         constexprs={
-            "VALUE_STRIDE_W": values.stride(0),
+            "UNIT": values.vector(values.stride(0), indices.stride(0)),
             "VALUE_STRIDE_T": values.stride(1),
-            "INDEX_STRIDE_W": indices.stride(0),
             "INDEX_STRIDE_T": indices.stride(1),
             "N": problem["N"],
             "K": k,

@@ -35,6 +35,11 @@ def quantize_indexer_query(q, weights, *, scale: float | None = None, format: st
     Raises:
         ArgumentError: A dtype, rank, axis, stride or format is wrong.
         UnsupportedError: I > 128.
+
+    Example:
+        >>> q8, folded_weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)), scale=1.0)
+        >>> float(q8[0, 0, 0]), folded_weights.tolist()
+        (256.0, [[0.00390625, 0.00390625]])
     """
 
 

@@ -28,6 +28,12 @@ def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
+
+    Example:
+        >>> cache, slots = xp.zeros((2, 4, 132), dtype=xp.uint8), xp.asarray([5, 0], dtype=xp.int32)
+        >>> keys, key_scales = ops.read_indexer_cache(cache, slots)
+        >>> tuple(keys.shape), key_scales.tolist()
+        ((2, 128), [0.0, 0.0])
     """
 
 

@@ -28,6 +28,11 @@ def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str 
             is given.
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
+
+    Example:
+        >>> cache, slots = xp.ones((2, 4, 576), dtype=xp.bfloat16), xp.asarray([3, -1], dtype=xp.int32)
+        >>> ops.read_mla_cache(cache, slots)[:, 0].tolist()
+        [1.0, 0.0]
     """
 
 

@@ -27,6 +27,11 @@ def select_topk(logits, ends, starts=None, *, k: int) -> Any:
 
     Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
     top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+
+    Example:
+        >>> logits, ends = xp.asarray([[0.5, 3.0, 1.0, 2.0]]), xp.asarray([4], dtype=xp.int32)
+        >>> ops.select_topk(logits, ends, k=2).tolist()
+        [[1, 3]]
     """
 
 

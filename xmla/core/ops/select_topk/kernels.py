@@ -12,7 +12,7 @@ Order keys are unsigned integers in the order of the floats; NaN is 1, below all
 import triton
 import triton.language as tl
 
-from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.offsets import multiple, offset_of
 
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 KEY_OF_INF = tl.constexpr(0xFF800000)
@@ -31,11 +31,11 @@ def order_key(x):
 
 
 @triton.jit
-def kth_largest(keys, K: tl.constexpr, low, high, count, NEAR: tl.constexpr, SLACK: tl.constexpr):
-    """A threshold in [low, high) that at least K of `keys` reach, and the number that do.
+def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack):
+    """A threshold in [low, high) that at least k of `keys` reach, and the number that do.
 
-    It is the greatest such threshold to within NEAR, or the first one found that at most K + SLACK reach. `count` keys
-    reach `low`, at least K and fewer than 2**15; fewer than K reach `high`. Two trials share a sum, which costs more
+    It is the greatest such threshold to within NEAR, or the first one found that at most k + slack reach. `count` keys
+    reach `low`, at least k and fewer than 2**15; fewer than k reach `high`. Two trials share a sum, which costs more
     than the trials.
     """
     while high - low > NEAR:
@@ -44,10 +44,10 @@ def kth_largest(keys, K: tl.constexpr, low, high, count, NEAR: tl.constexpr, SLA
         upper = lower + third
         counts = tl.sum((keys >= lower).to(tl.int32) + ((keys >= upper).to(tl.int32) << 16))
         reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
-        high = tl.where(reach_upper >= K, high, tl.where(reach_lower >= K, upper, lower))
-        low = tl.where(reach_upper >= K, upper, tl.where(reach_lower >= K, lower, low))
-        count = tl.where(reach_upper >= K, reach_upper, tl.where(reach_lower >= K, reach_lower, count))
-        high = tl.where(count <= K + SLACK, low, high)
+        high = tl.where(reach_upper >= k, high, tl.where(reach_lower >= k, upper, lower))
+        low = tl.where(reach_upper >= k, upper, tl.where(reach_lower >= k, lower, low))
+        count = tl.where(reach_upper >= k, reach_upper, tl.where(reach_lower >= k, reach_lower, count))
+        high = tl.where(count <= k + slack, low, high)
     return low, count
 
 
@@ -95,13 +95,11 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
-def estimate_threshold(
-    row_ptr, length, RANK: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, WARPS: tl.constexpr
-):
-    """A value that a few more than RANK · STEP of the row's elements reach, if its sample is representative.
+def estimate_threshold(row_ptr, length, sample_rank, LANES: tl.constexpr, STEP: tl.constexpr, WARPS: tl.constexpr):
+    """A value that a few more than sample_rank · STEP of the row's elements reach, if its sample is representative.
 
-    It is the RANK-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded. The chunk's
-    place among the STEP rotates, so that data with a period is not sampled in one phase only.
+    It is the sample_rank-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded. The
+    chunk's place among the STEP rotates, so that data with a period is not sampled in one phase only.
     """
     lane = tl.arange(0, LANES)
     block = lane // CHUNK
@@ -115,7 +113,7 @@ def estimate_threshold(
         maxima = tl.maximum(maxima, x)
     low, high = tl.full([], KEY_OF_MINUS_INF, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     reached = tl.full([], LANES, tl.int32)
-    key, _ = kth_largest(order_key(maxima), RANK, low, high, reached, 1 << 16, RANK // SLACK_PART)
+    key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1 << 16, sample_rank // SLACK_PART)
     bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
@@ -229,7 +227,7 @@ def wanted(x, offs, first, last, key_above, value_from, WHOLE: tl.constexpr, BY_
     return k0, k1, k2, k3
 
 
-@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride"])
+@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k", "sample_rank"])
 def topk_candidates_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
@@ -237,13 +235,13 @@ def topk_candidates_kernel(
     first_row,  # of those of logits
     num_columns,
     row_stride,
+    k,
+    sample_rank,
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs, columns relative to the row's start and ascending
     counts_ptr,  # [T, SEGMENTS] i32, also of those that did not fit
     HAS_STARTS: tl.constexpr,
-    K: tl.constexpr,
     SEGMENTS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
     LANES: tl.constexpr,
     STEP: tl.constexpr,
     WARPS: tl.constexpr,
@@ -251,11 +249,11 @@ def topk_candidates_kernel(
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
-    if length > K:
+    if length > k:
         row_ptr = logits_ptr + offset_of(row, row_stride) + start
         threshold = tl.full([], float("-inf"), tl.float32)
         if length > CAPACITY:
-            threshold = estimate_threshold(row_ptr, length, RANK, LANES, STEP, WARPS)
+            threshold = estimate_threshold(row_ptr, length, sample_rank, LANES, STEP, WARPS)
 
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
         tiles = tl.cdiv(tl.cdiv(length, TILE), SEGMENTS)
@@ -315,10 +313,10 @@ def write_chosen(
 
 @triton.jit
 def choose_candidates(
-    candidates_ptr, counts_row, total, out, K: tl.constexpr, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
+    candidates_ptr, counts_row, total, out, k, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the columns of the K largest of a row's `total` candidates, which are in order of ascending column.
+    """Write the columns of the k largest of a row's `total` candidates, which are in order of ascending column.
 
     They lie at `candidate_places`; LANES is a bound of `total`.
     """
@@ -329,17 +327,17 @@ def choose_candidates(
     keys = key_of(pair)
     least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
     keys = tl.where(in_use, keys, 0)
-    threshold, reached = kth_largest(keys, K, least, tl.max(keys) + 1, total, 1, 0)
+    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0)
     if LANES <= HELD_PAIRS:
         chosen = keys >= threshold
-        if reached > K:  # more than K with the ties: the first of these
-            ties = K - tl.sum((keys > threshold).to(tl.int32))
+        if reached > k:  # more than k with the ties: the first of these
+            ties = k - tl.sum((keys > threshold).to(tl.int32))
             rank, _ = running_count(keys == threshold)
             chosen = (keys > threshold) | ((keys == threshold) & (rank <= ties))
         rank, _ = running_count(chosen)
         tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
     else:
-        ties = K - tl.sum((keys > threshold).to(tl.int32))
+        ties = k - tl.sum((keys > threshold).to(tl.int32))
         write_chosen(candidates_ptr, counts_row, total, out, threshold, ties, SEGMENTS, CAPACITY, WARPS)
 
 
@@ -350,8 +348,8 @@ def load_keys(row_ptr, column, ok):
 
 
 @triton.jit
-def choose_in_row(row_ptr, length, out, K: tl.constexpr, TILE: tl.constexpr):
-    """Write the columns of the K largest of a row's elements; reads the row once per bit of the threshold."""
+def choose_in_row(row_ptr, length, out, k, TILE: tl.constexpr):
+    """Write the columns of the k largest of a row's elements; reads the row once per bit of the threshold."""
     offs = tl.arange(0, TILE)
     threshold = tl.full([], 0, tl.uint32)
     above = 0  # elements over the threshold
@@ -363,10 +361,10 @@ def choose_in_row(row_ptr, length, out, K: tl.constexpr, TILE: tl.constexpr):
             column = base + offs
             reached += (load_keys(row_ptr, column, column < length) >= trial).to(tl.int32)
         count = tl.sum(reached)
-        threshold = tl.where(count >= K, trial, threshold)
-        above = tl.where(count >= K, above, count)
+        threshold = tl.where(count >= k, trial, threshold)
+        above = tl.where(count >= k, above, count)
         bit = bit >> 1
-    ties = K - above
+    ties = k - above
     seen_equal = 0
     written = 0
     for base in tl.range(0, length, TILE):
@@ -380,7 +378,7 @@ def choose_in_row(row_ptr, length, out, K: tl.constexpr, TILE: tl.constexpr):
         written += tl.sum(chosen.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride"])
+@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k"])
 def topk_select_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
@@ -390,9 +388,11 @@ def topk_select_kernel(
     first_row,  # of those of logits
     num_columns,
     row_stride,
+    k,
     indices_ptr,  # [T, K] i32
     HAS_STARTS: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr,  # k, compiled in; 0: it is not
+    UNIT: tl.constexpr,  # of k
     SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
     CAPACITY: tl.constexpr,
     WARPS: tl.constexpr,
@@ -400,20 +400,23 @@ def topk_select_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
-    out = indices_ptr + offset_of(first_row + row, K)
-    if length <= K:
-        for base in tl.range(0, K, TILE):
+    if K:
+        k = K
+    width = multiple(k, UNIT)
+    out = indices_ptr + offset_of(first_row + row, width)
+    if length <= k:
+        for base in tl.range(0, width, TILE):
             column = base + tl.arange(0, TILE)
-            tl.store(out + column, tl.where(column < length, column, -1), mask=column < K)
+            tl.store(out + column, tl.where(column < length, column, -1), mask=column < width)
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride) + start
         if SEGMENTS == 0:
-            choose_in_row(row_ptr, length, out, K, TILE)
+            choose_in_row(row_ptr, length, out, k, TILE)
         else:
             counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
-            if (total > CAPACITY) | (total < K):
-                choose_in_row(row_ptr, length, out, K, TILE)
+            if (total > CAPACITY) | (total < k):
+                choose_in_row(row_ptr, length, out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
-                choose_candidates(candidates, counts_row, total, out, K, SEGMENTS, CAPACITY, CAPACITY, WARPS)
+                choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, WARPS)

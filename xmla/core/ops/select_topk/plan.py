@@ -62,13 +62,13 @@ def plan(problem: Problem, device: Device) -> Plan:
     config = configure(rows, columns, k, device)
     shared = {
         "HAS_STARTS": problem.has("starts"),
-        "K": k,
         "SEGMENTS": config.segments,
         "CAPACITY": config.capacity,
     }
     arrays = problem.stand_ins(starts="ends")
-    sizes = {"first_row": 0, "num_columns": columns, "row_stride": problem.specs["logits"].stride(0)}
+    sizes = {"first_row": 0, "num_columns": columns, "row_stride": problem.specs["logits"].stride(0), "k": k}
     results = problem.op.result_specs(problem)
+    unit = results["indices"].vector(k)
     if config.segments == 0:
         select = Launch(
             topk_select_kernel,
@@ -76,7 +76,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("indices",),
             arrays={**arrays, "candidates": "logits", "counts": "ends"},
             sizes=sizes,
-            constexprs={**shared, "WARPS": 16, "TILE": 4096},
+            constexprs={**shared, "K": 0, "UNIT": unit, "WARPS": 16, "TILE": 4096},
             num_warps=16,
             num_stages=3,
         )
@@ -93,10 +93,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(rows * config.segments,),
         outputs=tuple(workspace),
         arrays=arrays,
-        sizes=sizes,
+        sizes={**sizes, "sample_rank": config.rank},
         constexprs={
             **shared,
-            "RANK": config.rank,
             "LANES": config.lanes,
             "STEP": config.step,
             "WARPS": config.warps,
@@ -112,7 +111,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=("indices",),
         arrays=arrays,
         sizes=sizes,
-        constexprs={**shared, "WARPS": warps, "TILE": 2048},
+        # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
+        constexprs={**shared, "K": k if many else 0, "UNIT": unit, "WARPS": warps, "TILE": 2048},
         num_warps=warps,
         num_stages=3,
         max_registers=128 if many else most_registers(warps),

@@ -76,6 +76,13 @@ def sparse_mla(
     holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = xp.zeros((1, 2, 576), dtype=xp.bfloat16), xp.ones((2, 4, 576), dtype=xp.bfloat16)
+        >>> slots = xp.asarray([[5, -1, 2]], dtype=xp.int32)
+        >>> out, lse = ops.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> tuple(out.shape), out[0, 0, :2].tolist()
+        ((1, 2, 512), [1.0, 1.0])
     """
 
 

@@ -110,7 +110,8 @@ def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.
 
 @triton.jit(
     do_not_specialize=[
-        "num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "num_positions", "num_splits", "split_keys",
+        "num_slots", "num_keys", "slot_stride", "num_extra_slots", "num_extra_keys", "extra_slot_stride",
+        "num_positions", "num_splits", "split_keys",
     ]
 )  # fmt: skip
 def sparse_mla_kernel(
@@ -126,8 +127,10 @@ def sparse_mla_kernel(
     positions_ptr,  # [T] i32 if ROTATE
     num_slots,
     num_keys,  # K
+    slot_stride,
     num_extra_slots,
     num_extra_keys,  # EXTRA_K
+    extra_slot_stride,
     num_positions,  # S
     num_splits,
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
@@ -135,11 +138,9 @@ def sparse_mla_kernel(
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    EXTRA_SLOT_STRIDE: tl.constexpr,
     EXTRA_PAGE_STRIDE: tl.constexpr,
     EXTRA_PAGE_SIZE: tl.constexpr,
     EXTRA_LAYOUT: tl.constexpr,
@@ -186,8 +187,8 @@ def sparse_mla_kernel(
     extra_end = tl.minimum(extra_end, extra_first + split_keys)
     extra_first = tl.maximum(extra_first, 0)
 
-    slots = slots_ptr + offset_of(token, SLOT_STRIDE)
-    extra_slots = extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE)
+    slots = slots_ptr + offset_of(token, slot_stride)
+    extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)

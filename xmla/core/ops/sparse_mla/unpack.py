@@ -60,12 +60,8 @@ def unpack(problem: Problem) -> Plan:
         grid=(cdiv(problem["T"], step),),
         outputs=("marks",),
         arrays=problem.stand_ins(lengths="slots"),
-        sizes={"num_slots": entries, "num_keys": keys, "step": step},
-        constexprs={
-            "SLOT_STRIDE": specs["slots"].stride(0),
-            "HAS_LENGTHS": problem.has("lengths"),
-            "BLOCK": 1024,
-        },
+        sizes={"num_slots": entries, "num_keys": keys, "slot_stride": specs["slots"].stride(0), "step": step},
+        constexprs={"HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
     )
     every = replace(first.with_sizes(step=1), grid=(problem["T"],))
     write = Launch(

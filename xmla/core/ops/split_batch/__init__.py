@@ -38,6 +38,13 @@ def split_batch(
     The policies are those of vLLM's split_decodes_and_prefills: treat_short_extends_as_decodes is on without
     has_context and off with it. With `request_ids` and `token_lengths` the paged ops serve requests with any numbers
     of new tokens in one call.
+
+    Example:
+        >>> query_starts = xp.asarray([0, 1, 4], dtype=xp.int32)
+        >>> lengths = xp.asarray([9, 3], dtype=xp.int32)
+        >>> counts, request_ids, token_lengths = ops.split_batch(query_starts, lengths, num_tokens=4)
+        >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
+        ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
     """
 
 

@@ -36,6 +36,12 @@ def window_slots(block_table, lengths, request_ids=None, *, window: int, page_si
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; an attribute is < 1; T is not a multiple of B.
+
+    Example:
+        >>> block_table, lengths = xp.asarray([[7, 3]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> slots, counts = ops.window_slots(block_table, lengths, window=2, page_size=4)
+        >>> slots.tolist(), counts.tolist()
+        ([[31, 12]], [2])
     """
 
 

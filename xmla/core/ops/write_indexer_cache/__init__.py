@@ -28,6 +28,13 @@ def write_indexer_cache(keys, slots, cache) -> Any:
     at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
+
+    Example:
+        >>> keys, slots = xp.ones((1, 32)), xp.asarray([5], dtype=xp.int32)
+        >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)
+        >>> cache = ops.write_indexer_cache(keys, slots, cache)
+        >>> ops.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
+        [0.00390625]
     """
 
 

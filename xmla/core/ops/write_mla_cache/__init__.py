@@ -44,6 +44,13 @@ def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = No
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
+
+    Example:
+        >>> latent, rope, slots = xp.ones((1, 512)), xp.zeros((1, 64)), xp.asarray([5], dtype=xp.int32)
+        >>> cache = xp.zeros((2, 4, 656), dtype=xp.uint8)
+        >>> cache = ops.write_mla_cache(latent, rope, slots, cache)
+        >>> ops.read_mla_cache(cache, slots)[0, :2].tolist()
+        [1.0, 1.0]
     """
 
 

@@ -24,8 +24,8 @@ def sparse_mla_backward(
         dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
         dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
 
-    The sums over tokens are exact to the last bit of a unit that the call's greatest summand sets, so their order does
-    not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+    The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
+    does not matter: the same arguments give the same bits. A slot that stands twice counts twice.
 
     Args:
         q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
@@ -45,8 +45,20 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. An entry's whole gradient is NaN if
-    an operand of one of its summands is not finite, or a probability exceeds 2, as with another call's lse.
+    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
+    (Σ|dout[t,h]| · max|value| + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. An
+    entry's whole gradient is NaN if B or p of one of its summands is not finite in float32, or a p exceeds 2, as with
+    another call's lse; dq[t,h] then is NaN as well if B is not finite.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = xp.ones((1, 1, 512), dtype=xp.bfloat16), xp.ones((1, 4, 512), dtype=xp.bfloat16)
+        >>> slots = xp.asarray([[0, 3]], dtype=xp.int32)
+        >>> out, lse = ops.sparse_mla(q, cache, slots, softmax_scale=0.1)
+        >>> dq, dcache, *_ = ops.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
+        >>> dcache[0, :, 0].tolist()
+        [0.5, 0.0, 0.0, 0.5]
     """
 
 

@@ -8,6 +8,7 @@ from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 # Marks of entries: named by a slot; with a gradient that is NaN.
 MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
+PART = tl.constexpr(128)  # dims that a program of a cache's gradient multiplies at a time
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -15,8 +16,9 @@ def start_sums_kernel(
     cache_ptr,  # [P, R, ROW]
     marks_ptr,  # [P, R] i8
     num_slots,
-    bounds_ptr,  # [2] i32, the bits of floats: of the greatest |value| of a marked entry, of a summand
+    bounds_ptr,  # [P, R] i32, the bits of a bound of summands, where marked
     sums_ptr,  # [P, R, 2·ROW] i32, where marked
+    greatest_ptr,  # [P, R] f32, the greatest |dim| of a value, where marked
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -29,13 +31,68 @@ def start_sums_kernel(
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     value, _ = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
     value = tl.abs(value)
-    greatest = tl.max(tl.max(tl.where(value < float("inf"), value, 0.0), 1), 0)
-    tl.atomic_max(bounds_ptr, greatest.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.store(greatest_ptr + slot, tl.max(tl.where(value < float("inf"), value, 0.0), 1), mask=ok)
+    tl.store(bounds_ptr + slot, tl.zeros([BLOCK], tl.int32), mask=ok)
     row = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
     tl.store(row + tl.arange(0, LANES)[None, :], tl.zeros([BLOCK, LANES], tl.int64), mask=mask)
     if LAYOUT.tail:
         offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
         tl.store(row + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+def bound_values_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    greatest_ptr,  # [P, R] f32
+    num_slots,
+    num_keys,  # K
+    slot_stride,
+    reach_ptr,  # [T] f32, the greatest |dim| of a token's values
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    greatest = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        greatest = tl.maximum(greatest, tl.load(greatest_ptr + slot, mask=ok, other=0.0))
+    tl.store(reach_ptr + token, tl.max(greatest, 0))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+def bound_sums_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    bound_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    slot_stride,
+    bounds_ptr,  # [P, R] i32
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    offs_h = tl.arange(0, BLOCK_H)
+    of_heads = tl.load(bound_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
+    # The least float32 above the sum of all heads; a sum that overflows is that of the greatest float32s.
+    bits = tl.minimum(tl.sum(of_heads, 0), 3.0e38).to(tl.int32, bitcast=True)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        ok &= tl.load(bounds_ptr + slot, mask=ok, other=0) < bits  # it only grows
+        tl.atomic_max(bounds_ptr + slot, tl.zeros([BLOCK], tl.int32) + bits, mask=ok, sem="relaxed")
 
 
 @triton.jit
@@ -46,9 +103,12 @@ def prepare_kernel(
     dout_ptr,  # [T, H, LANES]
     dlse_ptr,  # [T, H] f32 if HAS_DLSE
     sink_ptr,  # [H] f32 if HAS_SINK
-    bounds_ptr,  # [2] i32
+    reach_ptr,  # [T] f32
+    extra_reach_ptr,  # [T] f32
     total_ptr,  # [T, H] f32: log2 of the softmax's denominator, NaN for a head that gives its entries NaN
     delta_ptr,  # [T, H] f32: what is subtracted from dout · value
+    slope_ptr,  # [T, H] f32: a bound of |ds|
+    bound_ptr,  # [T, H] f32: a bound of a head's summand of a gradient; 0 for a head that gives NaN
     dsinks_ptr,  # [T, H] f32 if HAS_SINK: each token's part of dsink
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -95,8 +155,10 @@ def prepare_kernel(
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
         dlse *= LOG2E / LSE_UNIT
-    slope = tl.sum(tl.abs(dout), 1) * tl.load(bounds_ptr).to(tl.float32, bitcast=True) + tl.abs(delta) + tl.abs(dlse)
-    bound = SCALE * slope * greatest_q + tl.max(tl.abs(dout), 1)
+    reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
+    slope = tl.sum(tl.abs(dout), 1) * reach + tl.abs(delta) + tl.abs(dlse)
+    slope *= SCALE
+    bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
     row = offset_of(token, HEADS) + offs_h
     if HAS_SINK:
         sink = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
@@ -113,21 +175,68 @@ def prepare_kernel(
     finite &= bound < float("inf")
     tl.store(total_ptr + row, tl.where(finite, total, float("nan")), mask=head_ok)
     tl.store(delta_ptr + row, delta, mask=head_ok)
-    tl.atomic_max(bounds_ptr + 1, tl.max(tl.where(finite, bound, 0.0), 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.store(slope_ptr + row, slope, mask=head_ok)
+    tl.store(bound_ptr + row, tl.where(finite, bound, 0.0), mask=head_ok)
 
 
 @triton.jit
-def differentiate(
-    q, q_tail, dout, total, delta, lse, dlse, dq, dq_tail, exponent, cache_ptr, slots_ptr, end, num_slots, marks_ptr,
-    sums_ptr, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALE: tl.constexpr,
+def head_rows(ptr, token, offs_h, STRIDE_T: tl.constexpr, STRIDE_H: tl.constexpr, HEADS: tl.constexpr):
+    """Pointers to the rows of heads `offs_h`, [BLOCK_H, 1], of an array [T, H, …]."""
+    return ptr + offset_of(token, STRIDE_T) + offset_of(offs_h[:, None], STRIDE_H, HEADS)
+
+
+@triton.jit
+def load_dims(rows, ok, FIRST: tl.constexpr, DIMS: tl.constexpr):
+    """Dims FIRST … FIRST + DIMS − 1 of rows, [N, DIMS]; 0 where not `ok` [N]."""
+    return tl.load(rows + FIRST + tl.arange(0, DIMS)[None, :], mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+def load_rows(
+    total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE: tl.constexpr, DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, LSE_UNIT: tl.constexpr, OWN_LSE: tl.constexpr,
+):  # fmt: skip
+    """Of heads `offs_h` [BLOCK_H]: total, delta, and if OWN_LSE lse in log2 and its gradient."""
+    mask = offs_h < HEADS
+    row = offset_of(token, HEADS) + offs_h
+    total = tl.load(total_ptr + row, mask=mask, other=float("inf"))  # a head that is none has no probabilities
+    delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
+    lse, dlse = total, delta
+    if OWN_LSE:
+        lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=mask, other=float("inf")) * LSE_UNIT
+        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=mask, other=0.0) * (LOG2E / LSE_UNIT)
+    return total, delta, lse, dlse
+
+
+@triton.jit
+def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl.constexpr):
+    """Probabilities and the gradient of scores q · k, from scores in log2 and dout · value; all broadcast."""
+    p = tl.exp2(scores - total)
+    ds = p * (dp - delta)
+    if OWN_LSE:
+        ds += tl.exp2(scores - lse) * dlse
+    return p, ds * SCALE
+
+
+@triton.jit
+def exponent_of_ds(slope_ptr, token, offs_h, HEADS: tl.constexpr, dtype: tl.constexpr):
+    """|ds · 2**e| of these heads is at most 2**14 for e = this, in float16, whose exponents are few; 0 in bfloat16."""
+    if dtype == tl.float16:
+        slope = tl.load(slope_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
+        bits = tl.max(tl.where(slope < float("inf"), slope, 0.0), 0).to(tl.int32, bitcast=True)
+        return tl.minimum(tl.maximum(14 - ((bits >> 23) - 126), -126), 126)
+    else:
+        return 0
+
+
+@triton.jit
+def add_dq(
+    dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr, slots_ptr, end, num_slots,
+    LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALE: tl.constexpr,
     OWN_LSE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the first `end` slots' entries to dq, and this tile of heads to the entries' sums."""
-    scale_up = power_of_two(exponent)
-    operand: tl.constexpr = q.dtype if q.dtype == tl.bfloat16 else tl.float32  # float16 has too few exponents
-    DIMS: tl.constexpr = LAYOUT.dims
-    offs_l = tl.arange(0, LANES)[None, :]
-    for first in tl.range(0, tl.maximum(end, 0), BLOCK_N):
+    """Add the entries of the first `end` slots to dq of a tile of heads."""
+    for first in tl.range(0, tl.maximum(end, 0), BLOCK_N, disable_licm=True):
         offs_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
@@ -136,35 +245,19 @@ def differentiate(
         scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
         if LAYOUT.tail:
             scores = tl.dot(q_tail, tl.trans(tail), scores)
-        scores = tl.where(ok[None, :], scores * (SCALE * LOG2E), float("-inf"))
-        p = tl.exp2(scores - total[:, None])
-        ds = p * (tl.dot(dout, tl.trans(value)) - delta[:, None])
-        if OWN_LSE:
-            ds += tl.exp2(scores - lse[:, None]) * dlse[:, None]
-        p = tl.where(ok[None, :], p, 0.0)
-        ds = tl.where(ok[None, :], ds * SCALE, 0.0)
-        # The unit is chosen for probabilities; of another call's lse they may be anything.
-        wrong = tl.max(tl.where((p <= 2.0) & (tl.abs(ds) < float("inf")), 0, 1), 0)  # [BLOCK_N]
-        p, ds = p.to(operand), ds.to(operand)
-        dq = tl.dot(ds, value.to(operand), dq)
-        dvalue = tl.dot(tl.trans(ds), q.to(operand))  # [BLOCK_N, LANES] f32
-        dvalue = tl.dot(tl.trans(p), dout.to(operand), dvalue)
-        row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
-        right = (ok & (wrong == 0))[:, None]
-        tl.atomic_add(row + offs_l, (dvalue * scale_up).to(tl.int64), mask=right, sem="relaxed")
+        dp = tl.dot(dout, tl.trans(value))
+        _, ds = derive(
+            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
+        )
+        ds = (tl.where(ok[None, :], ds, 0.0) * ds_up).to(q.dtype)
+        dq = tl.dot(ds, value, dq)
         if LAYOUT.tail:
-            dq_tail = tl.dot(ds, tail.to(operand), dq_tail)
-            dtail = tl.dot(tl.trans(ds), q_tail.to(operand))
-            offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
-            tl.atomic_add(row + offs_e, (dtail * scale_up).to(tl.int64), mask=right, sem="relaxed")
-        tl.store(marks_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int8), mask=ok & (wrong != 0))
+            dq_tail = tl.dot(ds, tail, dq_tail)
     return dq, dq_tail
 
 
-@triton.jit(
-    do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys", "log2_parts"],
-)
-def sparse_mla_backward_kernel(
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys"])
+def sparse_mla_dq_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
@@ -175,18 +268,13 @@ def sparse_mla_backward_kernel(
     extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
     extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
     extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
-    bounds_ptr,  # [2] i32
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
+    slope_ptr,  # [T, H] f32
     num_slots,
     num_keys,  # K
     num_extra_slots,
     num_extra_keys,  # EXTRA_K
-    log2_parts,  # binary logarithm of the number of programs, rounded up
-    marks_ptr,  # [P, R] i8
-    sums_ptr,  # [P, R, 2·ROW] i32
-    extra_marks_ptr,  # [EXTRA_P, EXTRA_R] i8 if EXTRA_LAYOUT
-    extra_sums_ptr,  # [EXTRA_P, EXTRA_R, 2·EXTRA_ROW] i32 if EXTRA_LAYOUT
     dq_ptr,  # [T, H, L+E]
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -215,56 +303,153 @@ def sparse_mla_backward_kernel(
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
-    mask = head_ok[:, None]
-    offs_l = tl.arange(0, LANES)[None, :]
-    offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
-    q = tl.load(q_row + offs_l, mask=mask, other=0.0)  # [BLOCK_H, LANES]
-    q_tail = tl.zeros([BLOCK_H, TAIL_LANES], q.dtype)
-    if LAYOUT.tail:
-        q_tail = tl.load(q_row + offs_e, mask=mask, other=0.0)
-    dout_row = dout_ptr + offset_of(token, DOUT_STRIDE_T) + offset_of(offs_h[:, None], DOUT_STRIDE_H, HEADS)
-    dout = tl.load(dout_row + offs_l, mask=mask, other=0.0)
-    row = offset_of(token, HEADS) + offs_h
-    total = tl.load(total_ptr + row, mask=head_ok, other=float("inf"))  # a head that is none has no probabilities
-    delta = tl.load(delta_ptr + row, mask=head_ok, other=0.0)
-    lse, dlse = total, delta
-    if OWN_LSE:
-        lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=head_ok, other=float("inf")) * LSE_UNIT
-        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
-        dlse *= LOG2E / LSE_UNIT
-    exponent = exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts)
-
+    q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
+    q = load_dims(q_rows, head_ok, 0, LANES)
+    q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES) if LAYOUT.tail else q
+    dout = load_dims(head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS), head_ok, 0, LANES)
+    total, delta, lse, dlse = load_rows(
+        total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
+    )
+    exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, q.dtype)
+    ds_up = power_of_two(exponent)
     end = num_keys
     if HAS_LENGTHS:
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
     dq = tl.zeros([BLOCK_H, LANES], tl.float32)
     dq_tail = tl.zeros([BLOCK_H, TAIL_LANES], tl.float32)
-    dq, dq_tail = differentiate(
-        q, q_tail, dout, total, delta, lse, dlse, dq, dq_tail, exponent, cache_ptr,
-        slots_ptr + offset_of(token, SLOT_STRIDE), end, num_slots, marks_ptr, sums_ptr, LAYOUT, PAGE_STRIDE, PAGE_SIZE,
-        SCALE, OWN_LSE, BLOCK_N,
+    dq, dq_tail = add_dq(
+        dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr,
+        slots_ptr + offset_of(token, SLOT_STRIDE), end, num_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, SCALE, OWN_LSE,
+        BLOCK_N,
     )  # fmt: skip
     if EXTRA_LAYOUT is not None:
         extra_end = num_extra_keys
         if HAS_EXTRA_LENGTHS:
             extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
-        dq, dq_tail = differentiate(
-            q, q_tail, dout, total, delta, lse, dlse, dq, dq_tail, exponent, extra_cache_ptr,
-            extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, extra_marks_ptr,
-            extra_sums_ptr, EXTRA_LAYOUT, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, BLOCK_N,
+        dq, dq_tail = add_dq(
+            dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, extra_cache_ptr,
+            extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, EXTRA_LAYOUT,
+            EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, BLOCK_N,
         )  # fmt: skip
-    dq_row = dq_ptr + offset_of(row[:, None], LAYOUT.dims)
-    tl.store(dq_row + offs_l, dq.to(q.dtype), mask=mask)
+    ds_down = power_of_two(-exponent)
+    row = dq_ptr + offset_of((offset_of(token, HEADS) + offs_h)[:, None], LAYOUT.dims)
+    mask = (offs_h < HEADS)[:, None]
+    tl.store(row + tl.arange(0, LANES)[None, :], (dq * ds_down).to(q.dtype), mask=mask)
     if LAYOUT.tail:
-        tl.store(dq_row + offs_e, dq_tail.to(q.dtype), mask=mask)
+        tl.store(row + LANES + tl.arange(0, TAIL_LANES)[None, :], (dq_tail * ds_down).to(q.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "log2_parts"])
+def sparse_mla_dcache_kernel(
+    q_ptr,  # [T, H, L+E]
+    cache_ptr,  # [P, R, ROW]
+    slots_ptr,  # [T, K] i32
+    dout_ptr,  # [T, H, LANES]
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lse_ptr,  # [T, H] f32 if OWN_LSE
+    dlse_ptr,  # [T, H] f32 if OWN_LSE
+    bounds_ptr,  # [P, R] i32
+    total_ptr,  # [T, H] f32
+    delta_ptr,  # [T, H] f32
+    slope_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    log2_parts,  # binary logarithm of T, rounded up
+    marks_ptr,  # [P, R] i8
+    sums_ptr,  # [P, R, 2·ROW] i32
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    OWN_LSE: tl.constexpr,
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Tiles of keys of one token are neighbours: they read the same queries.
+    tiles = tl.cdiv(num_keys, BLOCK_N)
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    offs_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
+    ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+    data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    entries = cache_ptr + data[:, None]
+    # By parts: a warp's operands of all dims at once take more registers than there are.
+    values = ()
+    for part in tl.static_range(LANES // PART):
+        values = values + (load_dims(entries, ok, part * PART, PART),)  # noqa: RUF005  # Triton has no starred ones
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    P_EXPONENT: tl.constexpr = 14 if dtype == tl.float16 else 0
+    dvalue = (tl.zeros([BLOCK_N, PART], tl.float32),) * (LANES // PART)
+    dtail = tl.zeros([BLOCK_N, TAIL_LANES], tl.float32)
+    wrong = tl.zeros([BLOCK_N], tl.int32)
+    for first_head in tl.range(0, HEADS, BLOCK_H, disable_licm=True):
+        offs_h = first_head + tl.arange(0, BLOCK_H)
+        head_ok = offs_h < HEADS
+        q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
+        dout_rows = head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS)
+        total, delta, lse, dlse = load_rows(
+            total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
+        )
+        exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, dtype)
+        ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
+        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        for part in tl.static_range(LANES // PART):
+            value = tl.trans(values[part])
+            scores = tl.dot(load_dims(q_rows, head_ok, part * PART, PART), value, scores)
+            dp = tl.dot(load_dims(dout_rows, head_ok, part * PART, PART), value, dp)
+        if LAYOUT.tail:
+            q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
+            scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
+        p, ds = derive(
+            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
+        )
+        # The unit is chosen for probabilities; of another call's lse they may be anything.
+        wrong |= tl.max(tl.where((p <= 2.0) & (tl.abs(ds) < float("inf")), 0, 1), 0)
+        p = tl.trans((p * 2.0**P_EXPONENT).to(dtype))
+        ds = tl.trans((ds * ds_up).to(dtype))
+        added = ()
+        for part in tl.static_range(LANES // PART):
+            q = load_dims(q_rows, head_ok, part * PART, PART)
+            dout = load_dims(dout_rows, head_ok, part * PART, PART)
+            if P_EXPONENT:
+                of_both = dvalue[part] + tl.dot(ds, q) * ds_down + tl.dot(p, dout) * 2.0**-P_EXPONENT
+            else:
+                of_both = tl.dot(p, dout, tl.dot(ds, q, dvalue[part]))
+            added = added + (of_both,)  # noqa: RUF005  # Triton has no starred expressions
+        dvalue = added
+        if LAYOUT.tail:
+            dtail += tl.dot(ds, load_dims(q_rows, head_ok, LANES, TAIL_LANES)) * ds_down
+    to_sum = power_of_two(exponent_of_unit(tl.load(bounds_ptr + slot, mask=ok, other=0), log2_parts))[:, None]
+    sums = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
+    right = (ok & (wrong == 0))[:, None]
+    for part in tl.static_range(LANES // PART):
+        offs_d = part * PART + tl.arange(0, PART)[None, :]
+        tl.atomic_add(sums + offs_d, (dvalue[part] * to_sum).to(tl.int64), mask=right, sem="relaxed")
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tl.atomic_add(sums + offs_e, (dtail * to_sum).to(tl.int64), mask=right, sem="relaxed")
+    tl.store(marks_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int8), mask=ok & (wrong != 0))
 
 
 @triton.jit(do_not_specialize=["num_slots", "log2_parts"])
 def round_sums_kernel(
     marks_ptr,  # [P, R] i8
     sums_ptr,  # [P, R, 2·ROW] i32
-    bounds_ptr,  # [2] i32
+    bounds_ptr,  # [P, R] i32
     num_slots,
     log2_parts,
     dcache_ptr,  # [P, R, ROW]
@@ -276,8 +461,10 @@ def round_sums_kernel(
     slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = slot < num_slots
     mark = tl.load(marks_ptr + slot, mask=ok, other=0)
-    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + 1), log2_parts))
     mask = (ok & (mark == MARKED))[:, None]
+    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + slot, mask=mark == MARKED, other=0), log2_parts))[
+        :, None
+    ]
     row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
     offs_l = tl.arange(0, LANES)[None, :]
     wrong = (mark == NOT_A_NUMBER)[:, None]

@@ -1,26 +1,42 @@
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.lang.marks import clear_kernel, mark_entries_kernel
 from xmla.core.op import Implementation, Problem
 from xmla.core.ops.sparse_mla.backward.kernels import (
+    bound_sums_kernel,
+    bound_values_kernel,
     prepare_kernel,
     round_sums_kernel,
-    sparse_mla_backward_kernel,
+    sparse_mla_dcache_kernel,
+    sparse_mla_dq_kernel,
     start_sums_kernel,
     sum_sinks_kernel,
 )
-from xmla.core.plan import Launch, Plan, cdiv, most_registers
+from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 LOG2E = 1.4426950408889634
 PREPARED_HEADS = 4  # of a program of `prepare_kernel`
+MOST_TOKENS = 1 << 20  # of calls that have the same units
 ENTRIES = 4  # of a program that starts or rounds sums
 
 
-def configure(heads: int, device: Device) -> tuple[int, int, int]:
-    """Heads and keys of a tile, and its warps."""
-    if device.smem_bytes < 128 << 10:
-        return 16, 16, 8
-    return (16, 32, 8) if heads <= 16 else (32, 32, 8)
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Heads against keys of a program, and its warps."""
+
+    block_h: int
+    block_n: int
+    num_warps: int = 8
+
+
+def configure(heads: int, device: Device) -> tuple[Tile, Tile]:
+    """The tiles of dq's kernel and of the caches' gradients'."""
+    if device.arch != 90:  # larger tiles of the second kernel spill
+        return Tile(16, 16 if device.smem_bytes < 128 << 10 else 32), Tile(16, 16)
+    return (Tile(16, 32), Tile(16, 32)) if heads <= 16 else (Tile(32, 64), Tile(64, 32))
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -28,19 +44,22 @@ def plan(problem: Problem, device: Device) -> Plan:
     specs, attrs = problem.specs, problem.attrs
     tokens, heads, layout = problem["T"], problem["H"], problem.formats["cache"]
     has_sink, has_dlse, extra = problem.has("sink"), problem.has("dlse"), problem.has("extra_cache")
-    block_h, block_n, warps = configure(heads, device)
-    programs = tokens * cdiv(heads, block_h)
-    log2_parts = max(programs - 1, 0).bit_length()
+    tile, key_tile = configure(heads, device)
+    log2_parts = max(tokens - 1, MOST_TOKENS - 1).bit_length()  # padding a call does not change its sums
     sources = ["", "extra_"] if extra else [""]
     workspace = {
-        "bounds": Spec((2,), "int32"),
         "total": Spec((tokens, heads), "float32"),
         "delta": Spec((tokens, heads), "float32"),
+        "slope": Spec((tokens, heads), "float32"),
+        "bound": Spec((tokens, heads), "float32"),
         "dsinks": Spec((tokens, heads) if has_sink else (1,), "float32"),
     }
-    for source in ("", "extra_"):
-        pages, entries, row = specs[f"{source}cache"].shape if source in sources else (1, 1, 1)
+    for source in sources:
+        pages, entries, row = specs[f"{source}cache"].shape
+        workspace[f"{source}reach"] = Spec((tokens,), "float32")
         workspace[f"{source}marks"] = Spec((pages, entries), "int8")
+        workspace[f"{source}greatest"] = Spec((pages, entries), "float32")
+        workspace[f"{source}bounds"] = Spec((pages, entries), "int32")
         workspace[f"{source}sums"] = Spec((pages, entries, 2 * row), "int32")
 
     strides = {
@@ -57,8 +76,11 @@ def plan(problem: Problem, device: Device) -> Plan:
     prepare = Launch(
         prepare_kernel,
         grid=(tokens * cdiv(heads, PREPARED_HEADS),),
-        outputs=("bounds", "total", "delta", "dsinks"),
-        arrays={"out": "forward_out", "lse": "forward_lse"} | problem.stand_ins(dlse="forward_lse", sink="forward_lse"),
+        outputs=("total", "delta", "slope", "bound", "dsinks"),
+        arrays={
+            **{"out": "forward_out", "lse": "forward_lse", "extra_reach": "extra_reach" if extra else "reach"},
+            **problem.stand_ins(dlse="forward_lse", sink="forward_lse"),
+        },
         constexprs={
             **strides,
             "OUT_STRIDE_T": specs["forward_out"].stride(0),
@@ -70,10 +92,11 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BLOCK_H": PREPARED_HEADS,
         },
     )
-    differentiate = Launch(
-        sparse_mla_backward_kernel,
-        grid=(programs,),
-        outputs=("marks", "sums", "extra_marks", "extra_sums", "dq"),
+    products = {**strides, "OWN_LSE": has_dlse and has_sink and not attrs["lse_sink"]}
+    dq = Launch(
+        sparse_mla_dq_kernel,
+        grid=(tokens * cdiv(heads, tile.block_h),),
+        outputs=("dq",),
         arrays={"lse": "forward_lse"}
         | problem.stand_ins(
             lengths="slots", dlse="forward_lse", extra_cache="cache", extra_slots="slots", extra_lengths="slots"
@@ -83,30 +106,58 @@ def plan(problem: Problem, device: Device) -> Plan:
             "num_keys": problem["K"],
             "num_extra_slots": problem["EXTRA_P"] * problem["EXTRA_R"] if extra else 0,
             "num_extra_keys": problem["EXTRA_K"] if extra else 0,
-            "log2_parts": log2_parts,
         },
         constexprs={
-            **strides,
-            "SLOT_STRIDE": specs["slots"].stride(0),
-            "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
-            "LAYOUT": layout,
+            **products,
+            **_source(problem, ""),
             "EXTRA_SLOT_STRIDE": specs["extra_slots"].stride(0) if extra else 0,
             "EXTRA_PAGE_STRIDE": specs["extra_cache"].stride(0) if extra else 0,
             "EXTRA_PAGE_SIZE": problem["EXTRA_R"] if extra else 1,
             "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
-            "HAS_LENGTHS": problem.has("lengths"),
             "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
-            "OWN_LSE": has_dlse and has_sink and not attrs["lse_sink"],
-            "BLOCK_H": block_h,
-            "BLOCK_N": block_n,
+            "BLOCK_H": tile.block_h,
+            "BLOCK_N": tile.block_n,
         },
-        num_warps=warps,
+        num_warps=tile.num_warps,
         num_stages=1,
-        max_registers=most_registers(warps),
+        max_registers=most_registers(tile.num_warps),
     )
-    launches = [_clear("bounds", 2), *[launch for source in sources for launch in _start(problem, source)]]
-    launches += [prepare, differentiate, *[_round(problem, source, log2_parts) for source in sources]]
+    dcaches = [
+        Launch(
+            sparse_mla_dcache_kernel,
+            grid=(tokens * cdiv(specs[f"{source}slots"].shape[1], key_tile.block_n),),
+            outputs=("marks", "sums"),
+            arrays={
+                **{name: f"{source}{name}" for name in ("cache", "slots", "bounds", "marks", "sums")},
+                "lengths": f"{source}lengths" if problem.has(f"{source}lengths") else f"{source}slots",
+                "dlse": "dlse" if has_dlse else "forward_lse",
+                "lse": "forward_lse",
+            },
+            sizes={
+                "num_slots": _entries(problem, source),
+                "num_keys": specs[f"{source}slots"].shape[1],
+                "log2_parts": log2_parts,
+            },
+            constexprs={
+                **products,
+                **_source(problem, source),
+                "BLOCK_H": key_tile.block_h,
+                "BLOCK_N": key_tile.block_n,
+            },
+            num_warps=key_tile.num_warps,
+            num_stages=1,
+            max_registers=most_registers(key_tile.num_warps),
+        )
+        for source in sources
+    ]
+    launches = [launch for source in sources for launch in _start(problem, source)]
+    launches += [
+        prepare,
+        *[_bound(problem, source) for source in sources],
+        dq,
+        *dcaches,
+        *[_round(problem, source, log2_parts) for source in sources],
+    ]
     if has_sink:
         launches.append(
             Launch(
@@ -121,39 +172,48 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan(tuple(launches), workspace | results, tuple(results))
 
 
-def _clear(array: str, elements: int) -> Launch:
-    return Launch(
-        clear_kernel,
-        grid=(cdiv(elements, 4096),),
-        outputs=("cleared",),
-        arrays={"cleared": array},
-        sizes={"num_elements": elements},
-        constexprs={"BLOCK": 4096},
-    )
-
-
 def _entries(problem: Problem, source: str) -> int:
     pages, entries, _ = problem.specs[f"{source}cache"].shape
     return pages * entries
 
 
+def _source(problem: Problem, source: str) -> dict[str, Hashable]:
+    """The constants by which a kernel finds a source's slots and entries."""
+    cache = problem.specs[f"{source}cache"]
+    return {
+        "SLOT_STRIDE": problem.specs[f"{source}slots"].stride(0),
+        "PAGE_STRIDE": cache.stride(0),
+        "PAGE_SIZE": cache.shape[1],
+        "LAYOUT": problem.formats[f"{source}cache"],
+        "HAS_LENGTHS": problem.has(f"{source}lengths"),
+    }
+
+
 def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
     """Mark the entries that slots name, find their greatest value and start their sums."""
-    specs, entries = problem.specs, _entries(problem, source)
-    cache, slots, lengths = (f"{source}{name}" for name in ("cache", "slots", "lengths"))
+    specs, entries, cache = problem.specs, _entries(problem, source), f"{source}cache"
+    clear = Launch(
+        clear_kernel,
+        grid=(cdiv(entries, 4096),),
+        outputs=("cleared",),
+        arrays={"cleared": f"{source}marks"},
+        sizes={"num_elements": entries},
+        constexprs={"BLOCK": 4096},
+    )
+    named = _named(problem, source)
     mark = Launch(
         mark_entries_kernel,
         grid=(problem["T"],),
         outputs=("marks",),
-        arrays={"slots": slots, "lengths": lengths if problem.has(lengths) else slots, "marks": f"{source}marks"},
-        sizes={"num_slots": entries, "num_keys": specs[slots].shape[1], "step": 1},
-        constexprs={"SLOT_STRIDE": specs[slots].stride(0), "HAS_LENGTHS": problem.has(lengths), "BLOCK": 1024},
+        arrays={**named, "marks": f"{source}marks"},
+        sizes={**_slots(problem, source), "step": 1},
+        constexprs={"HAS_LENGTHS": problem.has(f"{source}lengths"), "BLOCK": 1024},
     )
     start = Launch(
         start_sums_kernel,
         grid=(cdiv(entries, ENTRIES),),
-        outputs=("bounds", "sums"),
-        arrays={"cache": cache, "marks": f"{source}marks", "sums": f"{source}sums"},
+        outputs=("bounds", "sums", "greatest"),
+        arrays={name: f"{source}{name}" for name in ("cache", "marks", "greatest", "bounds", "sums")},
         sizes={"num_slots": entries},
         constexprs={
             "PAGE_STRIDE": specs[cache].stride(0),
@@ -162,7 +222,42 @@ def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
             "BLOCK": ENTRIES,
         },
     )
-    return _clear(f"{source}marks", entries), mark, start
+    reach = Launch(
+        bound_values_kernel,
+        grid=(problem["T"],),
+        outputs=("reach",),
+        arrays={**named, "greatest": f"{source}greatest", "reach": f"{source}reach"},
+        sizes=_slots(problem, source),
+        constexprs={"HAS_LENGTHS": problem.has(f"{source}lengths"), "BLOCK": 1024},
+    )
+    return clear, mark, start, reach
+
+
+def _named(problem: Problem, source: str) -> dict[str, str]:
+    slots, lengths = f"{source}slots", f"{source}lengths"
+    return {"slots": slots, "lengths": lengths if problem.has(lengths) else slots}
+
+
+def _slots(problem: Problem, source: str) -> dict[str, int]:
+    slots = problem.specs[f"{source}slots"]
+    return {"num_slots": _entries(problem, source), "num_keys": slots.shape[1], "slot_stride": slots.stride(0)}
+
+
+def _bound(problem: Problem, source: str) -> Launch:
+    """Bound the summands of each entry by those of the tokens that name it: others do not cost it precision."""
+    return Launch(
+        bound_sums_kernel,
+        grid=(problem["T"],),
+        outputs=("bounds",),
+        arrays={**_named(problem, source), "bounds": f"{source}bounds"},
+        sizes=_slots(problem, source),
+        constexprs={
+            "HEADS": problem["H"],
+            "HAS_LENGTHS": problem.has(f"{source}lengths"),
+            "BLOCK_H": next_power_of_2(max(problem["H"], 1)),
+            "BLOCK": 1024,
+        },
+    )
 
 
 def _round(problem: Problem, source: str, log2_parts: int) -> Launch:
@@ -171,7 +266,7 @@ def _round(problem: Problem, source: str, log2_parts: int) -> Launch:
         round_sums_kernel,
         grid=(cdiv(entries, ENTRIES),),
         outputs=("dcache",),
-        arrays={"marks": f"{source}marks", "sums": f"{source}sums", "dcache": f"d{cache}"},
+        arrays={**{name: f"{source}{name}" for name in ("marks", "sums", "bounds")}, "dcache": f"d{cache}"},
         sizes={"num_slots": entries, "log2_parts": log2_parts},
         constexprs={"LAYOUT": problem.formats[cache], "PAGE_SIZE": problem.specs[cache].shape[1], "BLOCK": ENTRIES},
     )

@@ -42,22 +42,30 @@ def reference(
                     total = np.logaddexp(total, sink.astype(np.float64))
                 weight = np.where(sink == -np.inf, 0.0, np.where(sink == total, 1.0, np.exp(sink - total)))
                 dsink -= weight * (delta - (dlog if lse_sink else 0.0))
-            for source in sources:
-                named, keys = source.entries(token)
+            found = [source.entries(token) for source in sources]
+            values = np.abs(np.concatenate([keys[:, :VALUE_DIMS].ravel() for _, keys in found]))
+            reach = values[np.isfinite(values)].max(initial=0)
+            slope = softmax_scale * (np.abs(upstream).sum(axis=1) * reach + np.abs(delta) + np.abs(dlog))
+            bound = slope * np.abs(query).max(axis=1) + np.abs(upstream).max(axis=1)
+            total = np.where(bound <= np.finfo(np.float32).max, total, np.nan)
+            for source, (named, keys) in zip(sources, found, strict=True):
                 scores = softmax_scale * (query @ keys.T)
                 p = np.exp(scores - total[:, None])
-                ds = p * (upstream @ keys[:, :VALUE_DIMS].T - delta[:, None])
-                ds += dlog[:, None] * (p if lse_sink or sink is None else np.exp(scores - own[:, None]))
-                ds *= softmax_scale
+                dp = upstream @ keys[:, :VALUE_DIMS].T
+                if lse_sink or sink is None:  # the lse's derivative is p
+                    ds = softmax_scale * p * (dp - (delta - dlog)[:, None])
+                else:
+                    own_p = np.exp(scores - own[:, None])
+                    ds = softmax_scale * (p * (dp - delta[:, None]) + (0.0 if dlse is None else own_p * dlog[:, None]))
                 dq[token] += ds @ keys
-                gradients = ds.T @ query
-                gradients[:, :VALUE_DIMS] += p.T @ upstream
-                gradients[~((p <= 2) & np.isfinite(ds)).all(axis=0)] = np.nan
-                np.add.at(source.gradient, named, gradients)
-    found = [source.gradient.reshape(source.shape) for source in sources]
-    for gradient in found:  # NaN of one dim is NaN of all
+                summands = ds.T @ query
+                summands[:, :VALUE_DIMS] += p.T @ upstream
+                summands[~((p <= 2) & np.isfinite(ds)).all(axis=0)] = np.nan
+                np.add.at(source.gradient, named, summands)
+    gradients = [source.gradient.reshape(source.shape) for source in sources]
+    for gradient in gradients:  # NaN of one dim is NaN of all
         gradient[np.isnan(gradient).any(axis=-1)] = np.nan
-    return dq, found[0], dsink, found[1] if len(found) > 1 else np.zeros((0, 0, 0))
+    return dq, gradients[0], dsink, gradients[1] if len(gradients) > 1 else np.zeros((0, 0, 0))
 
 
 class Source:

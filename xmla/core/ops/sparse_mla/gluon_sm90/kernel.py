@@ -31,8 +31,10 @@ def pool(cache_ptr, LAYOUT: gl.constexpr):
     do_not_specialize=[
         "num_slots",
         "num_keys",
+        "slot_stride",
         "num_extra_slots",
         "num_extra_keys",
+        "extra_slot_stride",
         "num_positions",
         "num_splits",
         "split_keys",
@@ -51,8 +53,10 @@ def sparse_mla_sm90_kernel(
     positions_ptr,  # [T] i32 if ROTATE
     num_slots,
     num_keys,  # K
+    slot_stride,
     num_extra_slots,
     num_extra_keys,  # EXTRA_K
+    extra_slot_stride,
     num_positions,  # S
     num_splits,
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
@@ -60,11 +64,9 @@ def sparse_mla_sm90_kernel(
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     Q_STRIDE_T: gl.constexpr,
     Q_STRIDE_H: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr,
     PAGE_STRIDE: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     LAYOUT: gl.constexpr,
-    EXTRA_SLOT_STRIDE: gl.constexpr,
     EXTRA_PAGE_STRIDE: gl.constexpr,
     EXTRA_PAGE_SIZE: gl.constexpr,
     EXTRA_LAYOUT: gl.constexpr,
@@ -96,7 +98,7 @@ def sparse_mla_sm90_kernel(
     first = split * split_keys
     end = gl.minimum(end, first + split_keys)
     cache = pool(cache_ptr, LAYOUT)
-    main = Source(cache, slots_ptr + offset_of(token, SLOT_STRIDE), num_slots, first, end)
+    main = Source(cache, slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
     main_tiles = gl.cdiv(gl.maximum(end, first) - first, TILE_KEYS)  # a length may be the least integer
     tiles = main_tiles
     if EXTRA_LAYOUT is not None:
@@ -108,7 +110,7 @@ def sparse_mla_sm90_kernel(
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
         extra_cache = pool(extra_cache_ptr, LAYOUT)
-        extra_slots = extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE)
+        extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
         extra = Source(extra_cache, extra_slots, num_extra_slots, extra_first, extra_end)
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
     else:

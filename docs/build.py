@@ -1,0 +1,334 @@
+"""Documents as HTML: the pages of this folder, one made for every op, and the files that pages link to.
+
+python docs/build.py [folder]       (build/docs; `make docs`)
+
+Pages are put together in `<folder>/source`, so that nothing made is committed; Sphinx then reads them strictly: a
+warning is an error.
+"""
+
+import inspect
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+
+import xmla
+from xmla.core.documents import JAX, TORCH, document, updates
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.mla import MlaLayout
+from xmla.core.op import Op
+from xmla.core.registry import registry
+from xmla.layouts import LAYOUTS
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+FORMATS = "<!-- formats -->"
+GLOSSARY = "<!-- glossary -->"
+OPS = "<!-- ops -->"
+PACKAGE = "<!-- package -->"
+HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
+LANGUAGES = {".py": "python", ".md": "markdown", ".jsonl": "json", ".toml": "toml"}
+
+
+def plain(text: str) -> str:
+    """Prose of a docstring as Markdown: everything but `code` stands for itself."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]|#])", r"\\\1", part) for part in parts)
+
+
+def paragraphs(text: str) -> str:
+    """Blocks of a docstring: indented ones and lists of formulas are preformatted, others are prose."""
+    shown = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        if block.startswith(" "):
+            shown.append(f"```text\n{inspect.cleandoc(block)}\n```")
+        else:
+            shown.append(plain(" ".join(block.split())))
+    return "\n\n".join(shown)
+
+
+def entries(text: str) -> list[tuple[str, str]]:
+    """The `name: description` of a docstring's section."""
+    found: list[list[str]] = []
+    for line in inspect.cleandoc("\n" + text).splitlines():
+        if line[:1].strip():
+            name, _, rest = line.partition(": ")
+            found.append([name, rest])
+        elif found:
+            found[-1][1] += f" {line.strip()}"
+    return [(name, description) for name, description in found]
+
+
+def sections(doc: str) -> tuple[str, dict[str, str]]:
+    """A docstring's text, and its sections by heading. What follows a section without indentation is text again."""
+    text, found, current = [], {}, ""
+    for line in doc.splitlines():
+        if line.removesuffix(":") in HEADINGS and line.endswith(":"):
+            current = line.removesuffix(":")
+            found[current] = ""
+        elif current and (line.startswith(" ") or not line):
+            found[current] += f"{line}\n"
+        else:
+            if current:
+                text.append("")
+            current = ""
+            text.append(line)
+    return "\n".join(text), found
+
+
+def table(head: str, rows: list[str]) -> str:
+    return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows]) + "\n"
+
+
+def signature(op: Op, front_end: str, options: str) -> str:
+    parameters = inspect.signature(op.prototype).parameters.values()
+    tensors = ", ".join(name + "=None" * (name in op.optional) for name in op.tensors)
+    attributes = [str(parameter) for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    lines = [f"    {line}" for line in wrap(f"{tensors}, *,", 84)]
+    lines += [*(f"    {attribute}," for attribute in attributes), f"    {options},"]
+    return "\n".join([f"{front_end}.{op.name}(", *lines, ")"])
+
+
+def described(name: str, op: Op, rest: str) -> str:
+    """An argument with what the declaration says of it, where its description does not begin with its axes."""
+    told = f"`{name}`"
+    if name not in op.tensors:
+        return told
+    tensor = op.tensors[name]
+    if not rest.startswith("["):
+        told += f" \\[{plain(', '.join(tensor.names))}\\] {', '.join(tensor.dtypes)}"
+    return told + ", optional" * (name in op.optional) + ", **updated in place**" * (name in op.mutates)
+
+
+def definitions(text: str, op: Op | None = None) -> str:
+    """A section as a list of definitions; with an op the declaration's axes and dtypes stand beside the names."""
+    shown = []
+    for names, rest in entries(text):
+        terms = [", ".join(described(name, op, rest) for name in names.split(", "))] if op else [plain(names)]
+        shown.append("\n".join([*terms, f": {plain(rest)}"]))
+    return "\n\n".join(shown)
+
+
+def op_page(op: Op) -> str:
+    """The page of an op, from its declaration alone."""
+    text, found = sections(inspect.cleandoc(document(op, TORCH)))
+    summary, _, rest = text.partition("\n\n")
+    options = "out=None, workspace=None, implementation=None" if op.outputs else "implementation=None"
+    page = [f"# {op.name}", plain(" ".join(summary.split())), f"```py\n{signature(op, 'xt', options)}\n```"]
+    page.append(
+        f"In JAX `xj.{op.name}`" + (", without `out` and `workspace`." if op.outputs else f". {updates(op, JAX)}")
+    )
+    page.append(paragraphs(rest))
+    for heading, title in (("Args", "Arguments"), ("Returns", "Results")):
+        if heading in found:
+            page += [f"## {title}", definitions(found[heading], op)]
+    page += ["## Errors", definitions(found["Raises"])]
+    page += ["## Example"]
+    for title, style in (("PyTorch", TORCH), ("JAX", JAX)):
+        example = sections(inspect.cleandoc(document(op, style)))[1]["Example"]
+        page += [f"{title}:", f"```pycon\n{inspect.cleandoc(example)}\n```"]
+    page += ["## Keywords of every op", definitions(found["Keywords of every op"])]
+    page += ["## Implementations, best first", definitions(found["Implementations, best first"])]
+    rows = [line for line in (DOCS / "support.md").read_text().splitlines() if line.startswith(f"| `{op.name}` |")]
+    if rows:
+        head = next(line for line in (DOCS / "support.md").read_text().splitlines() if line.startswith("| op |"))
+        page += ["## Support", "As in [Support](/support.md), where the cells are explained.", ""]
+        page.append(table(head.strip("| "), rows))
+    folder = Path(inspect.getfile(op.prototype)).parent
+    page.append("## Definition\n\nThe NumPy reference that every implementation is compared with.")
+    shown = os.path.relpath(folder / "reference.py", DOCS)
+    page.append(f"```{{literalinclude}} {shown}\n:language: python\n```")
+    files = [file for name in ("__init__", "kernels", "plan") if (file := folder / f"{name}.py").exists()]
+    files += sorted(folder.glob("gluon_*/*.py"))
+    files = [file for file in files if file.stat().st_size]
+    shown = [f"[`{file.relative_to(folder)}`](../{os.path.relpath(file, ROOT)})" for file in files]
+    page += ["## Source", f"{', '.join(shown)}. {len(op.cases)} named inputs in `cases.py` test every implementation."]
+    return "\n\n".join(page) + "\n"
+
+
+def op_table() -> str:
+    """All ops with their first sentence."""
+    rows = []
+    for op in registry().values():
+        summary = " ".join(inspect.cleandoc(op.doc).partition("\n\n")[0].split())
+        rows.append(f"| [`{op.name}`](/ops/{op.name}.md) | {plain(summary)} |")
+    listed = "\n".join(f"ops/{name}" for name in registry())
+    return table("op | what it does", rows) + f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+
+
+def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What an entry holds, in bytes (elements of a plain row): beside it, and in its part of the page's footer."""
+    if isinstance(layout, IndexerLayout):
+        kind = "e4m3" if layout.format == "fp8" else "e2m1"
+        scale = "float32 scale" if layout.format == "fp8" else f"{layout.dim // 32} UE8M0 scales"
+        return [(f"{layout.dim} {kind}", layout.value_bytes)], [(scale, 4)]
+    if not layout.packed:
+        return [(f"{layout.latent} latent dims", layout.latent), (f"{layout.rope} roped", layout.rope)], []
+    pieces = {0: (f"{layout.quantized} {layout.values}", layout.quantized * layout.value_bits // 8)}
+    scale = (f"{layout.scales} {layout.scale.upper().replace('FLOAT', 'float').replace('E4M3', 'e4m3')} scales",
+             layout.scales * layout.scale_bytes)  # fmt: skip
+    if layout.rope_values in ("bfloat16", "e4m3"):
+        width = 2 if layout.rope_values == "bfloat16" else 1
+        pieces[layout.rope_offset] = (f"{layout.rope} {layout.rope_values} rope", layout.rope * width)
+    if not layout.footer:
+        pieces[layout.scale_offset] = scale
+    data = [pieces[start] for start in sorted(pieces)]
+    if sum(size for _, size in data) != layout.data:
+        raise RuntimeError(f"{layout.name}: the pieces {data} are not the {layout.data} bytes of an entry")
+    if not layout.footer:
+        return data, []
+    pad = layout.footer - scale[1]
+    return data, [scale, *([("pad", pad)] if pad else [])]
+
+
+COLORS = {"scale": "#d29922", "rope": "#2f9e6e", "pad": "#8b949e"}
+
+
+def diagram(layout: MlaLayout | IndexerLayout) -> str:
+    """A page of a format: its entries' bytes, and its footer if it has one. Widths are drawn, not to scale."""
+    data, footer = fields_of(layout)
+    unit = "bytes" if layout.packed else "elements"
+    pieces, x, place = [], 0.0, 0
+    groups = [("entry 0", data, 0)]
+    if footer:
+        groups += [("entry 1 … R − 1", [("the same", 0)], None), ("footer, entry 0", footer, None)]
+        groups += [("entry 1 … R − 1", [("the same", 0)], None)]
+    for title, fields, start in groups:
+        pieces.append(f'<text x="{x}" y="12" font-size="12">{title}</text>')
+        place = start or 0
+        for label, size in fields:
+            width = max(34 + 5.2 * len(label), size / 3.0, 0 if size else 92)
+            color = next((value for word, value in COLORS.items() if word in label), "#4c7fd9")
+            color = "none" if label == "the same" else color
+            pieces.append(
+                f'<rect x="{x}" y="20" width="{width}" height="30" fill="{color}" fill-opacity="0.35" rx="2"/>'
+                f'<text x="{x + width / 2}" y="39" font-size="12" text-anchor="middle">{escape(label)}</text>'
+            )
+            if size:
+                shown = f"{place}–{place + size - 1}" if start is not None else f"{size} B"
+                pieces.append(f'<text x="{x + 2}" y="63" font-size="10">{shown}</text>')
+            place += size
+            x += width
+        x += 10
+    label = f"{layout.name}: {layout.row} {unit} per entry"
+    return (
+        f'<div class="byte-diagram"><svg role="img" aria-label="{label}" width="{x:.0f}" height="68">'
+        f"{''.join(pieces)}</svg></div>"
+    )
+
+
+def formats() -> str:
+    """Every declared format with its bytes."""
+    shown = []
+    for layout in LAYOUTS:
+        shown.append(f"## {layout.name}")
+        if isinstance(layout, IndexerLayout):
+            told = f"{layout.row} bytes per entry: keys of {layout.dim} dims, scales in the page's footer."
+        elif layout.packed:
+            where = "in the page's footer" if layout.footer else "in the entry"
+            told = (
+                f"{layout.row} bytes per entry: {layout.latent} + {layout.rope} dims, {layout.values} with one "
+                f"{layout.scale} scale per {layout.tile} dims, {where}."
+            )
+            if layout.interleaved:
+                told += " Scale g is at place 8 · (g mod 4) + g div 4."
+            if layout.page_multiple > 1:
+                told += f" Allocators round a page up to a multiple of {layout.page_multiple} bytes."
+        else:
+            told = f"Rows of {layout.row} bfloat16 or float16 elements: {layout.latent} + {layout.rope} dims."
+        shown += [told, f"```{{raw}} html\n{diagram(layout)}\n```"]
+    return "\n\n".join(shown)
+
+
+def glossary() -> str:
+    """The axes, from the package's docstring."""
+    text = (xmla.__doc__ or "").partition("Glossary of axes, the same everywhere:\n")[2]
+    body, _, rest = text.partition("\nA prefix ")
+    rows = []
+    for line in inspect.cleandoc("\n" + body).splitlines():
+        names, _, meaning = line.partition("  ")
+        if names:
+            rows.append(f"| `{names}` | {plain(meaning.strip())} |")
+        else:
+            rows[-1] = f"{rows[-1].removesuffix(' |')} {plain(meaning.strip())} |"
+    return table("axis | meaning", rows) + f"\nA prefix {plain(' '.join(rest.split()))}\n"
+
+
+def package() -> str:
+    """The functions and classes that the package itself exports."""
+    shown = []
+    for name in dir(xmla):
+        value = getattr(xmla, name)
+        if not getattr(value, "__module__", "").startswith("xmla.") or name.startswith("_"):
+            continue
+        kind = "function" if inspect.isfunction(value) else "exception" if issubclass(value, Exception) else "class"
+        shown.append(f".. auto{kind}:: xmla.{name}")
+    return "\n\n".join(["```{eval-rst}", *shown, "```"])
+
+
+MADE = {FORMATS: formats, GLOSSARY: glossary, OPS: op_table, PACKAGE: package}
+
+
+def pages() -> Iterator[tuple[Path, Path, str]]:
+    """Every page: its place, the file whose relative links it has, its text."""
+    for file in sorted(DOCS.rglob("*.md")):
+        text = file.read_text()
+        for marker, make in MADE.items():
+            if marker in text:
+                text = text.replace(marker, make())
+        yield file.relative_to(DOCS), file, text
+    for op in registry().values():
+        yield Path("ops") / f"{op.name}.md", DOCS / "ops.md", op_page(op)
+
+
+def stage(source: Path) -> None:
+    """Put all pages into `source`. A link out of docs leads to a page that shows the file."""
+    linked: set[Path] = set()
+
+    def local(found: re.Match[str], file: Path) -> str:
+        target = found[2].partition("#")[0]
+        if not target or re.match(r"[a-z]+:|/", target):
+            return found[0]
+        path = Path(os.path.normpath(file.parent / target))
+        if path.is_relative_to(DOCS) and path.suffix != ".py":
+            return found[0]
+        if not path.is_file():
+            raise FileNotFoundError(f"{file.relative_to(ROOT)} links to {target}")
+        linked.add(path)
+        return f"{found[1]}/source/{path.relative_to(ROOT)}.md{found[3]}"
+
+    for place, file, text in pages():
+        shown = re.sub(r"(\]\()([^)\s]+)(\))", lambda found, file=file: local(found, file), text)
+        shown = re.sub(
+            r"(\{literalinclude\} )(\S+)",
+            lambda found, file=file: found[1] + "/" + os.path.relpath((file.parent / found[2]).resolve(), source),
+            shown,
+        )
+        (source / place).parent.mkdir(parents=True, exist_ok=True)
+        (source / place).write_text(shown)
+    for path in linked:
+        page = source / "source" / f"{path.relative_to(ROOT)}.md"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        shown = f"/{os.path.relpath(path, source)}\n:language: {LANGUAGES.get(path.suffix, 'text')}"
+        page.write_text(f"---\norphan: true\n---\n\n# {path.relative_to(ROOT)}\n\n```{{literalinclude}} {shown}\n```\n")
+    shutil.copy(DOCS / "conf.py", source)
+    shutil.copytree(DOCS / "images", source / "images")
+
+
+def build(folder: Path) -> int:
+    """The documents in `<folder>/html`; Sphinx's exit status."""
+    from sphinx.cmd.build import main
+
+    source = folder.resolve() / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    stage(source)
+    strict = ["--fail-on-warning", "--keep-going", "--nitpicky", "--quiet"]
+    return main([*strict, "-b", "html", "-d", str(folder / "doctrees"), str(source), str(folder / "html")])
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"))

@@ -1,0 +1,79 @@
+"""Docstrings: the example of every op runs in both front-ends; keywords and axes are explained where one looks."""
+
+import doctest
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+from conftest import HAS_GPU
+
+import xmla
+from xmla import jax_api, torch_api
+from xmla.core.op import Op
+from xmla.core.registry import registry
+
+FRONT_ENDS: dict[str, Any] = {"xt": torch_api, "xj": jax_api}
+OPS = [*registry().values()]
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Examples name no device."""
+    if HAS_GPU:
+        torch.set_default_device("cuda")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_examples_run(name: str, op: Op) -> None:
+    function = getattr(FRONT_ENDS[name], op.name)
+    scope = {name: FRONT_ENDS[name], "torch": torch} if name == "xt" else {name: FRONT_ENDS[name], "jnp": jnp}
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(function) or "", scope, f"{name}.{op.name}", None, 0)
+    assert any(f"{name}.{op.name}(" in step.source for step in example.examples), "no example calls the op"
+    assert example.examples[-1].want, "the example shows no result"
+    said: list[str] = []
+    with on_device():
+        failures = doctest.DocTestRunner().run(example, out=said.append)
+    assert failures.failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_keywords_of_every_function_are_explained(op: Op) -> None:
+    for module in FRONT_ENDS.values():
+        function = getattr(module, op.name)
+        doc = inspect.getdoc(function) or ""
+        taken = inspect.signature(function).parameters.keys() - op.tensors.keys() - op.defaults.keys()
+        assert {"implementation"} <= taken <= {"out", "workspace", "implementation"}
+        for keyword in taken:
+            assert (f"\n    {keyword}: " in doc) == (keyword == "implementation" or bool(op.outputs)), keyword
+
+
+def test_help_explains_every_axis() -> None:
+    declared = {axis for op in OPS for tensor in op.tensors.values() for axis in tensor.names}
+    declared |= {axis for op in OPS for result in op.outputs.values() for axis in result.names}
+    names = {part for axis in declared for part in axis.split("·") if not part.isdigit()}
+    code = "import xmla; help(xmla)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=True)
+    words = set(done.stdout.replace(",", " ").replace(";", " ").replace("·", " ").replace(":", " ").split())
+    assert "Glossary of axes" in done.stdout and "Glossary of axes" in (xmla.__doc__ or "")
+    assert names - words == set()
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.mutates], ids=lambda op: op.name)
+def test_docstrings_say_what_becomes_of_updated_arrays(op: Op) -> None:
+    names = " and ".join(f"`{name}`" for name in op.mutates)
+    torch_doc, jax_doc = (inspect.getdoc(getattr(module, op.name)) or "" for module in FRONT_ENDS.values())
+    assert f"Updates {names} in place and returns None." in torch_doc and "jax.Ref" not in torch_doc
+    assert f"returns the new {names}," in " ".join(jax_doc.split()) and "Given a `jax.Ref`" in " ".join(jax_doc.split())

@@ -1,0 +1,168 @@
+"""README and documents: code blocks run, figures are those of the committed results, links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import HAS_GPU
+
+import xmla
+from xmla.bench import picture, ranks_report
+from xmla.bench.report import insert, read, report
+from xmla.command import app
+from xmla.core.registry import registry
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/h200"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What a program of a page needs before its first line: on a GPU its tensors live there.
+GPU_FIRST = "import torch\ntorch.set_default_device('cuda')\n"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def with_blocks(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", with_blocks("python"), ids=name_of)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page are one program, but for complete ones of the README: each of these runs by itself."""
+    programs = blocks(page, "python") if page.name == "README.md" else ["\n".join(blocks(page, "python"))]
+    for code in programs:
+        first = GPU_FIRST if HAS_GPU and "torch_api" in code and page.name != "README.md" else ""
+        file = tmp_path / "blocks.py"
+        file.write_text(first + code)
+        done = run([sys.executable, str(file)])
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for code in blocks(page, "bash"):
+            for line in code.splitlines():
+                if command := line.partition("#")[0].strip():
+                    yield name_of(page), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), [*commands()])
+def test_commands_run(page: str, command: str) -> None:
+    """`xmla` runs; `make` and `pip install`, which take minutes, name targets and extras that exist."""
+    program, *arguments = command.split()
+    if program == "make":
+        done = run(["make", "--dry-run", *arguments])
+    elif program == "pip":
+        return check_installation(command)
+    else:
+        assert program == "xmla", f"{page}: {command}"
+        done = run([sys.executable, "-m", "xmla", *arguments])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_installation(command: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = re.fullmatch(r"pip install '\.\[([\w,]+)\]'", command)
+    assert found and set(found[1].split(",")) <= extras.keys(), command
+
+
+def test_installations_in_prose_name_extras() -> None:
+    found = [command for page in PAGES for command in re.findall(r"`(pip install [^`]*)`", page.read_text())]
+    assert found
+    for command in found:
+        check_installation(command)
+
+
+def test_no_block_is_of_another_language() -> None:
+    kinds = {kind for page in PAGES for kind, _ in BLOCK.findall(page.read_text())}
+    assert kinds <= {"python", "bash", "text", ""}, kinds
+
+
+def test_numbers_are_the_committed_ones() -> None:
+    """`make report` writes them."""
+    numbers = report([RESULTS / "bench.jsonl"])
+    page = (ROOT / "docs/performance.md").read_text()
+    assert "FlashMLA" in numbers
+    assert insert(page, numbers) == page
+
+
+def test_pictures_are_of_the_committed_results(tmp_path: Path) -> None:
+    """`make report` draws them."""
+    head, *lines = read([RESULTS / "bench.jsonl"])[0]
+    shown = picture.shown_speeds(head, lines)
+    assert [len(bars) for bars in shown["bars"].values()] == [5, 3, 6]
+    for suffix in ("", "-dark"):
+        assert picture.described(ROOT / f"docs/images/speed{suffix}.svg") == shown
+        assert picture.described(ROOT / f"docs/images/run{suffix}.svg") == picture.origin(head)
+    picture.draw_speeds(head, lines, tmp_path / "speed.svg")
+    assert picture.described(tmp_path / "speed.svg") == shown
+
+
+def test_steps_over_several_gpus_are_the_committed_ones() -> None:
+    table = ranks_report.report(RESULTS / "parallel.jsonl")
+    page = (ROOT / "docs/ranks.md").read_text()
+    assert insert(page, table, ranks_report.MARKERS) == page
+    assert table.count("µs") > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"(?:\]\(|src=\"|srcset=\"|\} )((?:\.\./|\w+/|\w+\.md)[^)#\s\"]*)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_documents_are_built(tmp_path: Path) -> None:
+    """Strictly: a dead link or an unknown reference fails. Every op has its page, every example its place."""
+    done = run([sys.executable, str(ROOT / "docs/build.py"), str(tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    html = tmp_path / "html"
+    for name, op in registry().items():
+        page = (html / "ops" / f"{name}.html").read_text()
+        assert all(f"{argument}</span>" in page for argument in [*op.tensors, *op.outputs]), name
+    for page in html.rglob("*.html"):
+        assert not re.findall(r"(?:src|href)=\"(?:https?:)?//[^\"]*\.(?:js|css|woff2?)", page.read_text()), page
+    exported = [name for name in dir(xmla) if getattr(getattr(xmla, name), "__module__", "").startswith("xmla.")]
+    assert {"ArgumentError", "ModelConfig", "supports", "warmup"} <= {*exported}
+    for name in exported:
+        assert f'id="xmla.{name}"' in (html / "package.html").read_text(), name
+    tutorials = "".join(page.read_text() for page in PAGES)
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f"examples/{example.name}" in tutorials, example.name
+
+
+def test_every_command_is_documented() -> None:
+    page = (ROOT / "docs/serving.md").read_text()
+    names = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert len(names) >= 8
+    for name in names:
+        assert f"| `xmla {name}" in page, name
+
+
+def test_one_name_means_one_thing() -> None:
+    """`xmla` is the package; the front-ends are `xt` and `xj`, or have no other name than their own."""
+    files = [
+        *PAGES,
+        *(file for folder in ("xmla", "examples", "docs", "tests") for file in (ROOT / folder).rglob("*.py*")),
+    ]
+    wrong = re.compile(r"(torch_api|jax_api) as (?!xt\b|xj\b|api\b)\w+|import \w+(\.\w+)* as xmla\b")
+    found = {name_of(file): wrong.findall(file.read_text()) for file in files}
+    assert len(found) > 100
+    assert {file: names for file, names in found.items() if names} == {}

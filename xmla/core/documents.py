@@ -1,0 +1,88 @@
+"""The docstrings of the front-ends' functions: an op's own, with its example and keywords as a front-end's users write.
+
+In the example of an op's declaration `ops` is the front-end and `xp` its array module. It assigns the arrays that the
+op updates, as `cache = ops.write_mla_cache(latent, rope, slots, cache)`: true where a call returns them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from textwrap import fill, indent
+
+from xmla.core.op import Op
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a front-end's users write.
+
+    Attributes:
+        ops, arrays: What they call the front-end and its array module.
+        returns_updated: Whether a call returns the arrays that it updates.
+        updates: What happens to these arrays, `{}`.
+        keywords: The keywords of its functions beside the op's own.
+        of_results: Those that only ops with results take.
+    """
+
+    ops: str
+    arrays: str
+    returns_updated: bool
+    updates: str
+    keywords: Mapping[str, str]
+    of_results: frozenset[str] = frozenset()
+
+
+TORCH = Style(
+    "xt",
+    "torch",
+    returns_updated=False,
+    updates="Updates {} in place and returns None.",
+    keywords={
+        "out": "The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They "
+        "are returned.",
+        "workspace": "With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so "
+        "that the call allocates nothing.",
+        "implementation": "None: the first of those below that serves the call. The name of one, or \"reference\": "
+        "NumPy in float64 on the host.",
+    },
+    of_results=frozenset({"out", "workspace"}),
+)  # fmt: skip
+JAX = Style(
+    "xj",
+    "jnp",
+    returns_updated=True,
+    updates="Arrays do not change: returns the new {}, and without the result nothing is written. Given a `jax.Ref`, "
+    "updates it in place and returns None.",
+    keywords={"implementation": TORCH.keywords["implementation"]},
+)  # fmt: skip
+
+
+def updates(op: Op, style: Style) -> str:
+    """What a call does with the arrays that the op updates; nothing of an op that has results."""
+    return style.updates.format(" and ".join(f"`{name}`" for name in op.mutates)) if op.mutates else ""
+
+
+def document(op: Op, style: Style) -> str:
+    """The docstring of the op's function in a front-end, indented as in source."""
+    lines = []
+    for line in op.doc.splitlines():
+        if re.match(r"\s*(>>>|\.\.\.) ", line):
+            if op.mutates and not style.returns_updated:
+                line = re.sub(rf">>> [\w, ]+ = (ops\.{op.name}\()", r">>> \1", line)
+            line = re.sub(r"\bops\.", f"{style.ops}.", line)
+            line = re.sub(r"\bxp\.", f"{style.arrays}.", line)
+        lines.append(line)
+    text = "\n".join(lines)
+    if told := updates(op, style):
+        told = fill(told, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        text = text.replace("    Example:\n", f"{told}\n\n    Example:\n")
+    told = {name: what for name, what in style.keywords.items() if op.outputs or name not in style.of_results}
+    entries = [
+        fill(f"{name}: {what}", WIDTH - 8, subsequent_indent="    ", break_on_hyphens=False)
+        for name, what in told.items()
+    ]
+    keywords = "    Keywords of every op:\n" + indent("\n".join(entries), "        ")
+    before, heading, after = text.partition("    Implementations, best first:\n")
+    return f"{before}{keywords}\n\n{heading}{after}"
