@@ -565,6 +565,13 @@ def indexer_loss(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, k, weights = jnp.zeros((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16), jnp.ones((1, 2))
+        >>> indices, target = jnp.asarray([[0, 2]], dtype=jnp.int32), jnp.asarray([[1.0, 0.0]])
+        >>> loss, *gradients = xj.indexer_loss(q, k, weights, indices=indices, target=target)
+        >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
+        0.693
+
     Keywords of every op:
         implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
             float64 on the host.
@@ -602,6 +609,12 @@ def indexer_loss_backward(
         ArgumentError: A dtype, rank, axis or stride is wrong.
 
     Numerics: products in float32, rounded once.
+
+    Example:
+        >>> gradients = jnp.ones((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16), jnp.ones((1, 2))
+        >>> dindex_q, dindex_k, dindex_weights = xj.indexer_loss_backward(*gradients, jnp.asarray([2.0]))
+        >>> dindex_weights.tolist()
+        [[2.0, 2.0]]
 
     Keywords of every op:
         implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
@@ -645,6 +658,11 @@ def indexer_scores(
 
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
     the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
+
+    Example:
+        >>> q, k = jnp.ones((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16)
+        >>> xj.indexer_scores(q, k, jnp.ones((1, 2)), jnp.asarray([2], dtype=jnp.int32)).tolist()
+        [[64.0, 64.0, -inf]]
 
     Keywords of every op:
         implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
@@ -697,6 +715,13 @@ def indexer_scores_backward(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, k = jnp.ones((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16)
+        >>> weights, dscores, ends = jnp.ones((1, 2)), jnp.ones((1, 3)), jnp.asarray([2], dtype=jnp.int32)
+        >>> dq, dk, dweights = xj.indexer_scores_backward(q, k, weights, dscores, ends)
+        >>> dk[:, 0].tolist()
+        [2.0, 2.0, 0.0]
+
     Keywords of every op:
         implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
             float64 on the host.
@@ -742,6 +767,12 @@ def indexer_target(
             technical report).
 
     Numerics: scores, probabilities and sums in float32.
+
+    Example:
+        >>> q, rows = jnp.zeros((1, 2, 64), dtype=jnp.bfloat16), jnp.ones((3, 64), dtype=jnp.bfloat16)
+        >>> lse, indices = jnp.zeros((1, 2)), jnp.asarray([[0, -1]], dtype=jnp.int32)
+        >>> xj.indexer_target(q, rows, lse, indices, softmax_scale=0.1).tolist()
+        [[2.0, 0.0]]
 
     Keywords of every op:
         implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in

@@ -829,6 +829,13 @@ def indexer_loss(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, k, weights = torch.zeros((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16), torch.ones((1, 2))
+        >>> indices, target = torch.asarray([[0, 2]], dtype=torch.int32), torch.asarray([[1.0, 0.0]])
+        >>> loss, *gradients = xt.indexer_loss(q, k, weights, indices=indices, target=target)
+        >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
+        0.693
+
     Keywords of every op:
         out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
             returned.
@@ -873,6 +880,12 @@ def indexer_loss_backward(
         ArgumentError: A dtype, rank, axis or stride is wrong.
 
     Numerics: products in float32, rounded once.
+
+    Example:
+        >>> gradients = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16), torch.ones((1, 2))
+        >>> dindex_q, dindex_k, dindex_weights = xt.indexer_loss_backward(*gradients, torch.asarray([2.0]))
+        >>> dindex_weights.tolist()
+        [[2.0, 2.0]]
 
     Keywords of every op:
         out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
@@ -923,6 +936,11 @@ def indexer_scores(
 
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
     the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
+
+    Example:
+        >>> q, k = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
+        >>> xt.indexer_scores(q, k, torch.ones((1, 2)), torch.asarray([2], dtype=torch.int32)).tolist()
+        [[64.0, 64.0, -inf]]
 
     Keywords of every op:
         out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
@@ -982,6 +1000,13 @@ def indexer_scores_backward(
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
+    Example:
+        >>> q, k = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
+        >>> weights, dscores, ends = torch.ones((1, 2)), torch.ones((1, 3)), torch.asarray([2], dtype=torch.int32)
+        >>> dq, dk, dweights = xt.indexer_scores_backward(q, k, weights, dscores, ends)
+        >>> dk[:, 0].tolist()
+        [2.0, 2.0, 0.0]
+
     Keywords of every op:
         out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
             returned.
@@ -1034,6 +1059,12 @@ def indexer_target(
             technical report).
 
     Numerics: scores, probabilities and sums in float32.
+
+    Example:
+        >>> q, rows = torch.zeros((1, 2, 64), dtype=torch.bfloat16), torch.ones((3, 64), dtype=torch.bfloat16)
+        >>> lse, indices = torch.zeros((1, 2)), torch.asarray([[0, -1]], dtype=torch.int32)
+        >>> xt.indexer_target(q, rows, lse, indices, softmax_scale=0.1).tolist()
+        [[2.0, 0.0]]
 
     Keywords of every op:
         out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are

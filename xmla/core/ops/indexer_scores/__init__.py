@@ -36,6 +36,11 @@ def indexer_scores(q, k, weights, ends=None, starts=None, indices=None) -> Any:
 
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
     the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
+
+    Example:
+        >>> q, k = xp.ones((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16)
+        >>> ops.indexer_scores(q, k, xp.ones((1, 2)), xp.asarray([2], dtype=xp.int32)).tolist()
+        [[64.0, 64.0, -inf]]
     """
 
 

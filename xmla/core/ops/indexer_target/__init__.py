@@ -36,6 +36,12 @@ def indexer_target(q, rows, lse, indices, ends=None, starts=None, *, softmax_sca
             technical report).
 
     Numerics: scores, probabilities and sums in float32.
+
+    Example:
+        >>> q, rows = xp.zeros((1, 2, 64), dtype=xp.bfloat16), xp.ones((3, 64), dtype=xp.bfloat16)
+        >>> lse, indices = xp.zeros((1, 2)), xp.asarray([[0, -1]], dtype=xp.int32)
+        >>> ops.indexer_target(q, rows, lse, indices, softmax_scale=0.1).tolist()
+        [[2.0, 0.0]]
     """
 
 

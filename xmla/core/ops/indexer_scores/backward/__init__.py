@@ -40,6 +40,13 @@ def indexer_scores_backward(q, k, weights, dscores, ends=None, starts=None, indi
     query, weight or gradient of one of its summands is not finite.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, k = xp.ones((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16)
+        >>> weights, dscores, ends = xp.ones((1, 2)), xp.ones((1, 3)), xp.asarray([2], dtype=xp.int32)
+        >>> dq, dk, dweights = ops.indexer_scores_backward(q, k, weights, dscores, ends)
+        >>> dk[:, 0].tolist()
+        [2.0, 2.0, 0.0]
     """
 
 
