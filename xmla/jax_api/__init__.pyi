@@ -566,9 +566,9 @@ def indexer_loss(
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
-        >>> q, k, weights = jnp.zeros((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16), jnp.ones((1, 2))
+        >>> q, k = jnp.zeros((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16)
         >>> indices, target = jnp.asarray([[0, 2]], dtype=jnp.int32), jnp.asarray([[1.0, 0.0]])
-        >>> loss, *gradients = xj.indexer_loss(q, k, weights, indices=indices, target=target)
+        >>> loss, *gradients = xj.indexer_loss(q, k, jnp.ones((1, 2)), indices=indices, target=target)
         >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
         0.693
 
@@ -611,9 +611,9 @@ def indexer_loss_backward(
     Numerics: products in float32, rounded once.
 
     Example:
-        >>> gradients = jnp.ones((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16), jnp.ones((1, 2))
-        >>> dindex_q, dindex_k, dindex_weights = xj.indexer_loss_backward(*gradients, jnp.asarray([2.0]))
-        >>> dindex_weights.tolist()
+        >>> dq, dk = jnp.ones((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16)
+        >>> scaled = xj.indexer_loss_backward(dq, dk, jnp.ones((1, 2)), jnp.asarray([2.0]))
+        >>> scaled[2].tolist()
         [[2.0, 2.0]]
 
     Keywords of every op:

@@ -830,9 +830,9 @@ def indexer_loss(
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
-        >>> q, k, weights = torch.zeros((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16), torch.ones((1, 2))
+        >>> q, k = torch.zeros((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
         >>> indices, target = torch.asarray([[0, 2]], dtype=torch.int32), torch.asarray([[1.0, 0.0]])
-        >>> loss, *gradients = xt.indexer_loss(q, k, weights, indices=indices, target=target)
+        >>> loss, *gradients = xt.indexer_loss(q, k, torch.ones((1, 2)), indices=indices, target=target)
         >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
         0.693
 
@@ -882,9 +882,9 @@ def indexer_loss_backward(
     Numerics: products in float32, rounded once.
 
     Example:
-        >>> gradients = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16), torch.ones((1, 2))
-        >>> dindex_q, dindex_k, dindex_weights = xt.indexer_loss_backward(*gradients, torch.asarray([2.0]))
-        >>> dindex_weights.tolist()
+        >>> dq, dk = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
+        >>> scaled = xt.indexer_loss_backward(dq, dk, torch.ones((1, 2)), torch.asarray([2.0]))
+        >>> scaled[2].tolist()
         [[2.0, 2.0]]
 
     Keywords of every op:

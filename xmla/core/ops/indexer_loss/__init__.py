@@ -73,9 +73,9 @@ def indexer_loss(
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
-        >>> q, k, weights = xp.zeros((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16), xp.ones((1, 2))
+        >>> q, k = xp.zeros((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16)
         >>> indices, target = xp.asarray([[0, 2]], dtype=xp.int32), xp.asarray([[1.0, 0.0]])
-        >>> loss, *gradients = ops.indexer_loss(q, k, weights, indices=indices, target=target)
+        >>> loss, *gradients = ops.indexer_loss(q, k, xp.ones((1, 2)), indices=indices, target=target)
         >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
         0.693
     """

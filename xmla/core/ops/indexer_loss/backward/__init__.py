@@ -30,9 +30,9 @@ def indexer_loss_backward(forward_dindex_q, forward_dindex_k, forward_dindex_wei
     Numerics: products in float32, rounded once.
 
     Example:
-        >>> gradients = xp.ones((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16), xp.ones((1, 2))
-        >>> dindex_q, dindex_k, dindex_weights = ops.indexer_loss_backward(*gradients, xp.asarray([2.0]))
-        >>> dindex_weights.tolist()
+        >>> dq, dk = xp.ones((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16)
+        >>> scaled = ops.indexer_loss_backward(dq, dk, xp.ones((1, 2)), xp.asarray([2.0]))
+        >>> scaled[2].tolist()
         [[2.0, 2.0]]
     """
 
