@@ -102,6 +102,19 @@ def test_jax() -> None:
 
 
 @pytest.mark.slow
+def test_jax_gradients() -> None:
+    """Under a shard_map they are those of one device; a cache that devices share, or gather, has the sum of theirs."""
+    if HAS_GPU and visible_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, str(FOLDER / "jax_gradients.py"), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {line["over"]: line["collectives"] for line in map(json.loads, done.stdout.splitlines())}
+    assert set(found) == {"tokens", "heads", "context"} and "all-gather" in found["context"]
+    assert all({"all-reduce", "reduce-scatter"} & set(collectives) for collectives in found.values()), found
+
+
+@pytest.mark.slow
 def test_jit() -> None:
     """Tokens and heads that are shared out stay so, with one device's bits and no exchange; the rest is replicated."""
     if HAS_GPU and visible_gpus() < 2:
@@ -119,7 +132,7 @@ def test_jit() -> None:
     for op in registry().values():
         axes = {axis for tensor in op.tensors.values() for axis in tensor.names}
         for place, axis in enumerate("TH"):
-            if axis in axes and not op.mutates:
+            if axis in axes and not op.mutates and op.rows_apart:
                 assert spread(call := f"{op.name} over {axis}", place, "x"), found[call]
     for kind in ("auto", "explicit"):
         for call in (f"step, {kind}", f"shard_map, {kind}"):
