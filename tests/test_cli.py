@@ -173,7 +173,7 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
             "device is 'V100', expected a part of one of the names: NVIDIA H100, NVIDIA H200, NVIDIA B200, NVIDIA B300",
         ),
         (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, convert_indexer_"),
-        (["bench", "--op", "nothing"], "bench: no op nothing; there are sparse_mla, indexer_logits, "),
+        (["bench", "--op", "nothing"], "bench: no op nothing; there are sparse_mla, sparse_mla_backward, "),
     ):
         monkeypatch.setattr("sys.argv", ["xmla", *arguments])
         with pytest.raises(SystemExit) as ended:

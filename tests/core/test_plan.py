@@ -167,7 +167,7 @@ def test_what_several_launches_write_comes_first() -> None:
     combine = attention(1, 128, 2048, H200).launches[1]
     buffers = dict.fromkeys(("out", "lse"), plan.buffers["unpack.marks"])
     with pytest.raises(RuntimeError, match="come first"):
-        Plan((combine, replace(clear, arrays={"marks": "lse"})), buffers, ())
+        Plan((combine, replace(clear, arrays={"cleared": "lse"})), buffers, ())
 
 
 def test_a_swapped_launch_is_refused() -> None:
