@@ -555,7 +555,8 @@ def _check_architecture(problem: Problem, plan: Plan, device: Device) -> None:
     """Refuse a device without the instructions that the plan's arrays need."""
     if device.arch == INTERPRETER.arch:
         return
-    packed = [name for name, spec in {**problem.specs, **plan.buffers}.items() if spec.itemsize == 1]
+    buffers = {name: spec for name, spec in plan.buffers.items() if spec.dtype != "int8"}  # marks are numbers
+    packed = [name for name, spec in {**problem.specs, **buffers}.items() if spec.itemsize == 1]
     least, why = (MIN_E4M3_ARCH, f" for the e4m3 of {packed[0]}") if packed else (MIN_ARCH, "")
     if device.arch < least:
         got, supported = (f"{arch // 10}.{arch % 10}" for arch in (device.arch, least))

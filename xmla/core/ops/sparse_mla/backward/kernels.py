@@ -8,7 +8,6 @@ from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 # Marks of entries: named by a slot; with a gradient that is NaN.
 MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
-PART = tl.constexpr(128)  # dims that a program of a cache's gradient multiplies at a time
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -374,6 +373,7 @@ def sparse_mla_dcache_kernel(
     LSE_UNIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,  # dims that are multiplied at a time
 ):
     # Tiles of keys of one token are neighbours: they read the same queries.
     tiles = tl.cdiv(num_keys, BLOCK_N)

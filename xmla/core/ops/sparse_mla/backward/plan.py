@@ -143,6 +143,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 **_source(problem, source),
                 "BLOCK_H": key_tile.block_h,
                 "BLOCK_N": key_tile.block_n,
+                "PART": 128 if device.arch == 90 else 64,  # of 128 sm_100 spills
             },
             num_warps=key_tile.num_warps,
             num_stages=1,
