@@ -168,6 +168,11 @@ def build(specialization: Specialization, arch: int, source_arch: int) -> Built:
     return Built(ptx, cubin, log.getvalue(), kernel.metadata.shared, kernel.metadata.tmem_size)
 
 
+def code(ptx: str) -> str:
+    """PTX without what names source files: a cached kernel may come from another copy of the tree."""
+    return re.sub(r"^\s*\.(file|loc)\b.*\n", "", ptx.partition("\t.section")[0], flags=re.MULTILINE)
+
+
 def report(specialization: Specialization, arch: int, source_arch: int) -> dict[str, object]:
     built = build(specialization, arch, source_arch)
     ptx = built.ptx
@@ -252,7 +257,7 @@ def main() -> None:
         if given.hash:
             told["sass"] = instructions(compiled(kernel, given.arch).asm["cubin"])
         if kernel in compared:
-            ours, theirs = (build(kernel, given.arch, arch).ptx for arch in (given.arch, given.source))
+            ours, theirs = (code(build(kernel, given.arch, arch).ptx) for arch in (given.arch, given.source))
             told["same_ptx"] = ours == theirs
         return told
 

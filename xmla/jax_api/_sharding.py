@@ -22,8 +22,9 @@ Axes = Sequence[str | None]  # of an array; None for an axis of a result that is
 
 
 def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
-    """The axes that can be sharded in a call with the operands `given`."""
+    """The axes that can be sharded in a call with the operands `given`: not one that no result has, a sum over it."""
     names = {axis for name in given for axis in op.tensors[name].names}
+    names &= {"B"} | {axis for result in op.outputs.values() for axis in result.names}
     counted = "B" in names and "request_ids" not in given
     whole = op.mutates or not op.rows_apart
     return [axis for axis in ("T", "H") if axis in names and not whole and not (axis == "T" and counted)]
