@@ -466,20 +466,24 @@ class Op:
         self._refuse_derivative(f"{argument} is differentiated", "no derivative", constant)
 
     def check_derivative(
-        self, argument: str, constant: str, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any],
-        implementation: str | None = None,
+        self, constants: Mapping[str, str], specs: Mapping[str, Spec | None], attrs: Mapping[str, Any],
+        implementation: str | None,
     ) -> None:  # fmt: skip
-        """Refuse a call that is differentiated with respect to an argument, if there is no such derivative.
+        """Refuse a call that is differentiated with respect to some arguments, if there is no such derivative.
 
-        `constant`: the framework's call that makes the argument a constant.
+        `constants`: for each of them the framework's call that makes it a constant.
 
         Raises:
             UnsupportedError: The op or the argument has no derivative, or the derivative does not take an argument or a
                 format of the call.
         """
         supported = f"derivatives of {', '.join(self.gradients)}" if self.gradients else "no derivative"
-        if self.derivative is None or argument not in self.gradients:
-            self._refuse_derivative(f"{argument} is differentiated", supported, constant)
+        for argument, constant in constants.items():
+            if argument not in self.gradients:
+                self._refuse_derivative(f"{argument} is differentiated", supported, constant)
+        if self.derivative is None or not constants:
+            return
+        argument, constant = next(iter(constants.items()))
         problem = self.bind(specs, attrs, implementation)
         of_results_alone = self.derivative.tensors.keys().isdisjoint(self.tensors)
         for name in problem.specs:

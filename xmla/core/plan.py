@@ -22,6 +22,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def log2_of(n: int) -> int:
+    """The binary logarithm of n, rounded up; 0 of n < 2."""
+    return max(n - 1, 0).bit_length()
+
+
 def most_registers(warps: int) -> int:
     """Registers per thread if one program of `warps` warps has all 65536 of an SM, at most the 255 of the architecture.
 

@@ -190,8 +190,8 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
     arrays = {n: v[...] if is_ref(v) else v for n, v in zip(given, primals, strict=True)}
     specs = _specs(given, [jax.typeof(value) for value in arrays.values()])
     values = dict(zip(op.defaults, params["attrs"], strict=True))
-    for name in moving:
-        op.check_derivative(name, f"jax.lax.stop_gradient({name})", specs, values, params["implementation"])
+    constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
+    op.check_derivative(constants, specs, values, params["implementation"])
     arrays, moving = _private.vary_alike(arrays, moving)
     found = bind(*arrays.values(), op=op, given=given, **params)
     out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(found, op.outputs, strict=True)]

@@ -145,13 +145,14 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
         if not moving:
             return _private.below_autograd(keyset, overload, kernel, args, kwargs)
         written = any(name.startswith("out_") for name in kwargs)
-        tensors, attrs = unpack(args, kwargs)
-        implementation = kwargs.get("implementation")
+        constants = {name: constant.format(name) for name, constant in moving.items()}
         for name, constant in moving.items():
             if differentiable is None or written or constant is FORWARD_MODE:
-                op.refuse_derivative(name, constant.format(name))
-            values = dict(zip(op.defaults, attrs, strict=True))
-            op.check_derivative(name, constant.format(name), _specs(op, tensors), values, implementation)
+                op.refuse_derivative(name, constants[name])
+        tensors, attrs = unpack(args, kwargs)
+        implementation = kwargs.get("implementation")
+        values = dict(zip(op.defaults, attrs, strict=True))
+        op.check_derivative(constants, _specs(op, tensors), values, implementation)
         return _private.apply(differentiable, keyset, implementation, attrs, *tensors)
 
     return autograd

@@ -3,10 +3,10 @@ from collections.abc import Hashable
 from xmla.core.device import Device
 from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_loss.kernels import average_kernel, indexer_loss_kernel, measure_kernel
-from xmla.core.ops.indexer_scores.backward.plan import clear_sums, log2_of, round_sums, sums_workspace
+from xmla.core.ops.indexer_scores.backward.plan import clear_sums, round_sums, sums_workspace
 from xmla.core.ops.indexer_scores.plan import column_sizes, columns, query_and_keys
 from xmla.core.ops.indexer_target.plan import attention_constexprs, target_launch
-from xmla.core.plan import Launch, Plan, most_registers
+from xmla.core.plan import Launch, Plan, log2_of, most_registers
 from xmla.core.spec import Spec
 
 BLOCK_N = 32

@@ -1,7 +1,8 @@
+from xmla.core.lang.scores import CHUNK as MULTIPLIED
 from xmla.core.op import Problem
 
 MAX_HEADS = 128
-CHUNK = 64  # kernels multiply so many dims at once
+CHUNK = MULTIPLIED.value  # kernels multiply so many dims at once
 
 
 def check_attention(problem: Problem) -> None:

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from xmla.core.clearing import clear
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.lang.marks import clear_kernel, mark_entries_kernel
+from xmla.core.lang.marks import mark_entries_kernel
 from xmla.core.op import Condition, Implementation, Problem, Steps
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
@@ -44,14 +45,6 @@ def unpack(problem: Problem) -> Plan:
     specs, entries, keys = problem.specs, problem["P"] * problem["R"], problem["K"]
     layout: MlaLayout = problem.formats["cache"]
     buffers = {"marks": Spec((problem["P"], problem["R"]), "int8"), "rows": rows_of(problem)}
-    clear = Launch(
-        clear_kernel,
-        grid=(cdiv(entries, 4096),),
-        outputs=("cleared",),
-        arrays={"cleared": "marks"},
-        sizes={"num_elements": entries},
-        constexprs={"BLOCK": 4096},
-    )
     # Some tokens first, so that most entries are marked when all follow: 27 against 98 µs at 8192 entries, 56 against
     # 114 at 131072 (H200, 2026-11-21).
     step = problem["T"] * keys // (FIRST_MARKS * entries)
@@ -77,7 +70,7 @@ def unpack(problem: Problem) -> Plan:
             "BLOCK": 4,
         },
     )
-    return Plan((clear, first, every, write), buffers, ())
+    return Plan((clear("marks", entries), first, every, write), buffers, ())
 
 
 def _seldom(problem: Problem, device: Device) -> str | None:

@@ -1,5 +1,5 @@
+from xmla.core.clearing import clear
 from xmla.core.device import Device
-from xmla.core.lang.marks import clear_kernel
 from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_scores.backward.kernels import (
     bound_scores_kernel,
@@ -7,7 +7,7 @@ from xmla.core.ops.indexer_scores.backward.kernels import (
     round_keys_kernel,
 )
 from xmla.core.ops.indexer_scores.plan import column_sizes, columns, num_columns, query_and_keys
-from xmla.core.plan import Launch, Plan, cdiv, most_registers
+from xmla.core.plan import Launch, Plan, cdiv, log2_of, most_registers
 from xmla.core.spec import Spec
 
 BLOCK_N = 32
@@ -26,17 +26,7 @@ def sums_workspace(problem: Problem) -> dict[str, Spec]:
 
 def clear_sums(problem: Problem) -> list[Launch]:
     counts = {"bounds": problem["N"], "marks": problem["N"], "sums": 2 * problem["N"] * problem["D"]}
-    return [
-        Launch(
-            clear_kernel,
-            grid=(cdiv(count, 4096),),
-            outputs=("cleared",),
-            arrays={"cleared": name},
-            sizes={"num_elements": count},
-            constexprs={"BLOCK": 4096},
-        )
-        for name, count in counts.items()
-    ]
+    return [clear(name, count) for name, count in counts.items()]
 
 
 def round_sums(problem: Problem, dk: str, log2_parts: int) -> Launch:
@@ -48,11 +38,6 @@ def round_sums(problem: Problem, dk: str, log2_parts: int) -> Launch:
         sizes={"num_keys": problem["N"], "log2_parts": log2_parts},
         constexprs={"D": problem["D"], "BLOCK": KEYS},
     )
-
-
-def log2_of(parts: int) -> int:
-    """The binary logarithm of a number of summands, rounded up."""
-    return max(parts - 1, 0).bit_length()
 
 
 def plan(problem: Problem, device: Device) -> Plan:

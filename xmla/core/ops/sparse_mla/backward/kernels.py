@@ -81,7 +81,7 @@ def bound_sums_kernel(
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.arange(0, BLOCK_H)
     of_heads = tl.load(bound_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
-    # The least float32 above the sum of all heads; a sum that overflows is that of the greatest float32s.
+    # The sum over heads may overflow although no head's bound does. Its roundings fit in the bits above SUM_BITS.
     bits = tl.minimum(tl.sum(of_heads, 0), 3.0e38).to(tl.int32, bitcast=True)
     end = num_keys
     if HAS_LENGTHS:

@@ -1,8 +1,9 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from xmla.core.clearing import clear
 from xmla.core.device import Device
-from xmla.core.lang.marks import clear_kernel, mark_entries_kernel
+from xmla.core.lang.marks import mark_entries_kernel
 from xmla.core.op import Implementation, Problem
 from xmla.core.ops.sparse_mla.backward.kernels import (
     bound_sums_kernel,
@@ -14,7 +15,7 @@ from xmla.core.ops.sparse_mla.backward.kernels import (
     start_sums_kernel,
     sum_sinks_kernel,
 )
-from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.plan import Launch, Plan, cdiv, log2_of, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 LOG2E = 1.4426950408889634
@@ -45,7 +46,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     tokens, heads, layout = problem["T"], problem["H"], problem.formats["cache"]
     has_sink, has_dlse, extra = problem.has("sink"), problem.has("dlse"), problem.has("extra_cache")
     tile, key_tile = configure(heads, device)
-    log2_parts = max(tokens - 1, MOST_TOKENS - 1).bit_length()  # padding a call does not change its sums
+    log2_parts = log2_of(max(tokens, MOST_TOKENS))  # padding a call does not change its sums
     sources = ["", "extra_"] if extra else [""]
     workspace = {
         "total": Spec((tokens, heads), "float32"),
@@ -193,14 +194,6 @@ def _source(problem: Problem, source: str) -> dict[str, Hashable]:
 def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
     """Mark the entries that slots name, find their greatest value and start their sums."""
     specs, entries, cache = problem.specs, _entries(problem, source), f"{source}cache"
-    clear = Launch(
-        clear_kernel,
-        grid=(cdiv(entries, 4096),),
-        outputs=("cleared",),
-        arrays={"cleared": f"{source}marks"},
-        sizes={"num_elements": entries},
-        constexprs={"BLOCK": 4096},
-    )
     named = _named(problem, source)
     mark = Launch(
         mark_entries_kernel,
@@ -231,7 +224,7 @@ def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
         sizes=_slots(problem, source),
         constexprs={"HAS_LENGTHS": problem.has(f"{source}lengths"), "BLOCK": 1024},
     )
-    return clear, mark, start, reach
+    return clear(f"{source}marks", entries), mark, start, reach
 
 
 def _named(problem: Problem, source: str) -> dict[str, str]:
