@@ -105,6 +105,17 @@ def differentiate(
 
 
 @triton.jit
+def store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS: tl.constexpr):
+    """Store dq [BLOCK_I, D] and dweights [BLOCK_I] of a token's index heads, rounded."""
+    head = tl.arange(0, dq.shape[0])
+    row = offset_of(token, HEADS) + head
+    offs_d = tl.arange(0, dq.shape[1])[None, :]
+    dq = dq.to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + offset_of(row[:, None], dq.shape[1]) + offs_d, dq, mask=(head < HEADS)[:, None])
+    tl.store(dweights_ptr + row, dweights, mask=head < HEADS)
+
+
+@triton.jit
 def load_lse(lse_ptr, token, LSE_STRIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
     """Binary lse [BLOCK_H] f32 of a token's attention heads; inf for a head without keys and past the last."""
     head = tl.arange(0, BLOCK_H)

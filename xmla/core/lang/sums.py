@@ -17,6 +17,12 @@ def as_sums(ptr):
 
 
 @triton.jit
+def exponent_within(bound_bits, most):
+    """The e for which |x| · 2**e ≤ 2**most of every |x| within the float32 of these bits; 2**±e are normal float32s."""
+    return tl.minimum(tl.maximum(most - ((bound_bits >> 23) - 126), -126), 126)
+
+
+@triton.jit
 def exponent_of_unit(bound_bits, log2_parts):
     """The e for which 2**log2_parts summands x · 2**e, each within the float32 of these bits, sum up to 2**SUM_BITS."""
-    return tl.minimum(tl.maximum(SUM_BITS - log2_parts - ((bound_bits >> 23) - 126), -126), 126)
+    return exponent_within(bound_bits, SUM_BITS - log2_parts)

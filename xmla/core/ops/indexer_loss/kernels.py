@@ -13,8 +13,8 @@ from xmla.core.lang.scores import (
     load_lse,
     load_query,
     score,
+    store_gradients,
 )
-from xmla.core.ops.indexer_scores.backward.kernels import store_gradients
 
 LEAST = tl.constexpr(1e-10)  # of probabilities inside logarithms
 GREATEST_DIFFERENCE = tl.constexpr(2.0)  # of prediction and target; distributions differ by 1 at most

@@ -3,7 +3,16 @@ import triton.language as tl
 
 from xmla.core.lang.numbers import power_of_two
 from xmla.core.lang.offsets import offset_of
-from xmla.core.lang.scores import bound_sums, columns_of, differentiate, greatest_slope, key_range, load_query, score
+from xmla.core.lang.scores import (
+    bound_sums,
+    columns_of,
+    differentiate,
+    greatest_slope,
+    key_range,
+    load_query,
+    score,
+    store_gradients,
+)
 from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 
@@ -93,16 +102,6 @@ def indexer_scores_backward_kernel(
             q, weights, keys, dots, dscores, key, ok, right, dq, dweights, log2_parts, bounds_ptr, marks_ptr, sums_ptr
         )
     store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS)
-
-
-@triton.jit
-def store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS: tl.constexpr):
-    head = tl.arange(0, dq.shape[0])
-    row = offset_of(token, HEADS) + head
-    offs_d = tl.arange(0, dq.shape[1])[None, :]
-    dq = dq.to(dq_ptr.dtype.element_ty)
-    tl.store(dq_ptr + offset_of(row[:, None], dq.shape[1]) + offs_d, dq, mask=(head < HEADS)[:, None])
-    tl.store(dweights_ptr + row, dweights, mask=head < HEADS)
 
 
 @triton.jit(do_not_specialize=["num_keys", "log2_parts"])

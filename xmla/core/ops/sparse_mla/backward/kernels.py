@@ -4,7 +4,7 @@ import triton.language as tl
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang.numbers import LOG2E, power_of_two
 from xmla.core.lang.offsets import offset_of
-from xmla.core.lang.sums import as_sums, exponent_of_unit
+from xmla.core.lang.sums import as_sums, exponent_of_unit, exponent_within
 
 # Marks of entries: named by a slot; with a gradient that is NaN.
 MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
@@ -223,7 +223,7 @@ def exponent_of_ds(slope_ptr, token, offs_h, HEADS: tl.constexpr, dtype: tl.cons
     if dtype == tl.float16:
         slope = tl.load(slope_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
         bits = tl.max(tl.where(slope < float("inf"), slope, 0.0), 0).to(tl.int32, bitcast=True)
-        return tl.minimum(tl.maximum(14 - ((bits >> 23) - 126), -126), 126)
+        return exponent_within(bits, 14)
     else:
         return 0
 
