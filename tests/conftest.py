@@ -12,6 +12,7 @@ if not HAS_GPU:
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 from collections.abc import Iterator  # noqa: E402
+from importlib.metadata import PackageNotFoundError, version  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -89,6 +90,16 @@ def require_assembler(arch: int) -> None:
         if not HAS_GPU:
             raise
         pytest.skip(f"this Triton has no assembler for sm_{arch}: {error}")
+
+
+def require_tool(distribution: str) -> None:
+    """Skip on a GPU machine without a tool that checks text, where a GPU makes no difference: CI has it."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        if not HAS_GPU:
+            raise
+        pytest.skip(f"text alone, checked where CI runs: needs {distribution}")
 
 
 @pytest.fixture(scope="session")

@@ -35,11 +35,12 @@ sys.meta_path.insert(0, Blocker())
 
 def run(folder: Path, *words: str, without: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """`python WORDS` in `folder` without the variables that the Makefile sets, and without some packages."""
-    set_by_make = ("TRITON_INTERPRET", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE", "PYTHONPATH")
+    set_by_make = ("TRITON_INTERPRET", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
     environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
     (folder / "blocker").mkdir(exist_ok=True)
     (folder / "blocker" / "sitecustomize.py").write_text(BLOCKER if without else "")
-    environment |= {"PYTHONPATH": f"{folder / 'blocker'}:{ROOT}", "BLOCKED": without, "COLUMNS": "200"} | variables
+    path = os.pathsep.join([str(folder / "blocker"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"PYTHONPATH": path, "BLOCKED": without, "COLUMNS": "200"} | variables
     words = (sys.executable, *words)
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

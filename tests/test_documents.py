@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import HAS_GPU
+from conftest import HAS_GPU, require_tool
 
 import xmla
 from xmla.bench import picture, ranks_report
@@ -131,6 +131,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 def test_documents_are_built(tmp_path: Path) -> None:
     """Strictly: a dead link or an unknown reference fails. Every op has its page, every example its place."""
+    require_tool("sphinx")
     done = run([sys.executable, str(ROOT / "docs/build.py"), str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr
     html = tmp_path / "html"

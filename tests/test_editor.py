@@ -14,6 +14,7 @@ from threading import Timer
 from typing import Any
 
 import pytest
+from conftest import require_tool
 
 from xmla.core.registry import registry
 
@@ -86,6 +87,7 @@ ERRORS = {
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project, in whose environment xmla is installed from its wheel."""
+    require_tool("pyrefly")
     source, project = (tmp_path_factory.mktemp(name) for name in ("source", "project"))
     installed = project / "site-packages"  # the server looks from there too for what a stub imports
     copytree(ROOT / "xmla", source / "xmla", ignore=lambda _, names: [name for name in names if name == "__pycache__"])

@@ -14,6 +14,7 @@ import kit
 import numpy as np
 import pytest
 import stubs
+from conftest import require_tool
 
 from xmla import jax_api, torch_api
 from xmla.core.registry import registry
@@ -45,6 +46,7 @@ JAX, _ = read(stubs.JAX)
 
 
 def test_stubs_are_made_from_the_declarations() -> None:
+    require_tool("ruff")
     for file, text in stubs.stubs().items():
         assert file.read_text() == text, f"{file.name} is another: run python tests/stubs.py"
 
