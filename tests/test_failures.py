@@ -239,12 +239,12 @@ def fork_once(device: str) -> None:
     case = op.cases[0]
     arguments = kit.torch_inputs(op, kit.make(case), device)
     want = torch_api.map_slots(*arguments, **case.attrs)
-    assert _run._prepared
+    assert _run.kept.prepared
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            if not _run._prepared:
+            if not _run.kept.prepared:
                 again = torch_api.map_slots(*arguments, **case.attrs)
                 code = 0 if device == "cpu" and torch.equal(again[0], want[0]) else 2
         except UnsupportedError as error:

@@ -175,7 +175,7 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
         return real(op, tensors, attrs, *rest)
 
     monkeypatch.setattr(_run, "prepare", prepare)
-    monkeypatch.setattr(_run, "_prepared", {})
+    monkeypatch.setattr(_run, "kept", _run.Kept())
     if HAS_GPU:
         monkeypatch.setenv("LOCAL_RANK", "0")
     dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -25,6 +25,7 @@ def take_away(path):
 take_away("_C._dynamo.guards._empty_strided_cpu")
 take_away("_C._dynamo.guards._empty_strided_cuda")
 gone = ["_C._cuda_getDevice", "_C._len_torch_dispatch_stack", "_C._functorch.maybe_current_level"]
+gone += ["_C._dynamo.guards.TensorGuards"]
 kept = {path: attrgetter(path)(torch) for path in gone}
 for path in gone:
     take_away(path)
@@ -32,7 +33,7 @@ from xmla.torch_api import _private
 for path, value in kept.items():  # torch itself needs them
     owner, _, name = path.rpartition(".")
     setattr(attrgetter(owner)(torch), name, value)
-assert len(_private.FALLBACKS) == 5, _private.FALLBACKS
+assert len(_private.FALLBACKS) == 6, _private.FALLBACKS
 assert _private.dispatches()
 
 from xmla import torch_api

@@ -359,7 +359,7 @@ def test_threads_plan_and_launch_at_once(device: str) -> None:
     engine = Engine([40, 9], 64, device)
     batches = [(int32(lengths, device), engine.queries(2)) for lengths in ([40, 9], [17, 3], [1, 0], [33, 8])]
     want = [engine.attend(queries, lengths) for lengths, queries in batches]
-    torch_api._run._prepared.clear()
+    torch_api._run.kept.clear()
     got: list[Any] = [None] * len(batches)
     start = threading.Barrier(len(batches))
 

@@ -16,7 +16,7 @@ from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
-from xmla.torch_api._run import Tensors, call, check_devices, check_out, check_tensors, plan_tensors
+from xmla.torch_api._run import Tensors, call, check_devices, check_out, check_tensors, plan_tensors, recall, run
 
 _library = torch.library.Library("xmla", "DEF")
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
@@ -221,10 +221,13 @@ def _differentiated(tensor: torch.Tensor) -> str | None:
     return REVERSE_MODE if tensor.requires_grad and torch.is_grad_enabled() else None
 
 
-def _is_plain(tensors: Tensors) -> bool:
-    """Whether the dispatcher would only call the kernel: no tracing, no modes, no wrappers, no autograd."""
-    if torch.compiler.is_compiling() or _private.dispatches():
-        return False
+def _is_seen() -> bool:
+    """Whether something around a call sees it: tracing, a mode, a transformation."""
+    return torch.compiler.is_compiling() or _private.dispatches()
+
+
+def _are_constants(tensors: Tensors) -> bool:
+    """Whether the dispatcher would only call the kernel for them: no wrappers, no autograd."""
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (type(tensor) is not torch.Tensor or (grad and tensor.requires_grad)):
@@ -244,12 +247,8 @@ def public(op: Op) -> Callable[..., Any]:
     def function(
         tensors: Tensors, attrs: tuple[Any, ...], out: Any, workspace: torch.Tensor | None, implementation: str | None
     ) -> Any:
-        run = call
         if implementation is not None:
             op.check_implementation(implementation)
-            run = _way(implementation)
-        if out is None and workspace is None and _is_plain(tensors):
-            return _single(run(op, tensors, attrs, implementation=implementation))
         results = () if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
         if out is not None and len(results) != len(out_names):
             if out_variant is None:
@@ -257,9 +256,14 @@ def public(op: Op) -> Callable[..., Any]:
             raise ArgumentError(f"{op.name}: out has {len(results)} tensors, expected {len(out_names)}: {out_names}")
         if workspace is not None and not results:
             raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
-        if _is_plain((*tensors, *results)):
-            run(op, tensors, attrs, results, workspace, implementation)
-            return out
+        if not _is_seen():
+            recalled = recall(op, tensors, attrs, implementation)
+            if recalled is not None and _are_constants(results):
+                found = run(op, tensors, attrs, *recalled, results, workspace)
+                return _single(found) if out is None else out
+            if _are_constants((*tensors, *results)):
+                found = _way(implementation)(op, tensors, attrs, results, workspace, implementation)
+                return _single(found) if out is None else out
         check_tensors(op, tensors)
         # Before the dispatcher, whose messages do not name the op.
         keywords = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))

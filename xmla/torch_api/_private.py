@@ -39,6 +39,14 @@ current_device = _found("_C._cuda_getDevice", torch.cuda.current_device)
 is_in_bad_fork = _found("cuda._is_in_bad_fork", lambda: False)
 FakeTensor: Any = _found("_subclasses.fake_tensor.FakeTensor", ())  # isinstance(x, ()) is False
 
+_guards = _found("_C._dynamo.guards.TensorGuards", None)
+
+
+def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Whether other tensors have dtypes, shapes, strides, devices and dispatch keys of these; None if torch cannot."""
+    return _guards and _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
 _modes = _found("_C._len_torch_dispatch_stack", None)
 _functorch_level = _found("_C._functorch.maybe_current_level", None)
 _sees_dispatch = None not in (_modes, _functorch_level)

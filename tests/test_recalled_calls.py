@@ -1,0 +1,148 @@
+"""Torch calls like the last ones are found without their key; calls that differ in any way are not."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xmla import ArgumentError, torch_api
+from xmla.torch_api import _run
+
+Arguments = dict[str, Any]
+CALL: Arguments = {"softmax_scale": 0.25}
+
+
+@pytest.fixture
+def arguments(device: str) -> Arguments:
+    """A call of sparse_mla that has been made."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+    slots = torch.arange(6, dtype=torch.int32).reshape(2, 3).to(device)
+    made = {"q": normal(2, 4, 512), "cache": normal(2, 3, 512), "slots": slots} | CALL
+    torch_api.sparse_mla(**made)
+    return made
+
+
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call that follows whether it was recalled."""
+    found: list[bool] = []
+    real = _run.recall
+
+    def recall(*given: Any) -> Any:
+        recalled = real(*given)
+        found.append(recalled is not None)
+        return recalled
+
+    for module in (_run, torch_api._ops):
+        monkeypatch.setattr(module, "recall", recall)
+    return found
+
+
+def result(arguments: Arguments, **changed: Any) -> np.ndarray:
+    return torch_api.sparse_mla(**arguments | changed)[0].float().cpu().numpy()
+
+
+def test_a_call_like_the_last_is_recalled(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = looked_up(monkeypatch)
+    changed = {name: arguments[name].clone() for name in ("q", "cache", "slots")}
+    assert (result(changed | CALL) == result(arguments)).all() and found == [True, True]
+    out = torch_api.sparse_mla(**arguments)
+    assert torch_api.sparse_mla(**arguments, out=out) is out and found == [True] * 4
+
+
+def beside_16_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].view_as(tensor).copy_(tensor)
+
+
+def in_space(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other strides."""
+    room = torch.empty((2 * tensor.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    return room[::2].copy_(tensor)
+
+
+CHANGED: dict[str, Callable[[Arguments], Arguments]] = {
+    "shape": lambda a: {"slots": a["slots"][:, :2].contiguous()},
+    "strides": lambda a: {"q": in_space(a["q"])},
+    "dtype": lambda a: {"q": a["q"].half(), "cache": a["cache"].half()},
+    "address": lambda a: {"q": beside_16_bytes(a["q"])},
+    "another argument": lambda a: {"lengths": a["slots"][:, 0].clone() * 0 + 2},
+    "attribute": lambda _: {"softmax_scale": 0.5},
+    "implementation": lambda _: {"implementation": "reference"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_another_call_is_not(change: str, arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = looked_up(monkeypatch)
+    other = arguments | CHANGED[change](arguments)
+    got = result(other)
+    assert True not in found
+    want = result(other, implementation="reference")
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
+    assert change in ("strides", "address", "implementation") or not np.array_equal(want, result(arguments))
+
+
+def test_true_is_not_1(device: str) -> None:
+    indices = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    torch_api.map_slots(indices, indices, page_size=64, compact=True)
+    with pytest.raises(ArgumentError, match="compact type is int, expected bool"):
+        torch_api.map_slots(indices, indices, page_size=64, compact=1)
+
+
+def test_gradients_are_recorded(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = looked_up(monkeypatch)
+    q = arguments["q"].clone().requires_grad_()
+    torch_api.sparse_mla(**arguments | {"q": q})[0].sum().backward()
+    assert q.grad is not None and bool(q.grad.any()) and True not in found
+    with torch.no_grad():  # another state of torch
+        result(arguments | {"q": q.detach()})
+    q.grad = None
+    torch_api.sparse_mla(**arguments | {"q": q})[0].sum().backward()
+    assert bool(q.grad.any())
+    parameter = torch.nn.Parameter(arguments["q"])
+    assert torch_api.sparse_mla(**arguments | {"q": parameter})[0].requires_grad
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_transformations_see_the_call(arguments: Arguments) -> None:
+    with Seen() as seen:
+        torch_api.sparse_mla(**arguments)
+    assert "xmla.sparse_mla.default" in seen.names
+    gradient = torch.func.grad(lambda q: torch_api.sparse_mla(**arguments | {"q": q})[0].sum())(arguments["q"])
+    assert bool(gradient.any())
+
+
+@pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_each_state_of_torch_recalls(state: Any, arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    with state():
+        first = result(arguments)
+        found = looked_up(monkeypatch)
+        assert (result(arguments) == first).all()
+    assert found == [True]
+
+
+def test_no_more_are_kept_than_a_few(arguments: Arguments) -> None:
+    for columns in range(1, 4):
+        for rows in range(1, 3):
+            for scale in (0.25, 0.5):
+                result(
+                    arguments, q=arguments["q"][:rows], slots=arguments["slots"][:rows, :columns], softmax_scale=scale
+                )
+    assert len(_run.kept.recent["sparse_mla"]) == _run.Kept.RECENT
