@@ -43,6 +43,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.spec import DTYPES, Spec
+from xmla.core.tolerance import Tolerance
 from xmla.torch_api._arrays import device_of
 
 DEVICE = "cuda" if conftest.HAS_GPU else "cpu"
@@ -57,6 +58,7 @@ BASES = 4  # sets of values of a case, to replace some of
 HANG_SECONDS = 60
 COMPILE_SECONDS = 300
 MANY = 1000  # failures that end a run
+ROUNDED = 2.0**-20  # less is what float32 leaves of probabilities, times operands of order 1, that cancel
 AND_MORE = f" and {BATCH - 1} more" if BATCH > 1 else ""
 
 INT32 = (-(2**31), -(2**31) + 1, -1, 0, 1, 2**30, 2**31 - 1)
@@ -407,7 +409,10 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
         if same and not same[len(value)].all():
             rows = same[len(value)]
             got, value, where = got[rows], value[rows], None if where is None else where[rows]
-        kit.assert_close(name, got, value, op.outputs[name].agreement, where)
+        agreement = op.outputs[name].agreement
+        if isinstance(agreement, Tolerance) and max(np.abs(got).max(initial=0), np.abs(value).max(initial=0)) < ROUNDED:
+            continue  # a sum that cancels: what is left has no direction
+        kit.assert_close(name, got, value, agreement, where)
 
 
 def run_batch(target: Target, seeds: Iterable[int], apart: bool = False) -> Iterator[tuple[str, str]]:

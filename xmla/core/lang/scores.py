@@ -11,6 +11,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 CHUNK = tl.constexpr(64)  # dims of attention's rows that are multiplied at once
+LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 
 
 @triton.jit
@@ -120,7 +121,9 @@ def load_lse(lse_ptr, token, LSE_STRIDE: tl.constexpr, HEADS: tl.constexpr, BLOC
     """Binary lse [BLOCK_H] f32 of a token's attention heads; inf for a head without keys and past the last."""
     head = tl.arange(0, BLOCK_H)
     lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + head, mask=head < HEADS, other=float("inf"))
-    return tl.where(tl.abs(lse) == float("inf"), float("inf"), lse * LOG2E)
+    # A large number stays one: infinity stands for no keys.
+    binary = tl.clamp(lse * LOG2E, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+    return tl.where(tl.abs(lse) == float("inf"), float("inf"), binary)
 
 
 @triton.jit
