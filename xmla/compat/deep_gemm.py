@@ -85,7 +85,7 @@ def fp8_fp4_mqa_logits(
         schedule_meta: Not read.
 
     Returns:
-        logits: [M, N], or [M, max_seqlen_k], with rows a multiple of 256 elements apart.
+        The logits [M, N], or [M, max_seqlen_k], with rows a multiple of 256 elements apart.
 
     Compressed logits are gathered from logits over all N keys, 64 MiB of them at a time. MXFP8, e4m3 queries with
     scales, is DeepGEMM's.
@@ -154,7 +154,7 @@ def fp8_fp4_paged_mqa_logits(
         indices: Not read: which rows are of one request, for DeepGEMM's schedule alone.
 
     Returns:
-        logits: [B · next_n, max_context_len], with rows a multiple of 256 elements apart.
+        The logits [B · next_n, max_context_len], with rows a multiple of 256 elements apart.
 
     MXFP8, e4m3 queries with scales, is DeepGEMM's.
     """

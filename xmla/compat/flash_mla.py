@@ -100,8 +100,8 @@ def flash_mla_with_kvcache(
         descale_q, descale_k: None: they belong to dense decode.
 
     Returns:
-        out: [B, S, H, 512], dtype of q; 0 for a token without keys.
-        lse: [B, H, S] float32, natural logarithm, without the sink; +inf for a token without keys.
+        The output [B, S, H, 512], dtype of q, 0 for a token without keys; and the lse [B, H, S] float32, natural
+        logarithm, without the sink, +inf for a token without keys.
     """
     here = "flash_mla_with_kvcache"
     if indices is None:
@@ -143,11 +143,10 @@ def flash_mla_sparse_fwd(
         out: [T, H, 512], written and returned.
 
     Returns:
-        out: [T, H, 512], dtype of q; 0 for a token without keys.
-        max_logits: [T, H] float32, the largest sm_scale · q · k, times log2(e) for base 2; −inf for a token without
-            keys. It takes another pass over the keys, and is larger than the maximum by at most 2**-20 ln K. None
-            after `xmla.compat.install(max_logits=False)`.
-        lse: [T, H] float32, without the sink; +inf for a token without keys.
+        The output [T, H, 512], dtype of q, 0 for a token without keys; max_logits [T, H] float32, the largest
+        sm_scale · q · k, times log2(e) for base 2, −inf for a token without keys; and the lse [T, H] float32, without
+        the sink, +inf for a token without keys. max_logits takes another pass over the keys, and is larger than the
+        maximum by at most 2**-20 ln K; after `xmla.compat.install(max_logits=False)` it is None.
     """
     here = "flash_mla_sparse_fwd"
     _require(here, "d_v", d_v, VALUE_DIMS)
