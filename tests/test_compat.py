@@ -395,6 +395,17 @@ def test_compressed_logits(device: str, fp4: bool, monkeypatch: pytest.MonkeyPat
     same_logits(cleaned, wide, wide_seen, bound=3e-5)
 
 
+def test_no_keys(device: str) -> None:
+    """A range that ends behind the keys ends with them."""
+    p = ragged_problem(device, False)
+    keys, scales = p.kv
+    for count, seen in ((0, 0), (20, 20)):
+        got = deep_gemm.fp8_mqa_logits(
+            p.q[0], (keys[:count], scales[:count]), p.weights, p.starts * 0, p.starts * 0 + 99, True, 24
+        )
+        assert ((got > -INF).sum(1) == seen).all()
+
+
 def paged_problem(device: str, fp4: bool, next_n: int) -> SimpleNamespace:
     """Three requests over pages of 4 in another order; the last one has no key."""
     torch.manual_seed(0)
@@ -553,9 +564,11 @@ def fp8_fp4_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, sc
 """
 ENGINE = """
 import sys
+from importlib.util import find_spec
 import torch
 import xmla.compat
 xmla.compat.install(max_logits=False)
+assert find_spec("flash_mla") and find_spec("deep_gemm")
 import deep_gemm, flash_mla, flash_mla.mega
 from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache
 from flash_mla import mega

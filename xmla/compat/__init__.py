@@ -10,6 +10,11 @@ installed: their other attributes, and calls of the functions here that ask for 
 import sys
 from types import ModuleType
 
+from xmla._frameworks import missing, needed
+
+if missing("torch"):
+    raise ImportError(needed("torch"))
+
 from xmla.compat import deep_gemm, flash_mla
 
 NAMES = {"flash_mla": flash_mla, "flash_mla.flash_mla_interface": flash_mla, "deep_gemm": deep_gemm}

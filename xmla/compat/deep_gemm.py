@@ -101,11 +101,12 @@ def fp8_fp4_mqa_logits(
     logits = weights.new_empty((len(query), _row(max_seqlen_k)), dtype=logits_dtype)[:, :max_seqlen_k]
     column = torch.arange(max_seqlen_k, device=query.device)
     step = max(1, DENSE_BYTES // (4 * max(1, count)))
-    for first in range(0, len(query), step):
+    for first in range(0, len(query) if count else 0, step):
         rows = slice(first, first + step)
         dense = torch_api.indexer_logits(query[rows], weights[rows], keys, scales, starts[rows], ends[rows])
         logits[rows] = dense.gather(1, (starts[rows, None] + column).clamp(0, count - 1))
-    return logits.masked_fill_(column >= (ends - starts)[:, None], -torch.inf) if clean_logits else logits
+    seen = ends.clamp(max=count) - starts
+    return logits.masked_fill_(column >= seen[:, None], -torch.inf) if clean_logits else logits
 
 
 def fp8_paged_mqa_logits(
