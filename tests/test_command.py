@@ -206,7 +206,8 @@ def test_what_is_not_installed_is_one_line(
      ("jax", "jax jaxlib jax_triton", "jax and jax-triton")],
 )  # fmt: skip
 def test_a_front_end_without_its_framework(framework: str, without: str, packages: str, tmp_path: Path) -> None:
-    for module in (f"xmla.{framework}_api", f"xmla.{framework}_api.parallel"):
+    of_torch = ["xmla.compat"] if framework == "torch" else []
+    for module in (f"xmla.{framework}_api", f"xmla.{framework}_api.parallel", *of_torch):
         done = run(tmp_path, "-c", f"import {module}", without=without)
         message = f"ImportError: xmla.{framework}_api needs {packages}: pip install 'xmla[{framework}]'"
         assert lines(done.stderr)[-1] == message, done.stderr

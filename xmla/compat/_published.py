@@ -1,0 +1,73 @@
+"""What both modules share: the package that is stood in for, and conversions of arguments."""
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from xmla.core.errors import UnsupportedError
+
+INT32 = torch.iinfo(torch.int32)
+
+
+class NotReplacedError(UnsupportedError):
+    """A call that is left to the package."""
+
+
+class Published:
+    """A package that a module here stands in for.
+
+    Attributes:
+        name: What it is called.
+        module: It, or None.
+        absence: Why it is None.
+    """
+
+    def __init__(self, *names: str) -> None:
+        """The first of `names` that can be imported."""
+        self.name, self.module, self.absence = names[0], None, ""
+        for name in names:
+            try:
+                self.module = import_module(name)
+                return
+            except Exception as error:  # one that is installed for other hardware raises anything
+                self.absence = self.absence or f"{name} cannot be imported ({type(error).__name__}: {error})"
+
+    def attribute(self, name: str) -> Any:
+        """An attribute of the package."""
+        if self.module is None:
+            raise AttributeError(f"xmla.compat.{self.name} has no attribute {name!r}, and {self.absence}")
+        return getattr(self.module, name)
+
+    def otherwise[**P, R](
+        self, replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """A decorator: calls that raise NotReplacedError are the package's, with the caller's arguments.
+
+        Args:
+            replace: Gives, from the package and these arguments, those that the package gets.
+        """
+
+        def decorate(function: Callable[P, R]) -> Callable[P, R]:
+            @wraps(function)
+            def call(*args: P.args, **kwargs: P.kwargs) -> R:
+                try:
+                    return function(*args, **kwargs)
+                except NotReplacedError as error:
+                    if self.module is None:
+                        raise UnsupportedError(f"{error}, and {self.absence}") from None
+                given = (args, kwargs) if replace is None else replace(self.module, args, kwargs)
+                return getattr(self.module, function.__name__)(*given[0], **given[1])
+
+            return call
+
+        return decorate
+
+
+def as_int32(integers: torch.Tensor) -> torch.Tensor:
+    """As the ops take integers; what int32 does not hold stays out of every range."""
+    if integers.dtype == torch.int32:
+        return integers
+    return integers.clamp(INT32.min, INT32.max).to(torch.int32)

@@ -1,0 +1,204 @@
+"""DeepGEMM's indexer logits under the signatures of DeepGEMM 2.6 and 2.8 and of sgl-deep-gemm 0.2.
+
+Any number of heads up to 128 and of tokens a request, any page size. There is no schedule: what stands for it is never
+read. Other names, such as the GEMMs, are DeepGEMM's own, if installed (in vLLM's process also the copy that vLLM has).
+"""
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from xmla import torch_api
+from xmla.compat._published import NotReplacedError, Published, as_int32
+from xmla.core.plan import cdiv
+from xmla.torch_api._arrays import device_of
+
+_package = Published("deep_gemm", *(["vllm.third_party.deep_gemm"] if "vllm" in sys.modules else []))
+Tensor = torch.Tensor
+Query = tuple[Tensor, Tensor | None]
+
+ROW_MULTIPLE = 256  # elements from row to row of the logits, as DeepGEMM's consumers may assume of its results
+DENSE_BYTES = 1 << 26  # of logits over all keys that compressed ones are gathered from, at a time
+MXFP4_BLOCK = 32
+
+_num_sms: int | None = None
+
+
+def __getattr__(name: str) -> Any:
+    return _package.attribute(name)
+
+
+def get_num_sms() -> int:
+    """DeepGEMM's number of multiprocessors, which xmla's ops do not read; without it what was set, or the device's."""
+    if _package.module is not None:
+        return _package.module.get_num_sms()
+    if _num_sms is not None:
+        return _num_sms
+    return device_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).num_sms
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Set what `get_num_sms` returns and DeepGEMM's GEMMs use."""
+    global _num_sms
+    if _package.module is not None:
+        _package.module.set_num_sms(num_sms)
+    else:
+        _num_sms = num_sms
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """[num_sms + 1, 2] int32, all 0, in the place of a schedule."""
+    return context_lens.new_zeros((num_sms + 1, 2), dtype=torch.int32)
+
+
+def fp8_mqa_logits(
+    q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seq_len_k_start: Tensor, cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True, max_seqlen_k: int = 0,
+) -> Tensor:  # fmt: skip
+    """`fp8_fp4_mqa_logits` of fp8 queries and keys, float32."""
+    return fp8_fp4_mqa_logits(
+        (q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
+    )  # fmt: skip
+
+
+@_package.otherwise()
+def fp8_fp4_mqa_logits(
+    q: Query, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seq_len_k_start: Tensor, cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True, max_seqlen_k: int = 0, logits_dtype: torch.dtype = torch.float32,
+    *, schedule_meta: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Indexer logits of ragged queries over contiguous keys, as `indexer_logits` has them.
+
+    Args:
+        q: fp8: ([M, H, D] float8_e4m3fn, None). MXFP4: ([M, H, D/2] int8, [M, H] int32), read as bfloat16.
+        kv: As `indexer_logits`' keys and key_scales.
+        weights: [M, H] float32 or bfloat16.
+        cu_seq_len_k_start, cu_seq_len_k_end: [M] int32, the range of keys of each row.
+        clean_logits: Whether columns outside a row's range are −inf; else they are −inf or hold anything. An int in
+            this place that is no bool is `max_seqlen_k` without cleaning: DeepGEMM 2.8 has it there.
+        max_seqlen_k: 0, or compressed logits of this many columns: a row's first key is in its first column.
+        logits_dtype: float32 or bfloat16.
+        schedule_meta: Not read.
+
+    Returns:
+        The logits [M, N], or [M, max_seqlen_k], with rows a multiple of 256 elements apart.
+
+    Compressed logits are gathered from logits over all N keys, 64 MiB of them at a time. MXFP8, e4m3 queries with
+    scales, is DeepGEMM's.
+    """
+    if not isinstance(clean_logits, bool):
+        clean_logits, max_seqlen_k = False, clean_logits
+    query, (keys, scales) = _query("fp8_fp4_mqa_logits", q), kv
+    weights, starts, ends = weights.float(), as_int32(cu_seq_len_k_start), as_int32(cu_seq_len_k_end)
+    count = len(keys)
+    if max_seqlen_k == 0:
+        keys, scales = _more_rows(keys), _more_rows(scales)
+        return torch_api.indexer_logits(query, weights, keys, scales, starts, ends).to(logits_dtype)[:, :count]
+    logits = weights.new_empty((len(query), _row(max_seqlen_k)), dtype=logits_dtype)[:, :max_seqlen_k]
+    column = torch.arange(max_seqlen_k, device=query.device)
+    step = max(1, DENSE_BYTES // (4 * max(1, count)))
+    for first in range(0, len(query) if count else 0, step):
+        rows = slice(first, first + step)
+        dense = torch_api.indexer_logits(query[rows], weights[rows], keys, scales, starts[rows], ends[rows])
+        logits[rows] = dense.gather(1, (starts[rows, None] + column).clamp(0, count - 1))
+    seen = ends.clamp(max=count) - starts
+    return logits.masked_fill_(column >= seen[:, None], -torch.inf) if clean_logits else logits
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor, schedule_meta: Tensor,
+    max_context_len: int, clean_logits: bool = False, indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`fp8_fp4_paged_mqa_logits` of fp8 queries and keys, float32."""
+    return fp8_fp4_paged_mqa_logits(
+        (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        indices=indices,
+    )  # fmt: skip
+
+
+def _with_its_schedule(package: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of paged logits with a schedule that DeepGEMM made."""
+    given = inspect.signature(fp8_fp4_paged_mqa_logits).bind(*args, **kwargs).arguments
+    empty = given["schedule_meta"]
+    indices = {} if given.get("indices") is None else {"indices": given["indices"]}
+    made = package.get_paged_mqa_logits_metadata(
+        given["context_lens"], given["kv_cache"].shape[1], len(empty) - 1, **indices
+    )  # fmt: skip
+    swap = lambda value: made if value is empty else value
+    return tuple(map(swap, args)), {name: swap(value) for name, value in kwargs.items()}
+
+
+@_package.otherwise(_with_its_schedule)
+def fp8_fp4_paged_mqa_logits(
+    q: Query, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor, schedule_meta: Tensor,
+    max_context_len: int, clean_logits: bool = False, logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Indexer logits over the paged indexer cache, as `indexer_logits_paged` has them.
+
+    Args:
+        q: fp8: ([B, next_n, H, D] float8_e4m3fn, None). MXFP4: ([B, next_n, H, D/2] int8, [B, next_n, H] int32), read
+            as bfloat16.
+        kv_cache: [P, R, 1, D+4] for fp8 keys, [P, R, 1, D/2+4] for MXFP4's, as `indexer_logits_paged`' cache.
+        weights: [B · next_n, H] float32 or bfloat16.
+        context_lens: int32. [B, next_n]: the keys of each token. [B]: of a request's last token; each earlier one has
+            one less.
+        block_table: [B, M] int32.
+        max_context_len: Columns of the result.
+        clean_logits: Whether columns at or past a token's length are −inf; else they are not written.
+        logits_dtype: float32 or bfloat16.
+        schedule_meta: Not read.
+        indices: Not read: which rows are of one request, for DeepGEMM's schedule alone.
+
+    Returns:
+        The logits [B · next_n, max_context_len], with rows a multiple of 256 elements apart.
+
+    MXFP8, e4m3 queries with scales, is DeepGEMM's.
+    """
+    query = _query("fp8_fp4_paged_mqa_logits", q)
+    next_n = query.shape[1]
+    lengths = as_int32(context_lens)
+    if lengths.dim() == 1:
+        lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device, dtype=torch.int32)
+    lengths, cache = lengths.reshape(-1), kv_cache[:, :, 0]
+    logits = torch_api.indexer_logits_paged(
+        query.flatten(0, 1), weights.float(), cache, as_int32(block_table), lengths, max_len=_row(max_context_len)
+    ).to(logits_dtype)[:, :max_context_len]  # fmt: skip
+    if not clean_logits:
+        return logits
+    column = torch.arange(max_context_len, device=lengths.device)
+    return logits.masked_fill_(column >= lengths.clamp(max=block_table.shape[1] * cache.shape[1])[:, None], -torch.inf)
+
+
+def _query(here: str, q: Query | Tensor) -> Tensor:
+    """e4m3 values as they are; MXFP4 [..., D/2], with a UE8M0 byte for each 32 dims in [...] int32, as bfloat16."""
+    values, scales = (q, None) if isinstance(q, Tensor) else q
+    if scales is None:
+        return values
+    if values.dtype == torch.float8_e4m3fn:
+        raise NotReplacedError(f"{here}: q is MXFP8 (e4m3 with scales), supported: e4m3 without scales, and MXFP4")
+    packed = values.view(torch.uint8)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).to(torch.int16)  # even dims are low
+    magnitude = codes & 7  # 0, 0.5, 1, 1.5, 2, 3, 4, 6: from 1 on, its bits are an exponent's and the first fraction's
+    half = 126 << 7  # the bits of 0.5 in bfloat16
+    bits = torch.where(magnitude > 1, half + (magnitude << 6), half * magnitude) | (codes & 8) << 12
+    exponents = scales.contiguous().view(torch.uint8).unflatten(-1, (scales.shape[-1], 4))
+    factors = exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)[..., : codes.shape[-1] // MXFP4_BLOCK, None]
+    return (bits.view(torch.bfloat16).unflatten(-1, (-1, MXFP4_BLOCK)) * factors).flatten(-2)
+
+
+def _row(columns: int) -> int:
+    return cdiv(columns, ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _more_rows(keys: Tensor) -> Tensor:
+    """Keys [N, ...] with zeros behind them, up to a multiple of ROW_MULTIPLE, for the row stride of their logits."""
+    missing = _row(len(keys)) - len(keys)
+    if not missing:
+        return keys
+    zeros = keys.new_empty((missing, *keys.shape[1:])).view(torch.uint8).zero_().view(keys.dtype)
+    return torch.cat([keys, zeros])
