@@ -1,9 +1,13 @@
 """What `xmla bench` compares its cases with before it times them, where no peer is installed."""
 
+import json
+import sys
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import on_gpus
 import pytest
 import torch
 from kit import to_torch
@@ -81,3 +85,13 @@ def test_a_wrong_step_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -
     for wrong in (selects_another, attends_wrongly):
         monkeypatch.setattr(torch_api, "dsa_attention", wrong)
         assert not step_error(arguments, 16, SCALE) <= TOLERANCE
+
+
+def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:
+    assert on_gpus.record(tmp_path, "test", "right", "a commit", [sys.executable, "-c", "print('all passed')"])
+    assert not on_gpus.record(tmp_path, "test", "wrong", "a commit", [sys.executable, "-c", "raise SystemExit(3)"])
+    lines = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
+    assert [(line["exit_code"], line["last_lines"], line["commit"]) for line in lines] == [
+        (0, ["all passed"], "a commit"),
+        (3, [], "a commit"),
+    ]

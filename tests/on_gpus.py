@@ -1,0 +1,88 @@
+"""Evidence from a machine with GPUs: the whole suite, then fuzzer, demos and bench, each a line of the results.
+
+python tests/on_gpus.py suite --out FOLDER [--commit SHA]     the suite in parts that run beside each other
+python tests/on_gpus.py rest --out FOLDER [--commit SHA]      fuzzer and demos on the last GPU, bench on the first
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+ROOT = Path(__file__).parent.parent
+RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures.py", "tests/test_examples.py")
+FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
+MODELS = ("deepseek_v32", "deepseek_v4")
+
+Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
+Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
+Seconds = Annotated[int, typer.Option(min=1, help="The most that each part may take.")]
+app = typer.Typer(add_completion=False)
+
+
+def record(out: Path, file: str, log: str, commit: str | None, command: Sequence[str], **environment: str) -> bool:
+    """Append a line on `command` to a file of results; whether it succeeded."""
+    recorder = [sys.executable, "-m", "xmla.bench.record", "--out", str(out / f"{file}.jsonl")]
+    recorder += ["--commit", commit] if commit else []
+    # A process of its own keeps what it printed even if the time is over.
+    with (out / f"{log}.log").open("w") as shown:
+        done = subprocess.run(
+            [*recorder, *command], cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, stdout=shown,
+            stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    last = (out / f"{log}.log").read_text().strip().splitlines()[-1:]
+    print(f"{log}: exit status {done.returncode}: {' '.join(last)[-200:]}", flush=True)
+    return done.returncode == 0
+
+
+@app.command()
+def suite(out: Out, commit: Commit = None, seconds: Seconds = 3600) -> None:
+    """The whole suite: tests of ranks with all GPUs, far strides and the rest with a GPU a worker, all at once."""
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-q", "-rfs", "--tb=short", "--show-capture=no"]
+    pytest += ["-p", "no:cacheprovider", "--durations=20"]
+    others = [f"--ignore={file}" for file in (*RANKS, *FAR)]
+    parts = {
+        "ranks": ([*pytest, "--dist", "loadgroup", "-n", "2", *RANKS], {}),
+        "far": ([*pytest, "--dist", "load", "-n", str(2 * gpus), *FAR], {"XMLA_TEST_GPUS": str(gpus)}),
+        "others": ([*pytest, "--dist", "loadgroup", "-n", str(max(cores - 2 - 2 * gpus, 1)), "tests", *others],
+                   {"XMLA_TEST_GPUS": str(gpus)}),
+    }  # fmt: skip
+    with ThreadPoolExecutor() as threads:
+        runs = [
+            threads.submit(record, out, f"test-{name}", name, commit, command, **environment)
+            for name, (command, environment) in parts.items()
+        ]
+    raise typer.Exit(code=int(not all(run.result() for run in runs)))
+
+
+@app.command()
+def rest(out: Out, commit: Commit = None, seconds: Seconds = 3600, fuzz_seconds: Seconds = 180) -> None:
+    """Fuzzer and demos on the last GPU beside `xmla bench` on the first."""
+    last = str(torch.cuda.device_count() - 1)
+    limited = ["timeout", str(seconds), "python3"]
+
+    def check() -> bool:
+        fuzz = [*limited, "-W", "ignore", "tests/fuzz.py", "--seconds", str(fuzz_seconds), "--workers", "10"]
+        right = record(out, "contract", "fuzz", commit, fuzz, CUDA_VISIBLE_DEVICES=last)
+        for model in MODELS:
+            demo = [*limited, "-m", "xmla", "demo", "--model", model]
+            right &= record(out, "demo", model, commit, demo, CUDA_VISIBLE_DEVICES=last)
+        return right
+
+    bench = [*limited, "-m", "xmla", "bench", "--out", str(out / "bench.jsonl")]
+    bench += ["--commit", commit] if commit else []
+    with ThreadPoolExecutor() as threads:
+        checked = threads.submit(check)
+        timed = record(out, "bench-run", "bench", commit, bench, CUDA_VISIBLE_DEVICES="0")
+    raise typer.Exit(code=int(not (timed and checked.result())))
+
+
+if __name__ == "__main__":
+    app()
