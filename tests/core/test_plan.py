@@ -175,7 +175,7 @@ def test_a_swapped_launch_is_refused() -> None:
     right = {
         "grid": (2,),
         "outputs": ("slots", "counts"),
-        "arrays": {"request_ids": "indices"},
+        "arrays": {"request_ids": "indices", "lengths": "indices"},
         "sizes": {
             "num_keys": 8,
             "index_stride": 8,
@@ -184,9 +184,11 @@ def test_a_swapped_launch_is_refused() -> None:
             "table_width": 4,
             "next_n": 1,
         },
-        "constexprs": dict.fromkeys(("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K", "ONE_STEP"), 1),
+        "constexprs": dict.fromkeys(
+            ("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "HAS_LENGTHS", "COMPACT", "BLOCK_K", "ONE_STEP"), 1
+        ),
     }
-    assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices")
+    assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices", "indices")
     for wrong, message in (
         ({"arrays": {"indices": "block_table", "block_table": "indices"}}, "indices_ptr gets block_table"),
         ({"arrays": {"tables": "block_table"}}, "unknown: ['tables']"),

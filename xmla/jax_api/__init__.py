@@ -60,6 +60,7 @@ read_mla_cache = public(_declared["read_mla_cache"])
 select_topk = public(_declared["select_topk"])
 sparse_mla = public(_declared["sparse_mla"])
 sparse_mla_backward = public(_declared["sparse_mla_backward"])
+sparse_mla_paged = public(_declared["sparse_mla_paged"])
 split_batch = public(_declared["split_batch"])
 window_slots = public(_declared["window_slots"])
 write_indexer_cache = public(_declared["write_indexer_cache"])
@@ -91,6 +92,7 @@ __all__ = [
     "select_topk",
     "sparse_mla",
     "sparse_mla_backward",
+    "sparse_mla_paged",
     "split_batch",
     "window_slots",
     "write_indexer_cache",

@@ -217,6 +217,7 @@ class _Plans:
         indices: torch.Tensor,
         block_table: torch.Tensor,
         request_ids: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
         *,
         page_size: int,
         compact: bool = False,
@@ -313,6 +314,21 @@ class _Plans:
         lse_base: str = "e",
         lse_sink: bool = False,
         implementation: Literal["triton"] | None = None,
+    ) -> Plan: ...
+    @staticmethod
+    def sparse_mla_paged(
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        indices: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        request_ids: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+        *,
+        softmax_scale: float,
+        cache_format: str | None = None,
+        batch_invariant: bool = False,
+        implementation: Literal["triton", "gluon"] | None = None,
     ) -> Plan: ...
     @staticmethod
     def split_batch(
@@ -1195,6 +1211,7 @@ def map_slots(
     indices: torch.Tensor,
     block_table: torch.Tensor,
     request_ids: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     *,
     page_size: int,
     compact: bool = False,
@@ -1214,6 +1231,8 @@ def map_slots(
             Only page ids that an index refers to are read.
         request_ids: [T] int32, each token's row of block_table; an id outside [0, B) makes the row −1. Without it T is
             a multiple of B and every request has T / B adjacent tokens.
+        lengths: [T] int32, keys visible to each token. An index at or past its token's length gives −1; without it
+            every page of the table counts.
         page_size: R, entries per page.
         compact: List the valid slots of a row first, in their order.
 
@@ -1727,6 +1746,73 @@ def sparse_mla_backward(
         triton: every call.
     """
 
+@_planned(_Plans.sparse_mla_paged)
+def sparse_mla_paged(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    cache_format: str | None = None,
+    batch_invariant: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "gluon", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse attention over given positions of each token's request: `dsa_attention` without its indexer.
+
+        slots    = map_slots(indices, block_table, lengths=lengths, page_size=R)
+        out, lse = sparse_mla(q, cache, slots, sink=sink, softmax_scale=softmax_scale)
+
+    One call with the same bits as these two. With the indices that `dsa_attention` returned its out and lse are those
+    of `dsa_attention`, bit for bit: for layers that share one selection, and to train on the selection of a rollout.
+
+    Args:
+        q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
+        cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
+        indices: [T, K] int32, positions within each token's request. An index outside [0, lengths[t]) names nothing:
+            −1 may stand anywhere in a row. A duplicate counts twice.
+        block_table: [B, M] int32, page ids. Only page ids that an index refers to are read.
+        lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        sink: [H] float32 or None, as in `sparse_mla`.
+        softmax_scale: Factor of q · k.
+        cache_format: As in `sparse_mla`.
+        batch_invariant: As in `sparse_mla`.
+
+    Returns:
+        out: [T, H, 512], dtype of q; 0 for a row without valid indices.
+        lse: [T, H] float32, natural log, −inf for a row without valid indices.
+
+    Raises:
+        ArgumentError, UnsupportedError: As the two ops; ROW is 528 or 288 bytes and no `cache_format` is given.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q, cache = torch.zeros((1, 2, 576), dtype=torch.bfloat16), torch.ones((2, 4, 576), dtype=torch.bfloat16)
+        >>> indices = torch.asarray([[4, 0, -1]], dtype=torch.int32)
+        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
+        >>> out, lse = xt.sparse_mla_paged(q, cache, indices, block_table, lengths, softmax_scale=0.1)
+        >>> out[0, 0, :2].tolist(), round(float(lse[0, 0]), 3)  # ln 2: of two keys alike
+        ([1.0, 1.0], 0.693)
+
+    Keywords of every op:
+        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
+            returned.
+        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
+            the call allocates nothing.
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        those of sparse_mla.
+    """
+
 @_planned(_Plans.split_batch)
 def split_batch(
     query_starts: torch.Tensor,
@@ -1985,6 +2071,7 @@ __all__ = [
     "select_topk",
     "sparse_mla",
     "sparse_mla_backward",
+    "sparse_mla_paged",
     "split_batch",
     "window_slots",
     "write_indexer_cache",

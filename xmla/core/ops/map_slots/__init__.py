@@ -8,7 +8,9 @@ from xmla.core.ops.map_slots.reference import reference
 from xmla.core.requests import check_requests, id_limits
 
 
-def map_slots(indices, block_table, request_ids=None, *, page_size: int, compact: bool = False) -> Any:
+def map_slots(
+    indices, block_table, request_ids=None, lengths=None, *, page_size: int, compact: bool = False
+) -> Any:  # fmt: skip
     """Map key indices within a request to slots of the paged cache.
 
         slots[t,k] = block_table[request of t, i // page_size] · page_size + i % page_size,     i = indices[t,k]
@@ -21,6 +23,8 @@ def map_slots(indices, block_table, request_ids=None, *, page_size: int, compact
             Only page ids that an index refers to are read.
         request_ids: [T] int32, each token's row of block_table; an id outside [0, B) makes the row −1. Without it T is
             a multiple of B and every request has T / B adjacent tokens.
+        lengths: [T] int32, keys visible to each token. An index at or past its token's length gives −1; without it
+            every page of the table counts.
         page_size: R, entries per page.
         compact: List the valid slots of a row first, in their order.
 
@@ -48,8 +52,11 @@ def check(problem: Problem) -> None:
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    yield Limit("indices", -1, problem["M"] * problem.attrs["page_size"] - 1)
+    capacity = problem["M"] * problem.attrs["page_size"]
+    yield Limit("indices", -1, capacity - 1)
     yield from id_limits(problem, arrays)
+    if "lengths" in arrays:
+        yield Limit("lengths", 0, capacity)
 
 
 OP = Op(
@@ -58,6 +65,7 @@ OP = Op(
         "indices": Tensor("T K", INDEX),
         "block_table": Tensor("B M", INDEX),
         "request_ids": Tensor("T", INDEX, index_of="B"),
+        "lengths": Tensor("T", INDEX),
     },
     outputs={"slots": Result("T K", "int32"), "counts": Result("T", "int32")},
     check=check,

@@ -3,7 +3,10 @@ import numpy as np
 from xmla.core.op import Case
 
 
-def _case(requests: int, next_n: int, keys: int, page_size: int, with_ids: bool = False, **attrs: object) -> Case:
+def _case(
+    requests: int, next_n: int, keys: int, page_size: int, with_ids: bool = False, with_lengths: bool = False,
+    **attrs: object,
+) -> Case:  # fmt: skip
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         width = 5
         indices = rng.integers(0, width * page_size, (requests * next_n, keys)).astype(np.int32)
@@ -17,9 +20,12 @@ def _case(requests: int, next_n: int, keys: int, page_size: int, with_ids: bool 
         if with_ids:
             ids = rng.choice([*range(requests), -1, requests, 2**31 - 1], requests * next_n)
             inputs["request_ids"] = ids.astype(np.int32)
+        if with_lengths:
+            inputs["lengths"] = rng.integers(-3, width * page_size + 3, requests * next_n).astype(np.int32)
         return inputs
 
-    name = f"b{requests}-next{next_n}-k{keys}-page{page_size}{'-ids' if with_ids else ''}{'-compact' if attrs else ''}"
+    name = f"b{requests}-next{next_n}-k{keys}-page{page_size}"
+    name += "-ids" * with_ids + "-lengths" * with_lengths + "-compact" * bool(attrs)
     return Case(name, make, {"page_size": page_size, **attrs})
 
 
@@ -29,4 +35,5 @@ CASES = (
     _case(2, 3, 2049, 2, with_ids=True),
     _case(4, 1, 1, 576),
     _case(2, 2, 2500, 61, compact=True),
+    _case(3, 2, 33, 7, with_ids=True, with_lengths=True),
 )

@@ -10,6 +10,7 @@ def map_slots_kernel(
     indices_ptr,  # [T, K] i32
     block_table_ptr,  # [B, M] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
     num_keys,  # K
     index_stride,
     num_requests,
@@ -21,6 +22,7 @@ def map_slots_kernel(
     UNIT: tl.constexpr,  # of K and of the stride
     PAGE_SIZE: tl.constexpr,
     HAS_REQUEST_IDS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
     COMPACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_STEP: tl.constexpr,  # K ≤ BLOCK_K
@@ -32,11 +34,15 @@ def map_slots_kernel(
     num_keys = multiple(num_keys, UNIT)
     indices = indices_ptr + offset_of(token, multiple(index_stride, UNIT))
     slots = slots_ptr + offset_of(token, num_keys)
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + token)
     count = 0
     for first in tl.range(0, BLOCK_K if ONE_STEP else num_keys, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         index = tl.load(indices + offs_k, mask=offs_k < num_keys, other=-1)
         inside = (index >= 0) & (index // PAGE_SIZE < width)
+        if HAS_LENGTHS:
+            inside &= index < length
         page = tl.load(table_row + index // PAGE_SIZE, mask=inside, other=-1)
         slot = offset_of(page, PAGE_SIZE) + index % PAGE_SIZE
         ok = (page >= 0) & (slot <= 0x7FFFFFFF)

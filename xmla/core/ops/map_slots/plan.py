@@ -14,7 +14,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         map_slots_kernel,
         grid=(problem["T"],),
         outputs=("slots", "counts"),
-        arrays=problem.stand_ins(request_ids="indices"),
+        arrays=problem.stand_ins(request_ids="indices", lengths="indices"),
         sizes={
             "num_keys": keys,
             "index_stride": indices.stride(0),
@@ -27,6 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "UNIT": indices.vector(keys, indices.stride(0)),
             "PAGE_SIZE": problem.attrs["page_size"],
             "HAS_REQUEST_IDS": problem.has("request_ids"),
+            "HAS_LENGTHS": problem.has("lengths"),
             "COMPACT": problem.attrs["compact"],
             "BLOCK_K": block,
             "ONE_STEP": keys <= block,

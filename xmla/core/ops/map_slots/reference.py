@@ -5,6 +5,7 @@ def reference(
     indices: np.ndarray,
     block_table: np.ndarray,
     request_ids: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
     *,
     page_size: int,
     compact: bool = False,
@@ -18,6 +19,8 @@ def reference(
             continue
         index = indices[token]
         inside = (index >= 0) & (index // page_size < width)
+        if lengths is not None:
+            inside &= index < lengths[token]
         page = np.where(inside, block_table[request, np.where(inside, index // page_size, 0)], -1).astype(np.int64)
         slot = page * page_size + index % page_size
         slots[token] = np.where((page >= 0) & (slot < 2**31), slot, -1)
