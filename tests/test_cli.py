@@ -16,7 +16,7 @@ from kit import all_cases, assert_bits_equal
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
-from xmla import __version__, torch_api
+from xmla import ArgumentError, ModelConfig, __version__, torch_api
 from xmla.bench import parallel, picture, record, run
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import compare, largest_error
@@ -147,6 +147,29 @@ def test_plan_of_v4() -> None:
     config = configure("deepseek_v4", [8], [32768], None, None, k=512)
     assert (config.k, config.page_size) == (512, 256), "what is not given is the model's own"
     assert f"{len(configure('deepseek_v4', [8], [32768], None, None).specializations(H200))} kernels" in result.output
+
+
+def test_plan_of_glm() -> None:
+    """Its heads, and layers that attend over the selection of an earlier one."""
+    words = ["plan", "--model", "glm_moe_dsa", "--batch", "8", "--max-len", "32768", "--device", "H200"]
+    result = CliRunner().invoke(app, words, env=WIDE)
+    assert result.exit_code == 0, result.output
+    assert "dsa_attention" in result.output and "sparse_mla_paged" in result.output
+    config = configure("glm_moe_dsa", [8], [32768], None, [1024])
+    calls = [call for _, calls in config.steps() for call in calls]
+    assert {call.specs["q"].shape[1:] for call in calls if call.op == "sparse_mla_paged"} == {(64, 576)}
+    assert {call.specs["index_q"].shape[1:] for call in calls if call.op == "dsa_attention"} == {(32, 128)}
+
+
+@pytest.mark.parametrize(("name", "row", "dims"), [("plain", 576, 576), ("nope", 528, 512), ("nvfp4", 352, 576)])
+def test_rows_of_other_formats(name: str, row: int, dims: int) -> None:
+    config = ModelConfig(cache_format=name, shared_selection=True, batches=(2,), max_lens=(4096,), prefill_tokens=(64,))
+    assert config.caches()["mla_cache"].shape[2] == row
+    calls = [call for _, calls in config.steps() for call in calls]
+    assert {call.specs["q"].shape[2] for call in calls if call.op in ("sparse_mla", "dsa_attention")} == {dims}
+    assert config.specializations(find_device("H200"))
+    with pytest.raises(ArgumentError, match="ModelConfig: a cache's format is 'v4', expected one of v32, nope, nvfp4"):
+        ModelConfig(cache_format="v4").caches()
 
 
 def test_version() -> None:

@@ -4,6 +4,7 @@ A subcommand imports what it needs when it runs, so that `xmla --help` is quick.
 """
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -86,7 +87,15 @@ def supports(
     raise typer.Exit(code=0 if show_support(op, sizes or [], device) else 1)
 
 
-Served = Annotated[Model, typer.Option(help="Whose layers are served.")]
+class Layers(StrEnum):
+    """Models whose layers `plan` and `warmup` know."""
+
+    V32 = "deepseek_v32"
+    V4 = "deepseek_v4"
+    GLM = "glm_moe_dsa"
+
+
+Served = Annotated[Layers, typer.Option(help="Whose layers are served.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step.")]
 Contexts = Annotated[list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys.")]
 NextN = Annotated[list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once.")]
@@ -102,7 +111,7 @@ Target = Annotated[str | None, typer.Option("--device", help="A known device; de
 
 @app.command()
 def plan(
-    model: Served = Model.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
+    model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
     prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
     page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
@@ -118,7 +127,7 @@ def plan(
 
 @app.command()
 def warmup(
-    model: Served = Model.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
+    model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
     prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
     page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip

@@ -1,5 +1,7 @@
 """`xmla plan` and `xmla supports`: what would run, asked without running it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +15,11 @@ from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.support import supports
 
-MODELS: dict[str, type[Model]] = {"deepseek_v32": ModelConfig, "deepseek_v4": ModelConfigV4}
+MODELS: dict[str, Callable[..., Model]] = {
+    "deepseek_v32": ModelConfig,
+    "deepseek_v4": ModelConfigV4,
+    "glm_moe_dsa": partial(ModelConfig, heads=64, index_heads=32, softmax_scale=256**-0.5, shared_selection=True),
+}
 
 
 def configure(
@@ -27,7 +33,7 @@ def configure(
     """
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if ranks > 1:
-        if MODELS[model] is not ModelConfig:
+        if MODELS[model] is ModelConfigV4:
             raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
         given["ranks"] = ranks
     return MODELS[model](

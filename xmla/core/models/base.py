@@ -8,6 +8,8 @@ from typing import Any
 from xmla.core.attribute import Attr
 from xmla.core.compile import Specialization, specialize
 from xmla.core.device import Device
+from xmla.core.errors import ArgumentError
+from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
@@ -48,6 +50,18 @@ def split(requests: int, next_n: int) -> Call:
     """The call that splits a mixed batch with up to `next_n` tokens per request."""
     batch = {"query_starts": Spec((requests + 1,), "int32"), "lengths": Spec((requests,), "int32")}
     return Call("split_batch", batch, {"num_tokens": requests * next_n, "decode_threshold": next_n})
+
+
+def layout_of(name: str, model: type, rope_in_value: bool) -> MlaLayout:
+    """The format of a latent cache by its name, if entries have the dims of the model's.
+
+    Raises:
+        ArgumentError: There is no such format for the model.
+    """
+    known = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value == rope_in_value}
+    if name not in known:
+        raise ArgumentError(f"{model.__name__}: a cache's format is {name!r}, expected one of {', '.join(known)}")
+    return known[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.formats.mla import V32
-from xmla.core.models.base import Call, Model, split
+from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
+from xmla.core.models.base import Call, Model, layout_of, split
 from xmla.core.parallel import received_bytes
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
@@ -13,13 +13,16 @@ from xmla.core.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(Model):
-    """A DeepSeek-V3.2 model as an engine serves it; arrays are dense, as engines allocate them.
+    """A DeepSeek-V3.2 or GLM model as an engine serves it; arrays are dense, as engines allocate them.
 
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
         index_format: Format of the indexer's cache, "fp8" or "mxfp4".
+        cache_format: Format of attention's cache: "v32", "plain" rows, "nope" (GLM's without roped dims) or "nvfp4".
         k: Selected keys per token.
+        shared_selection: Whether some layers attend over the selection of an earlier one, as GLM's do, by
+            `sparse_mla_paged`.
         page_size: Entries per page of both caches, R.
         softmax_scale, index_scale: As in `dsa_attention`; both are compiled in.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
@@ -35,7 +38,9 @@ class ModelConfig(Model):
     index_heads: int = 64
     index_dim: int = 128
     index_format: str = "fp8"
+    cache_format: str = "v32"
     k: int = 2048
+    shared_selection: bool = False
     page_size: int = 64
     softmax_scale: float = 192**-0.5
     index_scale: float | None = None
@@ -47,24 +52,29 @@ class ModelConfig(Model):
     def indexer(self) -> IndexerLayout:
         return IndexerLayout(self.index_dim, self.index_format)
 
+    @property
+    def layout(self) -> MlaLayout:
+        return layout_of(self.cache_format, type(self), rope_in_value=False)
+
     def caches(self) -> dict[str, Spec]:
         """Both pools; the number of pages is arbitrary, since `specializations` replaces it by few and many."""
+        layout = self.layout
         return {
-            "mla_cache": Spec((1024, self.page_size, V32.row), "uint8"),
+            "mla_cache": Spec((1024, self.page_size, layout.row), "uint8" if layout.packed else self.dtype),
             "indexer_cache": Spec((1024, self.page_size, self.indexer.row), "uint8"),
         }
 
     def writes(self, tokens: int) -> Iterator[Call]:
         caches, slots = self.caches(), Spec((tokens,), "int32")
-        latent, rope = Spec((tokens, V32.latent), self.dtype), Spec((tokens, V32.rope), self.dtype)
+        latent, rope = (Spec((tokens, dims), self.dtype) for dims in (self.layout.latent, self.layout.rope))
         keys = Spec((tokens, self.index_dim), self.dtype)
         cached = {"latent": latent, "rope": rope, "slots": slots, "cache": caches["mla_cache"]}
-        yield Call("write_mla_cache", cached, {})
+        yield Call("write_mla_cache", cached, {"cache_format": self.cache_format})
         yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {})
 
     def queries(self, tokens: int) -> dict[str, Spec]:
         return {
-            "q": Spec((tokens, self.heads, V32.latent + V32.rope), self.dtype),
+            "q": Spec((tokens, self.heads, self.layout.dims), self.dtype),
             "index_q": Spec((tokens, self.index_heads, self.index_dim), self.dtype),
             "index_weights": Spec((tokens, self.index_heads), "float32"),
         }
@@ -89,8 +99,13 @@ class ModelConfig(Model):
             specs["request_ids"] = Spec((tokens,), "int32")
         if self.sink:
             specs["sink"] = Spec((self.heads,), "float32")
-        attrs = {"k": self.k, "softmax_scale": self.softmax_scale, "index_scale": self.index_scale}
-        yield Call("dsa_attention", specs, attrs)
+        scale = {"softmax_scale": self.softmax_scale}
+        attrs = {"k": self.k, "index_scale": self.index_scale, "mla_cache_format": self.cache_format}
+        yield Call("dsa_attention", specs, scale | attrs)
+        if self.shared_selection:
+            given = {name: spec for name, spec in specs.items() if not name.startswith("index") and name != "mla_cache"}
+            given |= {"cache": specs["mla_cache"], "indices": Spec((tokens, self.k), "int32")}
+            yield Call("sparse_mla_paged", given, scale | {"cache_format": self.cache_format})
 
     def shared(self, tokens: int, requests: int, max_len: int, mixed: bool) -> Iterator[Call]:
         """The calls of `ContextParallel.dsa_attention` on each rank, with the strides that torch's exchanges leave."""
@@ -117,11 +132,11 @@ class ModelConfig(Model):
         mapped = {"indices": slots, "block_table": self.table(requests, max_len), **ids}
         yield Call("map_slots", mapped, {"page_size": self.page_size, "compact": True})
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
-        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})
-        row = V32.latent * 2  # bytes; a rank sends its rows and then its float32 lses
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
+        row = VALUE_DIMS * 2  # bytes; a rank sends its rows and then its float32 lses
         part = tokens * self.heads * (row + 4)
         outs = Spec(
-            (ranks, tokens, self.heads, V32.latent), self.dtype, (part // 2, self.heads * V32.latent, V32.latent, 1)
+            (ranks, tokens, self.heads, VALUE_DIMS), self.dtype, (part // 2, self.heads * VALUE_DIMS, VALUE_DIMS, 1)
         )
         lses = Spec((ranks, tokens, self.heads), "float32", (part // 4, self.heads, 1))
         yield Call("merge_attention", {"outs": outs, "lses": lses, **sink}, {})
@@ -159,4 +174,4 @@ class ModelConfig(Model):
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots}
         if self.sink:
             attended["sink"] = Spec((self.heads,), "float32")
-        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale})
+        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})

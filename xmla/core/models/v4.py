@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.formats.mla import MLA_LAYOUTS, VALUE_DIMS, MlaLayout
-from xmla.core.models.base import Call, Model, split
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.models.base import Call, Model, layout_of, split
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
@@ -61,7 +60,7 @@ class ModelConfigV4(Model):
         return IndexerLayout(self.index_dim, self.index_format)
 
     def _pool(self, name: str, page_size: int) -> Spec:
-        layout = _layout(name)
+        layout = layout_of(name, type(self), rope_in_value=True)
         dtype = "uint8" if layout.packed else self.dtype
         return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
 
@@ -84,7 +83,7 @@ class ModelConfigV4(Model):
     def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
         a_token = Spec((tokens,), "int32")
         ids = {"request_ids": a_token} if with_ids else {}
-        caches, layout = self.caches(), _layout(self.cache_format)
+        caches, layout = self.caches(), layout_of(self.cache_format, type(self), rope_in_value=True)
         parts = {"latent": Spec((tokens, layout.latent), self.dtype), "rope": Spec((tokens, layout.rope), self.dtype)}
         yield Call("write_mla_cache", {**parts, "slots": a_token, "cache": caches["window"]},
                    {"cache_format": self.cache_format})  # fmt: skip
@@ -151,10 +150,3 @@ class ModelConfigV4(Model):
     def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
         """A layer of each kind in a prefill step of `tokens`."""
         yield from self.layers(tokens, 1, max_len, with_ids=True)
-
-
-def _layout(name: str) -> MlaLayout:
-    known = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value}
-    if name not in known:
-        raise ArgumentError(f"ModelConfigV4: a cache's format is {name!r}, expected one of {', '.join(known)}")
-    return known[name]

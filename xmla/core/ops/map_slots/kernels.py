@@ -34,8 +34,7 @@ def map_slots_kernel(
     num_keys = multiple(num_keys, UNIT)
     indices = indices_ptr + offset_of(token, multiple(index_stride, UNIT))
     slots = slots_ptr + offset_of(token, num_keys)
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + token)
+    length = tl.load(lengths_ptr + token) if HAS_LENGTHS else 0
     count = 0
     for first in tl.range(0, BLOCK_K if ONE_STEP else num_keys, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
