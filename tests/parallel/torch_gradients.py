@@ -16,8 +16,8 @@ from xmla import torch_api as xt
 
 HIDDEN, HEADS, INDEX_HEADS, DIMS, TOKENS, WINDOW = 32, 2, 2, 32, 6, 4
 SCALE = 0.1
-# Of float32 sums in another order, in products and in the mean of the ranks; where that rounds an operand in bfloat16 the
-# other way, by 2**-8 of it, a few of its thousands of elements.
+# Of float32 sums in another order, in products and in the mean of the ranks; where that rounds an operand in bfloat16
+# the other way, by 2**-8 of it, a few of its thousands of elements.
 ROUNDING, STEPS = 1e-3, 2
 
 
