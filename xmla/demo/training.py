@@ -43,8 +43,8 @@ REPEATED = 2  # steps of the second run
 
 # xmla rounds what attention reads and writes to bfloat16, autocast that and all other products. Both are measured
 # against float32 in the same run, and xmla may be twice as far from it as autocast is: their roundings are of one size
-# but fall on other numbers. Where those of autocast happen to cancel, one rounding of the curve itself is allowed. An
-# error of a tenth in a gradient is farther (tests/test_demo.py).
+# but fall on other numbers. Where those of autocast happen to cancel, one rounding of the curve itself is allowed. A
+# gradient of the rows that is a tenth too large is farther (tests/test_demo.py).
 ROUNDINGS, UNIT = 2.0, 2**-9
 # Of the first step, from the same weights: scores of bfloat16 queries and keys may swap keys that all but tie.
 SELECTION = 0.95
