@@ -43,6 +43,7 @@ class Config:
     index_topk: int = 32
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    dtype: Any = jnp.bfloat16
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,12 @@ class Indexer(nnx.Module):
     """Queries, keys and head weights of the lightning indexer."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        linear = partial(nnx.Linear, use_bias=False, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=rngs)
+        made = {"param_dtype": config.dtype, "dtype": config.dtype, "rngs": rngs}
+        linear = partial(nnx.Linear, use_bias=False, **made)
         self.config = config
         self.wq_b = linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim)
         self.wk = linear(config.hidden_size, config.index_head_dim)
-        self.k_norm = nnx.LayerNorm(
-            config.index_head_dim, epsilon=1e-6, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=rngs
-        )
+        self.k_norm = nnx.LayerNorm(config.index_head_dim, epsilon=1e-6, **made)
         self.weights_proj = linear(config.hidden_size, config.index_n_heads)
 
     def __call__(
@@ -111,10 +111,9 @@ class SparseAttention(nnx.Module):
     """Multi-head latent attention with DeepSeek's sparse indexer, the up-projection of the latent absorbed."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        linear = partial(nnx.Linear, use_bias=False, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=rngs)
-        norm = partial(
-            nnx.RMSNorm, epsilon=config.rms_norm_eps, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=rngs
-        )
+        made = {"param_dtype": config.dtype, "dtype": config.dtype, "rngs": rngs}
+        linear = partial(nnx.Linear, use_bias=False, **made)
+        norm = partial(nnx.RMSNorm, epsilon=config.rms_norm_eps, **made)
         heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         self.config = config
         self.q_a_proj = linear(config.hidden_size, config.q_lora_rank)
@@ -126,51 +125,67 @@ class SparseAttention(nnx.Module):
         self.o_proj = linear(heads * config.v_head_dim, config.hidden_size)
         self.indexer = Indexer(config, rngs)
 
-    def __call__(self, x: jax.Array, position: jax.Array, caches: Caches) -> jax.Array:
-        """Store the keys of new tokens x [T, hidden], T / B of each request, and attend with them: [T, hidden].
-
-        `position` [T] is each token's place in its request; 0 or more keys stand before it in the caches.
-        """
+    def project(self, x: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Absorbed queries [T, H, 576], latents [T, 512], roped keys [T, 64], and what the indexer's queries are of."""
         config = self.config
-        heads, nope, latent_dims = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        nope, latent_dims = config.qk_nope_head_dim, config.kv_lora_rank
         cos, sin = rope_angles(position, config.qk_rope_head_dim, config.rope_theta)
-        requests = len(caches.block_table)
-        slots, _ = xj.map_slots(position.reshape(requests, -1), caches.block_table, page_size=PAGE_SIZE)
-        slots = slots.reshape(-1)
-
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
-        q = self.q_b_proj(q_resid).reshape(len(x), heads, -1)
+        q = self.q_b_proj(q_resid).reshape(len(x), config.num_attention_heads, -1)
         q_nope, q_rope = q[..., :nope], q[..., nope:]
         compressed = self.kv_a_proj_with_mqa(x)
         latent, k_rope = self.kv_a_layernorm(compressed[:, :latent_dims]), compressed[:, latent_dims:]
         q_rope = rotate(q_rope[..., ::2], q_rope[..., 1::2], cos, sin)
         k_rope = rotate(k_rope[..., ::2], k_rope[..., 1::2], cos, sin)
-        index_q, index_k, index_weights = self.indexer(x, q_resid, cos, sin)
+        absorbed = jnp.einsum("thn,lhn->thl", q_nope, self._up()[..., :nope])
+        return jnp.concatenate([absorbed, q_rope], axis=-1), latent, k_rope, q_resid
 
+    def index(self, x: jax.Array, q_resid: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The indexer's queries [T, I, D], keys [T, D] and unscaled weights [T, I]."""
+        return self.indexer(x, q_resid, *rope_angles(position, self.config.qk_rope_head_dim, self.config.rope_theta))
+
+    def project_back(self, out: jax.Array) -> jax.Array:
+        """Attention's out [T, H, 512] as hidden states [T, hidden]."""
+        values = jnp.einsum("thl,lhv->thv", out, self._up()[..., self.config.qk_nope_head_dim :])
+        return self.o_proj(values.reshape(len(out), -1))
+
+    def _up(self) -> jax.Array:
+        """The up-projection of the latent to keys and values of each head: [512, H, 256]."""
+        return self.kv_b_proj.kernel[...].reshape(self.config.kv_lora_rank, self.config.num_attention_heads, -1)
+
+    @property
+    def softmax_scale(self) -> float:
+        return (self.config.qk_nope_head_dim + self.config.qk_rope_head_dim) ** -0.5
+
+    def __call__(self, x: jax.Array, position: jax.Array, caches: Caches) -> jax.Array:
+        """Store the keys of new tokens x [T, hidden], T / B of each request, and attend with them: [T, hidden].
+
+        `position` [T] is each token's place in its request; 0 or more keys stand before it in the caches.
+        """
+        requests = len(caches.block_table)
+        slots, _ = xj.map_slots(position.reshape(requests, -1), caches.block_table, page_size=PAGE_SIZE)
+        slots = slots.reshape(-1)
+        query, latent, k_rope, q_resid = self.project(x, position)
+        index_q, index_k, index_weights = self.index(x, q_resid, position)
         if caches.mla.dtype == jnp.bfloat16:
             rows = jnp.concatenate([latent, k_rope], axis=-1)
             caches.mla[slots // PAGE_SIZE, slots % PAGE_SIZE] = rows
         else:
             xj.write_mla_cache(latent, k_rope, slots, caches.mla)
         xj.write_indexer_cache(index_k, slots, caches.indexer)
-
-        up = self.kv_b_proj.kernel[...].reshape(latent_dims, heads, -1)
-        absorbed = jnp.einsum("thn,lhn->thl", q_nope, up[..., :nope])
         out, _, _ = xj.dsa_attention(
-            jnp.concatenate([absorbed, q_rope], axis=-1), index_q, index_weights, caches.mla, caches.indexer,
-            caches.block_table, position + 1, k=config.index_topk,
-            softmax_scale=(nope + config.qk_rope_head_dim) ** -0.5,
+            query, index_q, index_weights, caches.mla, caches.indexer, caches.block_table, position + 1,
+            k=self.config.index_topk, softmax_scale=self.softmax_scale,
         )  # fmt: skip
-        values = jnp.einsum("thl,lhv->thv", out, up[..., nope:])
-        return self.o_proj(values.reshape(len(x), -1))
+        return self.project_back(out)
 
 
-def load(layer: SparseAttention, weights: dict[str, np.ndarray]) -> None:
+def load(module: nnx.Module, weights: dict[str, np.ndarray]) -> None:
     """Take the weights of transformers' module, by its names: linear layers are stored transposed."""
-    for path, parameter in nnx.iter_graph(layer):
+    for path, parameter in nnx.iter_graph(module):
         if isinstance(parameter, nnx.Param):
             *modules, leaf = path
-            renamed = {"kernel": "weight", "scale": "weight"}.get(str(leaf), str(leaf))
+            renamed = "weight" if leaf in ("kernel", "scale", "embedding") else str(leaf)
             value = weights[".".join(map(str, [*modules, renamed]))]
             parameter[...] = jnp.asarray(value.T if leaf == "kernel" else value, parameter.dtype)
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 from xmla import torch_api
 from xmla.command import app
 from xmla.core.registry import registry
-from xmla.demo import deepseek_v4, deepseek_v32, shell
+from xmla.demo import deepseek_v4, deepseek_v32, shell, training
 from xmla.demo.comparisons import against_model
 from xmla.demo.passes import Run, run_as_shipped
+from xmla.demo.trained import JOINT, WARM_UP
 
 # transformers warns of its own deprecations.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -167,3 +169,77 @@ def test_the_v4_model_has_deepseeks_geometry() -> None:
     assert (config.head_dim, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
     assert config.sliding_window == 128 and sorted(config.compress_rates.values()) == [4, 128]
     assert config.rope_parameters["compress"]["rope_type"] == "yarn"
+
+
+def train_little(
+    monkeypatch: pytest.MonkeyPatch, device: str, tokens: int, warm_up: int, joint: int, *options: str
+) -> Any:
+    monkeypatch.setitem(training.SIZES, device, training.Sizes(2, tokens, 4, {WARM_UP: warm_up, JOINT: joint}))
+    return demo("--train", *options)
+
+
+@pytest.mark.slow
+def test_training_agrees(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / name for name in ("figures.json", "curves.png")]
+    result = train_little(monkeypatch, device, 12, 3, 2, "--json", str(files[0]), "--picture", str(files[1]))
+    assert result.exit_code == 0, result.output
+    figures = json.loads(files[0].read_text())
+    found = {(figure["name"], figure["where"]) for figure in figures if figure["ok"]}
+    assert len(found) == len(figures)
+    assert found >= {
+        ("second run, first 2 steps", "warm-up"), ("second run, first 2 steps", "joint"),
+        ("gradient", "warm-up, indexer"), ("gradient", "joint, indexer"), ("gradient", "joint, rest"),
+        ("curve of the loss", "joint"), ("curve of the KL", "warm-up"), ("curve of the KL", "joint"),
+        ("selection", "layer 1, first step"), ("KL, last step / first", "warm-up"),
+        ("overlap gained", "up to the end of warm-up"), ("overlap gained", "up to the end of joint"),
+    }  # fmt: skip
+    assert f"Agrees: {len(figures)} of {len(figures)} figures keep their bounds" in result.output.splitlines()
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+class Larger(torch.autograd.Function):
+    """A tensor whose gradient is too large by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.factor * gradient, None
+
+
+def wrong_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, cache, slots, **attrs: attend(q, Larger.apply(cache, 1.1), slots, **attrs)
+
+
+def wrong_indexer(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, *others, **attrs: loss(q, Larger.apply(k, 1.5), *others, **attrs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "mistake", "where"),
+    [("sparse_mla", wrong_rows, "joint, rest"), ("indexer_loss", wrong_indexer, "warm-up, indexer")],
+)
+def test_training_notices_a_wrong_gradient(
+    op: str, mistake: Callable[..., Any], where: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step of a stage, and nothing is wrong with the rest."""
+    monkeypatch.setattr(training, "REPEATED", 1)
+    monkeypatch.setattr(torch_api, op, mistake(getattr(torch_api, op)))
+    result = train_little(monkeypatch, device, 8, 1, 1, "--json", str(tmp_path / "figures.json"))
+    assert result.exit_code == 1 and "DISAGREES" in result.output, result.output
+    wrong = {(f["name"], f["where"]) for f in json.loads((tmp_path / "figures.json").read_text()) if not f["ok"]}
+    assert ("gradient", where) in wrong
+    assert not {name for name, _ in wrong} & {"second run, first 1 steps", "selection"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(("--picture", "a.png"), "demo: --picture is given without --train, expected with it: it is of curves"),
+     (("--train", "--model", "deepseek_v4"), "demo: --train of --model deepseek_v4, supported is deepseek_v32")],
+)  # fmt: skip
+def test_what_is_not_trained_is_refused(options: tuple[str, ...], message: str) -> None:
+    assert str(demo(*options).exception) == message

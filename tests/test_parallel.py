@@ -62,6 +62,15 @@ def test_torch(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_training(tmp_path: Path) -> None:
+    """DistributedDataParallel and fully_shard have the gradients of one process with the whole batch."""
+    found = run_ranks(tmp_path, 2, "gradients")
+    assert all(rank.get("ok") for rank in found), found
+    assert set(found[0]["gradients"]) == {"DistributedDataParallel", "sharded"}
+    assert found[0]["gradients"] == found[1]["gradients"], "ranks differ"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_disagrees_on_shapes(ranks: int, tmp_path: Path) -> None:
     """On a shape that is new, and on one that the others have had: then both sides wait until the timeout."""

@@ -46,6 +46,10 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 def demo(
     model: Annotated[Model, typer.Option(help="Whose attention is replaced.")] = Model.V32,
     details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train the model, and as shipped beside it.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the curves of the training into this file.", callback=drawable)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
     ] = None,
@@ -53,7 +57,7 @@ def demo(
     """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX."""
     from xmla.demo import run
 
-    figures = run(model, details)
+    figures = run(model, details, train, picture)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)

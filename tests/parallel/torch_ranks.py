@@ -27,6 +27,7 @@ from xmla.torch_api.parallel import ContextParallel, TensorParallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import kit
+from torch_gradients import check_gradients  # noqa: F401
 
 from xmla.core.tolerance import ATTENTION_LSE
 

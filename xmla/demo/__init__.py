@@ -2,6 +2,7 @@
 
 from enum import StrEnum
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from xmla._frameworks import missing, needed
@@ -14,14 +15,22 @@ class Model(StrEnum):
     V4 = "deepseek_v4"
 
 
-def run(model: Model, details: bool = False) -> list[dict[str, Any]]:
+def run(model: Model, details: bool = False, train: bool = False, picture: Path | None = None) -> list[dict[str, Any]]:
     """Run the model's demo, tell it and return its figures; each says whether it keeps its bound.
 
-    Raises:
-        UnsupportedError: PyTorch is missing, or transformers is missing or too old for the model.
-    """
-    from xmla.core.errors import UnsupportedError
+    With `train` the model is trained, and `picture` gets the curves.
 
+    Raises:
+        ArgumentError: A picture of a demo that does not train.
+        UnsupportedError: PyTorch is missing, or transformers is missing or too old for the model; only deepseek_v32 is
+            trained.
+    """
+    from xmla.core.errors import ArgumentError, UnsupportedError
+
+    if picture is not None and not train:
+        raise ArgumentError("demo: --picture is given without --train, expected with it: it is of curves")
+    if train and model is not Model.V32:
+        raise UnsupportedError(f"demo: --train of --model {model}, supported is {Model.V32}")
     if missing("torch"):
         raise UnsupportedError(f"demo: the model is one of PyTorch, and {needed('torch')}")
     try:
@@ -30,6 +39,6 @@ def run(model: Model, details: bool = False) -> list[dict[str, Any]]:
         if "transformers" not in str(error):
             raise
         raise UnsupportedError(f"demo: {error}: pip install 'transformers>=5.17'") from None
-    from xmla.demo.shell import show
+    from xmla.demo.shell import show, show_training
 
-    return show(module, details)
+    return show_training(details, picture) if train else show(module, details)

@@ -34,6 +34,7 @@ PARTS = 5  # of `compare`; on a GPU one more
 PROMPT = 120
 PLACES = ("layer 0", "layer 1")
 PAGE = 64  # entries
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of each token's position
 
 # Same caches: on the inputs of each step only the kernels can differ from the reference. Results are rounded to
 # bfloat16 (2**-9), and two summation orders in float32 may swap keys whose logits tie. Over a whole run those roundings
@@ -53,7 +54,7 @@ BOUNDS = {
 }
 
 
-def build(device: str) -> DeepseekV32ForCausalLM:
+def build(device: str, index_topk: int = 32) -> DeepseekV32ForCausalLM:
     """A small random model in bfloat16 with DeepSeek-V3.2's head dims and little of everything else.
 
     Weights have twice the default standard deviation: at hidden size 256 the default gives attention so flat that a
@@ -64,19 +65,66 @@ def build(device: str) -> DeepseekV32ForCausalLM:
         "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": len(PLACES),
         "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2, "max_position_embeddings": 4096,
         "q_lora_rank": 128, "kv_lora_rank": V32.latent, "qk_rope_head_dim": V32.rope, "qk_nope_head_dim": 128,
-        "v_head_dim": 128, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 32, "initializer_range": 0.04,
-        "pad_token_id": None, "attn_implementation": "eager",
+        "v_head_dim": 128, "index_n_heads": 4, "index_head_dim": 128, "index_topk": index_topk,
+        "initializer_range": 0.04, "pad_token_id": None, "attn_implementation": "eager",
     }  # fmt: skip
     torch.manual_seed(0)
     model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**settings))
     return model.to(device=device, dtype=torch.bfloat16).eval()
 
 
+@dataclass(frozen=True)
+class Projected:
+    """What attention reads of N tokens, flat over all texts; the up-projection of the latent is in the query."""
+
+    query: torch.Tensor  # [N, H, L+E]
+    latent: torch.Tensor  # [N, L]
+    k_rope: torch.Tensor  # [N, E]
+    q_resid: torch.Tensor  # [B, T, q_lora_rank], which the indexer reads
+
+
+def project(module: Any, hidden_states: torch.Tensor, position_embeddings: Rope) -> Projected:
+    """Queries and keys of a `DeepseekV32Attention` for hidden states [B, T, hidden]."""
+    q_resid = module.q_a_layernorm(module.q_a_proj(hidden_states))
+    q = module.q_b_proj(q_resid).view(*q_resid.shape[:2], module.num_heads, -1).transpose(1, 2)
+    q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+    latent, k_rope = module.kv_a_proj_with_mqa(hidden_states).split([V32.latent, V32.rope], dim=-1)
+    q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope, k_rope[:, None], *position_embeddings)
+    absorbed = torch.einsum("bhtn,hnl->bthl", q_nope, _up(module)[0])
+    query = torch.cat([absorbed, q_rope.transpose(1, 2)], dim=-1)
+    return Projected(query.flatten(0, 1), module.kv_a_layernorm(latent).flatten(0, 1), k_rope.flatten(0, 2), q_resid)
+
+
+def project_back(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """The hidden states [N, hidden] of attention's `out` [N, H, L]: values behind the attention, then o_proj."""
+    up_value = _up(module)[1]
+    return module.o_proj(torch.einsum("thl,hvl->thv", out.to(up_value.dtype), up_value).flatten(1))
+
+
+def _up(module: Any) -> tuple[torch.Tensor, ...]:
+    """The up-projections of the latent to keys [H, dims, L] and to values."""
+    up = module.kv_b_proj.weight.view(module.num_heads, -1, V32.latent)
+    return up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+
+
+def index(
+    indexer: Any, hidden_states: torch.Tensor, q_resid: torch.Tensor, position_embeddings: Rope
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An indexer's queries [N, I, D], keys [N, D] and unscaled weights [N, I] of N tokens, flat over all texts."""
+    rope, rest = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
+    q = indexer.wq_b(q_resid).view(*q_resid.shape[:2], indexer.n_heads, indexer.head_dim)
+    k = indexer.k_norm(indexer.wk(hidden_states))[:, :, None]
+    q_parts, k_parts = q.split([rope, rest], dim=-1), k.split([rope, rest], dim=-1)
+    q_roped, k_roped = apply_rotary_pos_emb(q_parts[0], k_parts[0], *position_embeddings, unsqueeze_dim=2)
+    queries, keys = torch.cat([q_roped, q_parts[1]], dim=-1), torch.cat([k_roped, k_parts[1]], dim=-1)
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    return queries.flatten(0, 1), keys.flatten(0, 2), weights.flatten(0, 1)
+
+
 @dataclass
 class SparseAttention(PagedAttention):
     """The forward of a `DeepseekV32Attention`.
 
-    The up-projection of the latent is absorbed: into the query for the scores, behind the attention for the values.
     With `writes` False the pools have every entry already, and each token reads the very same bytes. With the keys
     `selected` [T, K] for each token nothing is selected here.
     """
@@ -84,56 +132,28 @@ class SparseAttention(PagedAttention):
     writes: bool
     selected: torch.Tensor | None = None
 
-    def attend(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        positions: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        module, mla = self.module, self.pools["mla"]
-        tokens = hidden_states.shape[1]
-        q_resid = module.q_a_layernorm(module.q_a_proj(hidden_states))
-        q = module.q_b_proj(q_resid).view(1, tokens, module.num_heads, -1).transpose(1, 2)
-        q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-        latent, k_rope = module.kv_a_proj_with_mqa(hidden_states).split([V32.latent, V32.rope], dim=-1)
-        latent = module.kv_a_layernorm(latent)
-        q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope, k_rope[:, None], *position_embeddings)
+    def attend(self, hidden_states: torch.Tensor, position_embeddings: Rope, positions: torch.Tensor) -> torch.Tensor:
+        module, mla, indexer = self.module, self.pools["mla"], self.pools["indexer"]
+        projected, scale = project(module, hidden_states, position_embeddings), float(module.scaling)
         if self.writes:
-            self.call("write_mla_cache", latent[0], k_rope[0, 0].contiguous(), mla.slots(positions), mla.pages)
-
-        up = module.kv_b_proj.weight.view(module.num_heads, -1, V32.latent)
-        up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
-        absorbed = torch.einsum("htn,hnl->thl", q_nope[0], up_key)
-        query, scale = torch.cat([absorbed, q_rope[0].transpose(0, 1)], dim=-1), float(module.scaling)
+            self.call("write_mla_cache", projected.latent, projected.k_rope, mla.slots(positions), mla.pages)
         if self.selected is None:
-            index_q, index_weights = self._index(hidden_states, q_resid, position_embeddings, positions)
+            index_q, index_k, index_weights = index(
+                module.indexer, hidden_states, projected.q_resid, position_embeddings
+            )
+            if self.writes:
+                self.call("write_indexer_cache", index_k, indexer.slots(positions), indexer.pages)
             out, _, indices = self.call(
-                "dsa_attention", query, index_q, index_weights, mla.pages, self.pools["indexer"].pages,
-                mla.block_table, positions + 1, k=module.config.index_topk, softmax_scale=scale,
+                "dsa_attention", projected.query, index_q, index_weights, mla.pages, indexer.pages, mla.block_table,
+                positions + 1, k=module.config.index_topk, softmax_scale=scale,
             )  # fmt: skip
             self.indices.append(indices)
         else:
             keys = self.selected[positions.long()]
             keys = keys.where(keys <= positions[:, None], -1)  # the model's own, which it masks later
             slots, _ = self.call("map_slots", keys, mla.block_table, page_size=PAGE)
-            out, _ = self.call("sparse_mla", query, mla.pages, slots, softmax_scale=scale)
-        values = torch.einsum("thl,hvl->thv", out.to(up_value.dtype), up_value)
-        return module.o_proj(values.reshape(1, tokens, -1))
-
-    def _index(
-        self, hidden_states: torch.Tensor, q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Write the tokens' indexer keys; return their indexer queries [T, I, D] and unscaled weights [T, I]."""
-        indexer, pool = self.module.indexer, self.pools["indexer"]
-        rope, rest = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
-        q = indexer.wq_b(q_resid).view(1, -1, indexer.n_heads, indexer.head_dim)
-        k = indexer.k_norm(indexer.wk(hidden_states))[:, :, None]
-        q_parts, k_parts = q.split([rope, rest], dim=-1), k.split([rope, rest], dim=-1)
-        q_roped, k_roped = apply_rotary_pos_emb(q_parts[0], k_parts[0], *position_embeddings, unsqueeze_dim=2)
-        if self.writes:
-            keys = torch.cat([k_roped, k_parts[1]], dim=-1)[0, :, 0]
-            self.call("write_indexer_cache", keys, pool.slots(positions), pool.pages)
-        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
-        return torch.cat([q_roped, q_parts[1]], dim=-1)[0], weights[0]
+            out, _ = self.call("sparse_mla", projected.query, mla.pages, slots, softmax_scale=scale)
+        return project_back(module, out)[None]
 
 
 def run_replaced(

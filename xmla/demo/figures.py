@@ -26,10 +26,13 @@ def overlap(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def figure(name: str, where: str, value: float, bounds: Mapping[str, float]) -> Figure:
     """A share of selected keys, which must reach its bound, or an error, which must not exceed it."""
-    at_least = name.startswith("selection")
-    bound = bounds[name]
+    return bounded(name, where, value, bounds[name], at_least=name.startswith("selection"))
+
+
+def bounded(name: str, where: str, value: float, bound: float, at_least: bool = False) -> Figure:
+    """A value that must not exceed its bound, or must reach it."""
     ok = value >= bound if at_least else value <= bound
-    return {"name": name, "where": where, "value": value, "bound": f"{'≥' if at_least else '≤'} {bound}", "ok": ok}
+    return {"name": name, "where": where, "value": value, "bound": f"{'≥' if at_least else '≤'} {bound:.3g}", "ok": ok}
 
 
 def errors(

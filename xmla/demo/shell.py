@@ -1,8 +1,8 @@
-"""The demo of any model: build it, run it as shipped and with xmla, tell how far the two agree."""
+"""What the demos say: the model, the verdict, the figures; of any model in inference, and of the training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -36,44 +36,75 @@ class Demo(Protocol):
         """Run the model with xmla and compare; `begin` shows the part that begins."""
 
 
-@torch.no_grad()
 def show(demo: Demo, details: bool = False) -> list[Figure]:
     """Run the demo of a model, tell it, with `details` all figures, and return them."""
-    console = Console()
-    say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
     text = files("xmla.demo").joinpath("moby_dick.txt").read_bytes()
     tokens = torch.tensor(list(text[: demo.PROMPT + DECODED]), device=device)
     told = {**demo.STORY, "text": f"{demo.PROMPT} tokens of Moby Dick prefilled, {DECODED} decoded one by one"}
-    for name, sentence in told.items():
-        say(f"{name + ':':<13}{sentence}")
-    with Progress(console=console, transient=True) as bar:
+    tell(console, told)
+    with Progress(console=console, transient=True) as bar, torch.no_grad():
         task = bar.add_task("as shipped", total=1 + demo.PARTS)
         model = demo.build(device)
         shipped = run_as_shipped(model, tokens, demo.PROMPT)
         compared = demo.compare(model, tokens, shipped, lambda part: bar.update(task, advance=1, description=part))
     figures = compared.figures
-    failed = [figure for figure in figures if not figure["ok"]]
-    verdict = f"{len(figures) - len(failed)} of {len(figures)} figures keep their bounds"
-    say(f"\n{'DISAGREES' if failed else 'Agrees'}: {verdict}", style="bold red" if failed else "bold green")
+    tell_verdict(console, figures)
     for kind, meaning in demo.KINDS.items():
         if found := [figure for figure in figures if kind in figure["name"]]:
-            say(f"{kind + ':':<13}{', '.join(worst(found))}; {meaning}")
+            tell(console, {kind: f"{', '.join(worst(found))}; {meaning}"})
     ours, plain = (agreement(run, shipped) for run in (compared.run, compared.plain))
-    say(
-        f"next token:  the shipped model's most likely one for {ours:.0%} of the tokens, for {plain:.0%} with plain "
+    tell(console, {
+        "next token": f"the shipped model's most likely one for {ours:.0%} of the tokens, for {plain:.0%} with plain "
         "rows and the model's selection: fp8 rounds each key and with it the selection, and random weights leave the "
         "best tokens nearly as likely"
-    )
-    if details or failed:
-        console.print(table_of(demo.TITLE, figures if details else failed))
-    else:
-        say("Every figure beside its bound: xmla demo --details")
+    })  # fmt: skip
+    tell_figures(console, demo.TITLE, figures, details, "xmla demo --details")
     if missing("jax"):
-        say(f"left out: torch = JAX, since {needed('jax')}")
+        tell(console, {"left out": f"torch = JAX, since {needed('jax')}"})
     for extra in compared.tables:
         console.print(extra)
     return figures
+
+
+def show_training(details: bool = False, picture: Path | None = None) -> list[Figure]:
+    """Train DeepSeek-V3.2's model, tell it, with `details` all figures, draw its curves, and return the figures."""
+    from xmla.demo import training
+
+    console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = training.SIZES[device]
+    tell(console, training.STORY | {"text": training.told(sizes)})
+    with Progress(console=console, transient=True) as bar:
+        runs, figures = training.measure(sizes, device, bar)
+    tell_verdict(console, figures)
+    tell(console, training.summary(sizes, runs))
+    if picture is not None:
+        from xmla.demo.picture import draw
+
+        draw(training.TITLE, runs, picture)
+    tell_figures(console, training.TITLE, figures, details, "xmla demo --train --details")
+    return figures
+
+
+def tell(console: Console, sentences: Mapping[str, str]) -> None:
+    for name, sentence in sentences.items():
+        console.print(f"{name + ':':<13}{sentence}", soft_wrap=True, markup=False, highlight=False)
+
+
+def tell_verdict(console: Console, figures: Sequence[Figure]) -> None:
+    failed = sum(not figure["ok"] for figure in figures)
+    verdict = f"{len(figures) - failed} of {len(figures)} figures keep their bounds"
+    word, style = ("DISAGREES", "bold red") if failed else ("Agrees", "bold green")
+    console.print(f"\n{word}: {verdict}", style=style, soft_wrap=True, markup=False, highlight=False)
+
+
+def tell_figures(console: Console, title: str, figures: Sequence[Figure], details: bool, command: str) -> None:
+    """All figures as a table, or those that do not keep their bounds."""
+    failed = [figure for figure in figures if not figure["ok"]]
+    if details or failed:
+        console.print(table_of(title, figures if details else failed))
+    else:
+        console.print(f"Every figure beside its bound: {command}", soft_wrap=True, markup=False, highlight=False)
 
 
 def agreement(run: Run, shipped: Run) -> float:
@@ -100,6 +131,8 @@ def worst(figures: Sequence[Figure]) -> Iterator[str]:
 def table_of(title: str, figures: Sequence[Figure]) -> Table:
     table = Table("figure", "where", "value", "bound", "", title=title)
     for f in figures:
-        value = "identical" if f["bound"] == "identical" and f["ok"] else f"{f['value']:.4f}"
+        value = f"{f['value']:{'.4f' if f['value'] >= 1e-3 else '.2g'}}"
+        if f["bound"] == "identical" and f["ok"]:
+            value = "identical"
         table.add_row(f["name"], f["where"], value, f["bound"], "[green]ok" if f["ok"] else "[red]DISAGREES")
     return table

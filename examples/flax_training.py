@@ -1,0 +1,155 @@
+"""A model of Flax NNX layers, trained on xmla in JAX as `xmla demo --train` trains transformers' in torch.
+
+python examples/flax_training.py [picture.png]
+
+It gets the weights of the demo's model. The indexer's warm-up comes first, then joint training over the selected keys.
+The curves are compared with those of torch, and drawn beside them.
+"""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flax_dsa_layer import GPU, Config, SparseAttention, load  # isort: skip  # first: it chooses the interpreter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from xmla import jax_api as xj
+from xmla.demo.trained import JOINT, WARM_UP, Curve, Stage, build_sharp, train
+from xmla.demo.training import Sizes, distance, texts_of
+
+SIZES = Sizes(texts=2, tokens=12, topk=4, steps={WARM_UP: 3, JOINT: 3})
+# Mean distance of the curves over their mean. The ops have the same bits, but not the same arguments: float32 sums in
+# another order round one of a thousand elements the other way to bfloat16, and training follows. What bfloat16 itself
+# does to a curve is of this size.
+BOUND = 2**-6
+CONFIG = Config(index_topk=SIZES.topk, dtype=jnp.float32)
+jax.config.update("jax_default_matmul_precision", "float32")  # on a GPU it would be TF32
+
+
+class MLP(nnx.Module):
+    def __init__(self, hidden: int, inner: int, rngs: nnx.Rngs) -> None:
+        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear(hidden, inner),
+            linear(hidden, inner),
+            linear(inner, hidden),
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """Its modules have transformers' names."""
+
+    def __init__(self, config: Config, inner: int, rngs: nnx.Rngs) -> None:
+        norm = partial(nnx.RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn = SparseAttention(config, rngs)
+        self.mlp = MLP(config.hidden_size, inner, rngs)
+
+    def __call__(self, x: jax.Array, stage: Stage) -> tuple[jax.Array, jax.Array]:
+        attended, kl = attend(self.self_attn, self.input_layernorm(x), stage)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), kl
+
+
+class Model(nnx.Module):
+    def __init__(self, config: Config, layers: int, vocabulary: int, inner: int, rngs: nnx.Rngs) -> None:
+        self.embed_tokens = nnx.Embed(vocabulary, config.hidden_size, rngs=rngs)
+        self.layers = nnx.List(Layer(config, inner, rngs) for _ in range(layers))
+        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
+        self.lm_head = nnx.Linear(config.hidden_size, vocabulary, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, stage: Stage) -> tuple[jax.Array, jax.Array]:
+        """Logits [B · T, vocabulary] and the mean of the indexers' losses, of texts [B, T]."""
+        x, losses = self.embed_tokens(tokens.reshape(-1)), []
+        for layer in self.layers:
+            x, kl = layer(x, stage)
+            losses.append(kl)
+        return self.lm_head(self.norm(x)), jnp.stack(losses).mean()
+
+
+def attend(layer: SparseAttention, x: jax.Array, stage: Stage) -> tuple[jax.Array, jax.Array]:
+    """Attention over plain rows of tokens x [B · T, hidden], and the indexer's loss, from which it alone learns."""
+    place = jnp.arange(len(x), dtype=jnp.int32)
+    position = place % SIZES.tokens
+    starts, ends = place - position, place + 1
+    query, latent, k_rope, q_resid = layer.project(x, position)
+    query, rows = query.astype(jnp.bfloat16), jnp.concatenate([latent, k_rope], axis=-1).astype(jnp.bfloat16)
+    index_q, index_k, weights = layer.index(*jax.lax.stop_gradient((x, q_resid)), position)
+    weights = weights * (layer.config.index_n_heads * layer.config.index_head_dim) ** -0.5
+    indexer = index_q.astype(jnp.bfloat16), index_k.astype(jnp.bfloat16), weights
+
+    if stage.dense:
+        keys = jnp.broadcast_to(place[: SIZES.tokens], (len(x), SIZES.tokens))
+    else:
+        scores = xj.indexer_scores(*jax.lax.stop_gradient(indexer), ends, starts)
+        keys = xj.select_topk(scores, ends, starts, k=layer.config.index_topk)
+    slots = keys + starts[:, None]
+    slots = jnp.where((keys >= 0) & (slots < ends[:, None]), slots, -1)
+    out, lse = xj.sparse_mla(query, rows[:, None], slots, softmax_scale=layer.softmax_scale)
+    constants = jax.lax.stop_gradient((query, rows, lse))
+    kl, *_ = xj.indexer_loss(
+        *indexer, *constants, ends, starts, None if stage.dense else slots, softmax_scale=layer.softmax_scale
+    )
+    return layer.project_back(out.astype(x.dtype)), kl[0]
+
+
+def train_flax(model: Model, stage: Stage, batch: jax.Array, steps: int) -> Curve:
+    """Train the indexers alone while the stage is dense, then everything."""
+    learned = nnx.All(nnx.Param, nnx.PathContains("indexer")) if stage.dense else nnx.Param
+    optimizer = nnx.Optimizer(model, optax.adamw(stage.rate, weight_decay=0.01), wrt=learned)
+
+    def loss_of(model: Model) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        logits, kl = model(batch[:, :-1], stage)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].reshape(-1)).mean()
+        return loss + kl, (loss, kl)
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer) -> tuple[jax.Array, jax.Array]:
+        gradients, told = nnx.grad(loss_of, argnums=nnx.DiffState(0, learned), has_aux=True)(model)
+        optimizer.update(model, gradients)
+        return told
+
+    told = [step(model, optimizer) for _ in range(steps)]
+    losses, kls = ([float(value) for value in values] for values in zip(*told, strict=True))
+    return Curve(losses, kls, [math.nan] * steps)
+
+
+def main() -> None:
+    device = "cuda" if GPU else "cpu"
+    by_torch: Any = build_sharp(device, SIZES.topk)
+    shipped, config = build_sharp(device, SIZES.topk), by_torch.config
+    model = Model(CONFIG, config.num_hidden_layers, config.vocab_size, config.intermediate_size, nnx.Rngs(0))
+    weights = by_torch.state_dict().items()
+    load(model, {name.removeprefix("model."): value.cpu().numpy() for name, value in weights})
+    batch = texts_of(SIZES, device)
+    runs: dict[str, dict[Stage, Curve]] = {"xmla in torch": {}, "xmla in JAX": {}, "as shipped": {}}
+    for stage, steps in SIZES.steps.items():
+        want = runs["xmla in torch"][stage] = train(by_torch, stage, batch, steps)
+        found = runs["xmla in JAX"][stage] = train_flax(model, stage, jnp.asarray(batch.cpu().numpy()), steps)
+        runs["as shipped"][stage] = train(shipped, stage, batch, steps, over=want)
+        what = "kl" if stage.dense else "loss"  # what the stage minimises, and what depends on no near tie
+        ours, theirs = getattr(found, what), getattr(want, what)
+        error, bound = distance(ours, theirs), BOUND * float(np.mean(theirs))
+        print(
+            f"out ({steps},) {what} in the {stage.name}: {theirs[0]:.4f} to {theirs[-1]:.4f} in torch, {ours[-1]:.4f} "
+            f"in JAX, {error:.1e} apart, bound {bound:.1e}"
+        )
+        assert error <= bound
+    if sys.argv[1:]:
+        from xmla.demo.picture import draw
+
+        draw("A model of Flax NNX layers, trained by xmla", runs, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
