@@ -17,17 +17,28 @@ PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/f
 
 RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
+VLLM ?= 0.26.0 0.33.0
 WORKERS ?= 2
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast fuzz matrix mutants lint types docs report clean
+.PHONY: demo test test-fast vllm fuzz matrix mutants lint types docs report clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
 # A minute: declarations, plans, layouts, formats, wrong arguments, and a case of every op under torch and JAX.
 test-fast: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --one-case $(FAST)
+
+# vLLM's engine on xmla, in the interpreter, with each tested release in an environment of its own (1 GB each).
+vllm: $(VLLM:%=build/vllm/%/ready)
+	set -e; for release in $(VLLM); do \
+	  $(ENV) PYTHONPATH=build/vllm/$$release $(PYTHON) -m pytest tests/vllm_engine; \
+	done
+
+build/vllm/%/ready: tests/vllm_engine/requirements.txt $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target build/vllm/$* vllm==$* --requirement $<
+	touch $@
 
 fuzz: $(READY)
 	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS)

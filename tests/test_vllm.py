@@ -1,0 +1,141 @@
+"""What the plugin makes of vLLM's metadata, without vLLM; tests/vllm_engine runs its engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xmla import UnsupportedError
+from xmla import torch_api as xt
+from xmla.vllm import indexer
+
+PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
+
+
+def ints(*values: int, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """An indexer cache and the block table of requests of these lengths, whose pages are mixed."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    need = [-(-length // PAGE) for length in lengths]
+    order = torch.randperm(sum(need) + 2, generator=generator)[: sum(need)].int().split(need)
+    table = torch.full((len(lengths), max(need)), -1, dtype=torch.int32)
+    cache = torch.zeros(sum(need) + 2, PAGE, DIM + 4, dtype=torch.uint8, device=device)
+    for request, pages in enumerate(order):
+        table[request, : len(pages)] = pages
+        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[: lengths[request]]
+        xt.write_indexer_cache(torch.randn(len(slots), DIM, generator=generator).to(device), slots.to(device), cache)
+    return cache, table.to(device)
+
+
+def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    heads, weights = (torch.randn(tokens, *shape, generator=generator) for shape in ((HEADS, DIM), (HEADS,)))
+    return xt.quantize_indexer_query(heads.to(device), weights.to(device))
+
+
+def selected(step: Any, cache: torch.Tensor, tokens: int, device: str) -> np.ndarray:
+    found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
+    keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
+    buffers = keys, torch.empty(256, device=device), torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+    indexer.select(step, *query(tokens, device), cache, found, buffers)
+    return found.cpu().numpy()
+
+
+def wanted(visible: list[tuple[int, int]], cache: torch.Tensor, table: torch.Tensor, device: str) -> np.ndarray:
+    """By the reference: each token's request and visible keys."""
+    requests, lengths = (ints(*values, device=device) for values in zip(*visible, strict=True))
+    call = cache, table, lengths, requests
+    return xt.indexer_topk_paged(*query(len(visible), device), *call, k=K, implementation="reference").cpu().numpy()
+
+
+def visible(lengths: list[int], new: list[int]) -> list[tuple[int, int]]:
+    """Request and visible keys of each request's last `new` tokens."""
+    return [(r, keys - n + 1 + j) for r, (keys, n) in enumerate(zip(lengths, new, strict=True)) for j in range(n)]
+
+
+def decodes(seq_lens: list[list[int]], new: list[int], table: torch.Tensor, device: str) -> SimpleNamespace:
+    decode = SimpleNamespace(
+        block_table=table,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        decode_lens=ints(*new, device=device),
+    )
+    return SimpleNamespace(num_decodes=len(new), num_decode_tokens=sum(new), num_prefills=0, decode=decode)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 8])
+def test_decodes_of_equally_many_tokens(next_n: int, device: str) -> None:
+    lengths = [20, 9, 31]
+    cache, table = make(lengths, device)
+    seq_lens = [[keys - next_n + 1 + j for j in range(next_n)] for keys in lengths]
+    tokens = visible(lengths, [next_n] * 3)
+    got = selected(decodes(seq_lens, [next_n] * 3, table, device), cache, len(tokens), device)
+    assert np.array_equal(got, wanted(tokens, cache, table, device))
+
+
+@pytest.mark.parametrize("new", [[3, 1, 2], [1, 0, 3], [8, 1, 0]])
+def test_decodes_of_different_numbers_of_tokens(new: list[int], device: str) -> None:
+    """Drafts that end early, and padding requests without tokens: a row of lengths ends with the request's own."""
+    lengths = [20, 9, 31]
+    cache, table = make(lengths, device)
+    seq_lens = [[keys - max(new) + 1 + j for j in range(max(new))] for keys in lengths]
+    tokens = visible(lengths, new)
+    got = selected(decodes(seq_lens, new, table, device), cache, len(tokens), device)
+    assert np.array_equal(got, wanted(tokens, cache, table, device))
+
+
+def test_decodes_that_vllm_made_a_request_of_each_token(device: str) -> None:
+    lengths, new = [20, 9], [3, 2]
+    cache, table = make(lengths, device)
+    tokens = visible(lengths, new)
+    expanded = table[ints(*(request for request, _ in tokens), device=device).long()]
+    step = decodes([[keys] for _, keys in tokens], [1] * 5, expanded, device)
+    assert np.array_equal(selected(step, cache, 5, device), wanted(tokens, cache, table, device))
+
+
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: str) -> None:
+    """The host's sum of lengths may exceed the device's: keys beyond the last request are no one's."""
+    lengths, new = [20, 30, 13], [1, 9, 4]
+    cache, table = make(lengths, device)
+    tokens = visible(lengths, new)
+    starts = [0, *np.cumsum(lengths[1:])]
+
+    def chunk(first: int, last: int, skip: bool) -> SimpleNamespace:
+        """Tokens `first` to `last` of the step, over the keys of both prefills."""
+        limits = [(starts[r - 1], starts[r - 1] + keys) for r, keys in tokens[first:last]]
+        begins, ends = (ints(*map(int, side), device=device) for side in zip(*limits, strict=True))
+        return SimpleNamespace(
+            token_start=first, token_end=last, skip_kv_gather=skip, block_table=table[1:],
+            cu_seq_lens=ints(*map(int, starts), device=device), total_seq_lens=int(starts[-1]) + beyond,
+            cu_seqlen_ks=begins, cu_seqlen_ke=ends,
+        )  # fmt: skip
+
+    step = decodes([[20]], [1], table[:1], device)
+    step.num_prefills, step.prefill = 2, SimpleNamespace(chunks=[chunk(1, 7, False), chunk(7, 14, True)])
+    assert np.array_equal(selected(step, cache, 14, device), wanted(tokens, cache, table, device))
+
+
+@pytest.mark.parametrize(
+    ("changed", "backend", "told"),
+    [
+        ({}, "DEEPSEEK_V4_INDEXER", "the indexer of DEEPSEEK_V4_INDEXER"),
+        ({"use_fp4_cache": True}, "DEEPSEEK_V32_INDEXER", "MXFP4 keys of the indexer"),
+        (
+            {"dcp_world_size": 2, "use_pcp": True},
+            "DEEPSEEK_V32_INDEXER",
+            "decode context parallelism, prefill context parallelism",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, told: str) -> None:
+    served = {"use_fp4_cache": False, "dcp_world_size": 1, "use_pcp": False}
+    indexer.refuse(served, "DEEPSEEK_V32_INDEXER")
+    with pytest.raises(UnsupportedError) as raised:
+        indexer.refuse(served | changed, backend)
+    message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+    assert str(raised.value) == message

@@ -1,0 +1,97 @@
+"""A platform of vLLM for tests: its CPU worker, with sparse attention by xmla's kernels in Triton's interpreter.
+
+The wheels of vLLM for CUDA have no CPU kernels; what the worker calls of them is here, in torch.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+
+def platform() -> str | None:
+    """The entry point in the group `vllm.platform_plugins`."""
+    return f"{__name__}.InterpretedPlatform" if os.environ.get("TRITON_INTERPRET") == "1" else None
+
+
+def __getattr__(name: str) -> Any:
+    """The classes, made when vLLM asks for them: its platforms cannot be imported while it looks for one."""
+    if name not in ("InterpretedPlatform", "Worker"):
+        raise AttributeError(name)
+    made = make_platform() if name == "InterpretedPlatform" else make_worker()
+    globals()[name] = made
+    return made
+
+
+def make_platform() -> type:
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class InterpretedPlatform(CpuPlatform):
+        @classmethod
+        def get_attn_backend_cls(cls, *_: Any, **__: Any) -> str:
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+            return AttentionBackendEnum.CUSTOM.get_path()
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(8, 9)  # for which vLLM has no dense attention of prefills: all of it is sparse
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            """What vLLM takes from MLA on a CPU is given back: chunked prefill and prefix caching."""
+            scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+            chunked, tokens, prefixes = (
+                scheduler.enable_chunked_prefill,
+                scheduler.max_num_batched_tokens,
+                cache.enable_prefix_caching,
+            )
+            super().check_and_update_config(vllm_config)
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, tokens
+            cache.enable_prefix_caching, cache.block_size = prefixes, 64
+            vllm_config.parallel_config.worker_cls = f"{__name__}.Worker"
+
+    return InterpretedPlatform
+
+
+def make_worker() -> type:
+    define("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None)
+    define("silu_and_mul(Tensor(a!) out, Tensor input) -> ()", silu_and_mul)
+    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.model_executor.layers import utils as layers
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker import workspace
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    topk_topp_sampler.HAS_TRITON = False  # its kernel would run in the interpreter
+    layers.dispatch_cpu_unquantized_gemm = linear
+    sparse_attn_indexer.SparseAttnIndexer.forward_cpu = sparse_attn_indexer.SparseAttnIndexer.forward_cuda
+    sparse_attn_indexer.SparseAttnIndexer.forward_native = sparse_attn_indexer.SparseAttnIndexer.forward_cuda
+    torch.accelerator.empty_cache = lambda: None  # the workspace calls it when it grows
+
+    class Worker(CPUWorker):
+        def init_device(self) -> None:
+            super().init_device()
+            workspace.init_workspace_manager(torch.device("cpu"))
+
+    return Worker
+
+
+def define(schema: str, function: Any) -> None:
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(schema)
+    library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+    LIBRARIES.append(library)
+
+
+LIBRARIES: list[Any] = []  # a library's ops live as long as it
+
+
+def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    gate, value = x.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * value)
+
+
+def linear(layer: Any, remove_weight: bool = False) -> None:
+    layer.cpu_linear = torch.nn.functional.linear

@@ -1,0 +1,90 @@
+"""`python serve.py MODEL OUT`: serve requests that join late with vLLM on xmla's ops.
+
+Writes the tokens of each request, their log-probabilities, and how often each op was called.
+With --reference every op is its NumPy reference.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from xmla import torch_api as xt
+
+CALLS: Counter[str] = Counter()
+OPS = (
+    "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
+    "split_batch", "sparse_mla",
+)  # fmt: skip
+
+
+def counted(name: str, implementation: str | None) -> Any:
+    op = getattr(xt, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        CALLS[name] += 1
+        return op(*args, implementation=implementation, **kwargs)
+
+    call.plan = op.plan
+    return call
+
+
+def prompts() -> dict[str, list[int]]:
+    """Requests by name: of two chunks of prefill, of fewer tokens than are selected, and with a page in common.
+
+    The streams are those whose next tokens are not nearly tied in the model.
+    """
+
+    def stream(start: int, length: int) -> list[int]:
+        return [(7 * i * i + 3 * i) % 250 + 2 for i in range(start, start + length)]
+
+    return {
+        "long": stream(10, 100),
+        "short": stream(21, 7),
+        "late": stream(17, 45),
+        "prefix": stream(10, 70) + stream(6, 9),
+    }
+
+
+def serve(model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0) -> None:
+    for name in OPS:
+        setattr(xt, name, counted(name, "reference" if reference else None))
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,
+            max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True,
+            enable_prefix_caching=True, block_size=64, compilation_config={"custom_ops": ["none"]}, **arguments,
+        )
+    )  # fmt: skip
+    parameters = SamplingParams(temperature=0, max_tokens=5, logprobs=1, detokenize=False, ignore_eos=True)
+
+    joins = {"long": 0, "short": 0, "late": 2, "prefix": 5}  # the step before which each comes
+    tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[float]] = {}
+    step = cached = 0
+    while engine.has_unfinished_requests() or step <= max(joins.values()):
+        for name, tokens_in in prompts().items():
+            if joins[name] == step:
+                engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters)
+        step += 1
+        for result in engine.step():
+            if result.finished:
+                (answer,) = result.outputs
+                tokens[result.request_id] = list(answer.token_ids)
+                pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+                logprobs[result.request_id] = [found[token].logprob for token, found in pairs]
+                cached += result.num_cached_tokens or 0
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    kinds = sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
+    out.write_text(
+        json.dumps({"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds})
+    )
+
+
+if __name__ == "__main__":
+    typer.run(serve)

@@ -1,0 +1,188 @@
+"""vLLM's engine on xmla's ops, in Triton's interpreter: `make vllm` installs the tested releases and runs this.
+
+Each engine is a process of its own, since a plugin changes vLLM for good.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ARCHITECTURES = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
+
+
+def release() -> str | None:
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(release() is None, reason="needs vLLM: make vllm")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run(plugins, *words)`: python in an environment that has xmla's entry points and the tests' platform."""
+    folder = tmp_path_factory.mktemp("vllm")
+    installed = folder / "xmla_vllm_engine-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: xmla-vllm-engine\nVersion: 0\n")
+    points = {**PROJECT["entry-points"], "vllm.platform_plugins": {"interpreted": "interpreted:platform"}}
+    lines = [[f"[{group}]", *(f"{name} = {place}" for name, place in found.items())] for group, found in points.items()]
+    (installed / "entry_points.txt").write_text("\n".join("\n".join(group) for group in lines) + "\n")
+    path = [str(ROOT), str(FOLDER), str(folder), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+
+    def start(plugins: str, *words: str) -> subprocess.CompletedProcess[str]:
+        given = environment | {"VLLM_PLUGINS": plugins}
+        return subprocess.run([sys.executable, *words], env=given, capture_output=True, text=True, check=False)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def model(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    made = run("", str(FOLDER / "model.py"), str(folder))
+    assert made.returncode == 0, made.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serve(run: Callable[..., Any], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    def served(*options: str) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("served") / "out.json"
+        done = run("xmla,interpreted", str(FOLDER / "serve.py"), str(model), str(out), *options)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        log = done.stdout + done.stderr  # 0.26 logs on stdout, 0.33 on stderr
+        assert log.count("DeepSeek sparse attention runs on xmla: ") == 1, log
+        return json.loads(out.read_text()) | {"log": log}
+
+    return served
+
+
+@pytest.fixture(scope="module")
+def kernels(serve: Callable[..., Any]) -> dict[str, Any]:
+    return serve()
+
+
+def test_every_op_ran(kernels: dict[str, Any]) -> None:
+    calls = kernels["calls"]
+    assert kernels["attention"] == ["XmlaSparseImpl"]
+    assert kernels["cached"] == 64  # a page
+    assert len(calls) == 8 and min(calls.values()) >= 8, calls
+    assert "xmla is tested with" not in kernels["log"]
+
+
+def test_tokens_are_those_of_the_references(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    reference = serve("--reference")
+    assert reference["calls"] == kernels["calls"]
+    assert reference["tokens"] == kernels["tokens"]
+
+
+def test_tokens_over_plain_rows(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """The attention's entries are not quantised; the indexer's keys are the same."""
+    assert serve("--cache", "auto", "--reference")["tokens"] == kernels["tokens"]
+
+
+@pytest.mark.parametrize("drafts", ["1", "7"])
+def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """With one draft vLLM hands over the tokens of a request together, with seven one by one."""
+    drafted = serve("--drafts", drafts, "--reference")
+    assert drafted["tokens"] == kernels["tokens"]
+    assert drafted["calls"]["sparse_mla"] != kernels["calls"]["sparse_mla"]
+
+
+def test_probabilities_are_those_of_the_model(kernels: dict[str, Any], model: Path) -> None:
+    """transformers' own model, float32, without pages, plugin or quantisation.
+
+    Near ties of the indexer that are decided otherwise change log-probabilities by 0.1 on average, half of the prompt
+    missing by 0.2 to 2.1.
+    """
+    from serve import prompts
+    from transformers import DeepseekV32ForCausalLM
+
+    original = DeepseekV32ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, tokens in prompts().items():
+        answer = kernels["tokens"][name]
+        with torch.no_grad():
+            logprobs = original(torch.tensor([tokens + answer])).logits[0].log_softmax(-1)
+        want = logprobs[len(tokens) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert (want - torch.tensor(kernels["logprobs"][name])).abs().mean() < 0.2, name
+
+
+def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
+    """By compute capability; on sm_80 and for dense attention vLLM goes on to its own."""
+    done = run("xmla", str(FOLDER / "choose.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused = json.loads(done.stdout.splitlines()[-1])
+    assert [*refused["fp8"]] == ARCHITECTURES and refused["fp8"] == refused["bf16"]
+    assert {name for name, reasons in refused["fp8"].items() if not reasons} == {*ARCHITECTURES} - {"sm_80"}
+    assert refused["fp8"]["sm_80"] == ["compute capability not supported"]
+    assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
+
+
+REGISTERED = """
+import sys
+from xmla.vllm import register
+register()
+from vllm.model_executor.layers import sparse_attn_indexer
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print(AttentionBackendEnum.CUSTOM.is_overridden(), sparse_attn_indexer.has_deep_gemm.__module__)
+"""
+
+
+@pytest.mark.parametrize("plugins", ["", "another,xmlas"])
+def test_a_process_that_does_not_name_xmla_is_left_alone(plugins: str, run: Callable[..., Any]) -> None:
+    done = run(plugins, "-c", REGISTERED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "False vllm.utils.import_utils"
+
+
+MISSING = """
+from vllm.model_executor.layers import sparse_attn_indexer
+del sparse_attn_indexer.has_deep_gemm
+from xmla.vllm import register
+register()
+"""
+
+
+def test_what_is_replaced_has_to_be_there(run: Callable[..., Any]) -> None:
+    done = run("xmla", "-c", MISSING)
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith(
+            f"xmla.core.errors.UnsupportedError: xmla.vllm: vLLM {release()} has no "
+            "vllm.model_executor.layers.sparse_attn_indexer.has_deep_gemm, which xmla replaces ("
+        )
+    )
+
+
+UNTESTED = """
+import xmla.vllm
+xmla.vllm.TESTED = ("0.25",)
+xmla.vllm.register()
+"""
+
+
+def test_another_release_is_named(run: Callable[..., Any]) -> None:
+    done = run("xmla", "-c", UNTESTED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"vLLM {release()}: xmla is tested with 0.25" in done.stdout + done.stderr

@@ -1,0 +1,31 @@
+"""DeepSeek sparse attention of vLLM by xmla's ops: `VLLM_PLUGINS=xmla vllm serve …`.
+
+`register` is xmla's entry point in the group `vllm.general_plugins`, which vLLM calls in each of its processes. What it
+changes in vLLM is in `seam`; `backend` is the attention, `indexer` the selection of keys.
+"""
+
+import os
+from importlib.metadata import version
+
+# The releases that tests run, by major and minor number.
+TESTED = ("0.26", "0.33")
+
+
+def register() -> None:
+    """Put xmla in place of vLLM's sparse attention, if VLLM_PLUGINS names xmla; otherwise change nothing.
+
+    vLLM loads every installed plugin while VLLM_PLUGINS is not set. That xmla is installed is no wish to serve with it.
+
+    Raises:
+        UnsupportedError: This release of vLLM lacks something that xmla replaces.
+    """
+    if "xmla" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
+    from vllm.logger import init_logger
+
+    from xmla.vllm import seam
+
+    release = version("vllm")
+    if ".".join(release.split(".")[:2]) not in TESTED:
+        init_logger("vllm.xmla").warning("vLLM %s: xmla is tested with %s", release, " and ".join(TESTED))
+    seam.install(release)

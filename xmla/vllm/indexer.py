@@ -1,0 +1,105 @@
+"""The op `vllm::sparse_attn_indexer`: write the step's keys, then each token's selected positions.
+
+vLLM's metadata of a step has the decodes first, flat or as [requests, tokens], and then the prefills in chunks whose
+keys fit a buffer. Decodes select over pages. A chunk of prefill gathers the keys of its requests once: its many tokens
+share them.
+"""
+
+from typing import Any
+
+import torch
+
+from xmla import torch_api as xt
+from xmla.core.errors import UnsupportedError
+
+
+def run(call: dict[str, Any]) -> torch.Tensor:
+    """The op, with its arguments by name; the selected positions, in `topk_indices_buffer`.
+
+    The memory is reserved in the profile run, whose steps have no metadata.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    context = get_forward_context()
+    name = _resolve_layer_name(call["k_cache_prefix"])
+    refuse(call, context.no_compile_layers[name].get_attn_backend().get_name())
+    buffers = reserve(call["total_seq_lens"], call["head_dim"])
+    if isinstance(context.attn_metadata, dict):
+        step = context.attn_metadata[name]
+        if not call["skip_k_cache_insert"]:
+            tokens = step.slot_mapping.shape[0]  # the keys may be padded
+            xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"])
+        query = call["q_quant"], call["weights"].float()
+        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers)
+    return call["topk_indices_buffer"]
+
+
+def refuse(call: dict[str, Any], backend: str) -> None:
+    """Raise UnsupportedError for what xmla does not serve: vLLM's own op cannot take over, it has no schedule."""
+    reasons = {
+        f"the indexer of {backend}": backend != "DEEPSEEK_V32_INDEXER",
+        "MXFP4 keys of the indexer": call["use_fp4_cache"],
+        "decode context parallelism": call["dcp_world_size"] > 1,
+        "prefill context parallelism": call["use_pcp"],
+    }
+    found = [reason for reason, there in reasons.items() if there]
+    if found:
+        raise UnsupportedError(
+            f"xmla.vllm: not served: {', '.join(found)}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+        )
+
+
+def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gathered keys and their scales, and scratch memory as large as vLLM allows for logits: views of its workspace."""
+    from vllm import envs
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    scratch = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
+    sizes = ((keys, dim), torch.float8_e4m3fn), ((keys,), torch.float32), ((scratch,), torch.uint8)
+    return tuple(current_workspace_manager().get_simultaneous(*sizes))
+
+
+def select(
+    step: Any, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, selected: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:  # fmt: skip
+    """Write the positions that each token of the step selects to its row of `selected` [T, K]."""
+    keys, key_scales, scratch = buffers
+    memory = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}
+    if step.num_decodes:
+        rows = slice(step.num_decode_tokens)
+        lengths, requests = decode_lengths(step.decode, step.num_decode_tokens)
+        table = step.decode.block_table
+        xt.indexer_topk_paged(q8[rows], weights[rows], cache, table, lengths, requests, out=selected[rows], **memory)
+    for chunk in step.prefill.chunks if step.num_prefills else ():
+        if not chunk.skip_kv_gather:  # else the buffers hold them: more tokens of the same requests
+            gather(chunk, cache, keys, key_scales)
+        rows = slice(chunk.token_start, chunk.token_end)
+        starts, ends, total = chunk.cu_seqlen_ks, chunk.cu_seqlen_ke, chunk.total_seq_lens
+        held = keys[:total], key_scales[:total]
+        xt.indexer_topk(q8[rows], weights[rows], *held, starts, ends, out=selected[rows], **memory)
+
+
+def decode_lengths(decode: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Visible keys of each token, and its request unless all have equally many: neighbours then share keys' tiles.
+
+    `decode.seq_lens` is [requests, n], for the n tokens of a request or for the most that one has. Or vLLM made a
+    request of each token.
+    """
+    if decode.seq_lens.numel() == tokens:
+        return decode.seq_lens.reshape(-1), None
+    starts = torch.nn.functional.pad(decode.decode_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    _, requests, lengths = xt.split_batch(starts, decode.seq_lens[:, -1].contiguous(), num_tokens=tokens)
+    return lengths, requests
+
+
+def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:
+    """Quantised keys of the chunk's requests, one request behind the other, into the buffers `keys` and `scales`.
+
+    `total_seq_lens` may exceed what the device's `cu_seq_lens` has: what is behind the last request has no slot.
+    """
+    starts, total = chunk.cu_seq_lens, chunk.total_seq_lens
+    _, requests, ends = xt.split_batch(starts, starts.diff(), num_tokens=total)  # each key as a token of a new request
+    slots, _ = xt.map_slots((ends - 1)[:, None], chunk.block_table, requests, page_size=cache.shape[1])
+    xt.read_indexer_cache(cache, slots[:, 0], out=(keys[:total], scales[:total]))

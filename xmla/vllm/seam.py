@@ -1,0 +1,114 @@
+"""Every change that the plugin makes to vLLM, each with its reason."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import vllm_lib
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from xmla.core.errors import UnsupportedError
+from xmla.vllm import indexer
+
+BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
+INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+
+EVERY = SpecifierSet(prereleases=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One function of vLLM: `replace` makes the new one from the old. `on_gpu`: the module needs CUDA."""
+
+    module: str
+    name: str
+    replace: Callable[[Any], Any]
+    releases: SpecifierSet = EVERY
+    on_gpu: bool = False
+
+
+def first_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The backends that vLLM tries, xmla's first. It refuses what it does not serve, such as dense MLA."""
+
+    def prefer_xmla(use_mla: bool, *args: Any, **kwargs: Any) -> list[Any]:
+        others = priorities(use_mla, *args, **kwargs)
+        return [AttentionBackendEnum.CUSTOM, *others] if use_mla else others
+
+    return prefer_xmla
+
+
+def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The op `sparse_attn_indexer`. Its arguments are taken by name: releases insert new ones between."""
+    parameters = inspect.signature(original).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+    @eager_break_during_capture  # as the original: piecewise graphs break here, since a step's metadata changes
+    def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Any:
+        return indexer.run(defaults | dict(zip(parameters, args, strict=False)) | kwargs)
+
+    return sparse_attn_indexer
+
+
+def always(answer: bool) -> Callable[[Any], Any]:
+    return lambda _: lambda: answer
+
+
+CHANGES = (
+    # Without --attention-backend vLLM takes the first of this list that serves the model. A backend that the user
+    # names stays what it is; `--attention-backend CUSTOM` names xmla's.
+    Change("vllm.platforms.cuda", "_get_backend_priorities", first_for_mla, on_gpu=True),
+    # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
+    Change(INDEXER, "sparse_attn_indexer", by_name),
+    # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.
+    Change(INDEXER, "has_deep_gemm", always(True)),
+    # The metadata has a schedule of DeepGEMM's kernels in every step, if they are there.
+    Change("vllm.v1.attention.backends.mla.indexer", "has_deep_gemm", always(False)),
+    # On sm_100 the fused writer stores a key's scale as four UE8M0 bytes, for DeepGEMM; xmla reads a float32.
+    Change(
+        "vllm.models.deepseek_v32.common.kernels",
+        "mqa_logits_use_mx_scales",
+        always(False),
+        SpecifierSet(">=0.33"),
+        on_gpu=True,
+    ),
+)
+
+
+def install(release: str) -> None:
+    """Make every change that is for this release, once in a process.
+
+    Raises:
+        UnsupportedError: Something that is replaced is not there, or a model that calls it was imported before.
+    """
+    if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() == BACKEND:
+        return
+    original = getattr(importlib.import_module(INDEXER), "sparse_attn_indexer", None)
+    for change in CHANGES:
+        if change.releases.contains(release) and (current_platform.is_cuda() or not change.on_gpu):
+            make(change, release)
+    loaded = {name: getattr(module, "__dict__", {}) for name, module in sys.modules.items()}
+    early = [name for name, names in loaded.items() if names.get("sparse_attn_indexer") is original]
+    if early:
+        raise UnsupportedError(f"xmla.vllm: {', '.join(early)} imported vLLM's sparse_attn_indexer before the plugin")
+    kernel = importlib.import_module(INDEXER).sparse_attn_indexer
+    vllm_lib.impl("sparse_attn_indexer", kernel, dispatch_key=current_platform.dispatch_key, allow_override=True)
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+
+
+def make(change: Change, release: str) -> None:
+    """Raise UnsupportedError if the function that is replaced is not there."""
+    try:
+        module = importlib.import_module(change.module)
+        original = getattr(module, change.name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"xmla.vllm: vLLM {release} has no {change.module}.{change.name}, which xmla replaces ({error}); "
+            "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+        ) from error
+    setattr(module, change.name, change.replace(original))
