@@ -18,7 +18,7 @@ import typer
 ROOT = Path(__file__).parent.parent
 RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures.py", "tests/test_examples.py")
 FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
-MODELS = ("deepseek_v32", "deepseek_v4")
+DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
 Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
@@ -71,9 +71,9 @@ def rest(out: Out, commit: Commit = None, seconds: Seconds = 3600, fuzz_seconds:
     def check() -> bool:
         fuzz = [*limited, "-W", "ignore", "tests/fuzz.py", "--seconds", str(fuzz_seconds), "--workers", "10"]
         right = record(out, "contract", "fuzz", commit, fuzz, CUDA_VISIBLE_DEVICES=last)
-        for model in MODELS:
-            demo = [*limited, "-m", "xmla", "demo", "--model", model]
-            right &= record(out, "demo", model, commit, demo, CUDA_VISIBLE_DEVICES=last)
+        for name, options in DEMOS.items():
+            demo = [*limited, "-m", "xmla", "demo", *options]
+            right &= record(out, "demo", f"demo-{name}", commit, demo, CUDA_VISIBLE_DEVICES=last)
         return right
 
     bench = [*limited, "-m", "xmla", "bench", "--out", str(out / "bench.jsonl")]
