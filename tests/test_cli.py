@@ -255,7 +255,9 @@ def test_every_number_has_a_bound() -> None:
 
 def test_every_file_is_checked_first() -> None:
     files = {name: option for name, kind, option in options() if kind is Path}
-    assert {"demo out", "bench out", "bench picture", "bench compare", "run out", "main out"} == set(files)
+    assert {"demo out", "demo picture", "bench out", "bench picture", "bench compare", "run out", "main out"} == set(
+        files
+    )
     assert [name for name, option in files.items() if option.callback is None and not option.exists] == []
 
 
