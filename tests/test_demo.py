@@ -181,7 +181,7 @@ def train_little(
 @pytest.mark.slow
 def test_training_agrees(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / name for name in ("figures.json", "curves.png")]
-    result = train_little(monkeypatch, device, 8, 3, 2, "--json", str(files[0]), "--picture", str(files[1]))
+    result = train_little(monkeypatch, device, 12, 3, 2, "--json", str(files[0]), "--picture", str(files[1]))
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
     found = {(figure["name"], figure["where"]) for figure in figures if figure["ok"]}

@@ -76,12 +76,14 @@ def test_however_a_call_is_divided_the_selection_is_the_same(device: str) -> Non
     for seed in range(25):
         step = Step.draw(seed, device)
         indices = step.attend()[2]
-        kit.assert_bits_equal(f"chunked, seed {seed}", step.attend(slice(1, None))[2], indices[NEXT_N:])
-        token = seed % len(indices)
-        kit.assert_bits_equal(f"alone, seed {seed}", step.alone(token), indices[token : token + 1])
-        request = token // NEXT_N
-        wanted = indices[request * NEXT_N : (request + 1) * NEXT_N]
-        kit.assert_bits_equal(f"contiguous, seed {seed}", step.contiguous(request), wanted)
+        if seed % 2:
+            kit.assert_bits_equal(f"chunked, seed {seed}", step.attend(slice(1, None))[2], indices[NEXT_N:])
+        else:
+            token = seed // 2 % len(indices)
+            kit.assert_bits_equal(f"alone, seed {seed}", step.alone(token), indices[token : token + 1])
+            request = token // NEXT_N
+            wanted = indices[request * NEXT_N : (request + 1) * NEXT_N]
+            kit.assert_bits_equal(f"contiguous, seed {seed}", step.contiguous(request), wanted)
 
 
 def test_keys_of_equal_scores_are_taken_by_position(device: str) -> None:
