@@ -60,9 +60,7 @@ def fp8_mqa_logits(
     clean_logits: bool = True, max_seqlen_k: int = 0,
 ) -> Tensor:  # fmt: skip
     """`fp8_fp4_mqa_logits` of fp8 queries and keys, float32."""
-    return fp8_fp4_mqa_logits(
-        (q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
-    )  # fmt: skip
+    return fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
 
 @_package.otherwise()

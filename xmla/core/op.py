@@ -222,6 +222,12 @@ def everything_once(problem: Problem, keys: int | None) -> list[Work]:
     return [Work(sum(spec.nbytes for spec in specs))]
 
 
+def rest_once(problem: Problem) -> Work:
+    """Everything but the pools of a call: the other arguments read, and the results written, once."""
+    others = [spec for name, spec in problem.specs.items() if name not in problem.op.pools]
+    return Work(sum(spec.nbytes for spec in (*others, *problem.op.result_specs(problem).values())))
+
+
 def declared_limits(problem: Problem, arrays: Arrays) -> Iterable[Limit]:
     """The range of each integer that indexes or bounds axes, by its declaration; an index may be −1."""
     for name, tensor in problem.op.tensors.items():

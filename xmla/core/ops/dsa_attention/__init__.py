@@ -2,15 +2,15 @@ from functools import partial
 from typing import Any
 
 from xmla.core.caches import indexer_format, mla_format
-from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.indexer import selection_work
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Implementation, Op, Problem, Result, Tensor
+from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Implementation, Op, Problem, Result, Tensor, rest_once
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
 from xmla.core.ops.dsa_attention.reference import reference
+from xmla.core.ops.sparse_mla.sources import ATTENTION_RESULTS, attention_work
 from xmla.core.requests import check_requests, paged_limits
-from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT, Selection
+from xmla.core.tolerance import Selection
 from xmla.core.work import Work
 
 
@@ -81,10 +81,8 @@ def check(problem: Problem) -> None:
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
     logits, selection, _ = selection_work(problem, keys)
-    attention = sparse_mla.attention_work(problem, "mla_cache", problem.attrs["k"])
-    others = [spec for name, spec in problem.specs.items() if name not in problem.op.pools]
-    rest = Work(sum(spec.nbytes for spec in (*others, *problem.op.result_specs(problem).values())))
-    return [logits, selection, attention, rest]
+    attention = attention_work(problem, "mla_cache", problem.attrs["k"])
+    return [logits, selection, attention, rest_once(problem)]
 
 
 OP = Op(
@@ -101,10 +99,7 @@ OP = Op(
         "sink": Tensor("H", F32),
     },
     outputs={
-        "out": Result(
-            "T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT
-        ),
-        "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
+        **ATTENTION_RESULTS,
         "indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection()),
     },
     check=check,

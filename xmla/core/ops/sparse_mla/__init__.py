@@ -2,15 +2,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.caches import mla_format
-from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Op, Problem, Result, Tensor
+from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Op, Problem, Tensor, rest_once
 from xmla.core.ops.sparse_mla import backward, unpack
 from xmla.core.ops.sparse_mla import plan as portable
 from xmla.core.ops.sparse_mla.cases import CASES
 from xmla.core.ops.sparse_mla.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.sparse_mla.reference import reference
-from xmla.core.ops.sparse_mla.sources import attention_work, check_sources, source_limits, together
-from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
+from xmla.core.ops.sparse_mla.sources import (
+    ATTENTION_RESULTS,
+    attention_work,
+    check_sources,
+    source_limits,
+    together,
+)
 from xmla.core.work import Work
 
 
@@ -108,8 +112,7 @@ def work(problem: Problem, keys: int | None) -> list[Work]:
     steps = [attention_work(problem, "cache", problem["K"])]
     if problem.has("extra_cache"):
         steps.append(attention_work(problem, "extra_cache", problem["EXTRA_K"]))
-    others = [spec for name, spec in problem.specs.items() if name not in problem.op.pools]
-    return [*steps, Work(sum(spec.nbytes for spec in (*others, *problem.op.result_specs(problem).values())))]
+    return [*steps, rest_once(problem)]
 
 
 OP = Op(
@@ -126,12 +129,7 @@ OP = Op(
         "cos_sin": Tensor("S E", FLOATS),
         "positions": Tensor("T", INDEX, index_of="S"),
     },
-    outputs={
-        "out": Result(
-            "T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT
-        ),
-        "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
-    },
+    outputs=ATTENTION_RESULTS,
     check=check,
     limits=limits,
     work=work,

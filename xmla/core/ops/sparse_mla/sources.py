@@ -1,12 +1,18 @@
-"""The sources of attention, a cache and its slots, once or twice: checks, limits and work of the ops over them."""
+"""The sources of attention, a cache and its slots, once or twice: checks, limits, work and results of ops over them."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
-from xmla.core.op import Arrays, Limit, Problem
+from xmla.core.op import Arrays, Limit, Problem, Result
+from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
 from xmla.core.work import Work
+
+ATTENTION_RESULTS = {
+    "out": Result("T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT),
+    "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
+}
 
 
 def check_sources(problem: Problem) -> MlaLayout:

@@ -2,14 +2,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.caches import mla_format
-from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.op import BYTES, F32, HALVES, INDEX, Arrays, Implementation, Limit, Op, Problem, Result, Tensor
+from xmla.core.op import BYTES, F32, HALVES, INDEX, Arrays, Implementation, Limit, Op, Problem, Tensor, rest_once
 from xmla.core.ops import map_slots, sparse_mla
+from xmla.core.ops.sparse_mla.sources import ATTENTION_RESULTS, attention_work
 from xmla.core.ops.sparse_mla_paged.cases import CASES
 from xmla.core.ops.sparse_mla_paged.plan import plan
 from xmla.core.ops.sparse_mla_paged.reference import reference
 from xmla.core.requests import check_requests, paged_limits
-from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
 from xmla.core.work import Work
 
 
@@ -67,9 +66,7 @@ def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
-    attention = sparse_mla.attention_work(problem, "cache", problem["K"])
-    others = [spec for name, spec in problem.specs.items() if name not in problem.op.pools]
-    return [attention, Work(sum(spec.nbytes for spec in (*others, *problem.op.result_specs(problem).values())))]
+    return [attention_work(problem, "cache", problem["K"]), rest_once(problem)]
 
 
 OP = Op(
@@ -83,12 +80,7 @@ OP = Op(
         "request_ids": Tensor("T", INDEX, index_of="B"),
         "sink": Tensor("H", F32),
     },
-    outputs={
-        "out": Result(
-            "T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT
-        ),
-        "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
-    },
+    outputs=ATTENTION_RESULTS,
     check=check,
     limits=limits,
     work=work,
