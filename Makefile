@@ -18,7 +18,7 @@ PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/f
 RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
 VLLM ?= 0.26.0 0.33.0
-WORKERS ?= 2
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
@@ -46,9 +46,9 @@ fuzz: $(READY)
 mutants: $(READY)
 	$(ENV) $(PYTHON) tests/mutants.py
 
-# Every plan for every architecture with every Triton; `make test` leaves out what shares a code generator.
+# Compiles every plan for every architecture and writes digests of the kernels; `make test` compiles what has another.
 matrix: $(READY)
-	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) tests/core/test_compile.py
+	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/core/test_compile.py tests/test_lowering.py
 
 demo: $(READY)
 	$(ENV) $(PYTHON) -m xmla demo

@@ -18,6 +18,7 @@ import typer
 ROOT = Path(__file__).parent.parent
 RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures.py", "tests/test_examples.py")
 FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
+LARGE = ("tests/gpu/test_large_pool.py",)  # 66 GiB, so after those
 DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
@@ -43,23 +44,30 @@ def record(out: Path, file: str, log: str, commit: str | None, command: Sequence
 
 @app.command()
 def suite(out: Out, commit: Commit = None, seconds: Seconds = 3600) -> None:
-    """The whole suite: tests of ranks with all GPUs, far strides and the rest with a GPU a worker, all at once."""
+    """The whole suite: tests of ranks with all GPUs, far strides and the rest with a GPU a worker, side by side."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-q", "-rfs", "--tb=short", "--show-capture=no"]
     pytest += ["-p", "no:cacheprovider", "--durations=20"]
-    others = [f"--ignore={file}" for file in (*RANKS, *FAR)]
+    others = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE)]
     parts = {
-        "ranks": ([*pytest, "--dist", "loadgroup", "-n", "2", *RANKS], {}),
-        "far": ([*pytest, "--dist", "load", "-n", str(2 * gpus), *FAR], {"XMLA_TEST_GPUS": str(gpus)}),
-        "others": ([*pytest, "--dist", "loadgroup", "-n", str(max(cores - 2 - 2 * gpus, 1)), "tests", *others],
-                   {"XMLA_TEST_GPUS": str(gpus)}),
-    }  # fmt: skip
-    with ThreadPoolExecutor() as threads:
-        runs = [
-            threads.submit(record, out, f"test-{name}", name, commit, command, **environment)
-            for name, (command, environment) in parts.items()
+        "ranks": ["--dist", "loadgroup", "-n", "2", *RANKS],
+        "far": ["--dist", "load", "-n", str(2 * gpus), *FAR],
+        "large": ["-n", "1", *LARGE],
+        "others": ["--dist", "loadgroup", "-n", str(max(cores - 2 - 2 * gpus, 1)), "tests", *others],
+    }
+
+    def run(*names: str) -> bool:
+        """Parts one after the other. But for those of ranks a worker has one GPU."""
+        environments = [{} if name == "ranks" else {"XMLA_TEST_GPUS": str(gpus)} for name in names]
+        succeeded = [
+            record(out, "test", name, commit, [*pytest, *parts[name]], **environment)
+            for name, environment in zip(names, environments, strict=True)
         ]
-    raise typer.Exit(code=int(not all(run.result() for run in runs)))
+        return all(succeeded)
+
+    with ThreadPoolExecutor() as threads:
+        succeeded = list(threads.map(lambda names: run(*names), (("ranks",), ("far", "large"), ("others",))))
+    raise typer.Exit(code=int(not all(succeeded)))
 
 
 @app.command()

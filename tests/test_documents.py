@@ -43,7 +43,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The blocks of a page are one program, but for complete ones of the README: each of these runs by itself."""
     programs = blocks(page, "python") if page.name == "README.md" else ["\n".join(blocks(page, "python"))]
     for code in programs:
-        first = GPU_FIRST if HAS_GPU and "torch_api" in code and page.name != "README.md" else ""
+        first = GPU_FIRST if HAS_GPU and "torch" in code and page.name != "README.md" else ""
         file = tmp_path / "blocks.py"
         file.write_text(first + code)
         done = run([sys.executable, str(file)])

@@ -340,37 +340,6 @@ def test_positions_past_31_bits_are_refused() -> None:
         Call("sparse_mla", two, {"softmax_scale": 1.0}).plan(H200)
 
 
-@pytest.mark.gpu
-def test_a_pool_of_more_than_64_gigabytes(space: torch.Tensor) -> None:
-    """Dense pools, every slot a number of its own: what is written at both ends and between is what is attended to."""
-    rng = np.random.default_rng(0)
-    for row, write in ((656, torch_api.write_mla_cache), (132, torch_api.write_indexer_cache)):
-        pages = SPACE // (64 * row)
-        pool = space[: pages * 64 * row].view(pages, 64, row)
-        assert pool.nbytes > 64 << 30
-        total = pages * 64
-        places = np.unique([0, total // 2, total - 1, *rng.integers(0, total, 1021)]).astype(np.int32)
-        slots = torch.from_numpy(places).to(DEVICE)
-        values = kit.to_torch(rng.standard_normal((len(places), 576)).astype(ml_dtypes.bfloat16), DEVICE)
-        small = torch.zeros(len(places), 1, row, dtype=torch.uint8, device=DEVICE)
-        near = torch.arange(len(places), device=DEVICE, dtype=torch.int32)
-        if row == 656:
-            keys = values[:, :512].contiguous(), values[:, 512:].contiguous()
-            write(*keys, slots, pool)
-            write(*keys, near, small)
-            read = [torch_api.read_mla_cache(c, s) for c, s in ((pool, slots), (small, near))]
-            q = values[:4, None].expand(4, 16, 576).contiguous()
-            calls = [(pool, slots), (small, near)]
-            attended = [torch_api.sparse_mla(q, c, s.expand(4, -1).contiguous(), softmax_scale=0.05) for c, s in calls]
-            for far, want in zip(*attended, strict=True):
-                kit.assert_bits_equal("attention", far, want)
-        else:
-            write(values[:, :128].contiguous(), slots, pool)
-            write(values[:, :128].contiguous(), near, small)
-            read = [torch_api.read_indexer_cache(c, s)[0] for c, s in ((pool, slots), (small, near))]
-        kit.assert_bits_equal("rows", *read)
-
-
 def test_offsets_past_two_and_four_gigabytes() -> None:
     """A pool whose pages lie 2**30 bytes apart, six of them, backed by memory only where it is touched."""
     stride, pages, entries = 1 << 30, 6, 4

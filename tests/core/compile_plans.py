@@ -1,11 +1,12 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90 [--hash] [--branches] [--as 100]
+    python tests/core/compile_plans.py 90 [--hash] [--branches] [--as 100] [--but FILE]
 --hash      Each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
 --branches  Of Triton kernels that differ in sizes alone only the one with the largest tiles is compiled.
 --as ARCH   Takes the PTX of kernels that are planned for ARCH too from there and assembles it. One kernel of each name
             is compiled besides, and its PTX compared.
+--but FILE  Leaves out the kernels whose digests FILE has, but for a sample. The first line has all digests.
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
@@ -17,7 +18,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
+SAMPLE = 6  # kernels compiled again though their digest is known
 DEVICES = {device.arch: device for device in (*KNOWN_DEVICES, *LIMITED_DEVICES)}
 
 
@@ -203,6 +205,26 @@ def report(specialization: Specialization, arch: int, source_arch: int) -> dict[
     }
 
 
+def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:
+    """Of each kernel's function all that its code for `arch` follows from: its source and what it is compiled for."""
+    told: dict[str, list[str]] = {}
+    for kernel in kernels:
+        told.setdefault(kernel.kernel.__name__, []).append(f"{kernel.kernel.cache_key} {kernel}")
+    return {
+        name: hashlib.sha256("\n".join([triton.__version__, str(arch), *sorted(told[name])]).encode()).hexdigest()[:16]
+        for name in sorted(told)
+    }
+
+
+def sample(kernels: Iterable[Specialization], arch: int) -> list[Specialization]:
+    """A few, others for each architecture and after each change of them."""
+
+    def place(kernel: Specialization) -> str:
+        return hashlib.sha256(f"{arch} {kernel.kernel.cache_key} {kernel}".encode()).hexdigest()
+
+    return sorted(kernels, key=place)[:SAMPLE]
+
+
 def specializations(call: Planned) -> list[Specialization]:
     assert call.plan is not None
     return [specialize(launch, call.plan, call.specs) for launch in call.plan.launches]
@@ -241,6 +263,7 @@ def main() -> None:
     parser.add_argument("--hash", action="store_true")
     parser.add_argument("--branches", action="store_true")
     parser.add_argument("--as", dest="source", type=int, choices=DEVICES)
+    parser.add_argument("--but", type=Path)
     given = parser.parse_args()
     knobs.nvidia.dump_ptxas_log = True
     device = DEVICES[given.arch]
@@ -248,6 +271,12 @@ def main() -> None:
     chosen = set(kernels)
     if given.branches:
         chosen = set({branches(kernel): kernel for kernel in sorted(kernels, key=tile)}.values())
+    if given.but:
+        now = digests(chosen, given.arch)
+        print(json.dumps({"digests": now}))
+        before = json.loads(given.but.read_text()) if given.but.exists() else {}
+        same = [kernel for kernel in chosen if before.get(kernel.kernel.__name__) == now[kernel.kernel.__name__]]
+        chosen = chosen.difference(same).union(sample(same, given.arch))
     shared = chosen.intersection(all_of(DEVICES[given.source])) if given.source else set()
     compared = {kernel.kernel.__name__: kernel for kernel in shared}.values()
 
@@ -269,8 +298,7 @@ def main() -> None:
             print(json.dumps(names | {"refused": call.reason}))
             continue
         for kernel in specializations(call):
-            if kernel in made:
-                print(json.dumps(names | made[kernel]))
+            print(json.dumps(names | made.get(kernel, {"kernel": kernel.kernel.__name__, "left_out": True})))
 
 
 def in_processes[Answer](tell: Callable[[int], Answer], count: int) -> list[Answer]:

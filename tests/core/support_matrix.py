@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "docs" / "support.md"
 SCRIPT = Path(__file__).with_name("compile_plans.py")
 ARCHITECTURES = (90, 100, 103, 120, 121, 89, 80)
+NOWHERE = Path(__file__).with_name("none.json")
 SHORT = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma.sync"}
 Line = Mapping[str, Any]
 
@@ -34,9 +35,15 @@ sm_80 has no conversion from or to e4m3, so it supports only ops over 16-bit row
 """
 
 
-def compile_all(arch: int, *options: str, triton: Path | None = None) -> list[Line]:
-    """What `compile_plans.py` tells of an architecture, with the Triton in a folder or the environment's own."""
-    return lines_of(SCRIPT, str(arch), *options, triton=triton)
+def compile_all(
+    arch: int, *options: str, triton: Path | None = None, but: Path = NOWHERE
+) -> tuple[dict[str, str], list[Line]]:
+    """Digests of an architecture's kernels, and what `compile_plans.py` tells of those whose digest `but` lacks.
+
+    `triton` is a folder with another Triton than the environment's own.
+    """
+    first, *lines = lines_of(SCRIPT, str(arch), *options, "--but", str(but), triton=triton)
+    return dict(first["digests"]), lines
 
 
 def lines_of(script: Path, *arguments: str, triton: Path | None = None, root: Path = ROOT) -> list[Line]:
@@ -53,16 +60,16 @@ def lines_of(script: Path, *arguments: str, triton: Path | None = None, root: Pa
 
 
 def cells(lines: Iterable[Line]) -> dict[tuple[str, str], str]:
-    """An architecture's column: what to say of each op and format."""
+    """An architecture's column: what to say of each op and format whose kernels are all compiled, or refused."""
     rows: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         rows.setdefault((line["op"], line["form"]), []).append(line)
-    return {key: _cell(found) for key, found in rows.items()}
+    refused = {key for key, found in rows.items() if any("refused" in line for line in found)}
+    whole = {key for key, found in rows.items() if not any("left_out" in line for line in found)}
+    return {key: "no" if key in refused else _cell(rows[key]) for key in rows if key in refused | whole}
 
 
 def _cell(lines: list[Line]) -> str:
-    if any("refused" in line for line in lines):
-        return "no"
     used = {SHORT[name] for line in lines for name in line["mma"]}
     spilled = max(line["spilled_bytes"] for line in lines)
     return (", ".join(sorted(used, reverse=True)) or "yes") + (f"; spills {spilled} B" if spilled else "")
@@ -91,4 +98,4 @@ def committed() -> dict[int, dict[tuple[str, str], str]]:
 
 if __name__ == "__main__":
     FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text(f"{HEAD}\n{table({arch: cells(compile_all(arch)) for arch in ARCHITECTURES})}")
+    FILE.write_text(f"{HEAD}\n{table({arch: cells(compile_all(arch)[1]) for arch in ARCHITECTURES})}")

@@ -258,7 +258,7 @@ def public(op: Op) -> Callable[..., Any]:
             raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
         if not _is_seen():
             recalled = recall(op, tensors, attrs, implementation)
-            if recalled is not None and _are_constants(results):
+            if recalled is not None and (not results or _are_constants(results)):
                 found = run(op, tensors, attrs, *recalled, results, workspace)
                 return _single(found) if out is None else out
             if _are_constants((*tensors, *results)):

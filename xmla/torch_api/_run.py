@@ -4,8 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import itemgetter, or_
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
 from xmla.core.op import Op, plan_call
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Plan
 from xmla.core.spec import DTYPES, Spec, row_major
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
@@ -31,20 +30,15 @@ Tensors = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A launch bound to its kernel.
-
-    `inputs` and `outputs` pick its pointers among those of given arguments, results and workspace.
-    """
+    """A launch bound to its kernel; `arguments` picks its pointers and sizes among all of the call's."""
 
     kernel: CompiledKernel
     programs: int
     start: Start
-    inputs: Callable[[list[int]], tuple[int, ...]]
-    sizes: tuple[int, ...]
-    outputs: Callable[[list[int]], tuple[int, ...]]
+    arguments: Callable[[list[int]], tuple[int, ...]]
 
 
-def picker(places: Sequence[int]) -> Callable[[list[int]], tuple[int, ...]]:
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """The function that takes the values at `places` out of a list."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -60,15 +54,20 @@ class Result:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
-    """A planned call: `steps` on a GPU, none on the CPU, where the interpreter runs `plan`."""
+    """A planned call: `steps` on a GPU, none on the CPU, where the interpreter runs `plan`.
+
+    `same_out` compares tensors given for results with the first that were accepted.
+    """
 
     plan: Plan
     results: tuple[Result, ...]
     workspace_bytes: int
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     steps: tuple[Step, ...]
+    same_out: Callable[..., bool] | None = None
 
 
 def check_tensors(op: Op, tensors: Tensors) -> None:
@@ -98,11 +97,15 @@ def plan_tensors(
 class Recent:
     """What tells a call that was made before, in a quarter of the time that its key takes.
 
-    `same` compares dtypes, shapes, strides, devices and dispatch keys of the given tensors with those of that call.
+    `given` and `absent` pick its tensors and what is None. `same` compares dtypes, shapes, strides, devices and
+    dispatch keys of the given tensors with those of that call.
     """
 
-    kinds: list[type]
+    given: Callable[[Tensors], tuple[torch.Tensor, ...]]
+    absent: Callable[[Tensors], tuple[Any, ...]]
+    nothing: tuple[None, ...]
     attrs: tuple[Any, ...]
+    kinds: list[type]
     implementation: str | None
     same: Callable[..., bool]
     ordinal: int
@@ -140,24 +143,33 @@ def recall(
 
     None where a gradient may be recorded, a pointer is not a multiple of 16, or another GPU is current.
     """
-    kinds = [*map(type, tensors), *map(type, attrs)]  # True is not 1
     for recent in kept.recent.get(op.name, ()):
-        if recent.kinds == kinds and recent.attrs == attrs and recent.implementation == implementation:
-            given = [tensor for tensor in tensors if tensor is not None]
-            if recent.same(*given) and (recent.ordinal < 0 or recent.ordinal == _private.current_device()):
-                pointers = [tensor.data_ptr() for tensor in given]
-                return None if reduce(or_, pointers) % 16 else (recent.prepared, pointers)
+        if (
+            recent.attrs == attrs
+            and recent.implementation == implementation
+            and recent.same(*(given := recent.given(tensors)))
+            and recent.absent(tensors) == recent.nothing
+            and recent.kinds == [*map(type, attrs)]  # True is not 1
+            and (recent.ordinal < 0 or recent.ordinal == _private.current_device())
+        ):
+            pointers = [tensor.data_ptr() for tensor in given]
+            return None if [address for address in pointers if address % 16] else (recent.prepared, pointers)
     return None
 
 
 def remember(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None, prepared: Prepared) -> None:
     """Let `recall` find a call, if it can: its tensors are plain, without a gradient, and start on 16 bytes."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if all(type(t) is torch.Tensor and not t.requires_grad and t.data_ptr() % 16 == 0 for t in given):
-        same = _private.comparison(given)
+    given, absent = (
+        [place for place, tensor in enumerate(tensors) if (tensor is None) == missing] for missing in (False, True)
+    )
+    values = [tensors[place] for place in given]
+    if all(type(t) is torch.Tensor and not t.requires_grad and t.data_ptr() % 16 == 0 for t in values):
+        same = _private.comparison(values)
         if same is not None:
-            kinds = [*map(type, tensors), *map(type, attrs)]
-            recent = Recent(kinds, attrs, implementation, same, given[0].get_device(), prepared)
+            recent = Recent(
+                picker(given), picker(absent), (None,) * len(absent), attrs, [*map(type, attrs)], implementation, same,
+                values[0].get_device(), prepared,
+            )  # fmt: skip
             kept.recent.setdefault(op.name, deque(maxlen=Kept.RECENT)).appendleft(recent)
 
 
@@ -177,20 +189,20 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
     given = [name for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None]
     places = {name: i for i, name in enumerate([*given, *plan.results, *plan.workspace])}
     device = tensors[0].device
-    steps = []
+    steps, sizes = [], []
     if device.type != "cpu":
         specs = {name: spec_of(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
-
-        def bind(launch: Launch) -> Step:
-            specialization = specialize(launch, plan, specs)
-            kernel = compiled(specialization, device_of(device).arch, device.index)
+        for launch in plan.active:
+            kernel = compiled(specialize(launch, plan, specs), device_of(device).arch, device.index)
             start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexpr_values))
-            inputs, outputs = (picker([places[name] for name in names]) for names in (launch.reads, launch.writes))
-            return Step(kernel, launch.grid[0], start, inputs, launch.size_values, outputs)
-
-        steps = [bind(launch) for launch in plan.active]
+            first = len(places) + len(sizes)
+            sizes += launch.size_values
+            reads, writes = ([places[name] for name in names] for names in (launch.reads, launch.writes))
+            arguments = picker([*reads, *range(first, len(places) + len(sizes)), *writes])
+            steps.append(Step(kernel, launch.grid[0], start, arguments))
     made = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
-    return Prepared(plan, made, plan.workspace_bytes, tuple(plan.workspace.values()), tuple(steps))
+    offsets = tuple(plan.workspace.values())
+    return Prepared(plan, made, plan.workspace_bytes, offsets, tuple(sizes), tuple(steps))
 
 
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -207,16 +219,19 @@ def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device
                 raise ArgumentError(f"{op.name}: out {name} {what} is {have}, expected {want}")
 
 
-def fits(results: Sequence[Result], out: Sequence[torch.Tensor], ordinal: int) -> bool:
+def fits(prepared: Prepared, out: Sequence[torch.Tensor], ordinal: int) -> bool:
     """Whether `check_out` would accept `out`, in a tenth of its time, and its pointers are 16-byte aligned."""
-    return all(
-        tensor.shape == result.shape
-        and (tensor.stride() == result.strides or 0 in result.shape)
-        and tensor.dtype is result.dtype
-        and tensor.get_device() == ordinal
-        and tensor.data_ptr() % 16 == 0
-        for tensor, result in zip(out, results, strict=True)
-    )
+    if prepared.same_out is None or not prepared.same_out(*out):
+        for tensor, result in zip(out, prepared.results, strict=True):
+            if (
+                tensor.shape != result.shape
+                or (tensor.stride() != result.strides and 0 not in result.shape)
+                or tensor.dtype is not result.dtype
+                or tensor.get_device() != ordinal
+            ):
+                return False
+        prepared.same_out = _private.comparison(out)
+    return not [tensor for tensor in out if tensor.data_ptr() % 16]
 
 
 def check_workspace(op: Op, workspace: torch.Tensor, nbytes: int, device: torch.device) -> None:
@@ -293,7 +308,7 @@ def run(
     try:
         if not out:
             out = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
-        elif not fits(prepared.results, out, ordinal):
+        elif not fits(prepared, out, ordinal):
             check_out(op, plan_tensors(op, tensors, attrs)[1], out, tensors[0].device)
             misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
             raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
@@ -334,11 +349,11 @@ def _launch(
     prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None, ordinal: int
 ) -> None:
     base = 0 if workspace is None else workspace.data_ptr()
-    addresses = [*pointers, *[t.data_ptr() for t in out], *[base + offset for offset in prepared.offsets]]
+    values = [*pointers, *[t.data_ptr() for t in out], *[base + offset for offset in prepared.offsets], *prepared.sizes]
     stream = driver.active.get_current_stream(ordinal)  # pyrefly: ignore
     enter, leave = profiler_hooks()
     for step in prepared.steps:
-        arguments = (*step.inputs(addresses), *step.sizes, *step.outputs(addresses))
+        arguments = step.arguments(values)
         metadata = None
         if enter is not None:
             metadata = step.kernel.launch_metadata((step.programs, 1, 1), stream, *arguments)

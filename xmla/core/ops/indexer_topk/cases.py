@@ -50,14 +50,15 @@ def _case(
     return Case(name, make, {"k": k, **attrs})
 
 
-# Keys are as few as still do not fit the workspace as logits, and more than four blocks of 512: candidates are reduced
-# between blocks, then at the end; the last block and its last tile are not full.
+# Second, which several tests take, is the lightest of the kernel in bounded memory. Keys are as few as still do not fit
+# the workspace as logits, and more than four blocks of 512: candidates are reduced between blocks, then at the end; the
+# last block and its last tile are not full.
 CASES = (
     _case("fits", 5, 4, 300, 20),
-    _case("bounded-one-program", 7, 4, 3300, 20, workspace_bytes=148_000),  # a group of 8 tokens, one of them missing
+    _case("bounded-rows-shorter-than-k", 2, 16, 4000, 3000, workspace_bytes=70_000),
+    _case("bounded-one-program", 3, 4, 4200, 20, workspace_bytes=74_000),  # a group of 4 tokens, one of them missing
     # Three groups of 2 tokens, the last one not full: the first program has two of them.
     _case("bounded-two-programs", 5, 64, 2300, 100, dim=128, workspace_bytes=80_000),
-    _case("bounded-rows-shorter-than-k", 2, 16, 4000, 3000, workspace_bytes=70_000),
     _case("parts", 70, 4, 300, 20, workspace_bytes=650_000),  # of 64 and 6 tokens: none has fewer than 64 but the last
     _case("bounded-mxfp4", 4, 4, 2600, 20, layout="mxfp4", workspace_bytes=74_000),
 )

@@ -37,8 +37,10 @@ def _case(
 
 CASES = (
     _case("fits", (150, 9), 64, 20),
+    _case(
+        "bounded-ids", (2700, 70), 2, 25, next_n=2, shuffled=True, workspace_bytes=74_500
+    ),  # second, which several tests take
     _case("bounded-segments", (9000, 40), 61, 30, workspace_bytes=80_000),
     _case("bounded-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=175_000),
-    _case("bounded-ids", (2700, 70), 2, 25, next_n=2, shuffled=True, workspace_bytes=74_500),
     _case("bounded-mxfp4", (3500, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=38_000),
 )
