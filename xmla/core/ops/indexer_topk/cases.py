@@ -56,7 +56,7 @@ def _case(
 CASES = (
     _case("fits", 5, 4, 300, 20),
     _case("bounded-rows-shorter-than-k", 2, 16, 4000, 3000, workspace_bytes=70_000),
-    _case("bounded-one-program", 3, 4, 4200, 20, workspace_bytes=74_000),  # a group of 4 tokens, one of them missing
+    _case("bounded-one-program", 7, 4, 3300, 20, workspace_bytes=148_000),  # a group of 8 tokens, one of them missing
     # Three groups of 2 tokens, the last one not full: the first program has two of them.
     _case("bounded-two-programs", 5, 64, 2300, 100, dim=128, workspace_bytes=80_000),
     _case("parts", 70, 4, 300, 20, workspace_bytes=650_000),  # of 64 and 6 tokens: none has fewer than 64 but the last
