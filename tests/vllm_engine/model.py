@@ -1,31 +1,57 @@
-"""A tiny DeepSeek-V3.2 with random weights of unit gain, saved by transformers' own class, and a layer that drafts."""
+"""Small DeepSeek-V3.2 models with random weights, saved by transformers' own class, and a layer that drafts."""
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
+TINY = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
+    "n_routed_experts": 4, "kv_lora_rank": 512, "q_lora_rank": 128, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "qk_nope_head_dim": 64, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 3,
+    "index_n_heads": 4, "index_head_dim": 128, "index_topk": 64, "max_position_embeddings": 512, "eos_token_id": 1,
+    "bos_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+# Attention as in the real model; width, depth, experts and vocabulary are less. vLLM asks for the last two by name.
+LARGE = TINY | {
+    "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 8,
+    "q_lora_rank": 1536, "v_head_dim": 128, "qk_nope_head_dim": 128, "first_k_dense_replace": 1, "index_n_heads": 64,
+    "index_topk": 2048, "max_position_embeddings": 65536, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
+
+# Standard deviations of weights; unit gain where there is none.
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
+# Attention looks at tens of keys, not at all alike, and adds as much as a token's embedding; experts, whose choice has
+# ties, add a third of it.
+LARGE_SCALES = {"embed_tokens": 1.0, "q_b_proj": 1.5 * 1536**-0.5, "o_proj": 2 * 16384**-0.5, "down_proj": 0.011}
+# A token's successor stands out by this much of the embedding's norm, eight deviations of the other logits: rounding
+# that changes the most likely token of every eighth position without it changes that of every eightieth.
+LIKELY = 11.0
 
 
-def save(folder: Path) -> None:
+def save(
+    folder: Path, sizes: Mapping[str, Any] = TINY, scales: Mapping[str, float] = SCALES, likely: float = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Save a model; `likely` makes one token the likely successor of each."""
     torch.manual_seed(0)
-    config = DeepseekV32Config(
-        vocab_size=256, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, kv_lora_rank=512,
-        q_lora_rank=128, qk_rope_head_dim=64, v_head_dim=64, qk_nope_head_dim=64, n_group=1, topk_group=1,
-        num_experts_per_tok=2, first_k_dense_replace=3, index_n_heads=4, index_head_dim=128, index_topk=64,
-        max_position_embeddings=512, eos_token_id=1, bos_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = DeepseekV32ForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
+    with torch.device(device), torch.no_grad():
+        model = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes)).to(torch.bfloat16)
         for name, weights in model.named_parameters():
             if weights.dim() >= 2:
-                weights.normal_(0, SCALES.get(name.split(".")[-2], weights.shape[-1] ** -0.5))
+                named = [scales[part] for part in name.split(".")[-2:] if part in scales]
+                weights.normal_(0, named[0] if named else weights.shape[-1] ** -0.5)
+        if likely:
+            embeddings, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+            out[torch.randperm(len(out))] += likely / out.shape[1] * embeddings
     model.save_pretrained(folder)
 
 

@@ -7,18 +7,17 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import entry_points
 import pytest
 import torch
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
 
 
@@ -36,12 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(release() is None, reason="ne
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run(plugins, *words)`: python in an environment that has xmla's entry points and the tests' platform."""
     folder = tmp_path_factory.mktemp("vllm")
-    installed = folder / "xmla_vllm_engine-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: xmla-vllm-engine\nVersion: 0\n")
-    points = {**PROJECT["entry-points"], "vllm.platform_plugins": {"interpreted": "interpreted:platform"}}
-    lines = [[f"[{group}]", *(f"{name} = {place}" for name, place in found.items())] for group, found in points.items()]
-    (installed / "entry_points.txt").write_text("\n".join("\n".join(group) for group in lines) + "\n")
+    entry_points.write(folder, **{"vllm.platform_plugins": {"interpreted": "interpreted:platform"}})
     path = [str(ROOT), str(FOLDER), str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "",

@@ -1,0 +1,264 @@
+"""One engine of vLLM on a GPU, in a process of its own because a plugin changes vLLM for good; `on_gpu.py` starts it.
+
+python gpu_engine.py model FOLDER                 make the model
+python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
+python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+LAYERS = 4
+JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a prompt: the step before which it comes
+NEW_TOKENS = 32  # of a request
+VOCABULARY = 4096
+WARM = 8  # tokens of each request before decode is timed
+CACHE_BYTES = {"fp8": 656 + 132, "auto": 1152 + 132}  # of a token in a layer, with the indexer's key
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """`sizes`: the batches that are captured as CUDA graphs; none: eager. `compiled`: as vLLM does without options."""
+
+    plugin: bool
+    cache: str = "fp8"
+    chunk: int = 2048
+    sizes: tuple[int, ...] = ()
+    compiled: bool = False
+
+    def environment(self) -> dict[str, str]:
+        # Piecewise graphs without torch.compile.
+        breakable = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"} if self.sizes and not self.compiled else {}
+        return {"VLLM_PLUGINS": "xmla" if self.plugin else ""} | breakable
+
+    def arguments(self, sizes: tuple[int, ...]) -> dict[str, Any]:
+        # Without a name vLLM takes other kernels for bfloat16 than for fp8.
+        given = {} if self.plugin else {"attention_backend": "FLASHMLA_SPARSE"}
+        given |= {"kv_cache_dtype": self.cache}
+        if not sizes:
+            return given | {"enforce_eager": True}
+        graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [*sizes]}
+        return given | {"compilation_config": graphs if self.compiled else graphs | {"mode": 0}}
+
+
+# Steps of JOINS have 1 to 5 tokens, or 44 when the last joins: `graphs` pads none of them, so that all its products
+# have the shapes of an eager step; `padded` pads most.
+EXACT, PADDED = (1, 2, 3, 4, 5, 44), (8, 64)
+ENGINES = {
+    "own": Engine(plugin=False),
+    "own-bf16": Engine(plugin=False, cache="auto"),
+    "own-chunks": Engine(plugin=False, chunk=768),
+    "own-graphs": Engine(plugin=False, sizes=EXACT),
+    "own-compiled": Engine(plugin=False, sizes=EXACT, compiled=True),
+    "xmla": Engine(plugin=True),
+    "xmla-bf16": Engine(plugin=True, cache="auto"),
+    "xmla-graphs": Engine(plugin=True, sizes=EXACT),
+    "xmla-padded": Engine(plugin=True, sizes=PADDED),
+    "xmla-compiled": Engine(plugin=True, sizes=EXACT, compiled=True),
+}
+
+
+@app.command("model")
+def make_model(folder: Path, layers: int = LAYERS, heads: int = 128) -> None:
+    from model import LARGE, LARGE_SCALES, LIKELY, save
+
+    sizes = LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    scales = LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}
+    save(folder, sizes, scales, likely=LIKELY, device="cuda")
+
+
+def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> Any:
+    from vllm import EngineArgs, LLMEngine
+
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.05,
+            attention_config={"sparse_mla_force_mqa": True}, disable_log_stats=True,
+            **ENGINES[name].arguments(sizes), **arguments,
+        )
+    )  # fmt: skip
+
+
+def kinds(engine: Any) -> list[str]:
+    """Whose attention the layers have."""
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    return sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
+
+
+def prompt(length: int, seed: int) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"prompt_token_ids": torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()}
+
+
+@app.command()
+def answer(name: str, model: Path, out: Path) -> None:
+    """The tokens of each request; of its prompt the log-probabilities and each position's most likely token."""
+    calls: dict[str, int] = {}
+    if ENGINES[name].plugin:
+        import serve
+
+        for op in serve.OPS:
+            setattr(serve.xt, op, serve.counted(op, None))
+        calls = serve.CALLS
+    from vllm import SamplingParams
+
+    begun = time.monotonic()
+    engine = start(
+        name, model, ENGINES[name].sizes, max_model_len=8192, max_num_seqs=8, kv_cache_memory_bytes=1 << 30,
+        max_num_batched_tokens=ENGINES[name].chunk, enable_prefix_caching=False, async_scheduling=False,
+    )  # fmt: skip
+    ready = time.monotonic()
+    parameters = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, prompt_logprobs=1, detokenize=False, ignore_eos=True
+    )
+    answers: dict[str, Any] = {}
+    step = 0
+    while engine.has_unfinished_requests() or step <= max(JOINS.values()):
+        for length, joins in JOINS.items():
+            if joins == step:
+                engine.add_request(length, prompt(int(length), int(length)), parameters)
+        step += 1
+        for result in engine.step():
+            if result.finished:
+                given = zip(result.prompt_token_ids[1:], result.prompt_logprobs[1:], strict=True)
+                found = [(known[token].logprob, min(known, key=lambda t: known[t].rank)) for token, known in given]
+                answers[result.request_id] = {
+                    "tokens": [*result.outputs[0].token_ids],
+                    "logprobs": [logprob for logprob, _ in found],
+                    "likely": [token for _, token in found],
+                }
+    seconds = {"start": round(ready - begun, 1), "requests": round(time.monotonic() - ready, 1)}
+    out.write_text(json.dumps({"answers": answers, "attention": kinds(engine), "calls": calls, "seconds": seconds}))
+
+
+@dataclass(slots=True)
+class Forwards:
+    """GPU time of the model's forward passes, between events around each."""
+
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def watch(self) -> None:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        forward = GPUModelRunner._model_forward
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            result = forward(*args, **kwargs)
+            last.record()
+            self.events.append((first, last))
+            return result
+
+        GPUModelRunner._model_forward = timed
+
+    def milliseconds(self) -> list[float]:
+        """Of the passes since the last call."""
+        torch.cuda.synchronize()
+        found = [first.elapsed_time(last) for first, last in self.events]
+        self.events.clear()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Steps until all requests are done: when each ended, its new tokens, and the prompts' tokens that were cached."""
+
+    begun: float
+    steps: list[tuple[float, int]]
+    cached: int
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[-1][0] - self.begun
+
+    def decode_us(self, requests: int) -> list[float]:
+        """Times of steps in which every request had a new token, after the first ones."""
+        done = [step for step in self.steps if step[1]]  # a scheduler that runs ahead hands out nothing at first
+        return [(b[0] - a[0]) * 1e6 for a, b in pairwise(done) if b[1] == requests][WARM - 1 :]
+
+
+def drain(engine: Any, prompts: list[Any], tokens: int) -> Drained:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    for number, given in enumerate(prompts):
+        engine.add_request(str(number), given, parameters)
+    torch.cuda.synchronize()
+    begun, steps, cached = time.perf_counter(), [], 0
+    while engine.has_unfinished_requests():
+        results = engine.step()
+        steps.append((time.perf_counter(), sum(len(result.outputs[0].token_ids) for result in results)))
+        cached += sum(result.num_cached_tokens or 0 for result in results if result.finished)
+    return Drained(begun, steps, cached)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+@app.command()
+def measure(
+    name: str, model: Path, out: Path, contexts: str = "4096,32768", requests: str = "1,8,64", tokens: int = 64,
+    seconds: float = 120, chunk: int = 8192,
+) -> None:  # fmt: skip
+    """A line for each case, smallest first, until the seconds after the engine's start are over.
+
+    A case first computes its prompts, which the prefix cache keeps: decode then starts for all requests at once.
+    """
+    counts = numbers(requests)
+    cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    most = max(count * (context + tokens + 128) for _, context, count in cases)
+    engine = start(
+        name, model, tuple(sorted(set(counts))), max_model_len=max(numbers(contexts)) + tokens + WARM + 64,
+        max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,
+        kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * CACHE_BYTES[ENGINES[name].cache]),
+    )  # fmt: skip
+    forwards = Forwards()
+    forwards.watch()
+    deadline, rate, seed = time.monotonic() + seconds, float("inf"), 0  # tokens/s of the slowest prefill
+    for total, context, count in cases:
+        case = {"engine": name, "context": context, "requests": count}
+        twice = total <= 1 << 17  # what compiles kernels is not timed
+        if time.monotonic() + (1 + twice) * total / rate > deadline:
+            write(out, case | {"skipped": "no time left"})
+            continue
+        for _ in range(1 + twice):
+            seed += 1
+            prompts = [prompt(context, seed * 1000 + number) for number in range(count)]
+            forwards.milliseconds()
+            filled = drain(engine, prompts, 1)
+            prefill = sum(forwards.milliseconds())
+        rate = min(rate, total / filled.seconds)
+        drained = drain(engine, prompts, tokens + WARM)
+        passes = forwards.milliseconds()[-tokens:]
+        steps = drained.decode_us(count)
+        times = {"step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1)}
+        found = {"prefill_tokens_per_s": round(total / filled.seconds), "prefill_forward_ms": round(prefill, 2)}
+        write(out, case | times | found | {"steps": len(steps), "cached_tokens": drained.cached, "seed": seed})
+    print("attention", kinds(engine))
+
+
+def write(out: Path, line: dict[str, Any]) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,220 @@
+"""vLLM's engine on a GPU: xmla's plugin beside vLLM's own kernels, over a small model with DeepSeek-V3.2's attention.
+
+python tests/vllm_engine/on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
+python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
+
+Needs vLLM and the package's own dependencies. Both append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import entry_points
+import gpu_engine
+import typer
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+# Each engine and the one that its answers are compared with: first, how far apart vLLM's own are.
+PAIRS = (
+    ("own-chunks", "own"),
+    ("own", "own-bf16"),
+    ("xmla", "own-bf16"),
+    ("xmla", "own"),
+    ("xmla-bf16", "own-bf16"),
+    ("xmla-graphs", "xmla"),
+    ("xmla-padded", "xmla"),
+    ("xmla-compiled", "xmla"),
+    ("own-graphs", "own"),
+    ("own-compiled", "own"),
+)
+CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
+# xmla may be this much farther from bfloat16 than vLLM's own kernels are, besides what another chunking changes.
+FARTHER = 1.25
+
+Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
+Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
+Engines = Annotated[str, typer.Option(help=f"Of {', '.join(gpu_engine.ENGINES)}.")]
+Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may take.")]
+app = typer.Typer(add_completion=False)
+
+
+def child(log: Path, seconds: float, environment: dict[str, str], *words: object) -> int:
+    """The exit status of `gpu_engine.py` with these words, in an environment with xmla's entry points."""
+    installed = log.parent / "installed"
+    entry_points.write(installed)
+    path = os.pathsep.join([str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")])
+    command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "gpu_engine.py"), *map(str, words)]
+    with log.open("w") as shown:
+        done = subprocess.run(
+            command, env=os.environ | ENVIRONMENT | environment | {"PYTHONPATH": path}, stdout=shown,
+            stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    return done.returncode
+
+
+def model_in(folder: Path, layers: int, heads: int) -> Path:
+    model = folder / f"model-{layers}-{heads}"
+    if not (model / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        status = child(folder / "model.log", 120, {}, "model", model, "--layers", layers, "--heads", heads)
+        if status:
+            print((folder / "model.log").read_text()[-3000:])
+            raise typer.Exit(code=status)
+    return model
+
+
+def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
+    from xmla.bench.provenance import provenance
+
+    out.mkdir(parents=True, exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
+    write(out, provenance(command, commit) | {"vllm": version("vllm"), "model": sizes})
+
+
+def write(out: Path, line: dict[str, Any]) -> None:
+    with (out / "vllm.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def keep_log(out: Path, name: str, log: Path, status: int, lines: int = 80) -> None:
+    """Keep a log's end, all of it that names xmla, and print the last line of one that failed."""
+    text = log.read_text().strip().splitlines()
+    named = [line for line in text[:-lines] if "xmla" in line]
+    with (out / "logs.txt").open("a") as file:
+        file.write("\n".join([f"=== {name}: exit status {status}", *named, "…", *text[-lines:], ""]))
+    told = "" if status == 0 else ": " + "\n    ".join(text[-12:])
+    print(f"{name}: exit status {status}{told}", flush=True)
+
+
+def difference(answers: dict[str, Any], others: dict[str, Any]) -> dict[str, list[float]]:
+    """By prompt: of log-probabilities the mean distance, the share of equal most likely tokens, equal new tokens."""
+    found: dict[str, list[float]] = {"prompt": [], "mean_abs_logprob": [], "same_likely": [], "equal_tokens": []}
+    for length, answer in answers.items():
+        other = others[length]
+        apart = [abs(a - b) for a, b in zip(answer["logprobs"], other["logprobs"], strict=True)]
+        same = [a == b for a, b in zip(answer["likely"], other["likely"], strict=True)]
+        equal = [a == b for a, b in zip(answer["tokens"], other["tokens"], strict=True)]
+        found["prompt"].append(int(length))
+        found["mean_abs_logprob"].append(round(sum(apart) / len(apart), 5))
+        found["same_likely"].append(round(sum(same) / len(same), 4))
+        found["equal_tokens"].append([*equal, False].index(False))
+    return found
+
+
+def verdicts(found: dict[tuple[str, str], dict[str, list[float]]], answers: dict[str, Any]) -> dict[str, bool]:
+    """What has to hold, of what ran."""
+    wanted: dict[str, bool] = {}
+    for name, result in answers.items():
+        if name.startswith("xmla"):
+            wanted[f"{name}: attention and every op are xmla's"] = (
+                result["attention"] == ["XmlaSparseImpl"] and len(result["calls"]) == 8
+            )
+    if ("xmla-graphs", "xmla") in found:
+        equal = found["xmla-graphs", "xmla"]["equal_tokens"]
+        wanted["graphs give the tokens of eager"] = equal == [gpu_engine.NEW_TOKENS] * len(equal)
+    pairs = ("xmla", "own-bf16"), ("own", "own-bf16"), ("own-chunks", "own")
+    if all(pair in found for pair in pairs):
+        ours, own, floor = (found[pair]["mean_abs_logprob"] for pair in pairs)
+        near = [a <= FARTHER * b + c for a, b, c in zip(ours, own, floor, strict=True)]
+        wanted["xmla is as near to bfloat16 as vLLM's own kernels"] = all(near)
+    return wanted
+
+
+@app.command()
+def check(
+    out: Out, commit: Commit = None, engines: Engines = CHECKED, seconds: Seconds = 240, at_once: int = 4,
+    layers: int = gpu_engine.LAYERS, heads: int = 128, work: Path | None = None,
+) -> None:  # fmt: skip
+    """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
+    work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
+    model = model_in(work, layers, heads)
+    begin(out, "python tests/vllm_engine/on_gpu.py check", commit, model)
+
+    def ask(name: str) -> tuple[str, Any]:
+        file, log = work / f"{name}.json", work / f"{name}.log"
+        file.unlink(missing_ok=True)
+        begun = time.monotonic()
+        environment = gpu_engine.ENGINES[name].environment()
+        status = child(log, seconds, environment, "answer", name, model, file)
+        answered = json.loads(file.read_text()) if file.exists() else None
+        told = {"exit_code": status, "total_seconds": round(time.monotonic() - begun, 1)}
+        told |= {key: answered[key] for key in ("attention", "calls", "seconds")} if answered else {}
+        keep_log(out, name, log, status)
+        write(out, {"engine": name} | told)
+        print(f"    {told}", flush=True)
+        return name, answered
+
+    names = engines.split(",")
+    with ThreadPoolExecutor(at_once) as threads:
+        answers = {name: answered for name, answered in threads.map(ask, names) if answered}
+    found = {
+        (name, other): difference(answers[name]["answers"], answers[other]["answers"])
+        for name, other in PAIRS
+        if name in answers and other in answers
+    }
+    print(f"{'':34}" + "".join(f"{length:>18}" for length in gpu_engine.JOINS))
+    for (name, other), figures in found.items():
+        write(out, {"engine": name, "beside": other, "new_tokens": gpu_engine.NEW_TOKENS} | figures)
+        shown = zip(*(figures[key] for key in ("mean_abs_logprob", "same_likely", "equal_tokens")), strict=True)
+        cells = (f"{apart:.4f} {same:.3f} {equal:>2}" for apart, same, equal in shown)
+        print(f"{name:>14} beside {other:12}" + "".join(f"{cell:>18}" for cell in cells))
+    print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
+    holds = verdicts(found, answers)
+    write(out, {"holds": holds})
+    for what, right in holds.items():
+        print(f"{'yes' if right else 'NO '} {what}")
+    raise typer.Exit(code=int(not (all(holds.values()) and len(answers) == len(names))))
+
+
+@app.command()
+def speed(
+    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", contexts: str = "4096,32768",
+    requests: str = "1,8,64", tokens: int = 64, seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
+    layers: int = gpu_engine.LAYERS, heads: int = 128, work: Path | None = None,
+) -> None:  # fmt: skip
+    """One engine after the other: `start` seconds at most until it is ready and its first case is done, `seconds`
+    for its cases, smallest first.
+    """
+    work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
+    model = model_in(work, layers, heads)
+    begin(out, "python tests/vllm_engine/on_gpu.py speed", commit, model)
+    failed = False
+    cases: dict[tuple[int, int], dict[str, Any]] = {}
+    for name in engines.split(","):
+        file, log = work / f"{name}.jsonl", work / f"{name}-speed.log"
+        file.unlink(missing_ok=True)
+        options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
+        status = child(
+            log, start + seconds, gpu_engine.ENGINES[name].environment(), "measure", name, model, file, *options
+        )
+        keep_log(out, name, log, status)
+        failed |= status != 0
+        for line in file.read_text().splitlines() if file.exists() else ():
+            write(out, json.loads(line))
+            case = json.loads(line)
+            cases.setdefault((case["context"], case["requests"]), {})[name] = case
+    print("context requests | engine: µs a step, µs of the GPU's forward pass, tokens/s of prefill, ms of its passes")
+    for (context, count), lines in sorted(cases.items()):
+        for name, case in lines.items():
+            keys = ("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms")
+            cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
+            print(f"{context:>7} {count:>8} | {name:>14} {' '.join(cells)}")
+    raise typer.Exit(code=int(failed))
+
+
+if __name__ == "__main__":
+    app()

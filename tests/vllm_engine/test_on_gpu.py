@@ -1,0 +1,98 @@
+"""What `on_gpu.py` makes of answers, without vLLM."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gpu_engine
+import on_gpu
+import pytest
+from typer.testing import CliRunner
+
+
+def answers(logprob: float, last: int, tokens: int) -> dict[str, Any]:
+    new = [5] * tokens + [6] * (gpu_engine.NEW_TOKENS - tokens)
+    return {"6000": {"logprobs": [-1.0, logprob], "likely": [3, last], "tokens": new}}
+
+
+def test_difference_of_answers() -> None:
+    found = on_gpu.difference(answers(-1.5, 4, 32), answers(-1.0, 7, 20))
+    assert found == {"prompt": [6000], "mean_abs_logprob": [0.25], "same_likely": [0.5], "equal_tokens": [20]}
+
+
+def test_verdicts() -> None:
+    near, far, all_equal = ({"mean_abs_logprob": [apart], "equal_tokens": [32]} for apart in (0.1, 0.3, 0.0))
+    found = {
+        ("xmla", "own-bf16"): near, ("own", "own-bf16"): near, ("own-chunks", "own"): near,
+        ("xmla-graphs", "xmla"): all_equal,
+    }  # fmt: skip
+    ran = {"xmla": {"attention": ["XmlaSparseImpl"], "calls": dict.fromkeys(range(8), 1)}}
+    assert all(on_gpu.verdicts(found, ran).values()) and len(on_gpu.verdicts(found, ran)) == 3
+    assert not all(on_gpu.verdicts(found | {("xmla", "own-bf16"): far}, ran).values())
+    graphs = {("xmla-graphs", "xmla"): {"mean_abs_logprob": [0.0], "equal_tokens": [31]}}
+    assert not all(on_gpu.verdicts(found | graphs, ran).values())
+    assert not all(on_gpu.verdicts({}, {"xmla": {"attention": ["FlashMLASparseImpl"], "calls": {}}}).values())
+
+
+def test_decode_counts_steps_after_the_first() -> None:
+    steps = [(1.0, 0), (9.0, 2), *((9.0 + 0.5 * number, 2) for number in range(1, 21))]
+    times = gpu_engine.Drained(0.0, steps, 0).decode_us(2)
+    assert times == [500000.0] * 13
+
+
+def test_every_engine_that_is_compared_exists() -> None:
+    named = {name for pair in on_gpu.PAIRS for name in pair} | set(on_gpu.CHECKED.split(","))
+    assert named <= gpu_engine.ENGINES.keys()
+    assert gpu_engine.ENGINES["xmla"].environment() == {"VLLM_PLUGINS": "xmla"}
+    assert gpu_engine.ENGINES["own"].arguments(()) == {
+        "attention_backend": "FLASHMLA_SPARSE", "kv_cache_dtype": "fp8", "enforce_eager": True
+    }  # fmt: skip
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status and the lines of a command whose engines are stand-ins: what they write, or a failure."""
+    (folder / "model-4-128").mkdir()
+    config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
+    (folder / "model-4-128" / "config.json").write_text(json.dumps(config))
+
+    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any) -> int:
+        kind, name, _, out = words[:4]
+        log.write_text("started\nended")
+        if name == "xmla-bf16":
+            return 1
+        given = {length: answers(-1.0, 7, 32)["6000"] for length in gpu_engine.JOINS}
+        attention = ["XmlaSparseImpl"] if environment["VLLM_PLUGINS"] else ["FlashMLASparseImpl"]
+        answered = {"answers": given, "attention": attention, "calls": dict.fromkeys(range(8), 1), "seconds": {}}
+        times = dict.fromkeys(("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms"), 1.5)
+        cases = [
+            {"context": 4096, "requests": 1} | times,
+            {"context": 32768, "requests": 64, "skipped": "no time left"},
+        ]
+        lines = [answered] if kind == "answer" else [{"engine": name} | case for case in cases]
+        out.write_text("\n".join(map(json.dumps, lines)))
+        return 0
+
+    monkeypatch.setattr(on_gpu, "child", child)
+    monkeypatch.setattr(on_gpu, "version", lambda package: "0.26.0")
+    words = [command, "--out", str(folder / "out"), "--work", str(folder), "--commit", "a commit"]
+    done = CliRunner().invoke(on_gpu.app, words)
+    lines = (folder / "out" / "vllm.jsonl").read_text().splitlines()
+    return done.exit_code, [json.loads(line) for line in lines]
+
+
+def test_check_writes_what_every_engine_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status, (first, *lines, last) = run("check", monkeypatch, tmp_path)
+    assert status == 1  # one engine failed
+    assert first["commit"] == "a commit" and first["vllm"] == "0.26.0"
+    assert {line["engine"]: line["exit_code"] for line in lines if "exit_code" in line}["xmla-bf16"] == 1
+    assert [line["equal_tokens"] for line in lines if "beside" in line] == [[32] * 5] * 6
+    assert all(last["holds"].values()) and len(last["holds"]) == 5
+    assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
+
+
+def test_speed_writes_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status, (_, *lines) = run("speed", monkeypatch, tmp_path)
+    assert status == 0
+    assert [(line["engine"], line["requests"], "skipped" in line) for line in lines] == [
+        (engine, requests, requests == 64) for engine in ("xmla-graphs", "own-graphs") for requests in (1, 64)
+    ]
