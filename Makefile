@@ -46,7 +46,7 @@ fuzz: $(READY)
 mutants: $(READY)
 	$(ENV) $(PYTHON) tests/mutants.py
 
-# Compiles every plan for every architecture and writes digests of the kernels; `make test` compiles what has another.
+# `make test` compiles the plans whose kernels have another digest than tests/core/compiled says; this writes them, too.
 matrix: $(READY)
 	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/core/test_compile.py tests/test_lowering.py
 

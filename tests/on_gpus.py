@@ -1,6 +1,7 @@
 """Evidence from a machine with GPUs: the whole suite, then fuzzer, demos and bench, each a line of the results.
 
-python tests/on_gpus.py suite --out FOLDER [--commit SHA]     the suite in parts that run beside each other
+python tests/on_gpus.py suite --out FOLDER [--commit SHA] [--part NAME …]
+                                                              the suite in parts that run beside each other
 python tests/on_gpus.py rest --out FOLDER [--commit SHA]      fuzzer and demos on the last GPU, bench on the first
 """
 
@@ -19,10 +20,14 @@ ROOT = Path(__file__).parent.parent
 RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures.py", "tests/test_examples.py")
 FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
 LARGE = ("tests/gpu/test_large_pool.py",)  # 66 GiB, so after those
+# What else a folder has, and the tests beside the folders: these share their workers.
+FOLDERS = {"contract": "tests/contract", "core": "tests/core", "gpu": "tests/gpu", "vllm": "tests/vllm_engine"}
+PARTS = ("ranks", "far", "large", *FOLDERS, "front-ends")
 DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
 Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
+Parts = Annotated[list[str], typer.Option(help=f"Of {', '.join(PARTS)}.")]
 Seconds = Annotated[int, typer.Option(min=1, help="The most that each part may take.")]
 app = typer.Typer(add_completion=False)
 
@@ -43,30 +48,37 @@ def record(out: Path, file: str, log: str, commit: str | None, command: Sequence
 
 
 @app.command()
-def suite(out: Out, commit: Commit = None, seconds: Seconds = 3600) -> None:
-    """The whole suite: tests of ranks with all GPUs, far strides and the rest with a GPU a worker, side by side."""
+def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: Seconds = 3600) -> None:  # noqa: B006
+    """The whole suite, or parts of it: ranks with all GPUs, far strides and the rest with a GPU a worker."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-q", "-rfs", "--tb=short", "--show-capture=no"]
     pytest += ["-p", "no:cacheprovider", "--durations=20"]
-    others = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE)]
-    parts = {
-        "ranks": ["--dist", "loadgroup", "-n", "2", *RANKS],
-        "far": ["--dist", "load", "-n", str(2 * gpus), *FAR],
+    workers = {"ranks": 2, "far": 2 * gpus}
+    apart = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE)]
+    others = [FOLDERS[name] for name in part if name in FOLDERS]
+    if "front-ends" in part:
+        others = ["tests", *(f"--ignore={folder}" for name, folder in FOLDERS.items() if name not in part)]
+    remaining = max(cores - sum(number for name, number in workers.items() if name in part), 1)
+    commands = {
+        "ranks": ["--dist", "loadgroup", "-n", str(workers["ranks"]), *RANKS],
+        "far": ["--dist", "load", "-n", str(workers["far"]), *FAR],
         "large": ["-n", "1", *LARGE],
-        "others": ["--dist", "loadgroup", "-n", str(max(cores - 2 - 2 * gpus, 1)), "tests", *others],
+        "others": ["--dist", "loadgroup", "-n", str(remaining), *others, *apart],
     }
 
     def run(*names: str) -> bool:
         """Parts one after the other. But for those of ranks a worker has one GPU."""
         environments = [{} if name == "ranks" else {"XMLA_TEST_GPUS": str(gpus)} for name in names]
         succeeded = [
-            record(out, "test", name, commit, [*pytest, *parts[name]], **environment)
+            record(out, "test", name, commit, [*pytest, *commands[name]], **environment)
             for name, environment in zip(names, environments, strict=True)
         ]
         return all(succeeded)
 
+    lines = (("ranks",), ("far", "large"), ("others",))
+    chosen = [[name for name in line if name in part or (name == "others" and others)] for line in lines]
     with ThreadPoolExecutor() as threads:
-        succeeded = list(threads.map(lambda names: run(*names), (("ranks",), ("far", "large"), ("others",))))
+        succeeded = list(threads.map(lambda names: run(*names), chosen))
     raise typer.Exit(code=int(not all(succeeded)))
 
 

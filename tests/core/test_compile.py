@@ -11,7 +11,6 @@ import support_matrix
 import triton
 from compile_plans import DEVICES
 from conftest import HAS_GPU, require_assembler
-from support_matrix import NOWHERE
 from tritons import OLDER, folder
 
 from xmla.core.device import MIN_E4M3_ARCH, Device
@@ -37,8 +36,8 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
         assert set(kernel["copies"]) <= {16} | others, kernel
 
 
-# `make matrix` compiles every plan, and writes digests of the kernels that passed: their sources and what they are
-# compiled for. `make test` compiles those with another digest, and a sample of the others.
+# Digests of the kernels that passed, of their sources and what they are compiled for, are kept: only what has another
+# digest is compiled, and a sample of the others. `make matrix` writes them.
 # Left out is what repeats: of older Tritons all but one architecture a code generator, and kernels that differ in sizes
 # alone; for an architecture with another's code generator all but ptxas.
 MATRIX = bool(os.environ.get("XMLA_MATRIX"))
@@ -56,10 +55,10 @@ DIGESTS = Path(__file__).with_name("compiled")
 def compiled(
     version: str, arch: int, *options: str, triton: Path | None = None
 ) -> Iterator[tuple[list[support_matrix.Line], list[support_matrix.Line]]]:
-    """All lines of an architecture, and those of kernels that were compiled; if the checks of the body pass, in the
-    matrix, their digests are written."""
+    """All lines of an architecture, and those of kernels that were compiled; if the checks of the body pass,
+    `make matrix` writes the digests."""
     known = DIGESTS / f"triton-{version}-sm_{arch}.json"
-    digests, lines = support_matrix.compile_all(arch, *options, triton=triton, but=NOWHERE if MATRIX else known)
+    digests, lines = support_matrix.compile_all(arch, *options, triton=triton, but=known)
     kernels = [line for line in lines if "cubin_bytes" in line]
     assert kernels and {kernel["triton"] for kernel in kernels} == {version}, f"Triton {version} is expected"
     yield lines, kernels
