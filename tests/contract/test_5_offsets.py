@@ -93,6 +93,10 @@ def test_neighbours_far_apart(space: torch.Tensor, op: Op, argument: str, axis: 
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
     # Slots of 64 bits would widen what they are multiplied by.
     inputs = {name: array.astype(np.int32) if array.dtype == np.int64 else array for name, array in inputs.items()}
+    for name, tensor in op.tensors.items():
+        if name in inputs and tensor.index_of == op.tensors[argument].names[axis] and not op.mutates:
+            index, size = inputs[name], inputs[argument].shape[axis]
+            index[(index >= 0) & (index < size / 2)] = size - 1  # the farthest
     where = None
     if op.partial:
         where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
