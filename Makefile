@@ -62,6 +62,8 @@ report: $(READY)
 	$(PYTHON) -m xmla.bench.report $(RESULTS)/bench.jsonl --into docs/performance.md --pictures docs/images
 	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
+	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm.jsonl --into docs/vllm.md
+	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm.jsonl --into README.md --no-whole
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -12,7 +12,7 @@ import pytest
 from conftest import HAS_GPU, require_tool
 
 import xmla
-from xmla.bench import picture, ranks_report
+from xmla.bench import picture, ranks_report, vllm_report
 from xmla.bench.report import insert, read, report
 from xmla.command import app
 from xmla.core.registry import registry
@@ -121,6 +121,14 @@ def test_steps_over_several_gpus_are_the_committed_ones() -> None:
     page = (ROOT / "docs/ranks.md").read_text()
     assert insert(page, table, ranks_report.MARKERS) == page
     assert table.count("µs") > 20
+
+
+@pytest.mark.parametrize(("name", "whole", "least"), [("docs/vllm.md", True, 13), ("README.md", False, 6)])
+def test_figures_of_vllm_are_the_committed_ones(name: str, whole: bool, least: int) -> None:
+    table = vllm_report.report(RESULTS / "vllm.jsonl", whole=whole)
+    page = (ROOT / name).read_text()
+    assert insert(page, table, vllm_report.MARKERS) == page
+    assert sum(line.startswith("| ") for line in table.splitlines()) > least
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

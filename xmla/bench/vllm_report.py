@@ -1,0 +1,90 @@
+"""`python -m xmla.bench.vllm_report FILE [--into docs/vllm.md]`: vLLM's engine on xmla beside its own kernels.
+
+The file's lines are those of `tests/vllm_engine/on_gpu.py`, a run of `check` and one of `speed`.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xmla.bench.report import insert
+
+MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
+Line = dict[str, Any]
+
+
+def origin(head: Line) -> str:
+    versions, model = head["versions"], head["model"]
+    return (
+        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, vLLM {head['vllm']}, torch "
+        f"{versions['torch']}, Triton {versions['triton']}; {model['num_hidden_layers']} layers, "
+        f"{model['num_attention_heads']} heads, top-k {model['index_topk']}."
+    )
+
+
+def alike(lines: list[Line]) -> list[str]:
+    """Of each pair of engines how far apart their answers are, by prompt."""
+    pairs = [line for line in lines if "beside" in line]
+    prompts, new = pairs[0]["prompt"], pairs[0]["new_tokens"]
+    shown = [
+        f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |",
+        "|---" * (2 + len(prompts)) + "|",
+    ]
+    for pair in pairs:
+        figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
+        cells = [f"{apart:.4f}, {same:.1%}, {equal} of {new}" for apart, same, equal in figures]
+        shown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")
+    return shown
+
+
+def speeds(lines: list[Line]) -> list[str]:
+    """Of each case xmla's times and, in brackets, its speed as a multiple of vLLM's own kernels'."""
+    cases: dict[tuple[int, int], dict[str, Line]] = {}
+    for line in lines:
+        if "step_us" in line:
+            cases.setdefault((line["context"], line["requests"]), {})[line["engine"]] = line
+    shown = [
+        "| context | requests | decode: a step | of it the GPU's forward pass | prefill, tokens/s |",
+        "|---|---|---|---|---|",
+    ]
+    for (context, requests), engines in sorted(cases.items()):
+        ours, own = engines["xmla-graphs"], engines["own-graphs"]
+        cells = [f"{ours[key]:.0f} µs ({own[key] / ours[key]:.2f} ×)" for key in ("step_us", "forward_us")]
+        rate = "prefill_tokens_per_s"
+        cells.append(f"{ours[rate]:,} ({ours[rate] / own[rate]:.2f} ×)")
+        shown.append(f"| {context:,} | {requests} | {' | '.join(cells)} |")
+    return shown
+
+
+def report(file: Path, *, whole: bool = True) -> str:
+    """Markdown: where the figures come from, and the tables; without `whole` the speeds alone."""
+    runs: list[list[Line]] = []
+    for line in map(json.loads, file.read_text().splitlines()):
+        if "command" in line:
+            runs.append([])
+        runs[-1].append(line)
+    shown: list[str] = []
+    for head, *lines in runs:
+        if any("step_us" in line for line in lines):
+            shown += [origin(head), "", *speeds(lines), ""]
+        elif whole:
+            shown += [origin(head), "", *alike(lines), ""]
+    return "\n".join(shown[:-1]) + "\n"
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="JSON lines written by tests/vllm_engine/on_gpu.py.")],
+    into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
+    whole: Annotated[bool, typer.Option(help="Both tables, or the speeds alone.")] = True,
+) -> None:
+    """Print the tables in Markdown, or put them in their place; ratios are speeds, above 1 xmla is faster."""
+    if into is None:
+        typer.echo(report(file, whole=whole))
+    else:
+        into.write_text(insert(into.read_text(), report(file, whole=whole), MARKERS))
+
+
+if __name__ == "__main__":
+    typer.run(main)
