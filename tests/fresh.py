@@ -1,6 +1,6 @@
-"""Install xmla as the README says, in environments with nothing else, and run the README's programs there.
+"""Install xmla as the README says, in environments with nothing else, and run the README's and the documents' programs.
 
-python tests/fresh.py [extras …]       (torch jax torch,jax: minutes and gigabytes)
+python tests/fresh.py [extras …]       (torch jax torch,jax jax,cuda torch,jax,cuda: minutes and gigabytes)
 """
 
 import os
@@ -13,15 +13,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run(command: Sequence[str | Path], folder: Path) -> float:
-    """Run a command that does not see this environment; its seconds."""
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# The README's are programs each; a document's are one together.
+PROGRAMS = {f"README.md, {number}": code for number, code in enumerate(blocks(ROOT / "README.md"), 1)}
+PROGRAMS |= {page.name: code for page in sorted((ROOT / "docs").glob("*.md")) if (code := "\n".join(blocks(page)))}
+
+
+def frameworks(code: str) -> set[str]:
+    """What a program imports."""
+    lines = [line for line in code.splitlines() if re.match(r"\s*(import|from) ", line)]
+    return {name for name in ("torch", "jax") if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
+
+
+def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:
+    """Run a command that sees nothing of this environment's but `more`; its seconds."""
     private = ("PYTHON", "TRITON", "JAX", "XLA", "XMLA", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(private)}
     start = time.perf_counter()
-    subprocess.run(command, cwd=folder, env=environment, check=True)
+    subprocess.run(command, cwd=folder, env=environment | more, check=True)
     return time.perf_counter() - start
 
 
@@ -32,15 +46,20 @@ def try_extras(extras: str) -> None:
         run([sys.executable, "-m", "venv", "env"], folder)
         python = folder / "env/bin/python"
         installed = run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[{extras}]"], folder)
-        for framework in extras.split(","):
-            (program,) = [code for code in PROGRAMS if f"from xmla import {framework}_api" in code]
-            (folder / "program.py").write_text(program)
-            print(f"{extras}: {framework}'s program took {run([python, 'program.py'], folder):.0f} s")
-        run([folder / "env/bin/xmla", "info"], folder)
+        # JAX's CUDA plugin looks for a GPU (docs/install.md).
+        gpu = Path("/dev/nvidiactl").exists()
+        more = {"JAX_PLATFORMS": "cpu"} if "cuda" in extras and not gpu else {}
+        for name, code in PROGRAMS.items():
+            if frameworks(code) <= set(extras.split(",")):
+                (folder / "program.py").write_text(code)
+                # As docs/install.md says; the README's programs say it themselves.
+                interpreted = {} if name.startswith("README") or gpu else {"TRITON_INTERPRET": "1"}
+                print(f"{extras}: {name} took {run([python, 'program.py'], folder, **more, **interpreted):.0f} s")
+        run([folder / "env/bin/xmla", "info"], folder, **more)
         size = sum(file.stat().st_size for file in (folder / "env").rglob("*") if file.is_file())
         print(f"{extras}: installed in {installed:.0f} s, {size / 1e9:.1f} GB", flush=True)
 
 
 if __name__ == "__main__":
-    for extras in sys.argv[1:] or ("torch", "jax", "torch,jax"):
+    for extras in sys.argv[1:] or ("torch", "jax", "torch,jax", "jax,cuda", "torch,jax,cuda"):
         try_extras(extras)

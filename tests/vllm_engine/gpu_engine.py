@@ -3,12 +3,14 @@
 python gpu_engine.py model FOLDER                 make the model
 python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
 python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
+python gpu_engine.py profile ENGINE MODEL OUT     the GPU's kernels of a prefill and of decode steps
 """
 
 import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -207,6 +209,17 @@ def drain(engine: Any, prompts: list[Any], tokens: int) -> Drained:
     return Drained(begun, steps, cached)
 
 
+def start_for(name: str, model: Path, contexts: list[int], counts: list[int], tokens: int, chunk: int) -> Any:
+    """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    most = max(counts) * (max(contexts) + tokens + 128)
+    return start(
+        name, model, tuple(sorted(set(counts))), max_model_len=max(contexts) + tokens + WARM + 64,
+        max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,
+        kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * CACHE_BYTES[ENGINES[name].cache]),
+    )  # fmt: skip
+
+
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -222,13 +235,7 @@ def measure(
     """
     counts = numbers(requests)
     cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
-    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    most = max(count * (context + tokens + 128) for _, context, count in cases)
-    engine = start(
-        name, model, tuple(sorted(set(counts))), max_model_len=max(numbers(contexts)) + tokens + WARM + 64,
-        max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,
-        kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * CACHE_BYTES[ENGINES[name].cache]),
-    )  # fmt: skip
+    engine = start_for(name, model, numbers(contexts), counts, tokens, chunk)
     forwards = Forwards()
     forwards.watch()
     deadline, rate, seed = time.monotonic() + seconds, float("inf"), 0  # tokens/s of the slowest prefill
@@ -252,6 +259,28 @@ def measure(
         found = {"prefill_tokens_per_s": round(total / filled.seconds), "prefill_forward_ms": round(prefill, 2)}
         write(out, case | times | found | {"steps": len(steps), "cached_tokens": drained.cached, "seed": seed})
     print("attention", kinds(engine))
+
+
+@app.command()
+def profile(
+    name: str, model: Path, out: Path, context: int = 4096, requests: int = 1, tokens: int = 16, chunk: int = 8192,
+) -> None:  # fmt: skip
+    """A line for each kernel of a prefill of new prompts, and of `tokens` decode steps, by time."""
+    engine = start_for(name, model, [context], [requests], tokens, chunk)
+    for seed in range(2):  # what the first compiles is not shown
+        prompts = [prompt(context, seed * 1000 + number) for number in range(requests)]
+        for phase, new in (("prefill", 1), ("decode", tokens)):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                drain(engine, prompts, new)
+            for kernel in kernels(found.key_averages()) if seed else ():
+                write(out, {"engine": name, "context": context, "requests": requests, "phase": phase} | kernel)
+
+
+def kernels(events: Iterable[Any], most: int = 30) -> list[dict[str, Any]]:
+    """Name, launches and microseconds of the kernels that take longest together."""
+    ran = [event for event in events if event.self_device_time_total > 0]
+    ran.sort(key=lambda event: -event.self_device_time_total)
+    return [{"kernel": e.key[:120], "launches": e.count, "us": round(e.self_device_time_total, 1)} for e in ran[:most]]
 
 
 def write(out: Path, line: dict[str, Any]) -> None:

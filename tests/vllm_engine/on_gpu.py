@@ -2,6 +2,7 @@
 
 python tests/vllm_engine/on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
 python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
+python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 
 Needs vLLM and the package's own dependencies. Both append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
@@ -213,6 +214,30 @@ def speed(
             keys = ("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms")
             cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
             print(f"{context:>7} {count:>8} | {name:>14} {' '.join(cells)}")
+    raise typer.Exit(code=int(failed))
+
+
+@app.command()
+def profile(
+    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", context: int = 4096,
+    requests: int = 1, seconds: Seconds = 120, layers: int = gpu_engine.LAYERS, heads: int = 128,
+    work: Path | None = None,
+) -> None:  # fmt: skip
+    """Where the GPU's time goes: the kernels of each engine side by side."""
+    work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
+    model = model_in(work, layers, heads)
+    begin(out, "python tests/vllm_engine/on_gpu.py profile", commit, model)
+    failed = False
+    for name in engines.split(","):
+        file, log = work / f"{name}-kernels.jsonl", work / f"{name}-profile.log"
+        file.unlink(missing_ok=True)
+        options = ("--context", context, "--requests", requests)
+        status = child(log, seconds, gpu_engine.ENGINES[name].environment(), "profile", name, model, file, *options)
+        keep_log(out, name, log, status)
+        failed |= status != 0
+        for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
+            write(out, line)
+            print(f"{name:>14} {line['phase']:>8} {line['us']:>10} µs {line['launches']:>5} × {line['kernel'][:80]}")
     raise typer.Exit(code=int(failed))
 
 

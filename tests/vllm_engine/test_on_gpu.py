@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_engine
@@ -68,7 +69,9 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[in
             {"context": 4096, "requests": 1} | times,
             {"context": 32768, "requests": 64, "skipped": "no time left"},
         ]
-        lines = [answered] if kind == "answer" else [{"engine": name} | case for case in cases]
+        kernel = {"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}
+        lines = [{"engine": name} | case for case in cases]
+        lines = {"answer": [answered], "measure": lines, "profile": [{"engine": name} | kernel]}[kind]
         out.write_text("\n".join(map(json.dumps, lines)))
         return 0
 
@@ -96,3 +99,17 @@ def test_speed_writes_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [(line["engine"], line["requests"], "skipped" in line) for line in lines] == [
         (engine, requests, requests == 64) for engine in ("xmla-graphs", "own-graphs") for requests in (1, 64)
     ]
+
+
+def test_profile_writes_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status, (_, *lines) = run("profile", monkeypatch, tmp_path)
+    assert status == 0
+    assert [(line["engine"], line["us"]) for line in lines] == [("xmla-graphs", 9.5), ("own-graphs", 9.5)]
+
+
+def test_kernels_are_those_that_took_time() -> None:
+    events = [SimpleNamespace(key=key, count=2, self_device_time_total=us) for key, us in (("a", 1.0), ("b", 3.04))]
+    events.append(SimpleNamespace(key="on the host", count=1, self_device_time_total=0.0))
+    assert gpu_engine.kernels(events, most=2) == [
+        {"kernel": "b", "launches": 2, "us": 3.0}, {"kernel": "a", "launches": 2, "us": 1.0}
+    ]  # fmt: skip

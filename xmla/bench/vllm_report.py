@@ -69,7 +69,7 @@ def report(file: Path, *, whole: bool = True) -> str:
     for head, *lines in runs:
         if any("step_us" in line for line in lines):
             shown += [origin(head), "", *speeds(lines), ""]
-        elif whole:
+        elif whole and any("beside" in line for line in lines):
             shown += [origin(head), "", *alike(lines), ""]
     return "\n".join(shown[:-1]) + "\n"
 

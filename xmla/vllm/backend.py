@@ -117,7 +117,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[FlashMLASparseMetadata]):
         """Absorbed queries, as one tensor or as latent and rope; out [T, H, 512] and lse [T, H]."""
         tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         queries, out, lse, slots, counts, scratch = self.workspace(tokens)
-        q = joined(*q, queries) if isinstance(q, tuple) else q
+        q = joined(q[0], q[1], queries) if isinstance(q, tuple) else q
         xt.map_slots(
             self.topk_indices_buffer[:tokens],
             attn_metadata.block_table,
