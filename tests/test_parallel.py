@@ -112,14 +112,16 @@ def test_jax() -> None:
 
 @pytest.mark.slow
 def test_jax_gradients() -> None:
-    """Under a shard_map they are those of one device; a cache that devices share, or gather, has the sum of theirs."""
+    """Under a shard_map they are those of one device; a cache that devices share, or gather, has the sum of theirs, and
+    the indexer learns the sum of the devices' targets."""
     if HAS_GPU and visible_gpus() < 2:
         pytest.skip("needs 2 GPUs")
     command = [sys.executable, str(FOLDER / "jax_gradients.py"), "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {line["over"]: line["collectives"] for line in map(json.loads, done.stdout.splitlines())}
-    assert set(found) == {"tokens", "heads", "context"} and "all-gather" in found["context"]
+    assert set(found) == {"tokens", "heads", "context", "heads of the target", "tokens of the loss"}
+    assert "all-gather" in found["context"]
     assert all({"all-reduce", "reduce-scatter"} & set(collectives) for collectives in found.values()), found
 
 
