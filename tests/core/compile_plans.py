@@ -1,9 +1,8 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90 [--hash] [--branches] [--as 100] [--but FILE]
+    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE]
 --hash      Each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
---branches  Of Triton kernels that differ in sizes alone only the one with the largest tiles is compiled.
 --as ARCH   Takes the PTX of kernels that are planned for ARCH too from there and assembles it. One kernel of each name
             is compiled besides, and its PTX compared.
 --but FILE  Leaves out the kernels whose digests FILE has, but for a sample. The first line has all digests.
@@ -18,11 +17,10 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from math import prod
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
@@ -44,7 +41,7 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
-SAMPLE = 6  # kernels compiled again though their digest is known
+SAMPLE = 3  # kernels compiled again though their digest is known
 DEVICES = {device.arch: device for device in (*KNOWN_DEVICES, *LIMITED_DEVICES)}
 
 
@@ -235,33 +232,10 @@ def all_of(device: Device) -> list[Specialization]:
     return list(dict.fromkeys(s for call in plans(device) if call.plan is not None for s in specializations(call)))
 
 
-def branches(specialization: Specialization) -> Hashable:
-    """What decides, but for sizes, which code a kernel has: layouts, flags, rows of heads, which choose the product.
-
-    Of Gluon kernels all: their tiles are written out.
-    """
-    if isinstance(specialization.kernel, GluonJITFunction):
-        return specialization
-    flags = [
-        (name, value)
-        for name, value in specialization.constexprs
-        if name == "BLOCK_H" or isinstance(value, bool) or not isinstance(value, int | float)
-    ]
-    return specialization.kernel, specialization.types, tuple(flags)
-
-
-def tile(specialization: Specialization) -> int:
-    """About how much a kernel holds at once. BLOCK_K are only results to write."""
-    sizes = ("BLOCK", "D", "GROUP", "TILE", "LANES", "MAX_SPLITS")
-    held = [v for name, v in specialization.constexprs if name.startswith(sizes) and name != "BLOCK_K"]
-    return prod(size for size in held if isinstance(size, int)) * specialization.num_stages
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", type=int, choices=DEVICES)
     parser.add_argument("--hash", action="store_true")
-    parser.add_argument("--branches", action="store_true")
     parser.add_argument("--as", dest="source", type=int, choices=DEVICES)
     parser.add_argument("--but", type=Path)
     given = parser.parse_args()
@@ -269,8 +243,6 @@ def main() -> None:
     device = DEVICES[given.arch]
     kernels = all_of(device)
     chosen = set(kernels)
-    if given.branches:
-        chosen = set({branches(kernel): kernel for kernel in sorted(kernels, key=tile)}.values())
     if given.but:
         now = digests(chosen, given.arch)
         print(json.dumps({"digests": now}))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import support_matrix
@@ -38,27 +39,33 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
 
 # Digests of the kernels that passed, of their sources and what they are compiled for, are kept: only what has another
 # digest is compiled, and a sample of the others. `make matrix` writes them.
-# Left out is what repeats: of older Tritons all but one architecture a code generator, and kernels that differ in sizes
-# alone; for an architecture with another's code generator all but ptxas.
+# With the newest Triton PTX for an architecture with another's code generator is taken from there and assembled.
 MATRIX = bool(os.environ.get("XMLA_MATRIX"))
-OLDER_ARCHITECTURES = (90, 100, 120)
 SAME_GENERATOR = {103: 100, 121: 120}
-# The first of a pair leaves its PTX in Triton's cache for the second.
-PAIRS = [
-    pytest.param(arch, marks=pytest.mark.xdist_group(f"sm_{SAME_GENERATOR.get(arch, arch)}"), id=f"sm_{arch}")
-    for arch in support_matrix.ARCHITECTURES
-]
+
+
+def cells(version: str) -> list[Any]:
+    """The architectures for one Triton. The first of a pair leaves its PTX in Triton's cache for the second."""
+    return [
+        pytest.param(
+            version, arch, marks=pytest.mark.xdist_group(f"{version} sm_{SAME_GENERATOR.get(arch, arch)}"),
+            id=f"{version}-sm_{arch}",
+        )
+        for arch in support_matrix.ARCHITECTURES
+    ]  # fmt: skip
+
+
 DIGESTS = Path(__file__).with_name("compiled")
 
 
 @contextmanager
-def compiled(
-    version: str, arch: int, *options: str, triton: Path | None = None
-) -> Iterator[tuple[list[support_matrix.Line], list[support_matrix.Line]]]:
+def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line], list[support_matrix.Line]]]:
     """All lines of an architecture, and those of kernels that were compiled; if the checks of the body pass,
     `make matrix` writes the digests."""
     known = DIGESTS / f"triton-{version}-sm_{arch}.json"
-    digests, lines = support_matrix.compile_all(arch, *options, triton=triton, but=known)
+    other = folder(version) if version in OLDER else None
+    options = ["--as", str(SAME_GENERATOR[arch])] if arch in SAME_GENERATOR and not other else []
+    digests, lines = support_matrix.compile_all(arch, *options, triton=other, but=known)
     kernels = [line for line in lines if "cubin_bytes" in line]
     assert kernels and {kernel["triton"] for kernel in kernels} == {version}, f"Triton {version} is expected"
     yield lines, kernels
@@ -67,12 +74,12 @@ def compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", OLDER_ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("version", OLDER)
+@pytest.mark.parametrize(("version", "arch"), [cell for version in OLDER for cell in cells(version)])
 def test_every_configuration_compiles_with_an_older_triton(version: str, arch: int) -> None:
     if HAS_GPU and not folder(version).exists():
         pytest.skip("older Tritons are compiled where CI runs; tests/core/tritons.py installs them")
-    with compiled(version, arch, "--branches", triton=folder(version)) as (_, kernels):
+    with compiled(version, arch) as (lines, kernels):
+        assert {line["op"] for line in lines} == set(registry()), "an op was not planned"
         for kernel in kernels:
             check_fits(kernel, DEVICES[arch])
             # What serves Hopper by default spills a few words at most (3.8: 72 bytes in the paged logits of 128 rows);
@@ -81,13 +88,12 @@ def test_every_configuration_compiles_with_an_older_triton(version: str, arch: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PAIRS)
-def test_every_configuration_compiles(arch: int) -> None:
+@pytest.mark.parametrize(("version", "arch"), cells(triton.__version__))
+def test_every_configuration_compiles(version: str, arch: int) -> None:
     require_assembler(arch)
-    source = SAME_GENERATOR.get(arch)
-    with compiled(triton.__version__, arch, *(["--as", str(source)] if source else [])) as (lines, kernels):
+    with compiled(version, arch) as (lines, kernels):
         assert {line["op"] for line in lines} == set(registry()), "an op was not planned"
-        if source:
+        if arch in SAME_GENERATOR:
             compared = {line["kernel"]: line["same_ptx"] for line in kernels if "same_ptx" in line}
             assert compared.keys() == {line["kernel"] for line in kernels} and all(compared.values()), compared
         for kernel in kernels:
