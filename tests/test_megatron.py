@@ -15,7 +15,7 @@ import torch
 
 from xmla import UnsupportedError, megatron
 
-HEADS, INDEXER_HEADS, DIM, LATENT, ROW, VALUES = 4, 2, 32, 512, 576, 8
+HEADS, INDEXER_HEADS, DIM, LATENT, ROPE, VALUES = 4, 2, 32, 512, 64, 8
 SCALE, COEFF = 0.05, 0.7
 # Two roundings to float16: an argument of a product, and the result.
 ROUNDINGS = 2.0**-10
@@ -76,7 +76,7 @@ class Layer:
         return Layer(**vars(self) | {"query": self.query[:, :, heads], "up": self.up[heads], "group": Group(ranks)})
 
 
-def draw(device: str, lengths: list[int], batch: int = 1, **settings: Any) -> Layer:
+def draw(device: str, lengths: list[int], batch: int = 1, latent: int = LATENT, **settings: Any) -> Layer:
     """Documents of these lengths in each of `batch` sequences."""
     tokens, generator = sum(lengths), torch.Generator().manual_seed(sum(lengths) + batch)
 
@@ -86,7 +86,8 @@ def draw(device: str, lengths: list[int], batch: int = 1, **settings: Any) -> La
     starts = torch.repeat_interleave(torch.tensor([0, *lengths]).cumsum(0)[:-1], torch.tensor(lengths))
     return Layer(
         of(tokens, batch, INDEXER_HEADS, DIM), of(tokens, batch, DIM), of(tokens, batch, INDEXER_HEADS) / 4,
-        of(tokens, batch, HEADS, ROW) / 2, of(tokens, batch, 1, ROW) / 2, of(HEADS, VALUES, LATENT) / 20,
+        of(tokens, batch, HEADS, latent + ROPE) / 2, of(tokens, batch, 1, latent + ROPE) / 2,
+        of(HEADS, VALUES, latent) / 20,
         starts.to(device), torch.arange(1, tokens + 1, device=device), **settings,
     )  # fmt: skip
 
@@ -94,7 +95,7 @@ def draw(device: str, lengths: list[int], batch: int = 1, **settings: Any) -> La
 def whole(layer: Layer, **other: Any) -> Any:
     """`run_fused_dsa_attention` as dsa.py calls it."""
     arguments = {
-        "config": SimpleNamespace(kv_lora_rank=LATENT), "query": layer.query, "key": layer.key, "value": None,
+        "config": SimpleNamespace(), "query": layer.query, "key": layer.key, "value": None,
         "up_v_weight": layer.up, "q_indexer": layer.q, "k_indexer": layer.k, "indexer_weights": layer.weights,
         "indexer_topk": layer.topk, "softmax_scale": SCALE, "loss_coeff": COEFF, "sparse_loss": layer.sparse,
         "calculate_per_token_loss": layer.per_token, "absorbed_mla": True, "attn_mask_type": object(),
@@ -117,7 +118,7 @@ def selection(layer: Layer, **other: Any) -> Any:
 def selection_with_loss(layer: Layer, **other: Any) -> Any:
     """`run_fused_qk_topk_with_loss` as dsa_kernels.py calls it."""
     arguments = {
-        "config": SimpleNamespace(kv_lora_rank=LATENT), "q": layer.q, "k": layer.k, "weights": layer.weights,
+        "config": SimpleNamespace(), "q": layer.q, "k": layer.k, "weights": layer.weights,
         "index_topk": layer.topk, "starts": layer.starts.int(), "ends": layer.ends.int(), "block_size": 8192,
         "query": layer.query.detach(), "key": layer.key.detach(), "softmax_scale": SCALE, "loss_coeff": COEFF,
         "pg_collection": SimpleNamespace(tp=layer.group), "query_valid_rows": layer.valid,
@@ -128,8 +129,8 @@ def selection_with_loss(layer: Layer, **other: Any) -> Any:
 
 def attention(layer: Layer, indices: torch.Tensor, length: torch.Tensor | None = None, **other: Any) -> Any:
     """`run_fused_absorbed_sparse_attention` as dsa_kernels.py calls it, by places."""
-    given = {"query": layer.query, "key": layer.key} | other
-    return megatron.run_fused_absorbed_sparse_attention(given["query"], given["key"], indices, SCALE, LATENT, length)
+    query, key = ({"query": layer.query, "key": layer.key} | other).values()
+    return megatron.run_fused_absorbed_sparse_attention(query, key, indices, SCALE, layer.up.shape[2], length)
 
 
 def masked_softmax(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -137,8 +138,11 @@ def masked_softmax(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0.0)
 
 
-def reference(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which keys are selected [B, S, N], the layer's output and the loss, with autograd's gradients of all leaves."""
+def reference(layer: Layer, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which keys are selected [B, S, N], the layer's output and the loss, with autograd's gradients of all leaves.
+
+    No prediction is less than `least`: 0 in Megatron.
+    """
     places = torch.arange(len(layer.k), device=layer.k.device)
     visible = (places >= layer.starts[:, None]) & (places < layer.ends[:, None])
     scores = torch.einsum("sbid,nbd->bsin", layer.q, layer.k).relu()
@@ -149,13 +153,14 @@ def reference(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, order[..., best], values[..., best] > -math.inf)
     logits = torch.einsum("sbhd,nbd->bhsn", layer.query, layer.key[:, :, 0]) * SCALE
     probabilities = masked_softmax(logits, selected[:, None])
-    latent = torch.einsum("bhsn,nbc->sbhc", probabilities, layer.key[:, :, 0, :LATENT])
+    latent = torch.einsum("bhsn,nbc->sbhc", probabilities, layer.key[:, :, 0, : layer.up.shape[2]])
     output = torch.einsum("sbhc,hvc->sbhv", latent, layer.up).flatten(2)
 
     allowed = selected if layer.sparse else visible.expand_as(selected)
     target = masked_softmax(logits.detach(), allowed[:, None]).sum(1)
     target = target / target.sum(-1, keepdim=True).clamp_min(1e-10)
     predicted = scores.masked_fill(~allowed, -math.inf).log_softmax(-1).masked_fill(~allowed, 0.0)
+    predicted = predicted.clamp_min(math.log(least)) if least else predicted
     kl = (target * (target.clamp_min(1e-10).log() - predicted)).sum(-1)
     counted = torch.ones_like(kl) if layer.valid is None else layer.valid.expand_as(kl).to(kl)
     total = (kl * counted).sum() * COEFF
@@ -201,6 +206,7 @@ CASES = {
     "packed": lambda device: draw(device, [5, 1, 3]),
     "padding": lambda device: draw(device, [5, 3], 2, valid=(torch.arange(16, device=device) % 3 > 0).view(2, 8)),
     "padded-end": lambda device: draw(device, [4, 3], valid=torch.arange(7, device=device) < 4, per_token=True),
+    "448-latent": lambda device: draw(device, [5], latent=448),
     "few-keys": lambda device: draw(device, [3], 1, topk=8, per_token=True),
 }
 SPARSE = pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
@@ -232,6 +238,20 @@ def test_the_hooks_one_by_one_have_the_bits_of_the_layer(make: Any, device: str)
     found, wanted = gradients(values, own_loss, again), gradients(output, loss, moving)
     for name, gradient in found.items():
         assert torch.equal(gradient, wanted[name]), name
+
+
+@SPARSE
+def test_where_the_indexer_is_sure_and_wrong(sparse: bool, device: str) -> None:
+    """The gradient is Megatron's; the loss takes no prediction below 1e-10."""
+    layer = draw(device, [6], sparse=sparse)
+    layer.weights = layer.weights * 8
+    moving, exact = layer.moving(), layer.moving(torch.float64, "cpu")
+    (output, loss), (_, want_output, want_loss) = whole(moving), reference(exact)
+    assert loss.item() < want_loss.item() - 1
+    assert_close("loss", loss, reference(exact, least=1e-10)[2], LOSS)
+    found, wanted = gradients(output, loss, moving), gradients(want_output, want_loss, exact)
+    for name in ("q", "k", "weights"):
+        assert_close(name, found[name], wanted[name])
 
 
 def test_a_rank_with_some_tokens_of_all(device: str) -> None:

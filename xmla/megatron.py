@@ -34,6 +34,9 @@ MAX_INDEXER_HEADS, INDEXER_DIMS = 64, (32, 64, 128)
 MAX_HEADS, ROW_DIMS = 128, (512, 576)
 # Arrays of tokens by keys are made for as many tokens at a time as fit so many bytes, and at least one.
 SCRATCH = 1 << 29
+# Factor of losses and gradients until they are multiplied by the number of tokens: an average's gradients are mostly 0
+# in float16. Constant, since `indexer_loss` compiles kernels for each coeff.
+UNIT = 2.0**12
 
 
 def install() -> None:
@@ -131,7 +134,7 @@ def run_fused_qk_topk_with_loss(
     slots = _slots(indices, len(key))
     with torch.no_grad():
         _, lse = _attend(query, key, slots, softmax_scale)
-    loss = _Loss(softmax_scale, loss_coeff, pg_collection, query_valid_rows, calculate_per_token_loss)
+    loss = _Loss.of(q, softmax_scale, loss_coeff, pg_collection, query_valid_rows, calculate_per_token_loss)
     return indices, None, loss.over_selected(q, k, weights, query, key, lse, slots)
 
 
@@ -208,9 +211,9 @@ def run_fused_dsa_attention(
     slots = _slots(_select(*indexer, indexer_topk, starts, ends), len(key))
     out, lse = _attend(query, key, slots, softmax_scale)
     output = torch.einsum("sbhc,hdc->sbhd", out[..., : up_v_weight.shape[2]], up_v_weight).flatten(2)
-    loss = _Loss(softmax_scale, loss_coeff, pg_collection, query_valid_rows, calculate_per_token_loss)
     if not loss_coeff:
         return output, torch.zeros((), dtype=torch.float32, device=query.device)
+    loss = _Loss.of(q_indexer, softmax_scale, loss_coeff, pg_collection, query_valid_rows, calculate_per_token_loss)
     if sparse_loss:
         return output, loss.over_selected(*indexer, query, key, lse, slots)
     return output, loss.over_ranges(*indexer, query, key, starts, ends)
@@ -280,45 +283,56 @@ class _WithGradients(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """The indexer's loss; its arguments but for the tensors of all tokens and keys."""
+    """The indexer's loss, of any tensors."""
 
     softmax_scale: float
     coeff: float
-    pg_collection: Any
-    valid_rows: Tensor | None
-    summed: bool
+    group: Any  # the ranks that share attention's heads, None if it is one
+    valid: Tensor | None  # [S, B] bool
+    counted: Tensor | int  # of how many tokens it is the mean; 1: the sum
+
+    @classmethod
+    def of(
+        cls, q: Tensor, softmax_scale: float, coeff: float, pg_collection: Any, valid_rows: Tensor | None, summed: bool
+    ) -> "_Loss":
+        tokens, batch = q.shape[:2]
+        group = getattr(pg_collection, "tp", None)
+        valid = None if valid_rows is None else valid_rows.bool().expand(batch, -1).T
+        counted = 1 if summed else tokens * batch if valid is None else valid.sum().clamp_min(1)
+        return cls(softmax_scale, coeff, None if group is None or group.size() == 1 else group, valid, counted)
 
     def over_selected(
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, lse: Tensor, slots: Tensor
     ) -> Tensor:
         """From attention's lse [S·B, H] over the keys slots [S·B, K]."""
-        valid = self._valid(q)
-        if valid is not None:
-            slots = slots.masked_fill(~valid.flatten()[:, None], -1)
+        if self.valid is not None:
+            slots = slots.masked_fill(~self.valid.flatten()[:, None], -1)
         with torch.no_grad():
-            found = self._sum(
+            loss, *gradients = self._average(
                 q.flatten(0, 1), k.flatten(0, 1), weights.flatten(0, 1).float(), query.flatten(0, 1),
                 key.flatten(0, 2), lse, slots,
             )  # fmt: skip
-        return self._mean(q, k, weights, *found)
+        shaped = (each.view_as(array) for each, array in zip(gradients, (q, k, weights), strict=True))
+        return self._reduce(len(slots), q, k, weights, loss, *shaped)
 
     def over_ranges(
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, starts: Tensor, ends: Tensor
     ) -> Tensor:
         """Over the keys [starts, ends) [S] of each sequence."""
-        valid, found = self._valid(q), []
+        found = []
         with torch.no_grad():
             for b in range(q.shape[1]):
-                own = ends if valid is None else torch.where(valid[:, b], ends, starts)
+                own = ends if self.valid is None else torch.where(self.valid[:, b], ends, starts)
                 arrays = q[:, b], k[:, b], weights[:, b].float(), query[:, b], key[:, b, 0]
-                found.append(self._sum_of_sequence(*arrays, starts, own))
+                found.append(self._average_of_sequence(*arrays, starts, own))
         losses, *gradients = zip(*found, strict=True)
-        return self._mean(q, k, weights, torch.stack(losses).sum(0), *(torch.stack(each, 1) for each in gradients))
+        stacked = (torch.stack(each, 1) for each in gradients)
+        return self._reduce(len(q), q, k, weights, torch.stack(losses).sum(0), *stacked)
 
-    def _sum_of_sequence(
+    def _average_of_sequence(
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, rows: Tensor, starts: Tensor, ends: Tensor
     ) -> tuple[Tensor, ...]:
-        """`_sum` over all keys of the ranges; attention's lse over them, and targets of several ranks, in parts."""
+        """`_average` over all keys of the ranges; attention's lse over them, and targets of several ranks, in parts."""
         scale, parts = self.softmax_scale, [*_parts(len(q), len(k))]
         seen, counts = starts[:, None], ends - starts
         keys = torch.arange(len(k), dtype=torch.int32, device=k.device)
@@ -326,44 +340,32 @@ class _Loss:
             xt.sparse_mla(query[part], rows[:, None], seen[part] + keys, counts[part], softmax_scale=scale)[1]
             for part in parts
         ])  # fmt: skip
-        if self._group is None:
-            coeff = self.coeff * len(q)
-            return xt.indexer_loss(q, k, weights, query, rows, lse, ends, starts, softmax_scale=scale, coeff=coeff)
+        if self.group is None:
+            arrays = q, k, weights, query, rows, lse, ends, starts
+            return xt.indexer_loss(*arrays, softmax_scale=scale, coeff=self.coeff * UNIT)
         loss, dk = (torch.zeros(shape, dtype=torch.float32, device=k.device) for shape in ((1,), k.shape))
         dq, dweights = torch.empty_like(q), torch.empty_like(weights)
         for part in parts:
             arrays = q[part], k, weights[part], query[part], rows, lse[part]
-            found = self._sum(*arrays, seen[part] + keys, ends[part], starts[part])
-            loss, dq[part], dk, dweights[part] = loss + found[0], found[1], dk + found[2], found[3]
+            found = self._average(*arrays, seen[part] + keys, ends[part], starts[part])
+            share = len(q[part]) / len(q)
+            loss, dk = loss + found[0] * share, dk + found[2] * share
+            dq[part], dweights[part] = found[1] * share, found[3] * share
         return loss, dq, dk.to(k.dtype), dweights
 
-    def _sum(
+    def _average(
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, rows: Tensor, lse: Tensor, indices: Tensor,
         ends: Tensor | None = None, starts: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Over tokens [1], with its gradients. `indexer_loss` divides by the tokens."""
-        scale, coeff, bounds = self.softmax_scale, self.coeff * len(q), (ends, starts, indices)
-        if self._group is None:
+        """`indexer_loss` over the keys of indices, UNIT times: the average over tokens [1] and its gradients."""
+        scale, coeff, bounds = self.softmax_scale, self.coeff * UNIT, (ends, starts, indices)
+        if self.group is None:
             return xt.indexer_loss(q, k, weights, query, rows, lse, *bounds, softmax_scale=scale, coeff=coeff)
         target = xt.indexer_target(query, rows, lse, indices, ends, starts, softmax_scale=scale)
-        dist.all_reduce(target, group=self._group)
+        dist.all_reduce(target, group=self.group)
         return xt.indexer_loss(q, k, weights, None, None, None, *bounds, target, coeff=coeff)
 
-    def _mean(
-        self, q: Tensor, k: Tensor, weights: Tensor, loss: Tensor, dq: Tensor, dk: Tensor, dweights: Tensor
-    ) -> Tensor:
-        shaped = dq.view_as(q), dk.view_as(k), dweights.view_as(weights)
-        total, valid = _WithGradients.apply(q, k, weights.float(), loss[0], *shaped), self._valid(q)
-        if self.summed:
-            return total
-        return total / (q.shape[:2].numel() if valid is None else valid.sum().clamp_min(1))
-
-    def _valid(self, q: Tensor) -> Tensor | None:
-        """[S, B] bool."""
-        return None if self.valid_rows is None else self.valid_rows.bool().expand(q.shape[1], -1).T
-
-    @property
-    def _group(self) -> Any:
-        """The ranks that share attention's heads, None if it is one."""
-        group = getattr(self.pg_collection, "tp", None)
-        return None if group is None or group.size() == 1 else group
+    def _reduce(self, tokens: int, q: Tensor, k: Tensor, weights: Tensor, loss: Tensor, *gradients: Tensor) -> Tensor:
+        """The loss from an average over so many tokens."""
+        average = _WithGradients.apply(q, k, weights.float(), loss[0], *gradients)
+        return average * (tokens / UNIT / self.counted)
