@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 
-from xmla import UnsupportedError, megatron
+from xmla import UnsupportedError, megatron, supports
 
 HEADS, INDEXER_HEADS, DIM, LATENT, ROPE, VALUES = 4, 2, 32, 512, 64, 8
 SCALE, COEFF = 0.05, 0.7
@@ -387,6 +387,16 @@ def test_what_falls_back(device: str) -> None:
     latent = torch.zeros(HEADS, VALUES, 576, device="meta")
     assert whole(layer, up_v_weight=latent) is None
     assert megatron.run_fused_absorbed_sparse_attention(layer.query, layer.key, indices, SCALE, 576) is None
+
+
+def test_what_is_served_is_what_the_ops_serve() -> None:
+    for op, axis, most in (
+        ("indexer_scores", "I", megatron.MAX_INDEXER_HEADS), ("indexer_loss", "I", megatron.MAX_INDEXER_HEADS),
+        ("indexer_target", "H", megatron.MAX_HEADS), ("sparse_mla", "H", megatron.MAX_HEADS),
+    ):  # fmt: skip
+        assert supports(op, "H200", **{axis: most}) and not supports(op, "H200", **{axis: most + 1})
+    for dims in megatron.INDEXER_DIMS:
+        assert supports("indexer_loss", "H200", D=dims)
 
 
 MODULES = {

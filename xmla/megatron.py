@@ -30,8 +30,10 @@ Tensor = torch.Tensor
 NAME = "xmla"
 HALVES = (torch.bfloat16, torch.float16)
 # What the ops take; a hook declines before it has computed anything.
-MAX_INDEXER_HEADS, INDEXER_DIMS = 64, (32, 64, 128)
-MAX_HEADS, ROW_DIMS = 128, (512, 576)
+MAX_INDEXER_HEADS = 64
+INDEXER_DIMS = (32, 64, 128)
+MAX_HEADS = 128
+ROW_DIMS = (512, 576)
 # Arrays of tokens by keys are made for as many tokens at a time as fit so many bytes, and at least one.
 SCRATCH = 1 << 29
 # Factor of losses and gradients until they are multiplied by the number of tokens: an average's gradients are mostly 0
@@ -94,7 +96,7 @@ def run_fused_qk_topk(
 
 def run_fused_qk_topk_with_loss(
     q: Tensor, k: Tensor, weights: Tensor, index_topk: int, starts: Tensor, ends: Tensor, block_size: int,
-    query: Tensor, key: Tensor, softmax_scale: float, loss_coeff: float, pg_collection: Any,
+    query: Tensor, key: Tensor, softmax_scale: float, loss_coeff: float, pg_collection: object,
     query_valid_rows: Tensor | None = None, calculate_per_token_loss: bool = False, use_relu: bool = True,
     config: object = None, use_local_indexer_varlen: bool = False, single_packed_thd_sequence: bool = False,
     local_packed_cp_rank: int = 0, local_packed_cp_query_start: int = 0, local_packed_cp_query_len: int | None = None,
@@ -131,7 +133,7 @@ def run_fused_qk_topk_with_loss(
     if not use_relu or not _is_indexer(q, k) or not _is_absorbed(query, key):
         return None
     indices = _select(q, k, weights, index_topk, starts, ends)
-    slots = _slots(indices, len(key))
+    slots = _slots(indices)
     with torch.no_grad():
         _, lse = _attend(query, key, slots, softmax_scale)
     loss = _Loss.of(q, softmax_scale, loss_coeff, pg_collection, query_valid_rows, calculate_per_token_loss)
@@ -161,7 +163,7 @@ def run_fused_absorbed_sparse_attention(
     if not _is_absorbed(query, key) or v_channels > VALUE_DIMS:
         return None
     lengths = None if topk_length is None else topk_length.T.flatten().int()
-    out, _ = _attend(query, key, _slots(topk_indices, len(key)), softmax_scale, lengths)
+    out, _ = _attend(query, key, _slots(topk_indices), softmax_scale, lengths)
     return out[..., :v_channels]
 
 
@@ -173,7 +175,7 @@ def run_fused_dsa_attention(
     key_positions: Tensor | None, query_valid_rows: Tensor | None, varlen_is_plain_causal: bool = False,
     use_relu: bool, use_local_indexer_varlen: bool = False, single_packed_thd_sequence: bool = False,
     local_packed_cp_rank: int = 0, local_packed_cp_query_start: int = 0, local_packed_cp_query_len: int | None = None,
-    pg_collection: Any = None,
+    pg_collection: object = None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """The whole layer between its projections: selection, attention over the selected keys, the indexer's loss.
 
@@ -208,7 +210,7 @@ def run_fused_dsa_attention(
     if not _is_absorbed(query, key) or up_v_weight.shape[2] > VALUE_DIMS:
         return None
     starts, ends = varlen_starts.int(), varlen_ends.int()
-    slots = _slots(_select(*indexer, indexer_topk, starts, ends), len(key))
+    slots = _slots(_select(*indexer, indexer_topk, starts, ends))
     out, lse = _attend(query, key, slots, softmax_scale)
     output = torch.einsum("sbhc,hdc->sbhd", out[..., : up_v_weight.shape[2]], up_v_weight).flatten(2)
     if not loss_coeff:
@@ -250,11 +252,10 @@ def _select(q: Tensor, k: Tensor, weights: Tensor, topk: int, starts: Tensor, en
     return found
 
 
-def _slots(indices: Tensor, keys: int) -> Tensor:
-    """Of positions [B, S, K], the rows [S·B, K] int32 of keys [N, B] flattened; no sequence reaches another's keys."""
+def _slots(indices: Tensor) -> Tensor:
+    """Of positions [B, S, K], the rows [S·B, K] int32 of keys [N, B] flattened. What is no position is no row."""
     batch = len(indices)
-    own = torch.arange(batch, device=indices.device)[:, None, None]
-    slots = torch.where((indices >= 0) & (indices < keys), indices * batch + own, -1)
+    slots = indices * batch + torch.arange(batch, device=indices.device)[:, None, None]
     return slots.transpose(0, 1).flatten(0, 1).int()
 
 
@@ -293,7 +294,7 @@ class _Loss:
 
     @classmethod
     def of(
-        cls, q: Tensor, softmax_scale: float, coeff: float, pg_collection: Any, valid_rows: Tensor | None, summed: bool
+        cls, q: Tensor, softmax_scale: float, coeff: float, pg_collection: object, valid_rows: Tensor | None, summed: bool
     ) -> "_Loss":
         tokens, batch = q.shape[:2]
         group = getattr(pg_collection, "tp", None)
