@@ -294,8 +294,10 @@ class _Loss:
 
     @classmethod
     def of(
-        cls, q: Tensor, softmax_scale: float, coeff: float, pg_collection: object, valid_rows: Tensor | None, summed: bool
-    ) -> "_Loss":
+        cls, q: Tensor, softmax_scale: float, coeff: float, pg_collection: object, valid_rows: Tensor | None,
+        summed: bool,
+    ) -> "_Loss":  # fmt: skip
+        """From Megatron's arguments."""
         tokens, batch = q.shape[:2]
         group = getattr(pg_collection, "tp", None)
         valid = None if valid_rows is None else valid_rows.bool().expand(batch, -1).T
