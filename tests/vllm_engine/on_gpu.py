@@ -122,7 +122,7 @@ def verdicts(found: dict[tuple[str, str], dict[str, list[float]]], answers: dict
     for name, result in answers.items():
         if name.startswith("xmla"):
             wanted[f"{name}: attention and every op are xmla's"] = (
-                result["attention"] == ["XmlaSparseImpl"] and len(result["calls"]) == 8
+                result["attention"] == ["XmlaSparseImpl"] and len(result["calls"]) >= 8
             )
     if ("xmla-graphs", "xmla") in found:
         equal = found["xmla-graphs", "xmla"]["equal_tokens"]

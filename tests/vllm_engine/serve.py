@@ -1,7 +1,7 @@
 """`python serve.py MODEL OUT`: serve requests that join late with vLLM on xmla's ops.
 
 Writes the tokens of each request, their log-probabilities, and how often each op was called.
-With --reference every op is its NumPy reference.
+With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows.
 """
 
 import json
@@ -16,7 +16,7 @@ from xmla import torch_api as xt
 CALLS: Counter[str] = Counter()
 OPS = (
     "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
-    "split_batch", "sparse_mla",
+    "split_batch", "sparse_mla", "read_mla_cache",
 )  # fmt: skip
 
 
@@ -48,10 +48,20 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-def serve(model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0) -> None:
+def serve(
+    model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False
+) -> None:
     for name in OPS:
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    if gather:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        from xmla.vllm import backend
+
+        backend.REUSE, backend.rows_are_faster = 1, lambda heads: True
 
     arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
     engine = LLMEngine.from_engine_args(

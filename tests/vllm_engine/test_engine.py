@@ -95,6 +95,14 @@ def test_tokens_over_plain_rows(kernels: dict[str, Any], serve: Callable[..., An
     assert serve("--cache", "auto", "--reference")["tokens"] == kernels["tokens"]
 
 
+def test_tokens_of_gathered_prefills(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """As on Hopper, where a step with decodes then has two calls of attention."""
+    gathered = serve("--gather")
+    assert gathered["tokens"] == kernels["tokens"]
+    assert gathered["calls"]["read_mla_cache"] > 0
+    assert gathered["calls"]["sparse_mla"] > kernels["calls"]["sparse_mla"]
+
+
 @pytest.mark.parametrize("drafts", ["1", "7"])
 def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
     """With one draft vLLM hands over the tokens of a request together, with seven one by one."""
