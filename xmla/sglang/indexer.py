@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 def topk_transform(
     self: Any, logits: Tensor, lengths: Tensor, topk: int, topk_transform_method: Any, attn_metadata: Any,
-    cu_seqlens_q_topk: Tensor | None = None, topk_indices_offset: Tensor | None = None,
+    cu_seqlens_q_topk: Tensor | None = None, topk_indices_offset: Any = None,
     row_starts: Tensor | None = None, batch_idx_list: Tensor | None = None, force_unfused_topk: bool = False,
 ) -> Tensor:  # fmt: skip
     """`DSATopKBackend.topk_transform`: what attention reads, of the `topk` largest logits of each row; [T, topk].
