@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import xmla.sglang
+from xmla import UnsupportedError
 from xmla import torch_api as xt
 from xmla.compat import deep_gemm
 from xmla.sglang import attention, indexer
@@ -131,6 +132,16 @@ def test_logits_of_decodes(device: str) -> None:
     wanted = xt.indexer_logits_paged(q8, weights, cache, table, context_lens[:, 0], implementation="reference")
     for row, (n, want) in enumerate(zip(lengths, wanted, strict=True)):
         torch.testing.assert_close(got[row, :n], want[:n], rtol=1e-4, atol=1e-4)
+
+
+def test_another_kernel_of_the_logits_is_refused() -> None:
+    indexer.refuse("auto")
+    with pytest.raises(UnsupportedError) as raised:
+        indexer.refuse("cutedsl")
+    assert str(raised.value) == (
+        "xmla.sglang: not served: --dsa-paged-mqa-logits-backend cutedsl; without xmla in SGLANG_PLUGINS SGLang serves "
+        "with its own kernels"
+    )
 
 
 def entries(cache_format: str, device: str) -> tuple[torch.Tensor, np.ndarray]:

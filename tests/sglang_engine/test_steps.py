@@ -60,9 +60,8 @@ def sglang() -> Iterator[SGLang]:
         from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.runtime_context import get_parallel
 
-        group = plugins.GENERAL_PLUGINS_GROUP
-        found = [EntryPoint(name, place, group) for name, place in points.items()]
-        patch.setattr(plugins, "entry_points", lambda group: found if group == plugins.GENERAL_PLUGINS_GROUP else [])
+        found = [EntryPoint(name, place, "sglang.srt.plugins") for name, place in points.items()]
+        patch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
         patch.delenv("SGLANG_PLUGINS", raising=False)
         plugins.load_plugins()
         assert not HookRegistry._hooks
@@ -311,6 +310,14 @@ def test_what_is_not_there_is_told(sglang: SGLang) -> None:
     assert str(raised.value) == (
         f"xmla.sglang: {seam.KERNELS}.resolve_num_sms of SGLang 0.6.0 has the parameters (), expected (device); {rest}"
     )
+
+
+def test_the_refusal_is_where_the_indexer_is_made(sglang: SGLang) -> None:
+    from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQALogitsBackend
+
+    assert DSAPagedMQALogitsBackend.resolve("auto").is_deepgemm()
+    with pytest.raises(UnsupportedError, match="not served"):
+        DSAPagedMQALogitsBackend.resolve("cutedsl")
 
 
 def test_nothing_changes_if_one_change_cannot_be_made(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:

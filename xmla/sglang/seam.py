@@ -14,13 +14,14 @@ from xmla.core.errors import UnsupportedError
 from xmla.sglang import attention, indexer
 
 KERNELS = "sglang.srt.layers.attention.dsa.utils"
+LOGITS = "sglang.srt.layers.attention.dsa.paged_mqa_logits_backend"
 TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend"
 BACKEND = "sglang.srt.layers.attention.dsa_backend"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One function of SGLang, and what stands in its place or, for another `hook`, beside it."""
+    """One function of SGLang, and what is called in its place or, for another `hook`, before or after it."""
 
     module: str
     name: str
@@ -40,6 +41,8 @@ CHANGES = (
     # splits larger batches of decodes by it.
     Change(KERNELS, "resolve_paged_mqa_logits_metadata_fn", lambda: deep_gemm.get_paged_mqa_logits_metadata),
     Change(KERNELS, "resolve_num_sms", deep_gemm.get_num_sms),
+    # CuTe DSL's logits would read that schedule.
+    Change(LOGITS, "DSAPagedMQALogitsBackend.resolve", indexer.refuse, HookType.BEFORE),
     # Top-k of the logits and what becomes of it: positions, slots of the pool, or rows of gathered entries.
     Change(TOPK, "DSATopKBackend.topk_transform", indexer.topk_transform),
     # The plan of the top-k that is replaced: a kernel in every step, compiled by nvcc.
@@ -67,7 +70,7 @@ def install(release: str) -> None:
 
 
 def check(change: Change, release: str) -> None:
-    """Raise UnsupportedError unless the function is there, with the parameters of what replaces it."""
+    """Raise UnsupportedError unless the function is there, with the parameters of what is called in its place or before it."""
     try:
         original = attrgetter(change.name)(importlib.import_module(change.module))
     except (ImportError, AttributeError) as error:
@@ -76,7 +79,7 @@ def check(change: Change, release: str) -> None:
             "SGLang serves with its own kernels"
         ) from error
     found, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
-    if change.hook is HookType.REPLACE and found != expected:
+    if change.hook is not HookType.AFTER and found != expected:
         raise UnsupportedError(
             f"xmla.sglang: {change.target} of SGLang {release} has the parameters ({', '.join(found)}), "
             f"expected ({', '.join(expected)}); SGLang serves with its own kernels"
