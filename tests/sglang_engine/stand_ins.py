@@ -4,9 +4,12 @@ DeepGEMM and FlashMLA are not among them: no step asks for them.
 """
 
 import sys
+import tomllib
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -43,3 +46,18 @@ class Finder(MetaPathFinder, Loader):
 def install(patch: pytest.MonkeyPatch) -> None:
     import_module("transformers.models.llama.modeling_llama")  # would take what stands in for torchvision as installed
     patch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+def load_plugins(patch: pytest.MonkeyPatch, named: str) -> None:
+    """SGLang's own loading, in an environment that has xmla's entry points, with SGLANG_PLUGINS=`named`."""
+    from sglang.srt import plugins
+
+    project = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
+    found = [
+        EntryPoint(name, place, group)
+        for group, points in project["entry-points"].items()
+        for name, place in points.items()
+    ]
+    patch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
+    patch.setenv("SGLANG_PLUGINS", named)
+    plugins.load_plugins()

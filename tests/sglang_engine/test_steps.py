@@ -7,11 +7,12 @@ References are in float64, of the bytes in the pool.
 
 import ast
 import inspect
+import os
+import subprocess
+import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-ROOT = Path(__file__).parent.parent.parent
+FOLDER = Path(__file__).parent
 PAGE, HEADS, INDEX_HEADS, LATENT, ENTRY, SCALE = 64, 3, 4, 512, 576, 0.05
 LENGTHS = [70, 3, 11]  # keys of each request, at the end of a step
 
@@ -49,25 +50,15 @@ class SGLang:
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[SGLang]:
-    """Not named, xmla changes nothing; then it is named."""
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
     with pytest.MonkeyPatch.context() as patch:
         stand_ins.install(patch)
         patch.setattr(torch._dynamo.config, "disable", True)
         from sglang.srt import plugins
         from sglang.srt.layers.attention import dsa_backend
         from sglang.srt.layers.attention.dsa import dsa_indexer
-        from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.runtime_context import get_parallel
 
-        found = [EntryPoint(name, place, "sglang.srt.plugins") for name, place in points.items()]
-        patch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
-        patch.delenv("SGLANG_PLUGINS", raising=False)
-        plugins.load_plugins()
-        assert not HookRegistry._hooks
-        patch.setattr(plugins, "_plugins_loaded", False)
-        patch.setenv("SGLANG_PLUGINS", "xmla")
-        plugins.load_plugins()
+        stand_ins.load_plugins(patch, "xmla")
         from xmla.sglang import seam
 
         for module in (dsa_backend, dsa_indexer):
@@ -257,6 +248,19 @@ def on_cpu(method: Any) -> Any:
     made: dict[str, Any] = {}
     exec(source.replace(demand, "assert True"), method.__globals__, made)
     return made[method.__name__]
+
+
+@pytest.mark.parametrize("named", ["another,xmla", "another", ""])
+def test_a_process_that_loads_plugins_first(named: str, sglang: SGLang) -> None:
+    """Modules are imported in the plugin's order, with SGLang's imports for CUDA; unnamed, nothing changes."""
+    path = os.pathsep.join([str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(FOLDER / "start.py"), named]
+    started = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert started.returncode == 0, started.stderr[-3000:]
+    expected = [change.target for change in sglang.seam.CHANGES] if "xmla" in named else []
+    assert started.stdout.split() == sorted(expected), started.stderr[-3000:]
 
 
 def test_every_change_is_made_everywhere(sglang: SGLang) -> None:

@@ -70,7 +70,7 @@ def install(release: str) -> None:
 
 
 def check(change: Change, release: str) -> None:
-    """Raise UnsupportedError unless the function is there, with the parameters of what is called in its place or before it."""
+    """Raise UnsupportedError unless the function is there, with the parameters of what is called in its place."""
     try:
         original = attrgetter(change.name)(importlib.import_module(change.module))
     except (ImportError, AttributeError) as error:
