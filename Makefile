@@ -18,11 +18,12 @@ PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/f
 RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
 VLLM ?= 0.26.0 0.33.0
+SGLANG ?= 0.5.23
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast vllm fuzz matrix mutants lint types docs report clean
+.PHONY: demo test test-fast vllm sglang fuzz matrix mutants lint types docs report clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -38,6 +39,14 @@ vllm: $(VLLM:%=build/vllm/%/ready)
 
 build/vllm/%/ready: tests/vllm_engine/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/vllm/$* vllm==$* --requirement $<
+	touch $@
+
+# SGLang's own step of a layer with xmla as its plugin, in the interpreter (200 MB).
+sglang: build/sglang/$(SGLANG)/ready
+	$(ENV) PYTHONPATH=build/sglang/$(SGLANG) $(PYTHON) -m pytest tests/sglang_engine
+
+build/sglang/%/ready: tests/sglang_engine/requirements.txt $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target build/sglang/$* sglang==$* --requirement $<
 	touch $@
 
 fuzz: $(READY)

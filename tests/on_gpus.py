@@ -22,7 +22,10 @@ RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures
 FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
 LARGE = ("tests/gpu/test_large_pool.py",)  # 66 GiB, so after those
 # What else a folder has, and the tests beside the folders: these share their workers.
-FOLDERS = {"contract": "tests/contract", "core": "tests/core", "gpu": "tests/gpu", "vllm": "tests/vllm_engine"}
+FOLDERS = {
+    "contract": "tests/contract", "core": "tests/core", "gpu": "tests/gpu", "vllm": "tests/vllm_engine",
+    "sglang": "tests/sglang_engine",
+}  # fmt: skip
 PARTS = ("ranks", "far", "large", *FOLDERS, "front-ends")
 DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 

@@ -1,0 +1,63 @@
+"""Modules for what SGLang imports and a CPU does not have: kernels for CUDA, and packages that no step calls.
+
+DeepGEMM and FlashMLA are not among them: no step asks for them.
+"""
+
+import sys
+import tomllib
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+PACKAGES = {"sgl_kernel", "flashinfer", "torchvision", "aiohttp", "IPython"}
+
+
+class StandIn(ModuleType):
+    """Has every name: a class for one that begins with a capital, else an object that can be called."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name[0].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class Finder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] in PACKAGES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    import_module("transformers.models.llama.modeling_llama")  # would take what stands in for torchvision as installed
+    patch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+def load_plugins(patch: pytest.MonkeyPatch, named: str) -> None:
+    """SGLang's own loading, in an environment that has xmla's entry points, with SGLANG_PLUGINS=`named`."""
+    from sglang.srt import plugins
+
+    project = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
+    found = [
+        EntryPoint(name, place, group)
+        for group, points in project["entry-points"].items()
+        for name, place in points.items()
+    ]
+    patch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
+    patch.setenv("SGLANG_PLUGINS", named)
+    plugins.load_plugins()

@@ -1,0 +1,386 @@
+"""SGLang's own code of a layer's step with xmla as its plugin, on the CPU: `make sglang` installs it and runs this.
+
+SGLang's pool, metadata, indexer and backend are the published ones; they write the caches with their Triton kernels, in
+the interpreter. What needs CUDA to be made, the indexer's module and the backend, is made without its `__init__`.
+References are in float64, of the bytes in the pool.
+"""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_ins
+import torch
+
+from xmla import UnsupportedError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: make sglang"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang is imported as on a CPU"),
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+FOLDER = Path(__file__).parent
+PAGE, HEADS, INDEX_HEADS, LATENT, ENTRY, SCALE = 64, 3, 4, 512, 576, 0.05
+LENGTHS = [70, 3, 11]  # keys of each request, at the end of a step
+
+
+@dataclass
+class SGLang:
+    """Its modules, with xmla's hooks."""
+
+    seam: Any
+    backend: Any
+    indexer: Any
+    plugins: Any
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[SGLang]:
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins.install(patch)
+        patch.setattr(torch._dynamo.config, "disable", True)
+        from sglang.srt import plugins
+        from sglang.srt.layers.attention import dsa_backend
+        from sglang.srt.layers.attention.dsa import dsa_indexer
+        from sglang.srt.runtime_context import get_parallel
+
+        stand_ins.load_plugins(patch, "xmla")
+        from xmla.sglang import seam
+
+        for module in (dsa_backend, dsa_indexer):
+            patch.setattr(module, "_is_cuda", True)
+        patch.setattr(dsa_backend, "is_cuda", lambda: True)
+        patch.setattr(dsa_indexer, "can_use_dsa_fused_store", lambda *_: False)  # compiled by nvcc
+        patch.setattr(dsa_backend, "seqlens_expand_triton", expanded)
+        with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, attn_cp_size=1):
+            yield SGLang(seam, dsa_backend, dsa_indexer, plugins)
+
+
+def expanded(new: torch.Tensor, lengths: torch.Tensor, total_len: int, max_q_len: int) -> torch.Tensor:
+    """`seqlens_expand_triton`, which demands a GPU: the keys of each request's last tokens."""
+    each = zip(new.tolist(), lengths.tolist(), strict=True)
+    return torch.cat([torch.arange(n - m + 1, n + 1, dtype=torch.int32) for m, n in each])
+
+
+def in_place(
+    seq_lens: torch.Tensor, req_to_token: torch.Tensor, cache_seqlens: torch.Tensor, page_table_1: None,
+    dsa_cache_seqlens: torch.Tensor, real_page_table: torch.Tensor, dsa_index_topk: int, **_: Any,
+) -> None:  # fmt: skip
+    """What xmla reads of what `fused_dsa_decode_metadata` writes, which demands a GPU; it has no slots of tokens."""
+    assert page_table_1 is None
+    cache_seqlens.copy_(seq_lens)
+    dsa_cache_seqlens.copy_(seq_lens.clamp(max=dsa_index_topk))
+    real_page_table.copy_(req_to_token[:, ::PAGE] // PAGE)
+
+
+class Layer:
+    """A layer of SGLang over requests of LENGTHS keys, whose pages are mixed."""
+
+    def __init__(self, sglang: SGLang, fp8: bool, prefill: str, decode: str, drafts: int = 0, keep: int = 8) -> None:
+        from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+        from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQALogitsBackend
+        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+        self.sglang, self.fp8, self.keep = sglang, fp8, keep
+        self.pool = DSATokenToKVPool(
+            size=8 * PAGE, page_size=PAGE, kv_lora_rank=LATENT, qk_rope_head_dim=ENTRY - LATENT, layer_num=1,
+            dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="cpu", index_head_dim=128,
+            enable_memory_saver=False, kv_cache_dim=656 if fp8 else ENTRY,
+        )  # fmt: skip
+        sglang.indexer.get_token_to_kv_pool = lambda: self.pool
+        self.random = torch.Generator().manual_seed(0)
+        pages = 1 + torch.randperm(8, generator=self.random)[:6].view(3, 2)
+        self.slots = (pages[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1).int()  # [request, position]
+
+        self.indexer = sglang.indexer.Indexer.__new__(sglang.indexer.Indexer)
+        torch.nn.Module.__init__(self.indexer)
+        for name, value in {
+            "index_topk": keep, "n_heads": INDEX_HEADS, "head_dim": 128, "block_size": 128, "scale_fmt": "ue8m0",
+            "num_init_tokens": 0, "num_local_tokens": 0, "sm_count": sglang.indexer.resolve_num_sms(),
+            "logits_with_pp_recv": False, "paged_mqa_logits_backend": DSAPagedMQALogitsBackend.DEEPGEMM,
+            "use_dsa_indexer_fusion": False, "use_aiter_fused_fp8_writer": False,
+        }.items():  # fmt: skip
+            setattr(self.indexer, name, value)
+        self.backend = sglang.backend.DeepseekSparseAttnBackend.__new__(sglang.backend.DeepseekSparseAttnBackend)
+        for name, value in {
+            "device": "cpu", "dsa_kv_cache_store_fp8": fp8, "dsa_index_topk": keep, "dsa_index_kpool": 1,
+            "physical_page_size": PAGE, "dcp_size": 1, "kv_cache_dim": self.pool.kv_cache_dim,
+            "flashmla_kv_format": "V32", "req_to_token_pool": SimpleNamespace(req_to_token=self.slots),
+            "req_to_token": self.slots, "token_to_kv_pool": self.pool, "_kv_shard_pool": None,
+            "hisparse_coordinator": None, "supports_mha_one_shot": False, "dsa_prefill_impl": prefill,
+            "dsa_decode_impl": decode, "dsa_topk_backend": DSATopKBackend.SGL_KERNEL,
+            "enable_auto_select_prefill_impl": prefill == "flashmla_auto",
+            "_arange_buf": torch.arange(256, dtype=torch.int32),
+            "use_fused_topk": sglang.backend.envs.SGLANG_DSA_FUSE_TOPK.get(), "speculative_num_draft_tokens": drafts,
+            "_is_in_breakable_cuda_graph": lambda: False, "_is_in_tc_piecewise_cuda_graph": lambda: False,
+            "_get_device_sm": lambda: 90, "_is_blackwell": lambda: False,
+            "_memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False),
+            "_fused_decode_metadata": in_place,
+        }.items():  # fmt: skip
+            setattr(self.backend, name, value)
+        self.prepare = self.backend.init_forward_metadata
+        self.keys = [self.normal(n, 128) for n in LENGTHS]
+        self.entries = [self.normal(n, 1, ENTRY) for n in LENGTHS]
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random).bfloat16()
+
+    def step(self, mode: str, new: list[int], logits: bool = True) -> None:
+        """Serve each request's last `new` tokens as SGLang does, and compare what is selected and what comes out."""
+        from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+
+        batch = self.batch(mode, new)
+        last = lambda rows: torch.cat([row[len(row) - n :] for row, n in zip(rows, new, strict=True)])
+        self.prepare(batch)
+        metadata = self.backend.get_indexer_metadata(0, batch)
+        if not logits:
+            self.indexer._get_k_bf16 = lambda x, positions: last(self.keys)
+            chosen = self.indexer._forward_cuda_k_only(torch.empty(0), None, batch, 0, act_quant, metadata)
+        self.indexer._store_index_k_cache(forward_batch=batch, layer_id=0, key=last(self.keys), act_quant=act_quant)
+        q8, scales = act_quant(self.normal(sum(new), INDEX_HEADS, 128), 128, "ue8m0")
+        weights = self.normal(sum(new), INDEX_HEADS, 1).float() * scales
+        call = batch, 0, q8, weights, metadata
+        if logits and mode == "EXTEND":
+            chosen = on_cpu(self.sglang.indexer.Indexer._get_topk_ragged)(self.indexer, False, *call)
+        elif logits:
+            chosen = self.indexer._get_topk_paged(*call)
+        q, new_entries = self.normal(sum(new), HEADS, ENTRY), last(self.entries)
+        layer = SimpleNamespace(
+            layer_id=0, is_cross_attention=False, tp_q_head_num=HEADS, head_dim=ENTRY, v_head_dim=LATENT, scaling=SCALE
+        )
+        attend = self.backend.forward_decode if mode == "DECODE" else self.backend.forward_extend
+        latent, rope = new_entries[..., :LATENT], new_entries[..., LATENT:]
+        out = attend(q, latent, latent, layer, batch, True, None, rope, chosen)
+
+        positions = self.wanted(q8, weights, new)
+        assert chosen.tolist() == self.as_selected(positions, new, metadata)
+        rows = [self.stored()[slots[:n].long()] for slots, n in zip(self.slots, LENGTHS, strict=True)]
+        if (
+            metadata.topk_transform_method.name == "RAGGED" and new == LENGTHS
+        ):  # SGLang attends to what it has not read back
+            rows = [entries[:, 0].double() for entries in self.entries]
+        wanted = attended(q, rows, positions, new)
+        np.testing.assert_allclose(out.double().view(wanted.shape), wanted, rtol=0.02, atol=0.02)
+
+    def batch(self, mode: str, new: list[int]) -> SimpleNamespace:
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        drafts = self.backend.speculative_num_draft_tokens
+        lengths = torch.tensor(LENGTHS) - drafts
+        return SimpleNamespace(
+            forward_mode=ForwardMode[mode], batch_size=3, seq_lens=lengths, seq_lens_cpu=lengths,
+            seq_lens_sum=int(lengths.sum()), req_pool_indices=torch.arange(3), extend_num_tokens=sum(new),
+            extend_seq_lens=torch.tensor(new), extend_seq_lens_cpu=new, spec_info=None, attn_cp_metadata=None,
+            extend_prefix_lens_cpu=[n - m for n, m in zip(LENGTHS, new, strict=True)], global_num_tokens_cpu=None,
+            out_cache_loc=torch.cat(
+                [self.slots[r, n - m : n] for r, (n, m) in enumerate(zip(LENGTHS, new, strict=True))]
+            ).long(),
+        )  # fmt: skip
+
+    def wanted(self, q8: torch.Tensor, weights: torch.Tensor, new: list[int]) -> list[list[int]]:
+        """Positions of the largest logits of each token's keys, ascending."""
+        buffer = self.pool.get_index_k_with_scale_buffer(layer_id=0)
+        values = buffer[:, : PAGE * 128].view(torch.float8_e4m3fn).double().view(-1, 128)
+        keys = (values * buffer[:, PAGE * 128 :].contiguous().view(torch.float32).view(-1, 1)).numpy()
+        query, gates = q8.double().numpy(), weights[..., 0].double().numpy()
+        found = []
+        for t, (r, length) in enumerate(visible(new)):
+            seen = keys[self.slots[r, :length].numpy()]
+            logits = gates[t] @ np.maximum(query[t] @ seen.T, 0)
+            found.append(np.sort(np.argsort(-logits, kind="stable")[: self.keep]).tolist())
+        return found
+
+    def as_selected(self, positions: list[list[int]], new: list[int], metadata: Any) -> list[list[int]]:
+        """As attention is to read them: positions, rows of gathered entries, or slots; −1 behind them."""
+        starts, found = np.cumsum([0, *LENGTHS]), []
+        for row, (r, _) in zip(positions, visible(new), strict=True):
+            named = self.slots[r, row].tolist()
+            if metadata.topk_transform_method.name == "RAGGED":
+                named = [int(starts[r]) + p for p in row]
+            found.append([*(row if metadata.force_unfused_topk else named), *[-1] * (self.keep - len(row))])
+        return found
+
+    def stored(self) -> torch.Tensor:
+        """The pool's entries [slot, 576]."""
+        pool = self.pool.kv_buffer[0][:, 0]
+        if not self.fp8:
+            return pool.double()
+        values = pool[:, :LATENT].view(torch.float8_e4m3fn).double().view(-1, 4, 128)
+        scales = pool[:, LATENT : LATENT + 16].contiguous().view(torch.float32).double()
+        rope = pool[:, LATENT + 16 :].contiguous().view(torch.bfloat16).double()
+        return torch.cat([(values * scales[..., None]).flatten(1), rope], dim=1)
+
+
+def attended(q: torch.Tensor, rows: list[torch.Tensor], positions: list[list[int]], new: list[int]) -> np.ndarray:
+    """Attention of each token over those rows of its request."""
+    out = []
+    for heads, row, (r, _) in zip(q.double(), positions, visible(new), strict=True):
+        keys = rows[r][row]
+        out.append(torch.softmax(heads @ keys.T * SCALE, dim=1) @ keys[:, :LATENT])
+    return torch.stack(out).numpy()
+
+
+def visible(new: list[int]) -> list[tuple[int, int]]:
+    """Request and visible keys of each token of a step."""
+    return [(r, n - m + 1 + j) for r, (n, m) in enumerate(zip(LENGTHS, new, strict=True)) for j in range(m)]
+
+
+def on_cpu(method: Any) -> Any:
+    """The method without its demand for a device that has a number."""
+    source = textwrap.dedent(inspect.getsource(method))
+    demand = "assert device_index is not None"
+    assert source.count(demand) == 1
+    made: dict[str, Any] = {}
+    exec(source.replace(demand, "assert True"), method.__globals__, made)
+    return made[method.__name__]
+
+
+@pytest.mark.parametrize("named", ["another,xmla", "another", ""])
+def test_a_process_that_loads_plugins_first(named: str, sglang: SGLang) -> None:
+    """Modules are imported in the plugin's order, with SGLang's imports for CUDA; unnamed, nothing changes."""
+    path = os.pathsep.join([str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(FOLDER / "start.py"), named]
+    started = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert started.returncode == 0, started.stderr[-3000:]
+    expected = [change.target for change in sglang.seam.CHANGES] if "xmla" in named else []
+    assert started.stdout.split() == sorted(expected), started.stderr[-3000:]
+
+
+def test_every_change_is_made_everywhere(sglang: SGLang) -> None:
+    """Also in modules that had imported a function by its name before the plugin."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    assert {change.target for change in sglang.seam.CHANGES} == HookRegistry._patched
+    functions = {change.name for change in sglang.seam.CHANGES if "." not in change.name}
+    for module in (sglang.backend, sglang.indexer):
+        imported = functions & set(vars(module))
+        assert imported and all(hasattr(getattr(module, name), "__wrapped__") for name in imported)
+
+
+def test_every_call_has_arguments_that_the_replacement_takes(sglang: SGLang) -> None:
+    """Of each replaced function, and of each function that a replaced one returns, in all of SGLang's sources."""
+    replaced = [change for change in sglang.seam.CHANGES if change.hook.name == "REPLACE"]
+    takes = {change.name.split(".")[-1]: inspect.signature(change.function) for change in replaced}
+    gives = {change.name: inspect.signature(change.function()) for change in replaced if change.name.endswith("_fn")}
+    gives = {f"{name}()": signature for name, signature in gives.items()}
+    bound = set()
+    for file in (Path(sglang.plugins.__file__).parent.parent / "layers").rglob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            name = named(call.func)
+            # The indexer's metadata has a method of the same name.
+            if name not in takes | gives or (name == "topk_transform" and named(call.func.value) != "topk_backend"):
+                continue
+            signature = (takes | gives)[name]
+            receiver = [None] * ("self" in signature.parameters)
+            signature.bind(*receiver, *call.args, **{word.arg: None for word in call.keywords})
+            bound.add(name)
+    assert bound == takes.keys() | gives.keys()
+
+
+def named(function: ast.expr) -> str:
+    """The last word of what is called; with () if that gave the function."""
+    if isinstance(function, ast.Call):
+        return f"{named(function.func)}()"
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def test_what_is_not_there_is_told(sglang: SGLang) -> None:
+    seam, rest = sglang.seam, "SGLang serves with its own kernels"
+    with pytest.raises(UnsupportedError) as raised:
+        seam.check(seam.Change(seam.KERNELS, "gone", lambda: None), "0.6.0")
+    assert str(raised.value) == (
+        f"xmla.sglang: SGLang 0.6.0 has no {seam.KERNELS}.gone, which xmla replaces (module '{seam.KERNELS}' has no "
+        f"attribute 'gone'); {rest}"
+    )
+    with pytest.raises(UnsupportedError) as raised:
+        seam.check(seam.Change(seam.KERNELS, "resolve_num_sms", lambda device: None), "0.6.0")
+    assert str(raised.value) == (
+        f"xmla.sglang: {seam.KERNELS}.resolve_num_sms of SGLang 0.6.0 has the parameters (), expected (device); {rest}"
+    )
+
+
+def test_the_refusal_is_where_the_indexer_is_made(sglang: SGLang) -> None:
+    from sglang.srt.layers.attention.dsa.paged_mqa_logits_backend import DSAPagedMQALogitsBackend
+
+    assert DSAPagedMQALogitsBackend.resolve("auto").is_deepgemm()
+    with pytest.raises(UnsupportedError, match="not served"):
+        DSAPagedMQALogitsBackend.resolve("cutedsl")
+
+
+def test_nothing_changes_if_one_change_cannot_be_made(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[str] = []
+    monkeypatch.setattr(sglang.seam.HookRegistry, "register", lambda target, *_: registered.append(target))
+    gone = sglang.seam.Change(sglang.seam.KERNELS, "gone", lambda: None)
+    monkeypatch.setattr(sglang.seam, "CHANGES", (*sglang.seam.CHANGES, gone))
+    with pytest.raises(UnsupportedError):
+        sglang.seam.install("0.6.0")
+    assert not registered
+
+
+@pytest.mark.parametrize(
+    ("fp8", "prefill", "decode", "fused"),
+    [
+        (True, "flashmla_kv", "flashmla_kv", True),
+        (True, "flashmla_kv", "flashmla_kv", False),
+        (True, "flashmla_auto", "flashmla_sparse", True),
+        (True, "flashmla_sparse", "flashmla_kv", True),  # SGLang gathers the entries of prefills
+        (True, "flashmla_sparse", "flashmla_kv", False),
+        (False, "flashmla_sparse", "flashmla_sparse", True),
+        (False, "flashmla_kv", "flashmla_kv", True),
+    ],
+)
+def test_a_prefill_then_parts_of_it_again_then_a_decode(
+    sglang: SGLang, fp8: bool, prefill: str, decode: str, fused: bool
+) -> None:
+    with sglang.backend.envs.SGLANG_DSA_FUSE_TOPK.override(fused):
+        layer = Layer(sglang, fp8, prefill, decode)
+        layer.step("EXTEND", LENGTHS)
+        layer.step("EXTEND", [3, 1, 4])
+        layer.step("DECODE", [1, 1, 1])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_drafted_tokens(sglang: SGLang, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As requests of their own, or a request's in one call, which is for sm_100."""
+    monkeypatch.setattr(sglang.backend, "get_platform", lambda: SimpleNamespace(is_sm100=together))
+    layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv", drafts=2)
+    layer.step("TARGET_VERIFY", [2, 2, 2])
+
+
+def test_a_prefill_in_chunks_of_its_logits(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang bounds the memory of logits: here to two rows of them."""
+    rows = lambda num_rows, num_cols, **_: (True, 2 * num_cols * 4)
+    monkeypatch.setattr(sglang.indexer, "mqa_logits_should_chunk", rows)
+    for prefill in ("flashmla_kv", "flashmla_sparse"):
+        Layer(sglang, True, prefill, "flashmla_kv").step("EXTEND", [3, 2, 4])
+
+
+def test_short_contexts_have_no_logits(sglang: SGLang) -> None:
+    for prefill in ("flashmla_kv", "flashmla_sparse"):
+        Layer(sglang, True, prefill, "flashmla_kv", keep=128).step("EXTEND", [3, 2, 4], logits=False)
+
+
+def test_a_decode_with_the_metadata_of_a_cuda_graph(sglang: SGLang) -> None:
+    layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv")
+    layer.step("EXTEND", LENGTHS)
+    layer.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+    layer.backend.init_forward_metadata_out_graph(layer.batch("DECODE", [1, 1, 1]), in_capture=True)
+    layer.prepare = layer.backend.init_forward_metadata_out_graph
+    layer.step("DECODE", [1, 1, 1])

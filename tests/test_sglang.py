@@ -1,0 +1,246 @@
+"""What stands in SGLang's place, called as SGLang calls it, without SGLang; tests/sglang_engine runs its modules."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import xmla.sglang
+from xmla import UnsupportedError
+from xmla import torch_api as xt
+from xmla.compat import deep_gemm
+from xmla.sglang import attention, indexer
+
+PAGE, PAGES, HEADS, DIM, ENTRY, LATENT, K = 64, 6, 3, 128, 576, 512, 8
+PAGED, RAGGED = SimpleNamespace(name="PAGED"), SimpleNamespace(name="RAGGED")
+
+
+def ints(*values: int, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(autouse=True)
+def switch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """SGLang's variable SGLANG_DSA_FUSE_TOPK."""
+    value = SimpleNamespace(fused=True)
+    environ: Any = ModuleType("sglang.srt.environ")
+    environ.envs = SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: value.fused))
+    for module in (ModuleType("sglang"), ModuleType("sglang.srt"), environ):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return value
+
+
+def best(row: np.ndarray, first: int, length: int) -> list[int]:
+    """Positions of the K largest of `length` logits, ascending, −1 behind them."""
+    seen = row[first : first + length]
+    kept = np.sort(np.argsort(-seen, kind="stable")[:K])
+    return [*kept.tolist(), *[-1] * (K - len(kept))]
+
+
+def slots(positions: list[int], pages: np.ndarray) -> list[int]:
+    return [-1 if p < 0 else int(pages[p // PAGE]) * PAGE + p % PAGE for p in positions]
+
+
+def step(table: torch.Tensor, requests: torch.Tensor | None = None) -> SimpleNamespace:
+    return SimpleNamespace(real_page_table=table, page_size=PAGE, token_to_batch_idx=requests)
+
+
+def table_of(device: str) -> torch.Tensor:
+    """Pages of three requests, a view of a wider table, as in CUDA graphs."""
+    return torch.tensor([[5, 2, 0, 9], [3, 0, 0, 9], [1, 4, 0, 9]], dtype=torch.int32, device=device)[:, :3]
+
+
+def test_decodes_get_slots(device: str) -> None:
+    logits, lengths = normal(3, 128), [100, 5, 0]
+    got = indexer.topk_transform(
+        None, logits=logits.to(device), lengths=ints(*lengths, device=device), topk=K, topk_transform_method=PAGED,
+        attn_metadata=step(table_of(device)), cu_seqlens_q_topk=ints(0, 1, 2, 3, device=device),
+        topk_indices_offset=None, row_starts=None, batch_idx_list=None, force_unfused_topk=False,
+    )  # fmt: skip
+    rows = zip(logits.numpy(), lengths, table_of("cpu").numpy(), strict=True)
+    assert got.tolist() == [slots(best(row, 0, length), pages) for row, length, pages in rows]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prefills_get_slots(chunked: bool, device: str) -> None:
+    """Keys of both requests one behind the other; a chunk of rows brings its own requests."""
+    lengths, requests, starts = [70, 71, 20], [0, 0, 2], [0, 0, 71]
+    logits, of = normal(3, 91), ints(*requests, device=device)
+    got = indexer.topk_transform(
+        None, logits=logits.to(device), lengths=ints(*lengths, device=device), topk=K, topk_transform_method=PAGED,
+        attn_metadata=step(table_of(device), None if chunked else of), row_starts=ints(*starts, device=device),
+        batch_idx_list=of if chunked else None,
+    )  # fmt: skip
+    table = table_of("cpu").numpy()
+    rows = zip(logits.numpy(), starts, lengths, requests, strict=True)
+    assert got.tolist() == [slots(best(row, s, length), table[r]) for row, s, length, r in rows]
+
+
+def test_ragged_prefills_get_rows_of_the_gathered_entries(device: str) -> None:
+    logits, lengths, starts = normal(2, 91), [71, 4], [0, 71]
+    got = indexer.topk_transform(
+        None, logits=logits.to(device), lengths=ints(*lengths, device=device), topk=K, topk_transform_method=RAGGED,
+        attn_metadata=None, topk_indices_offset=ints(*starts, device=device), row_starts=ints(*starts, device=device),
+    )  # fmt: skip
+    rows = zip(logits.numpy(), starts, lengths, strict=True)
+    assert got.tolist() == [[-1 if p < 0 else p + s for p in best(row, s, n)] for row, s, n in rows]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_unfused_are_positions(forced: bool, device: str, switch: SimpleNamespace) -> None:
+    switch.fused = forced
+    logits, lengths, starts = normal(2, 91), [71, 4], [0, 71]
+    got = indexer.topk_transform(
+        None, logits=logits.to(device), lengths=ints(*lengths, device=device), topk=K, topk_transform_method=PAGED,
+        attn_metadata=None, row_starts=ints(*starts, device=device), force_unfused_topk=forced,
+    )  # fmt: skip
+    rows = zip(logits.numpy(), starts, lengths, strict=True)
+    assert got.tolist() == [best(row, s, n) for row, s, n in rows]
+
+
+def test_short_contexts_select_all_whatever_the_logits(device: str) -> None:
+    """SGLang gives zeros for logits of as many columns as are selected."""
+    lengths = [0, 1, K]
+    got = indexer.topk_transform(
+        None, logits=torch.zeros(3, K, device=device), lengths=ints(*lengths, device=device), topk=K,
+        topk_transform_method=PAGED, attn_metadata=step(table_of(device)),
+    )  # fmt: skip
+    wanted = [[*range(n), *[-1] * (K - n)] for n in lengths]
+    assert got.tolist() == [slots(row, pages) for row, pages in zip(wanted, table_of("cpu").numpy(), strict=True)]
+
+
+def test_logits_of_decodes(device: str) -> None:
+    """As `deepgemm_paged_mqa_logits_split` calls them: a row for each token, lengths [T, 1], the pool's bytes."""
+    cache = torch.zeros(PAGES, PAGE, DIM + 4, dtype=torch.uint8, device=device)
+    table, lengths = table_of(device), [100, 5, 0]
+    xt.write_indexer_cache(normal(PAGES * PAGE, DIM).to(device), torch.arange(PAGES * PAGE, device=device), cache)
+    q8, weights = xt.quantize_indexer_query(normal(3, HEADS, DIM).to(device), normal(3, HEADS).to(device))
+    context_lens = ints(*lengths, device=device).view(-1, 1)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(context_lens, PAGE, 132)
+    pool = cache.view(PAGES, -1).view(PAGES, PAGE, 1, DIM + 4)
+    got = deep_gemm.fp8_paged_mqa_logits(
+        q8.unsqueeze(1), pool, weights, context_lens, table, schedule, 3 * PAGE, clean_logits=False
+    )
+    assert got.shape == (3, 3 * PAGE) and got.stride(0) % 4 == 0
+    wanted = xt.indexer_logits_paged(q8, weights, cache, table, context_lens[:, 0], implementation="reference")
+    for row, (n, want) in enumerate(zip(lengths, wanted, strict=True)):
+        torch.testing.assert_close(got[row, :n], want[:n], rtol=1e-4, atol=1e-4)
+
+
+def test_another_kernel_of_the_logits_is_refused() -> None:
+    indexer.refuse("auto")
+    with pytest.raises(UnsupportedError) as raised:
+        indexer.refuse("cutedsl")
+    assert str(raised.value) == (
+        "xmla.sglang: not served: --dsa-paged-mqa-logits-backend cutedsl; without xmla in SGLANG_PLUGINS SGLang serves "
+        "with its own kernels"
+    )
+
+
+def entries(cache_format: str, device: str) -> tuple[torch.Tensor, np.ndarray]:
+    """A pool [N, 1, ROW] as SGLang has it, and its rows in float64."""
+    dims = LATENT if cache_format == "nope" else ENTRY
+    if cache_format == "bfloat16":
+        pool = normal(PAGES * PAGE, 1, ENTRY).bfloat16()
+        return pool.to(device), pool[:, 0].double().numpy()
+    cache = torch.zeros(PAGES, PAGE, {"v32": 656, "nope": 528}[cache_format], dtype=torch.uint8, device=device)
+    rows, ids = normal(PAGES * PAGE, ENTRY).bfloat16().to(device), torch.arange(PAGES * PAGE, device=device)
+    xt.write_mla_cache(rows[:, :LATENT], rows[:, LATENT:dims], ids, cache, cache_format=cache_format)
+    read = xt.read_mla_cache(cache, ids, cache_format=cache_format, dtype="float32", implementation="reference")
+    return cache.view(-1, 1, cache.shape[2]).view(torch.float8_e4m3fn), read.cpu().double().numpy()
+
+
+def attended(q: torch.Tensor, rows: np.ndarray, chosen: torch.Tensor) -> np.ndarray:
+    out = np.zeros((*q.shape[:2], LATENT))
+    for t, (heads, row) in enumerate(zip(q.cpu().double().numpy(), chosen.tolist(), strict=True)):
+        keys = rows[[slot for slot in row if slot >= 0]]
+        if len(keys):
+            scores = np.exp(heads @ keys.T * 0.05)
+            out[t] = scores / scores.sum(axis=1, keepdims=True) @ keys[:, :LATENT]
+    return out
+
+
+def chosen_slots(device: str) -> torch.Tensor:
+    return torch.tensor([[1, 300, 7, 64], [383, 0, -1, -1], [-1] * 4], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("lengths", [None, (4, 2, 0), (4, 2)])
+@pytest.mark.parametrize("cache_format", ["bfloat16", "v32"])
+def test_flashmla_sparse(cache_format: str, lengths: tuple[int, ...] | None, device: str) -> None:
+    """Lengths of fewer tokens than there are do not count."""
+    pool, rows = entries(cache_format, device)
+    q, chosen = normal(3, HEADS, ENTRY).bfloat16().to(device), chosen_slots(device)
+    got = attention.forward_flashmla_sparse(
+        None, q_all=q, kv_cache=pool, page_table_1=chosen, sm_scale=0.05, v_head_dim=LATENT,
+        topk_length=None if lengths is None else ints(*lengths, device=device), attn_sink=None,
+    )  # fmt: skip
+    np.testing.assert_allclose(got.cpu().double(), attended(q, rows, chosen), rtol=0.02, atol=0.02)
+
+
+def test_flashmla_sparse_with_a_sink(device: str) -> None:
+    pool, rows = entries("bfloat16", device)
+    q, chosen = normal(3, HEADS, ENTRY).bfloat16().to(device), chosen_slots(device)
+    got = attention.forward_flashmla_sparse(
+        None, q_all=q, kv_cache=pool, page_table_1=chosen, sm_scale=0.05, v_head_dim=LATENT, topk_length=None,
+        attn_sink=torch.full((HEADS,), 100.0, device=device),
+    )  # fmt: skip
+    assert np.abs(attended(q, rows, chosen)).max() > 0.1 and got.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("cache_format", ["bfloat16", "v32", "nope"])
+def test_flashmla_kv(cache_format: str, device: str) -> None:
+    pool, rows = entries(cache_format, device)
+    dims = rows.shape[1]
+    q, chosen = normal(3, HEADS, ENTRY)[..., :dims].bfloat16().to(device), chosen_slots(device)
+    backend = SimpleNamespace(
+        physical_page_size=PAGE, kv_cache_dim=pool.shape[2], dsa_kv_cache_store_fp8=cache_format != "bfloat16",
+        flashmla_kv_format="V32_NO_ROPE" if cache_format == "nope" else "V32",
+    )  # fmt: skip
+    got = attention.forward_flashmla_kv(
+        backend, q_all=q, kv_cache=pool, sm_scale=0.05, v_head_dim=LATENT, metadata=None, page_table_1=chosen,
+        layer=SimpleNamespace(tp_q_head_num=HEADS, head_dim=dims),
+    )  # fmt: skip
+    assert got.shape == (3, 1, HEADS, LATENT)
+    np.testing.assert_allclose(got[:, 0].cpu().double(), attended(q, rows, chosen), rtol=0.02, atol=0.02)
+
+
+def test_the_log_says_whose_backends_run(caplog: pytest.LogCaptureFixture) -> None:
+    attention.tell_once.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            attention.tell(None, SimpleNamespace(dsa_prefill_impl="flashmla_sparse", dsa_decode_impl="fa3"), skip=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "DeepSeek sparse attention runs on xmla: indexer logits, top-k and slots; "
+        "in prefill flashmla_sparse is xmla's, in decode fa3 is SGLang's"
+    ]
+
+
+@pytest.mark.parametrize("value", [None, "", "another", "xmla2,another"])
+def test_unnamed_nothing_changes(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even SGLang's version is asked for, which is not installed here."""
+    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", None)
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SGLANG_PLUGINS", value)
+    xmla.sglang.register()
+
+
+def test_any_other_release_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    seam: Any = ModuleType("xmla.sglang.seam")
+    installed: list[str] = []
+    seam.install = installed.append
+    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", seam)
+    monkeypatch.setattr(xmla.sglang, "seam", seam, raising=False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, xmla")
+    for release in ("0.5.23.post1", "0.6.0"):
+        monkeypatch.setattr(xmla.sglang, "version", lambda _, release=release: release)
+        xmla.sglang.register()
+    assert installed == ["0.5.23.post1", "0.6.0"]
+    assert [record.getMessage() for record in caplog.records] == ["SGLang 0.6.0: xmla is tested with 0.5.23"]
