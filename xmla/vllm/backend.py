@@ -24,7 +24,6 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
-from xmla.core.ops.sparse_mla.unpack import REUSE
 
 log = init_logger("vllm.xmla")
 REPLACED = "cache writes, indexer logits and top-k, slots, sparse MLA of prefill and decode"
@@ -36,6 +35,8 @@ LATENT, ENTRY = 512, 576  # dims of a value and of an entry
 PAGE = 64  # of the indexer's cache in vLLM, so of this one
 # Beyond this many tokens no plan splits a token's keys.
 SPLIT_TOKENS = 1024
+# Entries are gathered from this many references to each on: as in the op, which so dequantises a whole small pool.
+REUSE = 32
 
 
 class XmlaSparseBackend(FlashMLASparseBackend):
