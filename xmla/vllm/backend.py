@@ -87,11 +87,11 @@ class Gathered:
         if tokens * metadata.topk_tokens < REUSE * page * int(pages.sum()):
             return None
         start, place = pages.cumsum(0) - pages, torch.arange(int(pages.max()))
-        table = torch.where(place < pages[:, None], start[:, None] + place, -1).int().to(device, non_blocking=True)
-        owner, place = (table >= 0).nonzero(as_tuple=True)
-        slots = metadata.block_table[first + owner, place, None] * page + torch.arange(page, device=device)
+        table = torch.where(place < pages[:, None], start[:, None] + place, -1).int()
+        named = (index.to(device, non_blocking=True) for index in (table >= 0).nonzero(as_tuple=True))
+        slots = metadata.block_table[first:][*named, None] * page + torch.arange(page, device=device)
         requests = metadata.req_id_per_token[metadata.num_decode_tokens : metadata.num_actual_tokens] - first
-        return cls(slots.flatten().int(), table, requests)
+        return cls(slots.flatten().int(), table.to(device, non_blocking=True), requests)
 
 
 @dataclass
