@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import support_matrix
@@ -42,19 +41,11 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
 # With the newest Triton PTX for an architecture with another's code generator is taken from there and assembled.
 MATRIX = bool(os.environ.get("XMLA_MATRIX"))
 SAME_GENERATOR = {103: 100, 121: 120}
-
-
-def cells(version: str) -> list[Any]:
-    """The architectures for one Triton. The first of a pair leaves its PTX in Triton's cache for the second."""
-    return [
-        pytest.param(
-            version, arch, marks=pytest.mark.xdist_group(f"{version} sm_{SAME_GENERATOR.get(arch, arch)}"),
-            id=f"{version}-sm_{arch}",
-        )
-        for arch in support_matrix.ARCHITECTURES
-    ]  # fmt: skip
-
-
+# The first of a pair leaves its PTX in Triton's cache for the second.
+PAIRS = [
+    pytest.param(arch, marks=pytest.mark.xdist_group(f"sm_{SAME_GENERATOR.get(arch, arch)}"), id=f"sm_{arch}")
+    for arch in support_matrix.ARCHITECTURES
+]
 DIGESTS = Path(__file__).with_name("compiled")
 
 
@@ -74,7 +65,8 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("version", "arch"), [cell for version in OLDER for cell in cells(version)])
+@pytest.mark.parametrize("arch", support_matrix.ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+@pytest.mark.parametrize("version", OLDER)
 def test_every_configuration_compiles_with_an_older_triton(version: str, arch: int) -> None:
     if HAS_GPU and not folder(version).exists():
         pytest.skip("older Tritons are compiled where CI runs; tests/core/tritons.py installs them")
@@ -88,10 +80,10 @@ def test_every_configuration_compiles_with_an_older_triton(version: str, arch: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("version", "arch"), cells(triton.__version__))
-def test_every_configuration_compiles(version: str, arch: int) -> None:
+@pytest.mark.parametrize("arch", PAIRS)
+def test_every_configuration_compiles(arch: int) -> None:
     require_assembler(arch)
-    with compiled(version, arch) as (lines, kernels):
+    with compiled(triton.__version__, arch) as (lines, kernels):
         assert {line["op"] for line in lines} == set(registry()), "an op was not planned"
         if arch in SAME_GENERATOR:
             compared = {line["kernel"]: line["same_ptx"] for line in kernels if "same_ptx" in line}

@@ -181,6 +181,20 @@ def check(
     raise typer.Exit(code=int(not (all(holds.values()) and len(answers) == len(names))))
 
 
+def run_engine(
+    out: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
+) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether an engine succeeded, and the lines that it wrote; they and its log are kept in `out`."""
+    file, log = work / f"{name}-{what}.jsonl", work / f"{name}-{what}.log"
+    file.unlink(missing_ok=True)
+    status = child(log, seconds, gpu_engine.ENGINES[name].environment(), what, name, model, file, *options)
+    keep_log(out, name, log, status)
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    for line in lines:
+        write(out, line)
+    return status == 0, lines
+
+
 @app.command()
 def speed(
     out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", contexts: str = "4096,32768",
@@ -196,21 +210,14 @@ def speed(
     failed = False
     cases: dict[tuple[int, int], dict[str, Any]] = {}
     for name in engines.split(","):
-        file, log = work / f"{name}.jsonl", work / f"{name}-speed.log"
-        file.unlink(missing_ok=True)
         options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
-        status = child(
-            log, start + seconds, gpu_engine.ENGINES[name].environment(), "measure", name, model, file, *options
-        )
-        keep_log(out, name, log, status)
-        failed |= status != 0
-        for line in file.read_text().splitlines() if file.exists() else ():
-            write(out, json.loads(line))
-            case = json.loads(line)
+        succeeded, lines = run_engine(out, work, model, name, "measure", start + seconds, *options)
+        failed |= not succeeded
+        for case in lines:
             cases.setdefault((case["context"], case["requests"]), {})[name] = case
     print("context requests | engine: µs a step, µs of the GPU's forward pass, tokens/s of prefill, ms of its passes")
-    for (context, count), lines in sorted(cases.items()):
-        for name, case in lines.items():
+    for (context, count), by_engine in sorted(cases.items()):
+        for name, case in by_engine.items():
             keys = ("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms")
             cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
             print(f"{context:>7} {count:>8} | {name:>14} {' '.join(cells)}")
@@ -229,14 +236,10 @@ def profile(
     begin(out, "python tests/vllm_engine/on_gpu.py profile", commit, model)
     failed = False
     for name in engines.split(","):
-        file, log = work / f"{name}-kernels.jsonl", work / f"{name}-profile.log"
-        file.unlink(missing_ok=True)
         options = ("--context", context, "--requests", requests)
-        status = child(log, seconds, gpu_engine.ENGINES[name].environment(), "profile", name, model, file, *options)
-        keep_log(out, name, log, status)
-        failed |= status != 0
-        for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
-            write(out, line)
+        succeeded, lines = run_engine(out, work, model, name, "profile", seconds, *options)
+        failed |= not succeeded
+        for line in lines:
             print(f"{name:>14} {line['phase']:>8} {line['us']:>10} µs {line['launches']:>5} × {line['kernel'][:80]}")
     raise typer.Exit(code=int(failed))
 

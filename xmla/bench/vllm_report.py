@@ -3,13 +3,12 @@
 The file's lines are those of `tests/vllm_engine/on_gpu.py`, a run of `check` and one of `speed`.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from xmla.bench.report import insert
+from xmla.bench.report import insert, read
 
 MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
 Line = dict[str, Any]
@@ -60,13 +59,8 @@ def speeds(lines: list[Line]) -> list[str]:
 
 def report(file: Path, *, whole: bool = True) -> str:
     """Markdown: where the figures come from, and the tables; without `whole` the speeds alone."""
-    runs: list[list[Line]] = []
-    for line in map(json.loads, file.read_text().splitlines()):
-        if "command" in line:
-            runs.append([])
-        runs[-1].append(line)
     shown: list[str] = []
-    for head, *lines in runs:
+    for head, *lines in read([file]):
         if any("step_us" in line for line in lines):
             shown += [origin(head), "", *speeds(lines), ""]
         elif whole and any("beside" in line for line in lines):
