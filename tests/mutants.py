@@ -170,7 +170,7 @@ MUTANTS = (
            "test_8_wrong_arguments.py"),
     Mutant("right = (ok & (wrong == 0))[:, None]", "right = (wrong == 0)[:, None]",
            f"{OPS}/sparse_mla/backward/kernels.py", "test_3_indices.py", "sparse_mla_backward"),
-    Mutant("mask = (ok & (mark == MARKED))[:, None]", "mask = ok[:, None]",
+    Mutant("mask = (references > 0)[:, None]", "mask = ok[:, None]",
            f"{OPS}/sparse_mla/backward/kernels.py", "test_4_unreferenced_memory.py", "sparse_mla_backward"),
     Mutant("if axes.setdefault(label, size) != size:", "if axes.setdefault(label, size) != size and False:",
            "xmla/core/op.py", "test_8_wrong_arguments.py"),

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from xmla import UnsupportedError, interop, jax_api, torch_api
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.op import Case, Op
+from xmla.core.ops.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
 from xmla.core.registry import registry
+from xmla.core.tolerance import GRADIENT, cosine_difference
 
 OPS = registry()
 ATTENTION, BACKWARD = OPS["sparse_mla"], OPS["sparse_mla_backward"]
@@ -329,6 +331,54 @@ def test_the_order_of_tokens_does_not_change_a_bit(op: Op, case: Case, device: s
     np.testing.assert_array_equal(straight[0], turned[0][::-1])
     for name in ("dcache", "dextra_cache"):
         np.testing.assert_array_equal(straight[names.index(name)], turned[names.index(name)])
+
+
+def test_the_order_of_slots_does_not_change_a_bit(device: str) -> None:
+    case = BACKWARD.cases[-1]
+    inputs = kit.make(case)
+    turned, rng = inputs | {"slots": inputs["slots"].copy()}, np.random.default_rng(1)
+    for slots, length in zip(turned["slots"], inputs["lengths"], strict=True):
+        slots[:length] = rng.permutation(slots[:length])
+    assert (turned["slots"] != inputs["slots"]).any()
+    straight, other = (
+        torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, given, device), **case.attrs)[1]
+        for given in (inputs, turned)
+    )
+    kit.assert_bits_equal("dcache", other, straight)
+
+
+@pytest.mark.slow
+def test_thousands_of_references(device: str) -> None:
+    """To one entry, of summands with high parts and without, some of which cancel out."""
+    case = with_large_gradients(backward_of(duplicates(1000)))
+    inputs = kit.make(case)
+    named, count = np.unique([slot for slots, n in zip(inputs["slots"], inputs["lengths"], strict=True)
+                              for slot in slots[:n]], return_counts=True)  # fmt: skip
+    assert count.max() > 1900
+    want = BACKWARD.reference(**inputs, **case.attrs)[1].reshape(-1, 576)
+    got = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)[1]
+    found = got.float().cpu().numpy().reshape(-1, 576)
+    entry = named[count.argmax()]
+    cancelled, added = ((a[entry, first:VALUE_DIMS:2] for a in (found, want)) for first in (0, 1))
+    for got, expected in (cancelled, added):  # as a whole: the same rounding of a probability is added 991 times
+        assert cosine_difference(got, expected) <= GRADIENT.cosine
+    assert np.abs(want[entry, 1:VALUE_DIMS:2]).max() > 16 * np.abs(want[entry, :VALUE_DIMS:2]).max() > 0
+
+
+def test_bounds_whose_sum_over_heads_overflows_give_nan(device: str) -> None:
+    """Each head's is finite, and so is another entry's gradient."""
+    bf16 = ml_dtypes.bfloat16
+    q, cache = np.ones((2, 64, 512), bf16), np.full((1, 2, 512), 2.0**-10, bf16)
+    slots, dout = np.array([[0], [1]], np.int32), np.ones((2, 64, 512), bf16)
+    dout[0] = 2.0**123
+    tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
+    out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
+    dq, dcache, *_ = torch_api.sparse_mla_backward(*tensors, out, lse, kit.to_torch(dout, device), softmax_scale=SCALE)
+    given = (*(x.float().cpu().numpy() for x in (out, lse)), dout)
+    want = BACKWARD.reference(q, cache, slots, *given, softmax_scale=SCALE)[1]
+    assert np.isnan(want[0, 0]).all() and np.isfinite(want[0, 1]).all()
+    assert dcache[0, 0].isnan().all() and dq.isfinite().all()
+    kit.assert_close("dcache", dcache.float().cpu().numpy(), want, BACKWARD.outputs["dcache"].agreement)
 
 
 def test_duplicates_and_nobody(device: str) -> None:

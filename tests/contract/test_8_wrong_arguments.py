@@ -572,6 +572,64 @@ def test_gluon_is_the_default_where_it_is_written_for() -> None:
             assert plan.launches[0].name == kernel
 
 
+def test_gluon_differentiates_what_it_supports() -> None:
+    numbers = torch.zeros(1 << 14, dtype=torch.bfloat16)
+
+    def rows(*shape: int, first: int = 0, more: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Each row of the last axis `more` elements further from the one before than it takes."""
+        steps = (shape[1] * (shape[2] + more), shape[2] + more, 1)
+        return numbers.to(dtype)[first:].as_strided(shape, steps)
+
+    def pool(pages: int = 2, first: int = 0, more: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return numbers.to(dtype)[first:].as_strided((pages, 7, 512), (7 * 512 + more, 512, 1))
+
+    slots, half = torch.zeros(2, 40, dtype=torch.int32), torch.float16
+    q, dout, lse, second = (
+        rows(2, 5, 512),
+        rows(2, 5, 512),
+        torch.zeros(2, 5),
+        {"extra_cache": pool(), "extra_slots": slots},
+    )
+    between = "over rows of {} between multiples of 16 bytes, supported: rows on multiples of 16 bytes"
+    elsewhere = "on NVIDIA B200, supported: compute capability 9.0"
+    for device, query, cache, upstream, given, message in (
+        (H200, q, pool(), dout, {}, None),
+        (H200, q, pool(), dout, {"dlse": lse, "sink": torch.zeros(5), "lengths": slots[0, :2]}, None),
+        (H200, rows(2, 5, 512, first=8, more=8), pool(first=16, more=8), rows(2, 5, 512, first=8, more=16), {}, None),
+        (B200, q, pool(), dout, {}, elsewhere),
+        (H200, q.to(half), pool(dtype=half), dout.to(half), {}, "in float16, supported: bfloat16"),
+        (H200, q, pool(), dout, second, "with extra_cache, supported: one source"),
+        (H200, q, pool(0), dout, {}, "over a cache without entries, supported: a cache with entries"),
+        (H200, rows(2, 5, 512, first=4), pool(), dout, {}, between.format("q")),
+        (H200, rows(2, 5, 512, more=4), pool(), dout, {}, between.format("q")),
+        (H200, q, pool(), rows(2, 5, 512, first=4), {}, between.format("dout")),
+        (H200, q, pool(), rows(2, 5, 512, more=4), {}, between.format("dout")),
+        (H200, q, pool(first=4), dout, {}, between.format("cache")),
+        (H200, q, pool(more=4), dout, {}, between.format("cache")),
+    ):
+        plan = partial(
+            torch_api.sparse_mla_backward.plan,
+            query,
+            cache,
+            slots,
+            dout.to(query.dtype),
+            lse,
+            upstream,
+            **given,
+            softmax_scale=0.1,
+        )
+        with assume_device(device):
+            names, portable = ({launch.name for launch in plan(implementation=i).launches} for i in (None, "triton"))
+            assert ("sparse_mla_backward_sm90_kernel" in names) == (message is None)
+            assert {"sparse_mla_dq_kernel", "sparse_mla_dcache_kernel"} <= (names if message else portable)
+            if message is None:
+                assert plan(implementation="gluon") == plan()
+            else:
+                with pytest.raises(UnsupportedError) as refused:
+                    plan(implementation="gluon")
+                assert str(refused.value) == f"sparse_mla_backward: implementation value is 'gluon' {message}"
+
+
 def test_gluon_logits_serve_what_they_support() -> None:
     numbers = torch.zeros(1 << 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
 

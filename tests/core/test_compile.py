@@ -19,6 +19,8 @@ from xmla.core.registry import registry
 TENSOR_MEMORY_COLUMNS = 512
 # Bytes with Triton 3.9: MXFP4 keys against candidates.
 SPILLED = {(arch, "indexer_topk_kernel"): 32 for arch in (120, 121)}
+# Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones.
+SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (72, 96)}
 NATIVE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma",
           120: "mma.sync", 121: "mma.sync"}  # fmt: skip
 
@@ -76,7 +78,8 @@ def test_every_configuration_compiles_with_an_older_triton(version: str, arch: i
             check_fits(kernel, DEVICES[arch])
             # What serves Hopper by default spills a few words at most (3.8: 72 bytes in the paged logits of 128 rows);
             # the portable kernels' tiles are the newest Triton's.
-            assert not kernel["kernel"].endswith("_sm90_kernel") or kernel["spilled_bytes"] <= 72, kernel
+            _, most = SPILLED_ON_HOPPER.get(kernel["kernel"], (64, 72))
+            assert not kernel["kernel"].endswith("_sm90_kernel") or kernel["spilled_bytes"] <= most, kernel
 
 
 @pytest.mark.slow
@@ -111,11 +114,12 @@ def check_products(arch: int, kernels: list[support_matrix.Line], left_out: set[
     gluon = [kernel for kernel in kernels if kernel["kernel"].endswith("_sm90_kernel")]
     if not {name for name in left_out if name.endswith("_sm90_kernel")}:
         everywhere = {("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)}
+        everywhere |= {("sparse_mla_backward", 32), ("sparse_mla_backward", 64)}
         assert {(kernel["op"], kernel["block_h"]) for kernel in gluon} >= (everywhere if arch == 90 else set())
     for kernel in gluon:
         assert ("mma.sync" if kernel["block_h"] == 16 else "wgmma.mma_async") in kernel["mma"], kernel
         # A few words before and after the loops; inside them a spill costs more than all else, and takes more.
-        assert kernel["spilled_bytes"] <= 64, kernel
+        assert kernel["spilled_bytes"] <= SPILLED_ON_HOPPER.get(kernel["kernel"], (64, 72))[0], kernel
 
     for name, block_h in (("sparse_mla_kernel", 64), ("indexer_logits_kernel", 0), ("indexer_logits_paged_kernel", 0)):
         wide = NATIVE[arch] != "mma.sync"

@@ -313,7 +313,7 @@ class _Plans:
         extra_cache_format: str | None = None,
         lse_base: str = "e",
         lse_sink: bool = False,
-        implementation: Literal["triton"] | None = None,
+        implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan: ...
     @staticmethod
     def sparse_mla_paged(
@@ -1687,7 +1687,7 @@ def sparse_mla_backward(
     lse_sink: bool = False,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
 
@@ -1720,9 +1720,10 @@ def sparse_mla_backward(
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
     Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
-    (Σ|dout[t,h]| · max|value| + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. An
-    entry's whole gradient is NaN if B or p of one of its summands is not finite in float32, or a p exceeds 2, as with
-    another call's lse; dq[t,h] then is NaN as well if B is not finite.
+    (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
+    summand is rounded to a multiple of 2**−28 of the greatest Σ_h B of the tokens that name the entry, or less, or of
+    2**−126. An entry's whole gradient is NaN if Σ_h B or p of one of its summands is not finite in float32, or a p
+    exceeds 2, as with another call's lse; dq[t,h] is NaN if its B is not finite.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -1743,6 +1744,7 @@ def sparse_mla_backward(
             float64 on the host.
 
     Implementations, best first:
+        gluon: compute capability 9.0; bfloat16; one source; a cache with entries; rows on multiples of 16 bytes.
         triton: every call.
     """
 

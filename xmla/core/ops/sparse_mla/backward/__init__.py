@@ -2,8 +2,9 @@ from typing import Any
 
 from xmla.core.caches import mla_format
 from xmla.core.op import BYTES, F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.ops.sparse_mla.backward import plan as portable
 from xmla.core.ops.sparse_mla.backward.cases import CASES
-from xmla.core.ops.sparse_mla.backward.plan import IMPLEMENTATION
+from xmla.core.ops.sparse_mla.backward.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.sparse_mla.backward.reference import reference
 from xmla.core.ops.sparse_mla.sources import check_sources, source_limits
 from xmla.core.tolerance import GRADIENT
@@ -46,9 +47,10 @@ def sparse_mla_backward(
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
 
     Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
-    (Σ|dout[t,h]| · max|value| + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. An
-    entry's whole gradient is NaN if B or p of one of its summands is not finite in float32, or a p exceeds 2, as with
-    another call's lse; dq[t,h] then is NaN as well if B is not finite.
+    (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
+    summand is rounded to a multiple of 2**−28 of the greatest Σ_h B of the tokens that name the entry, or less, or of
+    2**−126. An entry's whole gradient is NaN if Σ_h B or p of one of its summands is not finite in float32, or a p
+    exceeds 2, as with another call's lse; dq[t,h] is NaN if its B is not finite.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -119,7 +121,7 @@ OP = Op(
     check=check,
     limits=source_limits,
     work=work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),
     reference=reference,
     cases=CASES,
 )

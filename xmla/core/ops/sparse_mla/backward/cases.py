@@ -3,11 +3,42 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.cases import normal
+from xmla.core.cases import mla_pool, normal
 from xmla.core.formats.mla import PLAIN, PLAIN_V4
 from xmla.core.op import Case
 from xmla.core.ops.sparse_mla.cases import F16, F32, make_case
 from xmla.core.ops.sparse_mla.reference import reference
+
+
+def duplicates(keys: int) -> Case:
+    """Most slots of two tokens name the entry that is the only one of two others."""
+    case = make_case(4, 2, keys, 7, PLAIN, with_lengths=True)
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        pages, entries, _ = inputs["cache"].shape
+        inputs["q"] = (inputs["q"].astype(np.float32) / 16).astype(inputs["q"].dtype)  # for a closer bound of summands
+        inputs["slots"] = rng.integers(0, pages * entries, (4, keys)).astype(np.int32)
+        inputs["slots"][:, : keys - 9] = 3
+        inputs["lengths"] = np.array([keys, keys, 1, 1], np.int32)
+        inputs["cache"] = mla_pool(rng, PLAIN, pages, entries, inputs["slots"][:2], 0, inputs["cache"].dtype)
+        return inputs
+
+    return replace(case, name=f"{case.name}-duplicates", make=make)
+
+
+def with_large_gradients(case: Case) -> Case:
+    """Gradients of two tokens are 64 times as large as those of others, and cancel out in half of the dims."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        dout = inputs["dout"]
+        dout[2] = 64 * dout[2]
+        dout[3] = dout[2]
+        dout[3, :, ::2] = -dout[2, :, ::2]
+        return inputs
+
+    return replace(case, make=make)
 
 
 def backward_of(case: Case, with_dlse: bool = False) -> Case:
@@ -38,4 +69,5 @@ CASES = (
     backward_of(make_case(2, 3, 33, 53, PLAIN, F16, with_sink=True, lse_sink=True, lse_base="2"), with_dlse=True),
     backward_of(make_case(3, 17, 40, 5, PLAIN_V4, with_lengths=True, with_sink=True, extra=(PLAIN_V4, 30, 64))),
     backward_of(make_case(2, 70, 20, 9, PLAIN_V4, lse_base="2"), with_dlse=True),
+    with_large_gradients(backward_of(duplicates(140))),
 )

@@ -4,20 +4,51 @@ import triton.language as tl
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang.numbers import LOG2E, power_of_two
 from xmla.core.lang.offsets import offset_of
-from xmla.core.lang.sums import as_sums, exponent_of_unit, exponent_within
+from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS, as_sums, exponent_within, low_bits, parts_of
 
-# Marks of entries: named by a slot; with a gradient that is NaN.
-MARKED, NOT_A_NUMBER = tl.constexpr(1), tl.constexpr(2)
+NOT_A_NUMBER = tl.constexpr(-1)  # in place of the references of an entry whose gradient is NaN
+WORDS = tl.constexpr(SUM_WORDS)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+def count_references_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    num_slots,
+    num_keys,  # K
+    slot_stride,
+    references_ptr,  # [P, R] i32, of slots that name the entry; 0 before
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    for first in tl.range(0, num_keys, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
+        ok = (slot >= 0) & (slot < num_slots)
+        tl.atomic_add(references_ptr + slot, tl.full([BLOCK], 1, tl.int32), mask=ok, sem="relaxed")
+
+
+@triton.jit
+def norm(x):
+    """Euclidean norms of rows [N, D]; squares do not overflow."""
+    greatest = tl.max(tl.abs(x), 1)
+    unit = tl.where((greatest > 0.0) & (greatest < float("inf")), greatest, 1.0)
+    scaled = x / unit[:, None]
+    return tl.sqrt(tl.sum(scaled * scaled, 1)) * unit
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def start_sums_kernel(
     cache_ptr,  # [P, R, ROW]
-    marks_ptr,  # [P, R] i8
+    references_ptr,  # [P, R] i32
     num_slots,
-    bounds_ptr,  # [P, R] i32, the bits of a bound of summands, where marked
-    sums_ptr,  # [P, R, 2·ROW] i32, where marked
-    greatest_ptr,  # [P, R] f32, the greatest |dim| of a value, where marked
+    bounds_ptr,  # [P, R] i32, the bits of a bound of summands, of entries with references
+    sums_ptr,  # [P, R, WORDS·ROW] i32: low parts, then high parts; of entries with references
+    norms_ptr,  # [P, R] f32, of their values
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -25,29 +56,30 @@ def start_sums_kernel(
 ):
     slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = slot < num_slots
-    ok &= tl.load(marks_ptr + slot, mask=ok, other=0) != 0
+    ok &= tl.load(references_ptr + slot, mask=ok, other=0) != 0
     mask = ok[:, None]
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     value, _ = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
-    value = tl.abs(value)
-    tl.store(greatest_ptr + slot, tl.max(tl.where(value < float("inf"), value, 0.0), 1), mask=ok)
+    tl.store(norms_ptr + slot, norm(tl.where(tl.abs(value) < float("inf"), value, 0.0)), mask=ok)
     tl.store(bounds_ptr + slot, tl.zeros([BLOCK], tl.int32), mask=ok)
-    row = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
-    tl.store(row + tl.arange(0, LANES)[None, :], tl.zeros([BLOCK, LANES], tl.int64), mask=mask)
-    if LAYOUT.tail:
-        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
-        tl.store(row + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int64), mask=mask)
+    row = sums_ptr + offset_of(slot[:, None], WORDS * LAYOUT.dims)
+    for part in tl.static_range(WORDS):
+        words = row + part * LAYOUT.dims
+        tl.store(words + tl.arange(0, LANES)[None, :], tl.zeros([BLOCK, LANES], tl.int32), mask=mask)
+        if LAYOUT.tail:
+            offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+            tl.store(words + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
 def bound_values_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
-    greatest_ptr,  # [P, R] f32
+    norms_ptr,  # [P, R] f32
     num_slots,
     num_keys,  # K
     slot_stride,
-    reach_ptr,  # [T] f32, the greatest |dim| of a token's values
+    reach_ptr,  # [T] f32, the greatest norm of a token's values
     HAS_LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -60,7 +92,7 @@ def bound_values_kernel(
         offs = first + tl.arange(0, BLOCK)
         slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)
-        greatest = tl.maximum(greatest, tl.load(greatest_ptr + slot, mask=ok, other=0.0))
+        greatest = tl.maximum(greatest, tl.load(norms_ptr + slot, mask=ok, other=0.0))
     tl.store(reach_ptr + token, tl.max(greatest, 0))
 
 
@@ -72,6 +104,7 @@ def bound_sums_kernel(
     num_slots,
     num_keys,  # K
     slot_stride,
+    references_ptr,  # [P, R] i32
     bounds_ptr,  # [P, R] i32
     HEADS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
@@ -81,8 +114,9 @@ def bound_sums_kernel(
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.arange(0, BLOCK_H)
     of_heads = tl.load(bound_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
-    # The sum over heads may overflow although no head's bound does. Its roundings fit in the bits above SUM_BITS.
-    bits = tl.minimum(tl.sum(of_heads, 0), 3.0e38).to(tl.int32, bitcast=True)
+    bound = tl.sum(of_heads, 0)  # its roundings fit in the bit above SUMMAND_BITS
+    finite = bound < float("inf")
+    bits = tl.where(finite, bound, 0.0).to(tl.int32, bitcast=True)
     end = num_keys
     if HAS_LENGTHS:
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
@@ -90,6 +124,8 @@ def bound_sums_kernel(
         offs = first + tl.arange(0, BLOCK)
         slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)
+        if not finite:
+            tl.store(references_ptr + slot, tl.full([BLOCK], NOT_A_NUMBER, tl.int32), mask=ok)
         ok &= tl.load(bounds_ptr + slot, mask=ok, other=0) < bits  # it only grows
         tl.atomic_max(bounds_ptr + slot, tl.zeros([BLOCK], tl.int32) + bits, mask=ok, sem="relaxed")
 
@@ -155,7 +191,7 @@ def prepare_kernel(
         dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
         dlse *= LOG2E / LSE_UNIT
     reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
-    slope = tl.sum(tl.abs(dout), 1) * reach + tl.abs(delta) + tl.abs(dlse)
+    slope = norm(dout) * reach + tl.abs(delta) + tl.abs(dlse)
     slope *= SCALE
     bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
     row = offset_of(token, HEADS) + offs_h
@@ -338,7 +374,23 @@ def sparse_mla_dq_kernel(
         tl.store(row + LANES + tl.arange(0, TAIL_LANES)[None, :], (dq_tail * ds_down).to(q.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "log2_parts"])
+@triton.jit
+def add_to_sums(row, offs_d, x, bits, mask, DIMS: tl.constexpr):
+    """Add x [N, D], rounded to integers, to the sums at dims `offs_d`; the high parts of those that have one."""
+    low, high = parts_of(tl.floor(x + 0.5).to(tl.int32), bits)
+    tl.atomic_add(row + offs_d, low, mask=mask, sem="relaxed")
+    tl.atomic_add(as_sums(row + DIMS) + offs_d, high.to(tl.int64), mask=mask & (high != 0), sem="relaxed")
+
+
+@triton.jit
+def load_sums(row, offs_d, bits, mask, DIMS: tl.constexpr):
+    """The sums at dims `offs_d`, [N, D] f32."""
+    low = tl.load(row + offs_d, mask=mask, other=0)
+    high = tl.load(as_sums(row + DIMS) + offs_d, mask=mask, other=0)
+    return ((high << bits.to(tl.int64)) + low).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_keys"])
 def sparse_mla_dcache_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -353,9 +405,8 @@ def sparse_mla_dcache_kernel(
     slope_ptr,  # [T, H] f32
     num_slots,
     num_keys,  # K
-    log2_parts,  # binary logarithm of T, rounded up
-    marks_ptr,  # [P, R] i8
-    sums_ptr,  # [P, R, 2·ROW] i32
+    references_ptr,  # [P, R] i32
+    sums_ptr,  # [P, R, WORDS·ROW] i32
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -433,47 +484,45 @@ def sparse_mla_dcache_kernel(
         dvalue = added
         if LAYOUT.tail:
             dtail += tl.dot(ds, load_dims(q_rows, head_ok, LANES, TAIL_LANES)) * ds_down
-    to_sum = power_of_two(exponent_of_unit(tl.load(bounds_ptr + slot, mask=ok, other=0), log2_parts))[:, None]
-    sums = as_sums(sums_ptr) + offset_of(slot[:, None], LAYOUT.dims)
+    unit = power_of_two(exponent_within(tl.load(bounds_ptr + slot, mask=ok, other=0), SUMMAND_BITS))[:, None]
+    # Another program may have stored NOT_A_NUMBER there; then what is added does not matter.
+    bits = low_bits(tl.load(references_ptr + slot, mask=ok, other=1))[:, None]
+    row = sums_ptr + offset_of(slot[:, None], WORDS * LAYOUT.dims)
     right = (ok & (wrong == 0))[:, None]
     for part in tl.static_range(LANES // PART):
-        offs_d = part * PART + tl.arange(0, PART)[None, :]
-        tl.atomic_add(sums + offs_d, (dvalue[part] * to_sum).to(tl.int64), mask=right, sem="relaxed")
+        add_to_sums(row, part * PART + tl.arange(0, PART)[None, :], dvalue[part] * unit, bits, right, LAYOUT.dims)
     if LAYOUT.tail:
-        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
-        tl.atomic_add(sums + offs_e, (dtail * to_sum).to(tl.int64), mask=right, sem="relaxed")
-    tl.store(marks_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int8), mask=ok & (wrong != 0))
+        add_to_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], dtail * unit, bits, right, LAYOUT.dims)
+    tl.store(references_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
 
 
-@triton.jit(do_not_specialize=["num_slots", "log2_parts"])
+@triton.jit(do_not_specialize=["num_slots"])
 def round_sums_kernel(
-    marks_ptr,  # [P, R] i8
-    sums_ptr,  # [P, R, 2·ROW] i32
+    references_ptr,  # [P, R] i32
+    sums_ptr,  # [P, R, WORDS·ROW] i32
     bounds_ptr,  # [P, R] i32
     num_slots,
-    log2_parts,
     dcache_ptr,  # [P, R, ROW]
     LAYOUT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    ADDITIONS: tl.constexpr,  # to an entry's sums per reference
     BLOCK: tl.constexpr,
 ):
     DIMS: tl.constexpr = LAYOUT.dims
     slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = slot < num_slots
-    mark = tl.load(marks_ptr + slot, mask=ok, other=0)
-    mask = (ok & (mark == MARKED))[:, None]
-    unit = power_of_two(-exponent_of_unit(tl.load(bounds_ptr + slot, mask=mark == MARKED, other=0), log2_parts))[
-        :, None
-    ]
-    row = as_sums(sums_ptr) + offset_of(slot[:, None], DIMS)
-    offs_l = tl.arange(0, LANES)[None, :]
-    wrong = (mark == NOT_A_NUMBER)[:, None]
-    value = tl.load(row + offs_l, mask=mask, other=0).to(tl.float32) * unit
+    references = tl.load(references_ptr + slot, mask=ok, other=0)
+    mask = (references > 0)[:, None]
+    wrong = (references == NOT_A_NUMBER)[:, None]
+    bound = tl.load(bounds_ptr + slot, mask=references > 0, other=0)
+    unit = power_of_two(-exponent_within(bound, SUMMAND_BITS))[:, None]
+    bits = low_bits(tl.maximum(references, 1) * ADDITIONS)[:, None]
+    row = sums_ptr + offset_of(slot[:, None], WORDS * DIMS)
+    value = load_sums(row, tl.arange(0, LANES)[None, :], bits, mask, DIMS) * unit
     value = tl.where(wrong, float("nan"), value)
     tail = tl.zeros([BLOCK, TAIL_LANES], tl.float32)
     if LAYOUT.tail:
-        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
-        tail = tl.load(row + offs_e, mask=mask, other=0).to(tl.float32) * unit
+        tail = load_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], bits, mask, DIMS) * unit
         tail = tl.where(wrong, float("nan"), tail)
     store_entries(dcache_ptr, slot, ok, value, tail, LAYOUT, PAGE_SIZE * DIMS, PAGE_SIZE, 0)
 

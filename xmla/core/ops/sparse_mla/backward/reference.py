@@ -43,9 +43,10 @@ def reference(
                 weight = np.where(sink == -np.inf, 0.0, np.where(sink == total, 1.0, np.exp(sink - total)))
                 dsink -= weight * (delta - (dlog if lse_sink else 0.0))
             found = [source.entries(token) for source in sources]
-            values = np.abs(np.concatenate([keys[:, :VALUE_DIMS].ravel() for _, keys in found]))
-            reach = values[np.isfinite(values)].max(initial=0)
-            slope = softmax_scale * (np.abs(upstream).sum(axis=1) * reach + np.abs(delta) + np.abs(dlog))
+            values = np.concatenate([keys[:, :VALUE_DIMS] for _, keys in found])
+            reach = np.linalg.norm(np.where(np.isfinite(values), values, 0.0), axis=1).max(initial=0)
+            norm = np.linalg.norm(upstream, axis=1)
+            slope = softmax_scale * (norm * reach + np.abs(delta) + np.abs(dlog))
             bound = slope * np.abs(query).max(axis=1) + np.abs(upstream).max(axis=1)
             total = np.where(bound <= np.finfo(np.float32).max, total, np.nan)
             for source, (named, keys) in zip(sources, found, strict=True):
@@ -60,7 +61,8 @@ def reference(
                 dq[token] += ds @ keys
                 summands = ds.T @ query
                 summands[:, :VALUE_DIMS] += p.T @ upstream
-                summands[~((p <= 2) & np.isfinite(ds)).all(axis=0)] = np.nan
+                right = bound.sum() <= np.finfo(np.float32).max  # False of NaN
+                summands[~((p <= 2) & np.isfinite(ds) & right).all(axis=0)] = np.nan
                 np.add.at(source.gradient, named, summands)
     gradients = [source.gradient.reshape(source.shape) for source in sources]
     for gradient in gradients:  # NaN of one dim is NaN of all

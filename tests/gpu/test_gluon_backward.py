@@ -1,0 +1,81 @@
+"""The Gluon kernel of attention's derivative for Hopper, against the reference and by its bits."""
+
+import kit
+import numpy as np
+import pytest
+import torch
+from hopper import ON_HOPPER, supported
+
+from xmla import torch_api
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, MlaLayout
+from xmla.core.op import Case
+from xmla.core.ops.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
+from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.registry import registry
+from xmla.core.tolerance import GRADIENT, cosine_difference
+
+pytestmark = ON_HOPPER
+
+OP = registry()["sparse_mla_backward"]
+CASES = [case for case in OP.cases if supported(OP, kit.make(case), case.attrs)]
+
+
+def differentiate(inputs: dict[str, np.ndarray], case: Case) -> tuple[torch.Tensor, ...]:
+    return torch_api.sparse_mla_backward(*kit.torch_inputs(OP, inputs, "cuda"), **case.attrs, implementation="gluon")
+
+
+@pytest.mark.parametrize("case", CASES, ids=kit.case_id)
+def test_agrees_with_the_reference(case: Case) -> None:
+    inputs = kit.make(case)
+    got = differentiate(kit.copies(inputs), case)
+    want = OP.reference(**inputs, **kit.attributes(OP, case))
+    for (name, value), result in zip(kit.results(OP, want), got, strict=True):
+        kit.assert_close(name, result, value, OP.outputs[name].agreement)
+
+
+def agrees_by_norm(case: Case) -> None:
+    """The error of a row against the row: an element of many heads' summands may be small beside their roundings."""
+    inputs = kit.make(case)
+    got = differentiate(kit.copies(inputs), case)
+    want = OP.reference(**inputs, **kit.attributes(OP, case))
+    for (name, value), result in zip(kit.results(OP, want), got, strict=True):
+        error = np.linalg.norm(kit.as_numpy(result).astype(np.float64) - value, axis=-1)
+        assert (error <= 2**-7 * np.linalg.norm(value, axis=-1) + 2**-7).all(), name
+
+
+@pytest.mark.parametrize("layout", [PLAIN, PLAIN_V4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("heads", [1, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 130])
+def test_tile_edges(keys: int, heads: int, layout: MlaLayout) -> None:
+    """Lengths of 0, below it and past the capacity; a row without a valid slot."""
+    case = make_case(4, heads, keys, 7, layout, with_lengths=True, with_sink=True, lse_sink=keys % 2 == 0)
+    agrees_by_norm(backward_of(case, with_dlse=True))
+
+
+def test_when_every_multiprocessor_has_several_programs() -> None:
+    agrees_by_norm(backward_of(make_case(300, 128, 130, 64, PLAIN, with_lengths=True)))
+
+
+@pytest.mark.parametrize("keys", [200, 3000])
+def test_duplicates_in_any_order_of_slots(keys: int) -> None:
+    """Thousands of summands of one entry, with high parts and without, some of which cancel out."""
+    case = with_large_gradients(backward_of(duplicates(keys)))
+    inputs = kit.make(case)
+    found = differentiate(kit.copies(inputs), case)[1]
+    want = OP.reference(**inputs, **kit.attributes(OP, case))[1].reshape(-1, 576)[3]  # most slots name entry 3
+    got = found.float().cpu().numpy().reshape(-1, 576)[3]
+    for first in (0, 1):  # dims that cancel out, and those that do not
+        assert cosine_difference(got[first:512:2], want[first:512:2]) <= GRADIENT.cosine
+    rng = np.random.default_rng(1)
+    for slots, length in zip(inputs["slots"], inputs["lengths"], strict=True):
+        slots[:length] = rng.permutation(slots[:length])
+    kit.assert_bits_equal("dcache", differentiate(inputs, case)[1], found)
+
+
+def test_another_calls_lse_is_nan_not_garbage() -> None:
+    case = OP.cases[0]
+    inputs = kit.make(case)
+    inputs["forward_lse"] = inputs["forward_lse"] - 5
+    dcache = differentiate(inputs, case)[1]
+    want = OP.reference(**inputs, **kit.attributes(OP, case))[1]
+    assert np.isnan(want).any() and np.array_equal(dcache.isnan().cpu().numpy(), np.isnan(want))

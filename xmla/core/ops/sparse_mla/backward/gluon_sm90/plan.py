@@ -1,0 +1,54 @@
+from xmla.core.device import Device
+from xmla.core.op import Condition, Implementation, Problem
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import sparse_mla_backward_sm90_kernel
+from xmla.core.ops.sparse_mla.backward.stages import around, product_constants
+from xmla.core.plan import Launch, Plan, cdiv
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    """One kernel for all products."""
+    block_h = 32 if problem["H"] <= 32 else 64
+    head_blocks = cdiv(problem["H"], block_h)
+    products = Launch(
+        sparse_mla_backward_sm90_kernel,
+        grid=(problem["T"] * head_blocks,),
+        outputs=("references", "sums", "dq"),
+        arrays={"lse": "forward_lse"} | problem.stand_ins(lengths="slots", dlse="forward_lse"),
+        sizes={
+            "num_slots": problem["P"] * problem["R"],
+            "num_keys": problem["K"],
+            "slot_stride": problem.specs["slots"].stride(0),
+        },
+        constexprs={
+            **product_constants(problem),
+            "PAGE_STRIDE": problem.specs["cache"].stride(0),
+            "PAGE_SIZE": problem["R"],
+            "LAYOUT": problem.formats["cache"],
+            "HAS_LENGTHS": problem.has("lengths"),
+            "BLOCK_H": block_h,
+        },
+        num_stages=1,
+    )
+    return around(problem, (products,), additions=head_blocks)
+
+
+def _between_rows(problem: Problem, device: Device) -> str | None:
+    for name, axes in (("q", (0, 1)), ("dout", (0, 1)), ("cache", (0,))):
+        if not problem.specs[name].on_multiples(16, axes):
+            return f"over rows of {name} between multiples of 16 bytes"
+    return None
+
+
+def _without_entries(problem: Problem, device: Device) -> str | None:
+    # Zeros for invalid slots are added to an entry, too.
+    return None if problem["P"] * problem["R"] else "over a cache without entries"
+
+
+CONDITIONS = (
+    Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
+    Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
+    Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
+    Condition("a cache with entries", _without_entries),
+    Condition("rows on multiples of 16 bytes", _between_rows),
+)
+IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)
