@@ -1,5 +1,6 @@
 """The indexer's training: scores and loss against autodiff in float64, the same bits in every way to differentiate."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -60,11 +61,11 @@ def test_the_derivative_of_scores_is_what_autodiff_finds(case: Case) -> None:
 
 @pytest.mark.parametrize("case", LOSS.cases, ids=kit.case_id)
 def test_the_loss_and_its_gradients_are_what_autodiff_finds(case: Case) -> None:
-    """The gradients are those of the loss without the clamps, which would hold back where the prediction is worst."""
+    """The target's logarithm is bounded below, the prediction's is not."""
     inputs = kit.make(case)
     leaves = tuple(LOSS.gradients)
     given = doubles(inputs, leaves)
-    total, value = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
     for token, columns, keys in columns_of(inputs, "index_k"):
         if not len(keys):
             continue
@@ -75,12 +76,11 @@ def test_the_loss_and_its_gradients_are_what_autodiff_finds(case: Case) -> None:
             target = (logits - given["lse"][token][:, None]).exp().sum(0)
         target = target / target.sum()
         logs = scores_of(given["index_q"][token], given["index_k"][keys], given["index_weights"][token]).log_softmax(0)
-        total = total - target @ logs
-        value = value + target @ (target.clamp(min=1e-10).log() - logs.exp().clamp(min=1e-10).log())
-    factor = case.attrs["coeff"] / len(inputs["index_q"])
-    (total * factor).backward()
+        total = total + target @ (target.clamp(min=1e-10).log() - logs)
+    total = total * case.attrs["coeff"] / len(inputs["index_q"])
+    total.backward()
     loss, *gradients = LOSS.reference(**inputs, **case.attrs)
-    np.testing.assert_allclose(loss, factor * value.item(), rtol=1e-9)
+    np.testing.assert_allclose(loss, total.item(), rtol=1e-9)
     assert_gradients(dict(zip(list(LOSS.outputs)[1:], gradients, strict=True)), given, leaves)
 
 
@@ -298,6 +298,38 @@ def test_rows_without_keys_and_the_plateau(device: str) -> None:
     flat = given | {"index_q": torch.zeros_like(given["index_q"])}
     loss, *gradients = torch_api.indexer_loss(**flat, softmax_scale=SCALE)
     assert loss.item() > 0 and not any(bool(gradient.any()) for gradient in gradients)
+
+
+SCORES_AND_TARGETS = {
+    "underflow": ([0.0, 200.0, 0.0, -300.0], [0.25, 0.0, 0.5, 0.25]),
+    "target-below-its-bound": ([0.0, -(2.0**45), 0.0, 0.0], [0.0, 2.0**-40, 1.0, 0.0]),
+    "score-overflows": ([0.0, -(2.0**130), 0.0, 0.0], [0.5, 0.0, 0.5, 0.0]),
+    "masked": ([0.0, -200.0, 200.0, -200.0], [1.0, math.nan, math.nan, 2.0]),
+}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize(("scores", "target"), SCORES_AND_TARGETS.values(), ids=SCORES_AND_TARGETS)
+def test_a_prediction_of_0_has_its_logarithm(
+    scores: list[float], target: list[float], implementation: Any, device: str
+) -> None:
+    """It is finite if the scores are. A key without target adds 0 all the same; NaN stands where a key is masked."""
+    score, wanted = torch.tensor(scores, dtype=torch.float64), torch.tensor([target])
+    valid = ~wanted[0].isnan()
+    q, k = torch.zeros(1, 2, 32), torch.zeros(len(scores), 32)
+    q[0, 0, 0] = q[0, 1, 1] = 1
+    # A head for each sign, so that products are finite where a score is not.
+    k[:, 0], k[:, 1] = score.clamp(min=0), -score.clamp(max=0) * 2.0**-60
+    k[~valid] = math.nan
+    weights, indices = torch.tensor([[1, -(2.0**60)]]), torch.arange(len(scores)).where(valid, -1).int()[None]
+    arrays = [a.to(device) for a in (q.bfloat16(), k.bfloat16(), weights)]
+    loss, *gradients = torch_api.indexer_loss(
+        *arrays, indices=indices.to(device), target=wanted.to(device), implementation=implementation
+    )
+    share = wanted[0, valid].double() / wanted[0, valid].double().sum()
+    want = share @ (share.clamp(min=1e-10).log() - score[valid].log_softmax(0))
+    kit.assert_close("loss", loss, want[None].numpy(), LOSS.outputs["loss"].agreement)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 @WAYS

@@ -107,10 +107,9 @@ def run_fused_qk_topk_with_loss(
         target[t]     = Σ_h softmax(softmax_scale · query[t,h] · key)  over the selected keys, summed over the ranks of
                         pg_collection.tp, divided by its sum
         prediction[t] = softmax(scores[t])                             over the same keys
-        loss          = loss_coeff · mean_t Σ target · (ln target − ln prediction)
+        loss          = loss_coeff · mean_t Σ target · (ln max(target, 1e-10) − ln prediction)
 
-    Attention's side is constant. Both logarithms are of at least 1e-10; Megatron's is so of the target alone, which
-    makes its loss greater where a prediction is less. The gradient is the same, that of the loss without such bounds.
+    Attention's side is constant.
 
     Args:
         q, k, weights, index_topk, starts, ends: As in `run_fused_qk_topk`.

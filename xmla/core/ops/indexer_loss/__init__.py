@@ -24,12 +24,13 @@ def indexer_loss(
         p[t,c]   = exp(I[t,c]) / Σ exp(I[t,c'])                                      the prediction; sums over S[t]
         g[t,c]   = target[t,c], without target Σ_h exp(softmax_scale · q[t,h] · rows[n(t,c)] − lse[t,h])
         ĝ[t,c]   = g[t,c] / Σ g[t,c']
-        loss     = coeff / T · Σ_t Σ_c ĝ[t,c] · (ln max(ĝ[t,c], 1e-10) − ln max(p[t,c], 1e-10))
+        loss     = coeff / T · Σ_t Σ_c ĝ[t,c] · (ln max(ĝ[t,c], 1e-10) − ln p[t,c])
         dI[t,c]  = coeff / T · (p[t,c] − ĝ[t,c])         whose gradients of index_q, index_k and index_weights are those
                                                                                      of `indexer_scores_backward`
 
     Without indices all keys of a range count: the indexer's warm-up. With them the selected keys alone. A token whose g
-    sums up to 0, as one without keys, adds nothing to the loss and has gradients of 0.
+    sums up to 0, as one without keys, adds nothing to the loss and has gradients of 0. ln p[t,c] is computed as
+    I[t,c] − ln Σ exp(I[t,c']), so that it is finite where p[t,c] rounds to 0. A column whose ĝ is 0 adds 0.
 
     Args:
         index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.

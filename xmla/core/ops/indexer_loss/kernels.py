@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.numbers import LN2, LOG2E
 from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.scores import (
     attention_target,
@@ -16,7 +16,7 @@ from xmla.core.lang.scores import (
     store_gradients,
 )
 
-LEAST = tl.constexpr(1e-10)  # of probabilities inside logarithms
+LEAST = tl.constexpr(1e-10)  # of the target inside its logarithm
 GREATEST_DIFFERENCE = tl.constexpr(2.0)  # of prediction and target; distributions differ by 1 at most
 
 
@@ -173,11 +173,12 @@ def indexer_loss_kernel(
                 q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
             )
         keys, dots, scores = score(q, index_k_ptr, weights, key, ok, INDEX_K_STRIDE)
-        prediction = tl.exp2(scores * LOG2E - total)
+        log2_prediction = scores * LOG2E - total
+        prediction = tl.exp2(log2_prediction)
         target = target / mass
         log_target = tl.log(tl.maximum(target, LEAST, tl.PropagateNan.ALL))
-        log_prediction = tl.log(tl.maximum(prediction, LEAST, tl.PropagateNan.ALL))
-        loss += tl.where(ok, target * (log_target - log_prediction), 0.0)
+        # The target is 0 where not ok. 0 times the logarithm of 0 is 0.
+        loss += tl.where(target == 0.0, 0.0, target * (log_target - log2_prediction * LN2))
         apart = tl.where(ok, prediction - target, 0.0)
         right = tl.where(tl.abs(apart) <= GREATEST_DIFFERENCE, finite, False)
         dq, dweights = differentiate(

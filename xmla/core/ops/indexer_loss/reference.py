@@ -4,7 +4,7 @@ from xmla.core.ops.indexer_scores.backward.reference import Gradients
 from xmla.core.ops.indexer_scores.reference import valid_columns
 from xmla.core.ops.indexer_target.reference import token_target
 
-LEAST = 1e-10
+LEAST = 1e-10  # of the target inside its logarithm
 
 
 def reference(
@@ -39,10 +39,10 @@ def reference(
             wanted = wanted / wanted.sum()
             dots = np.maximum(gradients.q[token] @ gradients.k[keys].T, 0.0)
             scores = gradients.weights[token] @ dots
-            prediction = np.exp(scores - scores.max())
-            prediction /= prediction.sum()
-            log_ratio = np.log(np.maximum(wanted, LEAST)) - np.log(np.maximum(prediction, LEAST))
-            loss += (wanted * log_ratio).sum() * coeff / tokens
-            apart = prediction - wanted
+            log_prediction = scores - scores.max()
+            log_prediction -= np.log(np.exp(log_prediction).sum())
+            log_ratio = np.log(np.maximum(wanted, LEAST)) - log_prediction
+            loss += np.where(wanted == 0, 0.0, wanted * log_ratio).sum() * coeff / tokens
+            apart = np.exp(log_prediction) - wanted
             gradients.add(token, keys, apart * coeff / tokens, np.abs(apart) <= 2)
     return loss, *gradients.results()
