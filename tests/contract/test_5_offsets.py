@@ -291,17 +291,21 @@ def test_no_product_of_32_bits_is_a_far_offset() -> None:
         ("%p = arith.muli %head, %c2147483647_i32 : i32", True),
         ("%p = arith.muli %entry, %c64_i32 : i32", False),
         ("%p = arith.muli %entry, %c656_i32 : i32", True),
+        ("%p = arith.muli %masked, %c8192_i32 : i32", False),
+        ("%p = arith.muli %masked, %c16777216_i32 : i32", True),
         ("%p = arith.muli %wide, %c4_i64 : i64", False),
     ],
 )
 def test_which_products_are_wrong(multiplied: str, wrong: bool) -> None:
-    """Of a head below 128, an entry of 4000000 and any program: what the check says of a product in a kernel's IR."""
+    """What the check says of a product in the IR: of a head below 128, an entry of 4000000, a byte, any program."""
     text = """module {
   tt.func public @kernel(%out: !tt.ptr<f32> loc(#loc), %row_stride: i32 loc(#loc), %next_n: i32 loc(#loc)) {
     %pid = tt.get_program_id x : i32 loc(#loc1)
     %head = tt.make_range {end = 128 : i32, start = 0 : i32} : tensor<128xi32> loc(#loc1)
     %size = arith.constant 4000000 : i32 loc(#loc1)
     %entry = arith.remsi %row_stride, %size : i32 loc(#loc1)
+    %mask = arith.constant 255 : i32 loc(#loc1)
+    %masked = arith.andi %row_stride, %mask : i32 loc(#loc1)
     %wide = arith.extsi %pid : i32 to i64 loc(#loc1)
     VALUES
     PRODUCT loc(#loc1)

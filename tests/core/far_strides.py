@@ -4,8 +4,8 @@ A script of its own: kernels compile only where TRITON_INTERPRET was not set whe
     python tests/core/far_strides.py
 Each op's cases are planned with strides near 2**31 on every axis that may have one, and with pages of as many entries.
 Kernels go through Triton's front-end, no further, with those numbers as constants. Then the range of an integer follows
-from constants, remainders and `arange`; sizes, program ids and what is loaded may be any number of 32 bits. A sum or
-product of 32 bits that can pass them is wrong
+from constants, remainders, masks and `arange`; sizes, program ids and what is loaded may be any number of 32 bits. A
+sum or product of 32 bits that can pass them is wrong
 - where constants alone bound what it is made of: an index of a head or a part, an entry within its page;
 - where a factor is larger than any tile, as strides and rows are;
 - where a factor is a size of the call that does not count tokens or keys, as strides and columns do not;
@@ -83,6 +83,15 @@ def quotient(a: Range, b: Range) -> Range:
     return Range(-(-a.low // by) if a.low < 0 else a.low // by, a.high // by, a.free or b.free)
 
 
+def masked(a: Range, b: Range) -> Range:
+    """Bounded by a mask that is not negative, whatever is masked."""
+    masks = [mask for mask in (a, b) if mask.low >= 0]
+    if not masks:
+        return any_of(64)
+    least = min(masks, key=lambda mask: mask.high)
+    return Range(0, least.high, least.free)
+
+
 ARITHMETIC: dict[str, Callable[[Range, Range], Range]] = {
     "arith.addi": lambda a, b: spread(a, b, lambda x, y: x + y),
     "arith.subi": lambda a, b: spread(a, b, lambda x, y: x - y),
@@ -91,6 +100,7 @@ ARITHMETIC: dict[str, Callable[[Range, Range], Range]] = {
     "arith.maxsi": lambda a, b: Range(max(a.low, b.low), max(a.high, b.high), a.free or b.free),
     "arith.remsi": remainder,
     "arith.divsi": quotient,
+    "arith.andi": masked,
 }
 
 

@@ -83,7 +83,7 @@ def take_block(
         length = tl.sum(tl.where(member == g, lengths, 0))
         for at in tl.range(0, BLOCK, WARPS * COLUMNS_A_WARP):
             last = tl.minimum(length - first, BLOCK) - at
-            x, y, z, w = load_tile(scores + offset_of(g, BLOCK, GROUP) + at, last, False, WARPS)
+            x, y, z, w = load_tile(scores + offset_of(g, BLOCK, GROUP) + at, last, False, WARPS, 1)
             count = append_tile(
                 space, count, CAPACITY, x, y, z, w, first + at, -first - at, last, threshold, 0.0, False, True, WARPS
             )

@@ -48,6 +48,7 @@ CASES = (
     _case(3, 9001, 700, "overflow"),
     _case(2, 9001, 512, "misleading"),
     _case(1, 20001, 512),  # several segments
+    _case(2, 20001, 512, "special"),  # and fewer candidates in some than in others
     _case(5, 9001, 2600, "ties", with_starts=True),  # more candidates than registers hold beside their order keys
     _case(1, 20001, 2600),  # and in several segments
     _case(2, 17000, 12500),  # too many for candidates in registers

@@ -6,6 +6,10 @@ more than fit, they contain the k largest: the kernel finds the exact threshold 
 winners by ascending column. A row with a misleading sample, or with too few numbers beside its NaN, is searched in
 place instead, which is slower and equally exact. So the result depends only on the row, never on the sample.
 
+Rows that do not fill the machine take as long as the longest chain of latencies and barriers. So they are split into
+many segments, a search tries several thresholds at each step, and a segment fills its candidates up to whole pieces:
+places are then found for pieces instead of candidates.
+
 Order keys are unsigned integers in the order of the floats; NaN is 1, below all numbers, and 0 is an absent element.
 """
 
@@ -20,6 +24,7 @@ CHUNK = tl.constexpr(32)  # adjacent elements of a sample
 COLUMNS_A_WARP = tl.constexpr(512)  # of a tile
 SLACK_PART = tl.constexpr(24)  # a sample's rank may be missed by rank / SLACK_PART, for fewer steps of its search
 HELD_PAIRS = tl.constexpr(4096)  # candidates of a row that stay in registers with their columns; more spill
+ABSENT = tl.constexpr(0x7FC00000 << 32)  # a pair that is no candidate: NaN, which never reaches a threshold
 
 
 @triton.jit
@@ -48,6 +53,29 @@ def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack):
         low = tl.where(reach_upper >= k, upper, tl.where(reach_lower >= k, lower, low))
         count = tl.where(reach_upper >= k, reach_upper, tl.where(reach_lower >= k, reach_lower, count))
         high = tl.where(count <= k + slack, low, high)
+    return low, count
+
+
+@triton.jit
+def kth_largest_of_few(keys, k, low, high, count, NEAR: tl.constexpr, slack, TRIALS: tl.constexpr):
+    """`kth_largest` with TRIALS at a time, for keys [LANES] so few that a step's barriers cost more than its trials.
+
+    A word counts the trials i and i + TRIALS / 2; every thread has all words, so that only one sum crosses warps.
+    """
+    HALF: tl.constexpr = TRIALS // 2
+    word = tl.arange(0, HALF).to(tl.uint32)
+    while high - low > NEAR:
+        part = (high - low + TRIALS) // (TRIALS + 1)
+        lower = low + part * (word + 1)
+        upper = lower + part * HALF
+        reach = (keys[None, :] >= lower[:, None]).to(tl.int32) + ((keys[None, :] >= upper[:, None]).to(tl.int32) << 16)
+        counts = tl.sum(reach, 1)
+        reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
+        passed = tl.sum((reach_lower >= k).to(tl.int32) + (reach_upper >= k).to(tl.int32))
+        reach_lower = tl.where(reach_lower >= k, reach_lower, count)
+        count = tl.min(tl.minimum(reach_lower, tl.where(reach_upper >= k, reach_upper, reach_lower)))
+        low += part * passed.to(tl.uint32)
+        high = tl.where(count <= k + slack, low, tl.minimum(high, low + part))
     return low, count
 
 
@@ -95,7 +123,9 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
-def estimate_threshold(row_ptr, length, sample_rank, LANES: tl.constexpr, STEP: tl.constexpr, WARPS: tl.constexpr):
+def estimate_threshold(
+    row_ptr, length, sample_rank, LANES: tl.constexpr, STEP: tl.constexpr, TRIALS: tl.constexpr, WARPS: tl.constexpr
+):
     """A value that a few more than sample_rank · STEP of the row's elements reach, if its sample is representative.
 
     It is the sample_rank-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded. The
@@ -113,7 +143,11 @@ def estimate_threshold(row_ptr, length, sample_rank, LANES: tl.constexpr, STEP: 
         maxima = tl.maximum(maxima, x)
     low, high = tl.full([], KEY_OF_MINUS_INF, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     reached = tl.full([], LANES, tl.int32)
-    key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1 << 16, sample_rank // SLACK_PART)
+    slack = sample_rank // SLACK_PART
+    if TRIALS == 2:
+        key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack)
+    else:
+        key, _ = kth_largest_of_few(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack, TRIALS)
     bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
@@ -131,9 +165,14 @@ def quarter(packed, i: tl.constexpr):
 
 
 @triton.jit
-def load_four(ptrs, offs, left, WHOLE: tl.constexpr):
+def load_four(ptrs, offs, left, WHOLE: tl.constexpr, UNIT: tl.constexpr):
     """Elements at ptrs and the three after, NaN from `left` on unless the tile is WHOLE."""
-    if WHOLE:
+    if WHOLE and UNIT == 4:
+        x = tl.load(ptrs[:, :, None] + tl.arange(0, 4)[None, None, :])
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], 32, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+    elif WHOLE:
         x0, x1, x2, x3 = tl.load(ptrs), tl.load(ptrs + 1), tl.load(ptrs + 2), tl.load(ptrs + 3)
     else:
         nan = float("nan")
@@ -157,22 +196,30 @@ def store_four(ptrs, k, x, column):
 
 
 @triton.jit
-def load_tile(ptr, last, WHOLE: tl.constexpr, WARPS: tl.constexpr):
+def load_tile(ptr, last, WHOLE: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr):
     """WARPS · 512 elements, NaN from `last` on unless the tile is WHOLE: four quarters, four adjacent columns per lane.
 
-    16 tensors of a warp's width: in one tensor the scattered stores would need another layout than the loads.
+    16 tensors of a warp's width: in one tensor the scattered stores would need another layout than the loads. With a
+    UNIT of 4 the four columns are one load of 16 bytes, if `ptr` is so aligned.
     """
     offs = lane_columns(WARPS)
-    a = load_four(ptr + offs, offs, last, WHOLE)
-    b = load_four(ptr + (offs + 128), offs + 128, last, WHOLE)
-    c = load_four(ptr + (offs + 256), offs + 256, last, WHOLE)
-    d = load_four(ptr + (offs + 384), offs + 384, last, WHOLE)
+    a = load_four(ptr + offs, offs, last, WHOLE, UNIT)
+    b = load_four(ptr + (offs + 128), offs + 128, last, WHOLE, UNIT)
+    c = load_four(ptr + (offs + 256), offs + 256, last, WHOLE, UNIT)
+    d = load_four(ptr + (offs + 384), offs + 384, last, WHOLE, UNIT)
     return a, b, c, d
 
 
 @triton.jit
 def lane_columns(WARPS: tl.constexpr):
     return tl.arange(0, WARPS)[:, None] * COLUMNS_A_WARP + 4 * tl.arange(0, 32)[None, :]
+
+
+@triton.jit
+def no_tile(WARPS: tl.constexpr):
+    """What `load_tile` returns, of no row."""
+    zero = tl.zeros([WARPS, 32], tl.float32)
+    return (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero), (zero, zero, zero, zero)
 
 
 @triton.jit
@@ -239,41 +286,59 @@ def topk_candidates_kernel(
     sample_rank,
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs, columns relative to the row's start and ascending
     counts_ptr,  # [T, SEGMENTS] i32, also of those that did not fit
+    thresholds_ptr,  # [T] f32: every candidate reaches it
     HAS_STARTS: tl.constexpr,
+    UNIT: tl.constexpr,  # of a row's first element
     SEGMENTS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr,  # a segment's candidates are filled up to whole pieces; 0: they are not
     LANES: tl.constexpr,
     STEP: tl.constexpr,
+    TRIALS: tl.constexpr,
+    EARLY: tl.constexpr,  # the first tile is loaded before the sample
     WARPS: tl.constexpr,
 ):
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
     if length > k:
-        row_ptr = logits_ptr + offset_of(row, row_stride) + start
-        threshold = tl.full([], float("-inf"), tl.float32)
-        if length > CAPACITY:
-            threshold = estimate_threshold(row_ptr, length, sample_rank, LANES, STEP, WARPS)
-
+        row_ptr = logits_ptr + offset_of(row, multiple(row_stride, UNIT)) + start
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
         tiles = tl.cdiv(tl.cdiv(length, TILE), SEGMENTS)
         first = segment * tiles * TILE
+        whole = tl.maximum(tl.minimum(length - first, tiles * TILE), 0) // TILE
+        a, b, c, d = no_tile(WARPS)
+        if EARLY:
+            if whole > 0:
+                a, b, c, d = load_tile(row_ptr + first, TILE, True, WARPS, UNIT)
+        threshold = tl.full([], float("-inf"), tl.float32)
+        if length > CAPACITY:
+            threshold = estimate_threshold(row_ptr, length, sample_rank, LANES, STEP, TRIALS, WARPS)
+        if segment == 0:
+            tl.store(thresholds_ptr + row, threshold)
+
         out = as_packed(candidates_ptr) + offset_of(offset_of(row, SEGMENTS) + segment, CAPACITY)
         count = tl.zeros([], tl.int32)
-        whole = tl.maximum(tl.minimum(length - first, tiles * TILE), 0) // TILE
         if whole > 0:
+            if not EARLY:
+                a, b, c, d = load_tile(row_ptr + first, TILE, True, WARPS, UNIT)
             # A tile is loaded while the one before it is examined; after the last tile it is loaded once more.
-            a, b, c, d = load_tile(row_ptr + first, TILE, True, WARPS)
             for tile in tl.range(0, whole):
                 x, y, z, w = a, b, c, d
-                a, b, c, d = load_tile(row_ptr + first + tl.minimum(tile + 1, whole - 1) * TILE, TILE, True, WARPS)
+                after = first + tl.minimum(tile + 1, whole - 1) * TILE
+                a, b, c, d = load_tile(row_ptr + after, TILE, True, WARPS, UNIT)
                 at = first + tile * TILE
                 count = append_tile(out, count, CAPACITY, x, y, z, w, at, 0, TILE, 0, threshold, True, False, WARPS)
         if whole < tiles:
             at = first + whole * TILE
-            x, y, z, w = load_tile(row_ptr + at, length - at, False, WARPS)
+            x, y, z, w = load_tile(row_ptr + at, length - at, False, WARPS, UNIT)
             count = append_tile(out, count, CAPACITY, x, y, z, w, at, 0, TILE, 0, threshold, False, False, WARPS)
         tl.store(counts_ptr + offset_of(row, SEGMENTS) + segment, count)
+        if PIECE:
+            if count <= CAPACITY:
+                lane = tl.arange(0, PIECE)
+                absent = tl.full([PIECE], ABSENT, tl.uint64)
+                tl.store(out + count + lane, absent, mask=lane < tl.cdiv(count, PIECE) * PIECE - count)
 
 
 @triton.jit
@@ -329,16 +394,47 @@ def choose_candidates(
     keys = tl.where(in_use, keys, 0)
     threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0)
     if LANES <= HELD_PAIRS:
-        chosen = keys >= threshold
-        if reached > k:  # more than k with the ties: the first of these
-            ties = k - tl.sum((keys > threshold).to(tl.int32))
-            rank, _ = running_count(keys == threshold)
-            chosen = (keys > threshold) | ((keys == threshold) & (rank <= ties))
-        rank, _ = running_count(chosen)
-        tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
+        write_held(pair, keys, threshold, reached, out, k)
     else:
         ties = k - tl.sum((keys > threshold).to(tl.int32))
         write_chosen(candidates_ptr, counts_row, total, out, threshold, ties, SEGMENTS, CAPACITY, WARPS)
+
+
+@triton.jit
+def choose_pieces(
+    candidates_ptr, ends, threshold, total, out, k, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr, TRIALS: tl.constexpr,
+):  # fmt: skip
+    """`choose_candidates` of candidates that fill whole pieces, `ends` [SEGMENTS] of them up to a segment's last one.
+
+    They are at most CAPACITY with what fills their pieces up, and each reaches `threshold`.
+    """
+    # A piece lies after the segments that end at or before it. One word has the end of the last of these, which grows
+    # with their number, and that number.
+    piece = tl.arange(0, CAPACITY // PIECE)
+    tagged = ends << 8 | (tl.arange(0, SEGMENTS) + 1)
+    passed = tl.max(tl.where(ends[:, None] <= piece[None, :], tagged[:, None], 0), 0)
+    place = (passed & 0xFF) * CAPACITY + (piece - (passed >> 8)) * PIECE
+    in_use = piece < tl.max(ends)
+    # Not called contiguous: threads would hold two adjacent pairs, and the store below would need another layout.
+    lane = tl.max_contiguous(place[:, None] + tl.arange(0, PIECE)[None, :], [1, 1])
+    pair = tl.load(candidates_ptr + lane, mask=in_use[:, None], other=ABSENT)
+    keys = key_of(pair)
+    held = tl.reshape(keys, [CAPACITY])
+    threshold, reached = kth_largest_of_few(held, k, order_key(threshold), tl.max(keys) + 1, total, 1, 0, TRIALS)
+    write_held(pair, keys, threshold, reached, out, k)
+
+
+@triton.jit
+def write_held(pair, keys, threshold, reached, out, k):
+    """Write the columns of the k largest of pairs by ascending column, of which `reached` ≥ k reach `threshold`."""
+    chosen = keys >= threshold
+    if reached > k:  # more than k with the ties: the first of these
+        ties = k - tl.sum((keys > threshold).to(tl.int32))
+        rank, _ = running_count(keys == threshold)
+        chosen = (keys > threshold) | ((keys == threshold) & (rank <= ties))
+    rank, _ = running_count(chosen)
+    tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
 
 
 @triton.jit
@@ -385,6 +481,7 @@ def topk_select_kernel(
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
+    thresholds_ptr,  # [T] f32 if PIECE
     first_row,  # of those of logits
     num_columns,
     row_stride,
@@ -395,6 +492,8 @@ def topk_select_kernel(
     UNIT: tl.constexpr,  # of k
     SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
     CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr,
+    TRIALS: tl.constexpr,
     WARPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -412,6 +511,16 @@ def topk_select_kernel(
         row_ptr = logits_ptr + offset_of(row, row_stride) + start
         if SEGMENTS == 0:
             choose_in_row(row_ptr, length, out, k, TILE)
+        elif PIECE:
+            counts = tl.load(counts_ptr + offset_of(row, SEGMENTS) + tl.arange(0, SEGMENTS))
+            threshold = tl.load(thresholds_ptr + row)
+            total = tl.sum(counts)
+            ends = tl.cumsum(tl.cdiv(counts, PIECE))
+            if (tl.max(ends) > CAPACITY // PIECE) | (total < k):
+                choose_in_row(row_ptr, length, out, k, TILE)
+            else:
+                candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
+                choose_pieces(candidates, ends, threshold, total, out, k, SEGMENTS, CAPACITY, PIECE, TRIALS)
         else:
             counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))

@@ -15,6 +15,14 @@ from xmla.core.spec import Spec
 MAX_CAPACITY = 16384  # candidates of one row, in registers
 MAX_SEGMENTS = 16  # of a row: a candidate's place is found from the counts of all of them
 SIGMAS = 5  # standard deviations of the sample's error that candidates allow for, to both sides
+# Of rows that do not fill the machine, whose time is that of barriers and latencies:
+SIGMAS_OF_FEW = 4.5  # fewer than above, so that the candidates of 1048576 columns fit
+MAX_SEGMENTS_OF_PIECES = 64
+MAX_PIECES_CAPACITY = 8192  # candidates and what fills their pieces up, in registers with their columns
+FEWEST_LANES = 1024
+PIECE = 8  # candidates: an empty place costs as much as a candidate, and each piece costs one comparison a segment
+TRIALS = (8, 4)  # of a step, for the sample's threshold and for the candidates'
+WARPS = 8  # of a segment's program
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,9 @@ class Config:
     """How a row is searched.
 
     `segments` programs per row keep the elements that reach the `rank`-th largest of a sample (one of `step` elements,
-    folded onto `lanes`), at most `capacity` of the row. There are no segments if k is too large for that.
+    folded onto `lanes`), at most `capacity` of the row. There are no segments if k is too large for that. Candidates of
+    a segment fill pieces of `piece`, if that is not 0. A step of a search has `trials[0]` and `trials[1]` trials. With
+    `early` a segment's first tile is loaded before the sample.
     """
 
     segments: int
@@ -31,11 +41,18 @@ class Config:
     lanes: int
     step: int
     warps: int
+    piece: int = 0
+    trials: tuple[int, int] = (2, 2)
+    early: bool = False
 
 
 def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower includes it.
     step = max(8, next_power_of_2(max(columns, 1)) // 16384)
+    if rows <= device.num_sms:
+        config = configure_few(rows, columns, k, device)
+        if config is not None:
+            return config
     expected = k / step
     rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
     lanes = max(1024, next_power_of_2(4 * rank))
@@ -50,11 +67,43 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     # (H200, 2026-11-22).
     if rows > device.num_sms:
         return Config(1, capacity, rank, lanes, step, 4 if lanes <= 4096 else 8)  # 8192 lanes spill with 4
-    segments, warps = 1, 8
-    most = min(MAX_SEGMENTS, 2 * device.num_sms // max(rows, 1))
-    while 2 * segments <= most and columns >= 2 * segments * warps * COLUMNS_A_WARP.value:
+    segments = segments_of(rows, columns, MAX_SEGMENTS, device)
+    return Config(segments, capacity, rank, lanes, step, WARPS)
+
+
+def segments_of(rows: int, columns: int, most: int, device: Device) -> int:
+    """So many that there are two programs per SM and that each keeps a tile; at most `most`."""
+    most = min(most, 2 * device.num_sms // max(rows, 1))
+    segments = 1
+    while 2 * segments <= most and columns >= 2 * segments * WARPS * COLUMNS_A_WARP.value:
         segments *= 2
-    return Config(segments, capacity, rank, lanes, step, warps)
+    return segments
+
+
+def configure_few(rows: int, columns: int, k: int, device: Device) -> Config | None:
+    """For rows that do not fill the machine; None if too many candidates are expected.
+
+    Lanes are so few that a step of their search is short. Several of the largest then share one, so that the rank is
+    that of a number of lanes: each is hit with the same probability, of which the lanes are that many trials.
+    """
+    step = max(8, next_power_of_2(columns // 16384 + 1) // 2)
+    lanes, rank = FEWEST_LANES, 0
+    while True:
+        hit = -math.expm1(-k / step / lanes)  # a lane has one of the k largest
+        rank = math.ceil(lanes * hit + SIGMAS_OF_FEW * math.sqrt(lanes * hit * (1 - hit)) + SIGMAS_OF_FEW**2 / 6)
+        if rank <= 0.4 * lanes:
+            break
+        lanes *= 2
+    # The greatest probability that may leave so few lanes hit, by Wilson's interval.
+    part, square = (rank + rank // SLACK_PART.value) / lanes, SIGMAS_OF_FEW**2 / lanes
+    error = math.sqrt(square * part * (1 - part) + square * square / 4)
+    folded = -lanes * math.log1p(-(part + square / 2 + error) / (1 + square))
+    segments = segments_of(rows, columns, MAX_SEGMENTS_OF_PIECES, device)
+    filled = step * folded + segments * PIECE / 2
+    capacity = max(1024, next_power_of_2(math.ceil(filled)))
+    if capacity > MAX_PIECES_CAPACITY:
+        return None
+    return Config(segments, capacity, rank, lanes, step, WARPS, PIECE, TRIALS, True)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -64,19 +113,22 @@ def plan(problem: Problem, device: Device) -> Plan:
         "HAS_STARTS": problem.has("starts"),
         "SEGMENTS": config.segments,
         "CAPACITY": config.capacity,
+        "PIECE": config.piece,
     }
     arrays = problem.stand_ins(starts="ends")
-    sizes = {"first_row": 0, "num_columns": columns, "row_stride": problem.specs["logits"].stride(0), "k": k}
+    logits = problem.specs["logits"]
+    sizes = {"first_row": 0, "num_columns": columns, "row_stride": logits.stride(0), "k": k}
     results = problem.op.result_specs(problem)
     unit = results["indices"].vector(k)
+    rows_unit = 1 if problem.has("starts") else logits.vector(logits.stride(0))
     if config.segments == 0:
         select = Launch(
             topk_select_kernel,
             grid=(rows,),
             outputs=("indices",),
-            arrays={**arrays, "candidates": "logits", "counts": "ends"},
+            arrays={**arrays, "candidates": "logits", "counts": "ends", "thresholds": "logits"},
             sizes=sizes,
-            constexprs={**shared, "K": 0, "UNIT": unit, "WARPS": 16, "TILE": 4096},
+            constexprs={**shared, "K": 0, "UNIT": unit, "TRIALS": 2, "WARPS": 16, "TILE": 4096},
             num_warps=16,
             num_stages=3,
         )
@@ -84,6 +136,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     workspace = {
         "candidates": Spec((rows, config.segments, config.capacity, 2), "int32"),
         "counts": Spec((rows, config.segments), "int32"),
+        "thresholds": Spec((rows,), "float32"),
     }
     # Six programs per SM of one kernel and four of the other: 227 µs at 2048 × 65536; five and four: 236 (H200,
     # 2026-11-22).
@@ -96,8 +149,11 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes={**sizes, "sample_rank": config.rank},
         constexprs={
             **shared,
+            "UNIT": rows_unit,
             "LANES": config.lanes,
             "STEP": config.step,
+            "TRIALS": config.trials[0],
+            "EARLY": config.early,
             "WARPS": config.warps,
         },
         num_warps=config.warps,
@@ -112,7 +168,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         arrays=arrays,
         sizes=sizes,
         # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
-        constexprs={**shared, "K": k if many else 0, "UNIT": unit, "WARPS": warps, "TILE": 2048},
+        constexprs={
+            **shared,
+            "K": k if many else 0,
+            "UNIT": unit,
+            "TRIALS": config.trials[1],
+            "WARPS": warps,
+            "TILE": 2048,
+        },
         num_warps=warps,
         num_stages=3,
         max_registers=128 if many else most_registers(warps),
