@@ -26,7 +26,7 @@ OPS = "xmla/core/ops"
 
 @dataclass(frozen=True)
 class Mutant:
-    """`guard` in `file` becomes `without`; `test` under tests/contract, narrowed by pytest's -k, fails then."""
+    """`guard` in `file` becomes `without`; `test`, from tests/contract, narrowed by pytest's -k, fails then."""
 
     guard: str
     without: str
@@ -172,6 +172,19 @@ MUTANTS = (
            f"{OPS}/sparse_mla/backward/kernels.py", "test_3_indices.py", "sparse_mla_backward"),
     Mutant("mask = (references > 0)[:, None]", "mask = ok[:, None]",
            f"{OPS}/sparse_mla/backward/kernels.py", "test_4_unreferenced_memory.py", "sparse_mla_backward"),
+    Mutant("mask=mask & (high != 0)", "mask=mask & (high < -(1 << 30))", f"{OPS}/sparse_mla/backward/kernels.py",
+           "../core/test_sums.py", "exact"),
+    Mutant("((high << bits.to(tl.int64)) + low)", "low", f"{OPS}/sparse_mla/backward/kernels.py", "../test_ops.py",
+           "duplicates"),
+    Mutant("bits = 31 - (", "bits = 32 - (", "xmla/core/lang/sums.py", "../core/test_sums.py", "parts"),
+    Mutant("x + (1 << (bits - 1))", "x + (1 << bits)", "xmla/core/lang/sums.py", "../core/test_sums.py", "parts"),
+    Mutant("if not finite:", "if False:", f"{OPS}/sparse_mla/backward/kernels.py", "../test_training.py", "overflows"),
+    Mutant("(tl.max(ends) > CAPACITY // PIECE) | (total < k)", "total < k", f"{OPS}/select_topk/kernels.py",
+           "../test_ops.py", "select_topk"),
+    Mutant("(tl.max(ends) > CAPACITY // PIECE) | (total < k)", "tl.max(ends) > CAPACITY // PIECE",
+           f"{OPS}/select_topk/kernels.py", "../test_ops.py", "select_topk"),
+    Mutant("mask=lane < tl.cdiv(count, PIECE) * PIECE - count", "mask=lane < 0", f"{OPS}/select_topk/kernels.py",
+           "test_4_unreferenced_memory.py", "workspace"),
     Mutant("if axes.setdefault(label, size) != size:", "if axes.setdefault(label, size) != size and False:",
            "xmla/core/op.py", "test_8_wrong_arguments.py"),
 )  # fmt: skip
