@@ -174,6 +174,7 @@ MUTANTS = (
            f"{OPS}/sparse_mla/backward/kernels.py", "test_4_unreferenced_memory.py", "sparse_mla_backward"),
     Mutant("mask=mask & (high != 0)", "mask=mask & (high < -(1 << 30))", f"{OPS}/sparse_mla/backward/kernels.py",
            "../core/test_sums.py", "exact"),
+    Mutant("+ (low < 0).to(tl.int32)", "", f"{OPS}/sparse_mla/backward/kernels.py", "../core/test_sums.py", "exact"),
     Mutant("((high << bits.to(tl.int64)) + low)", "low", f"{OPS}/sparse_mla/backward/kernels.py", "../test_ops.py",
            "duplicates"),
     Mutant("bits = 31 - (", "bits = 32 - (", "xmla/core/lang/sums.py", "../core/test_sums.py", "parts"),

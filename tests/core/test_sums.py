@@ -8,7 +8,7 @@ import triton.language as tl
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS, exponent_within, low_bits, parts_of
+from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS, as_sums, exponent_within, low_bits, parts_of
 from xmla.core.ops.sparse_mla.backward.kernels import add_to_sums, load_sums
 
 MOST = 3 * 2**29 - 1  # of a summand: its bound, twice that of a probability of 2, and roundings
@@ -36,15 +36,25 @@ def exponent_kernel(bound_ptr, exponent_ptr, MOST: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def sum_kernel(x_ptr, count_ptr, sums_ptr, total_ptr, ROWS: tl.constexpr, DIMS: tl.constexpr):
+def sum_kernel(x_ptr, count_ptr, sums_ptr, total_ptr, ROWS: tl.constexpr, DIMS: tl.constexpr, PAIRED: tl.constexpr):
     offs_n, offs_d = tl.arange(0, ROWS)[:, None], tl.arange(0, DIMS)[None, :]
     bits = low_bits(tl.load(count_ptr + tl.arange(0, ROWS) * 0))[:, None]
     row = sums_ptr + offs_n * 0
-    x = tl.load(x_ptr + offs_n * DIMS + offs_d)
-    add_to_sums(row, offs_d, x, bits, (offs_n >= 0) & (offs_d >= 0), DIMS)
+    x = x_ptr + offs_n * DIMS
+    if PAIRED:
+        pair = tl.arange(0, DIMS // 2)[None, :]
+        offs_first = pair // 8 * 16 + pair % 8
+        first, first_high = parts_of(tl.floor(tl.load(x + offs_first) + 0.5).to(tl.int32), bits)
+        second, second_high = parts_of(tl.floor(tl.load(x + offs_first + 8) + 0.5).to(tl.int32), bits)
+        tl.atomic_add(as_sums(row) + pair, (second.to(tl.int64) << 32) + first.to(tl.int64))
+        tl.atomic_add(as_sums(row + DIMS) + offs_first, first_high.to(tl.int64))
+        tl.atomic_add(as_sums(row + DIMS) + offs_first + 8, second_high.to(tl.int64))
+    else:
+        add_to_sums(row, offs_d, tl.load(x + offs_d), bits, (offs_n >= 0) & (offs_d >= 0), DIMS)
     tl.debug_barrier()
     alone = offs_n == 0
-    tl.store(total_ptr + offs_d + offs_n * 0, load_sums(row, offs_d, bits, alone & (offs_d >= 0), DIMS), mask=alone)
+    total = load_sums(row, offs_d, bits, alone & (offs_d >= 0), DIMS, PAIRED)
+    tl.store(total_ptr + offs_d + offs_n * 0, total, mask=alone)
 
 
 def parts(x: np.ndarray, count: np.ndarray, device: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -97,34 +107,36 @@ def test_a_units_exponent_is_the_greatest_that_fits(device: str, most: int, boun
         assert scaled >= 2.0 ** (most - 1) or exponent == 126
 
 
-def sums(x: np.ndarray, count: int, device: str) -> np.ndarray:
+def sums(x: np.ndarray, count: int, paired: bool, device: str) -> np.ndarray:
     """The sums over the rows of x [N, D], added with the parts of `count` summands."""
     rows, dims = x.shape
     words = torch.zeros(SUM_WORDS * dims, dtype=torch.int32, device=device)
     total = torch.empty(dims, dtype=torch.float32, device=device)
     counts = torch.full((1,), count, dtype=torch.int32, device=device)
-    sum_kernel[(1,)](torch.from_numpy(x).to(device), counts, words, total, ROWS=rows, DIMS=dims)
+    sum_kernel[(1,)](torch.from_numpy(x).to(device), counts, words, total, ROWS=rows, DIMS=dims, PAIRED=paired)
     return total.cpu().numpy()
 
 
 KINDS = ("large", "small", "mixed", "cancelling")
 
 
+@pytest.mark.parametrize("paired", [False, True], ids=["alone", "paired"])
 @pytest.mark.parametrize("count", [0, 2**20, 2**31 - 1], ids=lambda count: f"count{count}")
 @given(seed=st.integers(0, 2**31 - 1), rows=st.sampled_from([1, 2, 256]), kind=st.sampled_from(KINDS))
 @example(seed=0, rows=4096, kind="large")
 @example(seed=0, rows=4096, kind="cancelling")
-def test_sums_are_exact(device: str, count: int, seed: int, rows: int, kind: str) -> None:
+def test_sums_are_exact(device: str, count: int, paired: bool, seed: int, rows: int, kind: str) -> None:
     """With parts of as many summands as there are, or of more."""
     rng = np.random.default_rng(seed)
-    x = rng.uniform(-(2**30), 2**30, (rows, 4))
+    dims = 32 if paired else 4
+    x = rng.uniform(-(2**30), 2**30, (rows, dims))
     x[:, 0] = MOST // 2**8 * 2**8  # all of one sign
     if kind != "large":
-        small = rng.uniform(-(2**12), 2**12, (rows, 4))
-        x = small if kind == "small" else np.where(rng.random((rows, 4)) < 0.1, x, small)
+        small = rng.uniform(-(2**12), 2**12, (rows, dims))
+        x = small if kind == "small" else np.where(rng.random((rows, dims)) < 0.1, x, small)
     if kind == "cancelling" and rows > 1:
         x[rows // 2 :] = -x[: rows // 2]
-        x[0] += rng.uniform(-100, 100, 4)
+        x[0] += rng.uniform(-100, 100, dims)
     x = x.astype(np.float32)
     want = np.floor(x + np.float32(0.5)).astype(np.int64).sum(0)
-    np.testing.assert_array_equal(sums(x, count or rows, device), want.astype(np.float32))
+    np.testing.assert_array_equal(sums(x, count or rows, paired, device), want.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Hopper's attention kernel compiles for what it is written for; another constant fails to compile and says why."""
+"""Hopper's kernels of attention and its derivative compile for what they serve; other constants fail and say why."""
 
 import ast
 from pathlib import Path
@@ -6,15 +6,18 @@ from pathlib import Path
 import support_matrix
 
 from xmla.core.formats.mla import MLA_LAYOUTS
+from xmla.core.ops.sparse_mla.backward.gluon_sm90 import kernel as derivative
 from xmla.core.ops.sparse_mla.gluon_sm90 import kernel
 
-SERVED = {64: {"v32", "v4", "plain", "plain_v4"}, 16: {"v32"}}  # layouts by the heads of a tile
+PLAIN = {"plain", "plain_v4"}
+SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN}  # layouts
+FOLDERS = [Path(module.__file__).parent for module in (kernel, derivative)]
 
 
 def messages() -> set[str]:
-    """Of every `static_assert` in the kernel's folder."""
+    """Of every `static_assert` in the kernels' folders."""
     found = set()
-    for file in Path(kernel.__file__).parent.glob("*.py"):
+    for file in (file for folder in FOLDERS for file in folder.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if (
                 isinstance(node, ast.Call)
@@ -28,10 +31,10 @@ def messages() -> set[str]:
 def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
     lines = support_matrix.lines_of(Path(__file__).with_name("wrong_constants.py"))
     layouts = [line for line in lines if line.get("change") == {}]
-    asked = {(line["layout"], line["heads"]) for line in layouts}
-    assert asked == {(layout.name, heads) for layout in MLA_LAYOUTS for heads in SERVED}
+    asked = {(line["layout"], line["of"]) for line in layouts}
+    assert asked == {(layout.name, of) for layout in MLA_LAYOUTS for of in SERVED}
     for line in layouts:
-        assert (line["refusal"] is None) == (line["layout"] in SERVED[line["heads"]]), line
+        assert (line["refusal"] is None) == (line["layout"] in SERVED[line["of"]]), line
     changed = [line for line in lines if line not in layouts]
     assert changed and all(line["refusal"] for line in changed), changed
     assert {line["refusal"] for line in lines} - {None} == messages(), "an assertion that nothing shows to fail"

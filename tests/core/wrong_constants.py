@@ -1,4 +1,4 @@
-"""Tells which layouts and tiles Hopper's attention kernel compiles for, and how it refuses the others; JSON lines.
+"""Tells which layouts and tiles Hopper's kernels of attention and its derivative refuse, and how; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python tests/core/wrong_constants.py
@@ -44,6 +44,21 @@ def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None) -> S
     return specialize(call.plan.launches[0], call.plan, specs)
 
 
+def differentiated(layout: MlaLayout) -> Specialization:
+    """The kernel of the derivative as it is planned."""
+    rows = Spec((64, 64, 512), "bfloat16")
+    specs = {
+        **{"q": Spec((64, 64, layout.dims), "bfloat16"), "cache": Spec((64, 64, layout.row), "bfloat16")},
+        **{"slots": Spec((64, 512), "int32"), "forward_out": rows, "forward_lse": Spec((64, 64), "float32")},
+        "dout": rows,
+    }
+    attrs: dict[str, object] = {"softmax_scale": 0.1, "cache_format": layout.name}
+    call = planned("sparse_mla_backward", "", specs, attrs, DEVICES[ARCH], "gluon")
+    assert call.plan is not None, call.reason
+    (launch,) = (launch for launch in call.plan.launches if launch.name == "sparse_mla_backward_sm90_kernel")
+    return specialize(launch, call.plan, specs)
+
+
 def refusal(launch: Specialization, constants: dict[str, object]) -> str | None:
     """The message of the `static_assert` that the kernel fails with these constants; None if it compiles."""
     changed = tuple((name, constants.get(name, value)) for name, value in launch.constexprs)
@@ -61,12 +76,14 @@ def refusal(launch: Specialization, constants: dict[str, object]) -> str | None:
 
 def main() -> None:
     packed, plain, few, two = launched(64, V32), launched(64, PLAIN), launched(16, V32), launched(64, V4, V4)
+    derivative = differentiated(PLAIN)
     layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
     for layout in (V32, V4, PLAIN):
         layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES[layout.name]]
     for name, change, layout in layouts:
-        for heads, launch in ((64, packed if layout.packed else plain), (16, few)):
-            line = {"heads": heads, "layout": name, "change": change, "refusal": refusal(launch, {"LAYOUT": layout})}
+        of_layout = packed if layout.packed else plain
+        for of, launch in (("64 heads", of_layout), ("16 heads", few), ("derivative", derivative)):
+            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, {"LAYOUT": layout})}
             print(json.dumps(line), flush=True)
     others: list[tuple[str, Specialization, dict[str, object]]] = [
         ("32 heads", packed, {"BLOCK_H": 32}),

@@ -44,8 +44,8 @@ def agrees_by_norm(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", [PLAIN, PLAIN_V4], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("heads", [1, 17, 32, 33, 64, 65, 128])
-@pytest.mark.parametrize("keys", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("heads", [1, 17, 63, 64, 65, 128])
+@pytest.mark.parametrize("keys", [1, 31, 32, 33, 64, 65, 97])
 def test_tile_edges(keys: int, heads: int, layout: MlaLayout) -> None:
     """Lengths of 0, below it and past the capacity; a row without a valid slot."""
     case = make_case(4, heads, keys, 7, layout, with_lengths=True, with_sink=True, lse_sink=keys % 2 == 0)

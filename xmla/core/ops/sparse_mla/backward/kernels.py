@@ -383,9 +383,19 @@ def add_to_sums(row, offs_d, x, bits, mask, DIMS: tl.constexpr):
 
 
 @triton.jit
-def load_sums(row, offs_d, bits, mask, DIMS: tl.constexpr):
-    """The sums at dims `offs_d`, [N, D] f32."""
-    low = tl.load(row + offs_d, mask=mask, other=0)
+def load_sums(row, offs_d, bits, mask, DIMS: tl.constexpr, PAIRED: tl.constexpr):
+    """The sums at dims `offs_d`, [N, D] f32.
+
+    PAIRED: low words of dims d and d + 8 of 16 are neighbours, and summands were added to both at once, in 64 bits: the
+    second word lacks 1 if the first is negative.
+    """
+    if PAIRED:
+        first = row + (offs_d // 16 * 16 + offs_d % 8 * 2)
+        low = tl.load(first, mask=mask, other=0)
+        second = tl.load(first + 1, mask=mask, other=0) + (low < 0).to(tl.int32)
+        low = tl.where(offs_d % 16 < 8, low, second)
+    else:
+        low = tl.load(row + offs_d, mask=mask, other=0)
     high = tl.load(as_sums(row + DIMS) + offs_d, mask=mask, other=0)
     return ((high << bits.to(tl.int64)) + low).to(tl.float32)
 
@@ -506,6 +516,7 @@ def round_sums_kernel(
     LAYOUT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ADDITIONS: tl.constexpr,  # to an entry's sums per reference
+    PAIRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     DIMS: tl.constexpr = LAYOUT.dims
@@ -518,11 +529,11 @@ def round_sums_kernel(
     unit = power_of_two(-exponent_within(bound, SUMMAND_BITS))[:, None]
     bits = low_bits(tl.maximum(references, 1) * ADDITIONS)[:, None]
     row = sums_ptr + offset_of(slot[:, None], WORDS * DIMS)
-    value = load_sums(row, tl.arange(0, LANES)[None, :], bits, mask, DIMS) * unit
+    value = load_sums(row, tl.arange(0, LANES)[None, :], bits, mask, DIMS, PAIRED) * unit
     value = tl.where(wrong, float("nan"), value)
     tail = tl.zeros([BLOCK, TAIL_LANES], tl.float32)
     if LAYOUT.tail:
-        tail = load_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], bits, mask, DIMS) * unit
+        tail = load_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], bits, mask, DIMS, PAIRED) * unit
         tail = tl.where(wrong, float("nan"), tail)
     store_entries(dcache_ptr, slot, ok, value, tail, LAYOUT, PAGE_SIZE * DIMS, PAGE_SIZE, 0)
 

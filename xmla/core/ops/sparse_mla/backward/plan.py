@@ -91,7 +91,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         )
         for source in sources_of(problem)
     ]
-    return around(problem, (dq, *dcaches), additions=1)
+    return around(problem, (dq, *dcaches), additions=1, paired=False)
 
 
 def _source(problem: Problem, source: str) -> dict[str, Hashable]:

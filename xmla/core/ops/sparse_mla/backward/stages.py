@@ -54,10 +54,10 @@ def entries_of(problem: Problem, source: str) -> int:
     return pages * entries
 
 
-def around(problem: Problem, products: Iterable[Launch], additions: int) -> Plan:
+def around(problem: Problem, products: Iterable[Launch], additions: int, paired: bool) -> Plan:
     """The whole plan: entries' sums are started and bounded, `products` add to them, and they are rounded.
 
-    `additions`: how often products add to an entry for each slot that names it.
+    `additions`: how often products add to an entry for each slot that names it. `paired`: as in `kernels.load_sums`.
     """
     specs, attrs = problem.specs, problem.attrs
     tokens, heads = problem["T"], problem["H"]
@@ -100,7 +100,7 @@ def around(problem: Problem, products: Iterable[Launch], additions: int) -> Plan
         prepare,
         *[_bound(problem, source) for source in sources],
         *products,
-        *[_round(problem, source, additions) for source in sources],
+        *[_round(problem, source, additions, paired) for source in sources],
     ]
     if has_sink:
         launches.append(
@@ -179,7 +179,7 @@ def _bound(problem: Problem, source: str) -> Launch:
     )
 
 
-def _round(problem: Problem, source: str, additions: int) -> Launch:
+def _round(problem: Problem, source: str, additions: int, paired: bool) -> Launch:
     cache, entries = f"{source}cache", entries_of(problem, source)
     return Launch(
         round_sums_kernel,
@@ -191,6 +191,7 @@ def _round(problem: Problem, source: str, additions: int) -> Launch:
             "LAYOUT": problem.formats[cache],
             "PAGE_SIZE": problem.specs[cache].shape[1],
             "ADDITIONS": additions,
+            "PAIRED": paired,
             "BLOCK": ENTRIES,
         },
     )

@@ -1,10 +1,17 @@
 """The derivative of attention over plain rows on Hopper, in Gluon.
 
-A CTA has a block of heads of a token and all its keys, a tile at a time, on three warpgroups. The producer, `gather`,
-copies a tile's entries. Two consumers, `differentiate`, have half of the heads each: scores Sᵀ = K·qᵀ and dP = V·doutᵀ,
-and so P and dS, keys by heads, and dqᵀ += Kᵀ·dS. Then they exchange P and dS, and each computes P·dout + dS·q over all
-heads for its half of an entry's dims and adds them to the sums. Entries are free before that, which takes the longest,
-so that one stage of them is enough: what is added in the L2 cache limits the speed. See benchmarks/log/training.md.
+A CTA has a block of heads of a token and all its keys, a tile at a time, on four warpgroups:
+- `gather` copies a tile's entries into one of two stages, and finds where and in what unit gradients are added.
+- `score` computes S = q·Kᵀ and dP = dout·Vᵀ of a tile, and so P and dS, which it hands over in one of two stages. It
+  has the roped dims, too: of dq += dS·K, and of entries' gradients qᵀ·dS, which it adds to their sums.
+- Two, `differentiate`, have half of the other dims each: of dq += dS·K, and of entries' gradients qᵀ·dS + doutᵀ·P, a
+  piece of dims at a time.
+
+What is added in the L2 cache limits the speed, by requests as well as by bytes. A wgmma whose rows are dims leaves 8
+dims, and those 8 further, of 4 entries to a warp. Those pairs are neighbours in the sums, and are added as one integer:
+4 requests of 64 bytes. Whatever else the additions' queue serves waits behind them, so that nothing spills between them
+and the next product, and what is loaded is loaded a tile ahead. The loop over pieces is not unrolled: code that exceeds
+the instruction cache takes half as long again. See benchmarks/log/training.md.
 """
 
 from dataclasses import dataclass
@@ -26,48 +33,43 @@ from xmla.core.lang.sums import SUMMAND_BITS
 from xmla.core.lang.sums import gluon_exponent_within as exponent_within
 from xmla.core.lang.sums import gluon_low_bits as low_bits
 from xmla.core.ops.sparse_mla.backward.kernels import NOT_A_NUMBER, WORDS
-from xmla.core.ops.sparse_mla.gluon_sm90.common import (
-    TILE_KEYS,
-    VALUE_DIMS,
-    Source,
-    entry_pointers,
-    hidden_zero,
-    load_slots,
-)
+from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS, offsets
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns, exp2
 
-BLOCK_DIMS = gl.constexpr(64)  # dims that are multiplied at a time
-ADDED_DIMS = gl.constexpr(64)  # of entries' gradients that are computed and added at a time
-VALUE_BLOCKS = gl.constexpr(VALUE_DIMS.value // BLOCK_DIMS.value)
-PRODUCER_REGISTERS = gl.constexpr(40)
-CONSUMER_REGISTERS = gl.constexpr(232)
-# Registers of dkv as it is added: a warp's threads have 8 successive dims of 4 entries, whole sectors of 64-bit sums.
-ADD_LAYOUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[4, 0], [8, 0], [0, 8], [0, 16], [0, 32]],
-        lane_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[TILE_KEYS.value, ADDED_DIMS.value],
-    )
+TILE_KEYS = gl.constexpr(32)
+STAGES = gl.constexpr(2)  # of entries, and of P and dS
+TARGETS = gl.constexpr(4)  # tiles of which it is known where to add: those are read for longer than entries
+PIECE_DIMS = gl.constexpr(64)
+VALUE_PIECES = gl.constexpr(VALUE_DIMS.value // PIECE_DIMS.value)
+HALF_PIECES = gl.constexpr(VALUE_PIECES.value // 2)
+# Registers per thread; together with the first warpgroup, `differentiate` too, they have 512.
+GATHER_REGISTERS = gl.constexpr(24)
+SCORE_REGISTERS = gl.constexpr(104)
+DIFFERENTIATE_REGISTERS = gl.constexpr(192)
+
+S_LAYOUT = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_KEYS.value, 16])
 )
-ADDED = gl.constexpr(TILE_KEYS.value * ADDED_DIMS.value // 128)  # elements of a thread
-OPERANDS = gl.constexpr(",".join(["=&r"] * ADDED.value + ["l"] * ADDED.value + ["r"] * (3 * ADDED.value)))
-D_LAYOUT = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ADDED_DIMS.value, 16])
+PIECE_LAYOUT = S_LAYOUT  # of an entry's dims against keys
+DQ_LAYOUT = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE_DIMS.value, 16])
 )
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a tile's keys, in each warp
+VALID = gl.constexpr(1 << 9)  # in the unit of an entry: its slot is valid
+ADDED = gl.constexpr(8)  # elements of a thread that are added by one piece of PTX
+OPERANDS = gl.constexpr(",".join(["=&r"] * (ADDED.value // 4) + [kind for kind in "lrfrr" for _ in range(ADDED.value)]))
 
 
 class Shared(NamedTuple):
-    """Shared memory and its mbarriers; a part has half of a CTA's heads."""
+    """Shared memory and its mbarriers; of those `full` and so on, one per stage."""
 
-    entries: Any  # [block, TILE_KEYS, BLOCK_DIMS]
-    q: Any  # [part · blocks + block, heads, BLOCK_DIMS]
-    dout: Any  # [part · VALUE_BLOCKS + block, heads, BLOCK_DIMS]
-    p: Any  # [part, TILE_KEYS, heads]
-    ds: Any  # [part, TILE_KEYS, heads]
-    rows: Any  # [part · 4 + …, heads] f32: total, delta and, if OWN_LSE, lse in log2 and its gradient
-    wrong: Any  # [part, TILE_KEYS] i32: whether the entry's gradient is NaN
+    entries: Any  # [stage · pieces + piece, TILE_KEYS, PIECE_DIMS]
+    q: Any  # [piece, TILE_HEADS, PIECE_DIMS]
+    dout: Any  # [piece, TILE_HEADS, PIECE_DIMS]
+    p: Any  # [stage, TILE_HEADS, TILE_KEYS]
+    ds: Any  # [stage, TILE_HEADS, TILE_KEYS]
+    unit: Any  # [tile % TARGETS, TILE_KEYS] i32: what summands are multiplied by, as float32 | VALID | `low_bits`
+    place: Any  # [tile % TARGETS, TILE_KEYS] i32: the entry to which they are added
     q_full: Any
     full: Any
     empty: Any
@@ -78,6 +80,10 @@ class Shared(NamedTuple):
 class Task(NamedTuple):
     """What a CTA computes: a block of heads of a token."""
 
+    cache: Any  # [P, R, ROW]
+    slots: Any  # [K] i32
+    num_slots: Any
+    end: Any  # of the slots
     q_row: Any  # [HEADS, L+E]
     dout_row: Any  # [HEADS, VALUE_DIMS]
     total: Any  # [HEADS] f32
@@ -104,22 +110,16 @@ class Constants:
     OWN_LSE: bool
     SCALE: float
     LSE_UNIT: float
-    PART_HEADS: int
     HEAD_BLOCKS: int
 
     @property
-    def blocks(self) -> int:
-        return self.LAYOUT.dims // BLOCK_DIMS.value
+    def pieces(self) -> int:
+        return self.LAYOUT.dims // PIECE_DIMS.value
 
 
 @gluon.constexpr_function
 def constants(*values):
     return Constants(*values)
-
-
-@gluon.constexpr_function
-def scores_layout(heads):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, heads, 16])
 
 
 @gluon.constexpr_function
@@ -129,221 +129,289 @@ def columns_of(dims):
 
 
 @gluon.jit
-def gather(main, tiles, shared, C: gl.constexpr):
-    BLOCKS: gl.constexpr = C.blocks
+def load_slots(task, tile, LAYOUT: gl.constexpr):
+    """Slots [TILE_KEYS] of a tile's entries, −1 past the end."""
+    offs = tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=LAYOUT)
+    return gl.load(task.slots + offs, mask=offs < task.end, other=-1)
+
+
+@gluon.jit
+def load_summands(task, slot):
+    """Of entries: the bound of their summands, and how many there are."""
+    ok = (slot >= 0) & (slot < task.num_slots)
+    return gl.load(task.bounds + slot, mask=ok, other=0), gl.load(task.references + slot, mask=ok, other=1)
+
+
+@gluon.jit
+def gather(tiles, shared, task, C: gl.constexpr):
+    """Copy each tile's entries, and say where and in what unit their gradients are added."""
+    PIECES: gl.constexpr = C.pieces
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
-    slot = load_slots(main, None, 0, 0, ROWS)
+    slot = load_slots(task, 0, ROWS)
+    next_slot = load_slots(task, 1, ROWS)
+    bound, references = load_summands(task, slot)
     for tile in range(0, tiles):
-        entries, _, ok = entry_pointers(main, None, 0, tile, slot, C)
-        slot = load_slots(main, None, 0, tile + 1, ROWS)
-        mbarrier.wait(shared.empty, (tile & 1) ^ 1)
-        for block in gl.static_range(BLOCKS):
-            copy_columns(entries, ok, shared.entries.index(block), block * BLOCK_DIMS)
-        async_copy.mbarrier_arrive(shared.full, increment_count=False)
+        stage = tile % STAGES
+        later_slot = load_slots(task, tile + 2, ROWS)
+        next_bound, next_references = load_summands(task, next_slot)
+        ok = (slot >= 0) & (slot < task.num_slots)
+        data, _ = offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
+        mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)
+        for piece in gl.static_range(PIECES):
+            copy_columns(task.cache + data, ok, shared.entries.index(stage * PIECES + piece), piece * PIECE_DIMS)
+        async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)
+        # Another CTA may have stored NOT_A_NUMBER as references; then what is added does not matter.
+        unit = power_of_two(exponent_within(bound, SUMMAND_BITS)).to(gl.int32, bitcast=True)
+        shared.unit.index(tile % TARGETS).store(gl.where(ok, unit | VALID, 0) | low_bits(references * C.HEAD_BLOCKS))
+        # 0 is added for invalid slots, to rows of entries that differ, for the sake of speed.
+        key = tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=ROWS)
+        shared.place.index(tile % TARGETS).store(gl.where(ok, slot, key % task.num_slots))
+        mbarrier.arrive(shared.full.index(stage), count=1)
+        slot, next_slot, bound, references = next_slot, later_slot, next_bound, next_references
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def copy_heads(shared, PART: gl.constexpr, task, C: gl.constexpr):
-    """Copy this part's rows of q and dout to shared memory."""
-    BLOCKS: gl.constexpr = C.blocks
-    PART_HEADS: gl.constexpr = C.PART_HEADS
+def copy_rows(rows, first_head, smem, PIECES: gl.constexpr, STRIDE: gl.constexpr, C: gl.constexpr):
+    """Copy rows of the heads to shared memory."""
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    offs_h = task.first_head + PART * PART_HEADS + gl.arange(0, PART_HEADS, layout=ROWS)
+    offs_h = first_head + gl.arange(0, TILE_HEADS, layout=ROWS)
     ok = offs_h < C.HEADS
-    rows = task.q_row + offset_of(offs_h, C.Q_STRIDE_H, C.HEADS)
-    for block in gl.static_range(BLOCKS):
-        copy_columns(rows, ok, shared.q.index(PART * BLOCKS + block), block * BLOCK_DIMS)
-    rows = task.dout_row + offset_of(offs_h, C.DOUT_STRIDE_H, C.HEADS)
-    for block in gl.static_range(VALUE_BLOCKS):
-        copy_columns(rows, ok, shared.dout.index(PART * VALUE_BLOCKS + block), block * BLOCK_DIMS)
+    rows += offset_of(offs_h, STRIDE, C.HEADS)
+    for piece in gl.static_range(PIECES):
+        copy_columns(rows, ok, smem.index(piece), piece * PIECE_DIMS)
     async_copy.commit_group()
-    offs_h = (
-        task.first_head + PART * PART_HEADS + gl.arange(0, PART_HEADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    )
-    ok = offs_h < C.HEADS
-    # A head that is none has no probabilities.
-    shared.rows.index(PART * 4).store(gl.load(task.total + offs_h, mask=ok, other=float("inf")))
-    shared.rows.index(PART * 4 + 1).store(gl.load(task.delta + offs_h, mask=ok, other=0.0))
-    if C.OWN_LSE:
-        lse = gl.load(task.lse + offs_h, mask=ok, other=float("inf")) * C.LSE_UNIT
-        dlse = gl.load(task.dlse + offs_h, mask=ok, other=0.0) * (LOG2E / C.LSE_UNIT)
-        shared.rows.index(PART * 4 + 2).store(lse)
-        shared.rows.index(PART * 4 + 3).store(dlse)
     async_copy.wait_group(0)
     fence_async_shared()
-    mbarrier.arrive(shared.q_full, count=1)
-    mbarrier.wait(shared.q_full, 0)
+
+
+@gluon.jit
+def load_heads(ptr, offs_h, C: gl.constexpr, other):
+    """Values of heads, `other` for one that is none."""
+    return gl.load(ptr + offs_h, mask=offs_h < C.HEADS, other=other)
 
 
 @gluon.constexpr_function
 def additions(dims):
-    """PTX that adds a thread's elements of ADD_LAYOUT to sums of so many dims, in parts as by `lang.sums.parts_of`.
+    """PTX that adds a thread's elements of a piece to sums of so many dims, in parts as by `lang.sums.parts_of`.
 
-    Element i has row i % 4 and is i // 4 · 8 columns from the thread's first. Operands: an unused result, the sums'
-    row, the first column, x and the bits of low parts, of each element. Gluon's own additions branch at each element
-    and keep all addresses in registers. Here x is added to the low words first; where it has a high part, which is
-    seldom, that is moved to the high words. It does not matter that low words overflow between.
+    Element i has key i % 2 + i // 4 · 8 and dim i // 2 % 2 · 8 from the thread's first. Operands: an unused result,
+    pointers to the low words of the thread's two dims, of the first entry, the first dim, x, and of each key its unit
+    and place. x is added to the low words as a whole, the second dim's times 2**32; where it has a high part, which is
+    seldom, that is moved to the high words. It does not matter that low words overflow between. Gluon's own additions
+    branch at each element and keep all addresses in registers.
     """
-    count, rows = ADDED.value, range(4)
-    (row, column, x, bits) = (lambda i, operand=operand: f"${operand * count + i}" for operand in range(1, 5))
-    lines = [".reg .pred more;", ".reg .b32 t, half<4>, seen<4>;", ".reg .b64 wide, lane, sums<4>;"]
-    lines += [f"cvt.u64.u32 lane, {column(0)};", "shl.b64 lane, lane, 2;"]
-    for i in rows:
-        lines += [f"add.s32 half{i}, {bits(i)}, -1;", f"shl.b32 half{i}, 1, half{i};", f"mov.b32 seen{i}, 0;"]
-        lines += [f"add.u64 sums{i}, {row(i)}, lane;"]
-    for i in range(count):
-        lines += [f"red.relaxed.gpu.global.add.s32 [sums{i % 4} + {i // 4 * 8 * 4}], {x(i)};", f"mov.b32 ${i}, 0;"]
-        lines += [f"add.s32 t, {x(i)}, half{i % 4};", f"or.b32 seen{i % 4}, seen{i % 4}, t;"]
-    lines += [f"shr.u32 seen{i}, seen{i}, {bits(i)};" for i in rows]
-    lines += [f"or.b32 seen0, seen0, seen{i};" for i in rows[1:]]
-    lines += ["setp.eq.s32 more, seen0, 0;", "@more bra done;"]
-    for i in range(count):
-        low = f"sums{i % 4} + {i // 4 * 8 * 4}"
-        lines += [f"add.s32 t, {x(i)}, half{i % 4};", f"shr.s32 t, t, {bits(i)};", "setp.ne.s32 more, t, 0;"]
-        lines += ["cvt.s64.s32 wide, t;", f"shl.b32 t, t, {bits(i)};", "neg.s32 t, t;"]
-        lines += [f"@more red.relaxed.gpu.global.add.s32 [{low}], t;", f"add.u64 sums{i % 4}, sums{i % 4}, lane;"]
-        lines += [f"@more red.relaxed.gpu.global.add.u64 [sums{i % 4} + {4 * dims + i // 4 * 8 * 8}], wide;"]
-        lines += [f"sub.u64 sums{i % 4}, sums{i % 4}, lane;"]
+    count = ADDED.value
+    skipped = count // 4
+    (low, dim, x, unit, place) = (lambda i, operand=o: f"${skipped + operand * count + i}" for o in range(5))
+    row = 4 * WORDS.value * dims  # bytes
+    lines = [".reg .pred more;", f".reg .b32 t<2>, s, bits, x<{count}>;", ".reg .f32 z<2>, u, limit;"]
+    lines += [".reg .b64 wide<2>, sum, both;", "setp.ne.b32 more, 0, 0;"]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(skipped)]
+    for i in (j for j in range(count) if j % 4 < 2):
+        lines += [f"mad.wide.s32 sum, {place(i)}, {row}, {low(0)};", f"and.b32 s, {unit(i)}, 0xff800000;"]
+        lines += ["mov.b32 u, s;"]
+        for half in range(2):
+            lines += [f"fma.rn.f32 z{half}, {x(i + 2 * half)}, u, 0f3F000000;"]
+            lines += [f"cvt.rmi.s32.f32 x{i + 2 * half}, z{half};"]
+        lines += [f"shr.s32 s, x{i}, 31;", f"add.s32 s, s, x{i + 2};", f"mov.b64 both, {{x{i}, s}};"]
+        lines += ["red.relaxed.gpu.global.add.u64 [sum], both;"]
+        # High parts are 0 if |z| < 2**(bits − 1).
+        lines += ["abs.f32 z0, z0;", "abs.f32 z1, z1;", "max.f32 z0, z0, z1;", f"shl.b32 s, {unit(i)}, 23;"]
+        lines += ["add.s32 s, s, 0x3f000000;", "mov.b32 limit, s;", "setp.ge.or.f32 more, z0, limit, more;"]
+    lines += ["@!more bra done;"]
+    for i in (j for j in range(count) if j % 4 < 2):
+        lines += [f"and.b32 bits, {unit(i)}, 63;", "add.s32 s, bits, -1;", "shl.b32 s, 1, s;"]
+        for half in range(2):
+            lines += [f"add.s32 t{half}, s, x{i + 2 * half};", f"shr.s32 t{half}, t{half}, bits;"]
+            lines += [f"cvt.s64.s32 wide{half}, t{half};", f"shl.b32 t{half}, t{half}, bits;"]
+            lines += [f"neg.s32 t{half}, t{half};"]
+        lines += ["or.b32 s, t0, t1;", "setp.ne.s32 more, s, 0;", "shr.s32 s, t0, 31;", "add.s32 s, s, t1;"]
+        lines += ["mov.b64 both, {t0, s};", f"mad.wide.s32 sum, {place(i)}, {row}, {low(0)};"]
+        lines += ["@more red.relaxed.gpu.global.add.u64 [sum], both;"]
+        # From the thread's low words to its first dim's high words.
+        lines += [f"and.b32 s, {dim(0)}, -16;", "mad.wide.u32 sum, s, 4, sum;"]
+        for half in range(2):
+            lines += [f"@more red.relaxed.gpu.global.add.u64 [sum + {4 * dims + 64 * half}], wide{half};"]
     return "\n".join(["{", *lines, "done:", "}"])
 
 
 @gluon.jit
-def add_piece(acc, sums, unit, bits, PIECE: gl.constexpr, DIMS: gl.constexpr):
-    """Add a piece of dims to the sums of a tile's entries, as `backward.kernels.add_to_sums`."""
-    x = gl.floor(acc * gl.expand_dims(unit, 1) + 0.5).to(gl.int32)
-    column = PIECE * ADDED_DIMS + gl.arange(0, ADDED_DIMS, layout=gl.SliceLayout(0, ADD_LAYOUT)) % 8
-    rows = gl.expand_dims(sums.to(gl.uint64, bitcast=True), 1)
+def add_piece(acc, piece, unit, place, task, C: gl.constexpr):
+    """Add a piece of dims to the sums of a tile's entries, PAIRED as `backward.kernels.load_sums` describes."""
+    offs_d = gl.arange(0, PIECE_DIMS, layout=gl.SliceLayout(1, PIECE_LAYOUT))
+    dim = piece * PIECE_DIMS + offs_d // 16 * 16 + offs_d % 8
+    low = gl.expand_dims((task.sums + dim + offs_d % 8).to(gl.uint64, bitcast=True), 1)
     gl.inline_asm_elementwise(
-        additions(DIMS),
+        additions(C.LAYOUT.dims),
         OPERANDS,
-        [rows, gl.expand_dims(column, 0), x, gl.expand_dims(bits, 1)],
-        dtype=gl.int32,
+        [low, gl.expand_dims(dim, 1), acc, gl.expand_dims(unit, 0), gl.expand_dims(place, 0)],
+        dtype=gl.int8,
         is_pure=False,
         pack=ADDED,
     )
 
 
 @gluon.jit
-def columns(rows, PIECE: gl.constexpr):
-    """A piece of the columns of a block."""
-    return rows.slice(PIECE * ADDED_DIMS % BLOCK_DIMS, ADDED_DIMS, 1)
+def wait_for_queries(shared, tiles):
+    """Wait until nobody reads q in shared memory any more: dq goes through it, so that stores are of whole rows."""
+    uses = (tiles + STAGES - 1) // STAGES  # of the last tile's stage
+    mbarrier.wait(shared.p_empty.index((tiles + STAGES - 1) % STAGES), (uses & 1) ^ 1)
 
 
 @gluon.jit
-def multiply_piece(shared, zero, PIECE: gl.constexpr, C: gl.constexpr):
-    """Start P·dout + dS·q of a piece of dims, [TILE_KEYS, ADDED_DIMS], summed over all heads of the CTA."""
-    BLOCKS: gl.constexpr = C.blocks
-    BLOCK: gl.constexpr = PIECE * ADDED_DIMS // BLOCK_DIMS
-    acc = gl.zeros([TILE_KEYS, ADDED_DIMS], gl.float32, D_LAYOUT)
-    for part in gl.static_range(2):
-        q = columns(shared.q.index(zero + part * BLOCKS + BLOCK), PIECE)
-        acc = warpgroup_mma(shared.ds.index(zero + part), q, acc, use_acc=part > 0, is_async=True)
-    if BLOCK < VALUE_BLOCKS:
-        for part in gl.static_range(2):
-            dout = columns(shared.dout.index(zero + part * VALUE_BLOCKS + BLOCK), PIECE)
-            acc = warpgroup_mma(shared.p.index(zero + part), dout, acc, is_async=True)
-    return acc
+def store_dq(dq, piece, shared, task, C: gl.constexpr):
+    """Store a piece of dq."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    smem = shared.q.index(piece)
+    smem.store(dq.to(smem.dtype))
+    gl.barrier()
+    rows = smem.load(ROWS)
+    offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, ROWS))
+    offs_d = piece * PIECE_DIMS + gl.arange(0, PIECE_DIMS, layout=gl.SliceLayout(0, ROWS))
+    ptrs = task.dq_row + gl.expand_dims(offset_of(offs_h, C.LAYOUT.dims, C.HEADS), 1) + gl.expand_dims(offs_d, 0)
+    gl.store(ptrs, rows, mask=gl.expand_dims(offs_h < C.HEADS, 1))
 
 
 @gluon.jit
-def differentiate(main, tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
-    BLOCKS: gl.constexpr = C.blocks
-    PART_HEADS: gl.constexpr = C.PART_HEADS
-    S_LAYOUT: gl.constexpr = scores_layout(PART_HEADS)
-    DQ_LAYOUT: gl.constexpr = S_LAYOUT
+def either(a, b):
+    return a | b
+
+
+@gluon.jit
+def mark(wrong, tile, shared, task):
+    """Mark entries of a tile, one of each bit that is set, whose gradients are NaN."""
+    key = gl.arange(0, TILE_KEYS, layout=LINE)
+    unit, place = shared.unit.index(tile % TARGETS).load(LINE), shared.place.index(tile % TARGETS).load(LINE)
+    ok = (unit & VALID) != 0
+    of_key = ((wrong >> key) & 1) != 0
+    gl.store(task.references + place, gl.full([TILE_KEYS], NOT_A_NUMBER, gl.int32, LINE), mask=ok & of_key)
+    shared.unit.index(tile % TARGETS).store(gl.where(of_key, unit & (VALID - 1), unit))  # times 0, 0 is added
+
+
+@gluon.jit
+def score(tiles, shared, task, C: gl.constexpr):
+    """P and dS of each tile, and the roped dims of gradients."""
     DTYPE: gl.constexpr = task.q_row.dtype.element_ty
-    KEYS: gl.constexpr = gl.SliceLayout(1, ADD_LAYOUT)
-    PIECES: gl.constexpr = C.LAYOUT.dims // ADDED_DIMS
-    HALF: gl.constexpr = VALUE_DIMS // ADDED_DIMS // 2
-    FIRST: gl.constexpr = 0 if PART == 1 else HALF
-    LAST: gl.constexpr = HALF if PART == 1 else PIECES
-
-    copy_heads(shared, PART, task, C)
-    HEADS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    dq = ()
-    for _ in gl.static_range(BLOCKS):
-        dq += (gl.zeros([BLOCK_DIMS, PART_HEADS], gl.float32, DQ_LAYOUT),)
-    empty = gl.zeros([TILE_KEYS, PART_HEADS], gl.float32, S_LAYOUT)
+    PIECES: gl.constexpr = C.pieces
+    KEYS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, S_LAYOUT))
+    # A head that is none has no probabilities.
+    total = gl.expand_dims(load_heads(task.total, offs_h, C, float("inf")), 1)
+    delta = gl.expand_dims(load_heads(task.delta, offs_h, C, 0.0), 1)
+    if C.OWN_LSE:
+        lse = gl.expand_dims(load_heads(task.lse, offs_h, C, float("inf")) * C.LSE_UNIT, 1)
+        dlse = gl.expand_dims(load_heads(task.dlse, offs_h, C, 0.0) * (LOG2E / C.LSE_UNIT), 1)
+    empty = gl.zeros([TILE_HEADS, TILE_KEYS], gl.float32, S_LAYOUT)
+    if C.LAYOUT.tail:
+        dq = gl.zeros([TILE_HEADS, PIECE_DIMS], gl.float32, DQ_LAYOUT)
+    mbarrier.wait(shared.q_full, 0)
     for tile in tl.range(0, tiles, disable_licm=True):
-        slot = load_slots(main, None, 0, tile, gl.SliceLayout(1, S_LAYOUT))
-        ok = (slot >= 0) & (slot < main.num_slots)
-        zero = hidden_zero(tile)
-        mbarrier.wait(shared.full, tile & 1)
+        stage = tile % STAGES
+        phase = tile // STAGES & 1
+        mbarrier.wait(shared.full.index(stage), phase)
         fence_async_shared()
+        first = stage * PIECES
         s, dp = empty, empty
-        for block in gl.static_range(BLOCKS):
-            q = shared.q.index(zero + PART * BLOCKS + block).permute((1, 0))
-            s = warpgroup_mma(shared.entries.index(zero + block), q, s, use_acc=block > 0, is_async=True)
-        zero = hidden_zero(tile)
-        for block in gl.static_range(VALUE_BLOCKS):
-            dout = shared.dout.index(zero + PART * VALUE_BLOCKS + block).permute((1, 0))
-            dp = warpgroup_mma(shared.entries.index(zero + block), dout, dp, use_acc=block > 0, is_async=True)
-        s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        s = s * (C.SCALE * LOG2E)
-        p = exp2(s - gl.expand_dims(shared.rows.index(PART * 4).load(HEADS), 0))
-        ds = p * (dp - gl.expand_dims(shared.rows.index(PART * 4 + 1).load(HEADS), 0))
+        for piece in gl.static_range(PIECES):
+            keys = shared.entries.index(first + piece).permute((1, 0))
+            s = warpgroup_mma(shared.q.index(piece), keys, s, use_acc=piece > 0, is_async=True)
+            if piece < VALUE_PIECES:
+                dp = warpgroup_mma(shared.dout.index(piece), keys, dp, use_acc=piece > 0, is_async=True)
+        key_ok = (shared.unit.index(tile % TARGETS).load(KEYS) & VALID) != 0
+        scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
+        scores = scores * (C.SCALE * LOG2E)
+        p = exp2(scores - total)
+        ds = p * (dp - delta)
         if C.OWN_LSE:  # the lse's derivative is not the probability in out
-            lse = shared.rows.index(PART * 4 + 2).load(HEADS)
-            dlse = shared.rows.index(PART * 4 + 3).load(HEADS)
-            ds += exp2(s - gl.expand_dims(lse, 0)) * gl.expand_dims(dlse, 0)
+            ds += exp2(scores - lse) * dlse
         ds = ds * C.SCALE
         # The unit is chosen for probabilities; of another call's lse they may be anything.
-        wrong = gl.max(gl.where((p <= 2.0) & (gl.abs(ds) < float("inf")), 0, 1), 1)
-        ds = gl.where(gl.expand_dims(ok, 1), ds, 0.0)
-        mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)
-        shared.wrong.index(PART).store(wrong)
-        shared.p.index(PART).store(p.to(DTYPE))
-        shared.ds.index(PART).store(ds.to(DTYPE))
+        bit = gl.expand_dims(1 << gl.arange(0, TILE_KEYS, layout=KEYS), 0)
+        wrong = gl.where((p <= 2.0) & (gl.abs(ds) < float("inf")), 0, bit)
+        wrong = gl.reduce(gl.reduce(wrong, 1, either), 0, either)
+        if wrong != 0:
+            mark(wrong, tile, shared, task)
+        ds = gl.where(gl.expand_dims(key_ok, 0), ds, 0.0)
+        mbarrier.wait(shared.p_empty.index(stage), phase ^ 1)
+        shared.p.index(stage).store(p.to(DTYPE))
+        shared.ds.index(stage).store(ds.to(DTYPE))
         fence_async_shared()
-        mbarrier.arrive(shared.p_full, count=1)
+        mbarrier.arrive(shared.p_full.index(stage), count=1)
+        if C.LAYOUT.tail:
+            ds = shared.ds.index(stage)
+            q = shared.q.index(VALUE_PIECES).permute((1, 0))
+            gradient = warpgroup_mma(q, ds, empty, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds, shared.entries.index(first + VALUE_PIECES), dq, is_async=True)
+            unit = shared.unit.index(tile % TARGETS).load(KEYS)
+            place = shared.place.index(tile % TARGETS).load(KEYS)
+            gradient, dq = warpgroup_mma_wait(0, deps=[gradient, dq])
+        mbarrier.arrive(shared.empty.index(stage), count=1)
+        if C.LAYOUT.tail:
+            mbarrier.arrive(shared.p_empty.index(stage), count=1)
+            add_piece(gradient, VALUE_PIECES, unit, place, task, C)
 
-        # Of the entries whose gradients this thread adds.
-        slot = load_slots(main, None, 0, tile, KEYS)
-        ok = (slot >= 0) & (slot < main.num_slots)
-        unit = power_of_two(exponent_within(gl.load(task.bounds + slot, mask=ok, other=0), SUMMAND_BITS))
-        # Another CTA may have stored NOT_A_NUMBER there; then what is added does not matter.
-        bits = low_bits(gl.load(task.references + slot, mask=ok, other=1) * C.HEAD_BLOCKS)
-        # 0 is added for invalid slots, to rows of entries that differ, for the sake of speed.
-        place = gl.where(ok, slot, (tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=KEYS)) % main.num_slots)
-        sums = task.sums + offset_of(place, WORDS * C.LAYOUT.dims)
-        mbarrier.wait(shared.p_full, tile & 1)
-        wrong = shared.wrong.index(0).load(KEYS) | shared.wrong.index(1).load(KEYS)
-        if PART == 1:
-            mark = gl.full([TILE_KEYS], NOT_A_NUMBER, gl.int32, KEYS)
-            gl.store(task.references + slot, mark, mask=ok & (wrong != 0))
-        unit = gl.where(ok & (wrong == 0), unit, 0.0)  # 0 is added
-        # The first piece is added while dq is multiplied, and each other one while the next is.
-        running = multiply_piece(shared, hidden_zero(tile), FIRST, C)
-        more = ()
-        zero = hidden_zero(tile)
-        for block in gl.static_range(BLOCKS):
-            keys = shared.entries.index(zero + block).permute((1, 0))
-            more += (warpgroup_mma(keys, shared.ds.index(zero + PART), dq[block], is_async=True),)
-        acc = gl.convert_layout(warpgroup_mma_wait(BLOCKS, deps=[running]), ADD_LAYOUT)
-        add_piece(acc, sums, unit, bits, FIRST, C.LAYOUT.dims)
-        dq = warpgroup_mma_wait(0, deps=more)
-        mbarrier.arrive(shared.empty, count=1)
-        for piece in gl.static_range(FIRST + 1, LAST):
-            running = multiply_piece(shared, hidden_zero(tile), piece, C)
-            acc = gl.convert_layout(warpgroup_mma_wait(0, deps=[running]), ADD_LAYOUT)
-            if piece == LAST - 1:
-                mbarrier.arrive(shared.p_empty, count=1)
-            add_piece(acc, sums, unit, bits, piece, C.LAYOUT.dims)
+    if C.LAYOUT.tail:
+        wait_for_queries(shared, tiles)
+        store_dq(dq, VALUE_PIECES, shared, task, C)
 
-    # Through the shared memory of q, so that stores are of whole rows.
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    mbarrier.wait(shared.p_empty, (tiles & 1) ^ 1)
-    offs_h = task.first_head + PART * PART_HEADS + gl.arange(0, PART_HEADS, layout=gl.SliceLayout(1, ROWS))
-    for block in gl.static_range(BLOCKS):
-        staged = shared.q.index(PART * BLOCKS + block)
-        staged.permute((1, 0)).store(dq[block].to(DTYPE))
-    gl.barrier()
-    for block in gl.static_range(BLOCKS):
-        rows = shared.q.index(PART * BLOCKS + block).load(ROWS)
-        dims = block * BLOCK_DIMS + gl.arange(0, BLOCK_DIMS, layout=gl.SliceLayout(0, ROWS))
-        ptrs = task.dq_row + gl.expand_dims(offset_of(offs_h, C.LAYOUT.dims, C.HEADS), 1) + gl.expand_dims(dims, 0)
-        gl.store(ptrs, rows, mask=gl.expand_dims(offs_h < C.HEADS, 1))
+
+@gluon.jit
+def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
+    """The left (0) or right (1) half of the dims of gradients, without the roped ones."""
+    PIECES: gl.constexpr = C.pieces
+    KEYS: gl.constexpr = gl.SliceLayout(0, PIECE_LAYOUT)
+    FIRST: gl.constexpr = PART * HALF_PIECES
+    LAST: gl.constexpr = FIRST + HALF_PIECES
+    if PART == 0:
+        copy_rows(task.q_row, task.first_head, shared.q, PIECES, C.Q_STRIDE_H, C)
+    else:
+        copy_rows(task.dout_row, task.first_head, shared.dout, VALUE_PIECES, C.DOUT_STRIDE_H, C)
+    mbarrier.arrive(shared.q_full, count=1)
+    mbarrier.wait(shared.q_full, 0)
+    empty = gl.zeros([PIECE_DIMS, TILE_KEYS], gl.float32, PIECE_LAYOUT)
+    zeros = gl.zeros([TILE_HEADS, PIECE_DIMS], gl.float32, DQ_LAYOUT)
+    dq0, dq1, dq2, dq3 = zeros, zeros, zeros, zeros
+    for tile in tl.range(0, tiles, disable_licm=True):
+        stage = tile % STAGES
+        phase = tile // STAGES & 1
+        mbarrier.wait(shared.full.index(stage), phase)
+        mbarrier.wait(shared.p_full.index(stage), phase)
+        fence_async_shared()
+        ds = shared.ds.index(stage)
+        keys = stage * PIECES + FIRST
+        acc = start_piece(shared, stage, empty, FIRST)
+        dq0 = warpgroup_mma(ds, shared.entries.index(keys), dq0, is_async=True)
+        dq1 = warpgroup_mma(ds, shared.entries.index(keys + 1), dq1, is_async=True)
+        dq2 = warpgroup_mma(ds, shared.entries.index(keys + 2), dq2, is_async=True)
+        dq3 = warpgroup_mma(ds, shared.entries.index(keys + 3), dq3, is_async=True)
+        unit = shared.unit.index(tile % TARGETS).load(KEYS)
+        place = shared.place.index(tile % TARGETS).load(KEYS)
+        acc = warpgroup_mma_wait(4, deps=[acc])
+        add_piece(acc, FIRST, unit, place, task, C)
+        dq0, dq1, dq2, dq3 = warpgroup_mma_wait(0, deps=[dq0, dq1, dq2, dq3])
+        mbarrier.arrive(shared.empty.index(stage), count=1)
+        for piece in range(FIRST + 1, LAST):
+            acc = start_piece(shared, stage, empty, piece)
+            unit = shared.unit.index(tile % TARGETS).load(KEYS)
+            place = shared.place.index(tile % TARGETS).load(KEYS)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(shared.p_empty.index(stage), count=1, pred=piece == LAST - 1)
+            add_piece(acc, piece, unit, place, task, C)
+
+    wait_for_queries(shared, tiles)
+    store_dq(dq0, PART * HALF_PIECES, shared, task, C)
+    store_dq(dq1, PART * HALF_PIECES + 1, shared, task, C)
+    store_dq(dq2, PART * HALF_PIECES + 2, shared, task, C)
+    store_dq(dq3, PART * HALF_PIECES + 3, shared, task, C)
+
+
+@gluon.jit
+def start_piece(shared, stage, empty, piece):
+    """Start qᵀ·dS + doutᵀ·P of a piece of dims, [PIECE_DIMS, TILE_KEYS]."""
+    q, dout = shared.q.index(piece).permute((1, 0)), shared.dout.index(piece).permute((1, 0))
+    acc = warpgroup_mma(q, shared.ds.index(stage), empty, use_acc=False, is_async=True)
+    return warpgroup_mma(dout, shared.p.index(stage), acc, is_async=True)
 
 
 @gluon.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
@@ -378,33 +446,27 @@ def sparse_mla_backward_sm90_kernel(
     OWN_LSE: gl.constexpr,
     SCALE: gl.constexpr,
     LSE_UNIT: gl.constexpr,
-    BLOCK_H: gl.constexpr,
 ):
-    HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    PART_HEADS: gl.constexpr = BLOCK_H // 2
+    gl.static_assert(not LAYOUT.packed, "gradients are of plain rows")
+    gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two warpgroups have halves of 512 value dims")
+    gl.static_assert(LAYOUT.tail == 0 or LAYOUT.tail == PIECE_DIMS, "one warpgroup has a piece of roped dims")
+    gl.static_assert(LAYOUT.row == LAYOUT.dims and LAYOUT.rope_offset == LAYOUT.latent, "a row is its dims in order")
+    HEAD_BLOCKS: gl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     C: gl.constexpr = constants(
-        LAYOUT,
-        PAGE_STRIDE,
-        PAGE_SIZE,
-        HEADS,
-        Q_STRIDE_H,
-        DOUT_STRIDE_H,
-        OWN_LSE,
-        SCALE,
-        LSE_UNIT,
-        PART_HEADS,
-        HEAD_BLOCKS,
+        LAYOUT, PAGE_STRIDE, PAGE_SIZE, HEADS, Q_STRIDE_H, DOUT_STRIDE_H, OWN_LSE, SCALE, LSE_UNIT, HEAD_BLOCKS
     )
-    BLOCKS: gl.constexpr = C.blocks
     token = (gl.program_id(0) // HEAD_BLOCKS).to(gl.int64)
     place = offset_of(token, HEADS)
     end = num_keys
     if HAS_LENGTHS:
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
     tiles = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)
-    main = Source(cache_ptr, slots_ptr + offset_of(token, slot_stride), num_slots, 0, end)
     task = Task(
+        cache_ptr,
+        slots_ptr + offset_of(token, slot_stride),
+        num_slots,
+        end,
         q_ptr + offset_of(token, Q_STRIDE_T),
         dout_ptr + offset_of(token, DOUT_STRIDE_T),
         total_ptr + place,
@@ -415,36 +477,39 @@ def sparse_mla_backward_sm90_kernel(
         references_ptr,
         sums_ptr,
         dq_ptr + offset_of(place, LAYOUT.dims),
-        gl.program_id(0) % HEAD_BLOCKS * BLOCK_H,
+        gl.program_id(0) % HEAD_BLOCKS * TILE_HEADS,
     )
-    ROW: gl.constexpr = columns_of(BLOCK_DIMS)
-    TILE: gl.constexpr = columns_of(PART_HEADS)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PIECES: gl.constexpr = C.pieces
+    ROW: gl.constexpr = columns_of(PIECE_DIMS)
+    TILE: gl.constexpr = columns_of(TILE_KEYS)
+    WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = Shared(
-        entries=gl.allocate_shared_memory(DTYPE, [BLOCKS, TILE_KEYS, BLOCK_DIMS], ROW),
-        q=gl.allocate_shared_memory(DTYPE, [2 * BLOCKS, PART_HEADS, BLOCK_DIMS], ROW),
-        dout=gl.allocate_shared_memory(DTYPE, [2 * VALUE_BLOCKS, PART_HEADS, BLOCK_DIMS], ROW),
-        p=gl.allocate_shared_memory(DTYPE, [2, TILE_KEYS, PART_HEADS], TILE),
-        ds=gl.allocate_shared_memory(DTYPE, [2, TILE_KEYS, PART_HEADS], TILE),
-        rows=gl.allocate_shared_memory(gl.float32, [8, PART_HEADS], LINE),
-        wrong=gl.allocate_shared_memory(gl.int32, [2, TILE_KEYS], LINE),
+        entries=gl.allocate_shared_memory(DTYPE, [STAGES * PIECES, TILE_KEYS, PIECE_DIMS], ROW),
+        q=gl.allocate_shared_memory(DTYPE, [PIECES, TILE_HEADS, PIECE_DIMS], ROW),
+        dout=gl.allocate_shared_memory(DTYPE, [VALUE_PIECES, TILE_HEADS, PIECE_DIMS], ROW),
+        p=gl.allocate_shared_memory(DTYPE, [STAGES, TILE_HEADS, TILE_KEYS], TILE),
+        ds=gl.allocate_shared_memory(DTYPE, [STAGES, TILE_HEADS, TILE_KEYS], TILE),
+        unit=gl.allocate_shared_memory(gl.int32, [TARGETS, TILE_KEYS], WORD),
+        place=gl.allocate_shared_memory(gl.int32, [TARGETS, TILE_KEYS], WORD),
         q_full=mbarrier.allocate_mbarrier(),
-        full=mbarrier.allocate_mbarrier(),
-        empty=mbarrier.allocate_mbarrier(),
-        p_full=mbarrier.allocate_mbarrier(),
-        p_empty=mbarrier.allocate_mbarrier(),
+        full=mbarrier.allocate_mbarrier(batch=STAGES),
+        empty=mbarrier.allocate_mbarrier(batch=STAGES),
+        p_full=mbarrier.allocate_mbarrier(batch=STAGES),
+        p_empty=mbarrier.allocate_mbarrier(batch=STAGES),
     )
-    mbarrier.init(shared.full, count=128)
     mbarrier.init(shared.q_full, count=2)
-    mbarrier.init(shared.empty, count=2)
-    mbarrier.init(shared.p_full, count=2)
-    mbarrier.init(shared.p_empty, count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(shared.full.index(stage), count=128 + 1)
+        mbarrier.init(shared.empty.index(stage), count=3)
+        mbarrier.init(shared.p_full.index(stage), count=1)
+        mbarrier.init(shared.p_empty.index(stage), count=2 + (LAYOUT.tail > 0))
     gl.warp_specialize(
         [
-            (differentiate, (main, tiles, shared, gl.constexpr(0), task, C)),
-            (differentiate, (main, tiles, shared, gl.constexpr(1), task, C)),
-            (gather, (main, tiles, shared, C)),
+            (differentiate, (tiles, shared, gl.constexpr(1), task, C)),
+            (differentiate, (tiles, shared, gl.constexpr(0), task, C)),
+            (score, (tiles, shared, task, C)),
+            (gather, (tiles, shared, task, C)),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 4],
+        [DIFFERENTIATE_REGISTERS, SCORE_REGISTERS, GATHER_REGISTERS],
     )

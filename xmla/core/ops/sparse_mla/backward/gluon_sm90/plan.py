@@ -2,13 +2,13 @@ from xmla.core.device import Device
 from xmla.core.op import Condition, Implementation, Problem
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import sparse_mla_backward_sm90_kernel
 from xmla.core.ops.sparse_mla.backward.stages import around, product_constants
+from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS
 from xmla.core.plan import Launch, Plan, cdiv
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     """One kernel for all products."""
-    block_h = 32 if problem["H"] <= 32 else 64
-    head_blocks = cdiv(problem["H"], block_h)
+    head_blocks = cdiv(problem["H"], TILE_HEADS.value)
     products = Launch(
         sparse_mla_backward_sm90_kernel,
         grid=(problem["T"] * head_blocks,),
@@ -25,11 +25,10 @@ def plan(problem: Problem, device: Device) -> Plan:
             "PAGE_SIZE": problem["R"],
             "LAYOUT": problem.formats["cache"],
             "HAS_LENGTHS": problem.has("lengths"),
-            "BLOCK_H": block_h,
         },
         num_stages=1,
     )
-    return around(problem, (products,), additions=head_blocks)
+    return around(problem, (products,), additions=head_blocks, paired=True)
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
