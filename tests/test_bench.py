@@ -13,6 +13,7 @@ import torch
 from kit import to_torch
 
 from xmla import torch_api
+from xmla.bench import layer
 from xmla.bench.families import Benchmark, attention_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
@@ -95,3 +96,16 @@ def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:
         (0, ["all passed"], "a commit"),
         (3, [], "a commit"),
     ]
+
+
+def test_a_layers_step_is_that_of_the_dense_formulation(device: str) -> None:
+    """Gradients, which the benchmark compares where both fit; both have arrays and products in bfloat16."""
+    torch.manual_seed(0)
+    sizes = layer.Sizes(heads=3, index_heads=2, k=8)
+    step = layer.Layer.random(sizes, 20, device)
+    found, slots = step.gradients(step.by_xmla), step.select()
+    wanted = step.gradients(lambda: step.dense(slots))
+    assert found.keys() == {"loss", *step.leaves}
+    assert all(error < 2**-5 for error in layer.difference(found, wanted).values())
+    unlike = step.gradients(lambda: step.dense(slots.flip(0)))
+    assert all(error > 2**-4 for error in layer.difference(found, unlike).values())

@@ -15,6 +15,7 @@ MOST = 3 * 2**29 - 1  # of a summand: its bound, twice that of a probability of 
 POWERS = [s * 2**b + d for b in (1, 9, 10, 28, 29) for s in (1, -1) for d in (-1, 1)]
 LIMITS = [0, 1, -1, MOST, -MOST, 2**30, -(2**30), *POWERS]
 COUNTS = [1, 2, 3, 4, 2**20 - 1, 2**20, 2**20 + 1, 2**24 - 1, 2**24 + 1, 2**25 - 1, 2**30 - 1, 2**30, 2**31 - 1]
+LAUNCH = {"enable_fp_fusion": True}  # spelled out, as by xmla: defaults differ between versions
 summands, counts = st.integers(-MOST, MOST), st.integers(1, 2**31 - 1)
 
 
@@ -63,7 +64,7 @@ def parts(x: np.ndarray, count: np.ndarray, device: str) -> tuple[np.ndarray, np
     x, count = (np.pad(a, (0, size - len(a)), mode="edge").astype(np.int32) for a in (x, count))
     given = [torch.from_numpy(a).to(device) for a in (x, count)]
     found = [torch.empty(size, dtype=torch.int32, device=device) for _ in range(3)]
-    parts_kernel[(1,)](*given, *found, N=size)
+    parts_kernel[(1,)](*given, *found, N=size, **LAUNCH)
     bits, low, high = (a.cpu().numpy().astype(np.int64) for a in found)
     return bits, low, high
 
@@ -98,7 +99,7 @@ def test_a_units_exponent_is_the_greatest_that_fits(device: str, most: int, boun
     size = triton.next_power_of_2(len(bounds))
     given = torch.tensor(bounds + [0.0] * (size - len(bounds)), dtype=torch.float32, device=device)
     found = torch.empty(size, dtype=torch.int32, device=device)
-    exponent_kernel[(1,)](given, found, MOST=most, N=size)
+    exponent_kernel[(1,)](given, found, MOST=most, N=size, **LAUNCH)
     exponents = found.cpu().numpy()[: len(bounds)]
     assert ((exponents >= -126) & (exponents <= 126)).all()
     for bound, exponent in zip(bounds, exponents, strict=True):
@@ -113,7 +114,9 @@ def sums(x: np.ndarray, count: int, paired: bool, device: str) -> np.ndarray:
     words = torch.zeros(SUM_WORDS * dims, dtype=torch.int32, device=device)
     total = torch.empty(dims, dtype=torch.float32, device=device)
     counts = torch.full((1,), count, dtype=torch.int32, device=device)
-    sum_kernel[(1,)](torch.from_numpy(x).to(device), counts, words, total, ROWS=rows, DIMS=dims, PAIRED=paired)
+    sum_kernel[(1,)](
+        torch.from_numpy(x).to(device), counts, words, total, ROWS=rows, DIMS=dims, PAIRED=paired, **LAUNCH
+    )
     return total.cpu().numpy()
 
 

@@ -428,18 +428,21 @@ def compression() -> Iterator[Benchmark]:
             yield Benchmark("compress_kv", case, ours, check, {}, 0.0, moved, sets, 2**-4)
 
 
-# Heads, dims, keys per token: the shapes of cuDNN's backward of sparse attention (V4-Flash, V4-Pro, GLM, V3.2).
-TRAINING = ((64, 512, 640), (128, 512, 1152), (64, 576, 2048), (128, 576, 2048))
+# Heads, dims, keys per token, tokens: the shapes of cuDNN's backward of sparse attention (V4-Flash, V4-Pro, GLM, V3.2),
+# fewer heads, and more tokens, whose sums exceed the L2 cache.
+TRAINING = (
+    (64, 512, 640, 4096), (128, 512, 1152, 4096), (64, 576, 2048, 4096), (128, 576, 2048, 4096), (16, 576, 2048, 4096),
+    (32, 576, 2048, 4096), (64, 576, 2048, 8192), (64, 576, 2048, 32768), (128, 576, 2048, 32768),
+)  # fmt: skip
 
 
 def training() -> Iterator[Benchmark]:
-    """Attention's derivative, of 4096 tokens over as many plain rows."""
-    tokens = keys = 4096
-    for heads, dims, k in TRAINING:
+    """Attention's derivative, over as many plain rows as tokens."""
+    for heads, dims, k, tokens in TRAINING:
         scale = dims**-0.5
         q, dout = (torch.randn(tokens, heads, d, device="cuda", dtype=torch.bfloat16) for d in (dims, 512))
-        rows = torch.randn(keys, 1, dims, device="cuda", dtype=torch.bfloat16)
-        slots = problems.chosen_keys(tokens, keys, k)
+        rows = torch.randn(tokens, 1, dims, device="cuda", dtype=torch.bfloat16)
+        slots = problems.chosen_keys(tokens, tokens, k)
         out, lse = torch_api.sparse_mla(q, rows, slots, softmax_scale=scale)
         arguments = q, rows, slots, out, lse, dout
 

@@ -58,7 +58,7 @@ def make_case(
             inputs["lengths"] = lengths
         if with_sink:
             inputs["sink"] = normal(rng, heads, dtype=F32, scale=3.0)
-            inputs["sink"][:2] = np.inf, -np.inf
+            inputs["sink"][:2] = [np.inf, -np.inf][:heads]
         if extra is not None:
             other, extra_keys, extra_entries = extra
             source = _source(rng, other, tokens, extra_keys, extra_entries, with_lengths, padding, dtype, first=1)
