@@ -70,6 +70,7 @@ docs: $(READY)
 report: $(READY)
 	$(PYTHON) -m xmla.bench.report $(RESULTS)/bench.jsonl --into docs/performance.md --pictures docs/images
 	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
+	$(PYTHON) -m xmla.bench.layer_report $(RESULTS)/layer.jsonl --into docs/training.md
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm.jsonl --into docs/vllm.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm.jsonl --into README.md --no-whole

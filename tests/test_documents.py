@@ -12,7 +12,7 @@ import pytest
 from conftest import HAS_GPU, require_tool
 
 import xmla
-from xmla.bench import picture, ranks_report, vllm_report
+from xmla.bench import layer_report, picture, ranks_report, vllm_report
 from xmla.bench.report import insert, read, report
 from xmla.command import app
 from xmla.core.registry import registry
@@ -121,6 +121,13 @@ def test_steps_over_several_gpus_are_the_committed_ones() -> None:
     page = (ROOT / "docs/ranks.md").read_text()
     assert insert(page, table, ranks_report.MARKERS) == page
     assert table.count("µs") > 20
+
+
+def test_a_layers_training_steps_are_the_committed_ones() -> None:
+    table = layer_report.report(RESULTS / "layer.jsonl")
+    page = (ROOT / "docs/training.md").read_text()
+    assert insert(page, table, layer_report.MARKERS) == page
+    assert table.count("ms") >= 5 and "out of memory" in table
 
 
 @pytest.mark.parametrize(("name", "whole", "least"), [("docs/vllm.md", True, 13), ("README.md", False, 6)])
