@@ -54,8 +54,13 @@ class Layer:
             return torch.randn(tokens, *shape, device=device, dtype=torch.bfloat16)
 
         weights = torch.rand(tokens, sizes.index_heads, device=device) / (sizes.index_heads * 128**0.5)
-        arrays = normal(sizes.heads, 576), normal(576), normal(sizes.index_heads, 128), normal(128), weights
-        return cls(sizes, *(array.requires_grad_() for array in arrays), normal(sizes.heads, 512))
+        made = cls(
+            sizes, normal(sizes.heads, 576), normal(576), normal(sizes.index_heads, 128), normal(128), weights,
+            normal(sizes.heads, 512),
+        )  # fmt: skip
+        for leaf in made.leaves.values():
+            leaf.requires_grad_()
+        return made
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
