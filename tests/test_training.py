@@ -410,6 +410,24 @@ def test_another_calls_lse_is_nan_not_garbage(device: str) -> None:
     assert np.isnan(want).any() and np.array_equal(dcache.isnan().cpu().numpy(), np.isnan(want))
 
 
+def test_another_calls_lse_is_nan_beside_a_great_sink(device: str) -> None:
+    """The probabilities in out are small then, those of the lse, by which dlse is multiplied, are not."""
+    rng = np.random.default_rng(0)
+    q, cache = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((2, 3, 576), (1, 4, 576)))
+    slots, sink = np.array([[0, 1], [2, 2]], np.int32), np.full(3, 20, np.float32)
+    out, lse = (x.float().cpu().numpy() for x in torch_api.sparse_mla(
+        *(kit.to_torch(x, device) for x in (q, cache, slots)), sink=kit.to_torch(sink, device), softmax_scale=SCALE
+    ))  # fmt: skip
+    lse[1] -= 5
+    given = q, cache, slots, out.astype(q.dtype), lse, np.ones((2, 3, 512), q.dtype), np.ones((2, 3), np.float32)
+    found = torch_api.sparse_mla_backward(
+        *(kit.to_torch(x, device) for x in given), sink=kit.to_torch(sink, device), softmax_scale=SCALE
+    )
+    want = BACKWARD.reference(*given, sink=sink, softmax_scale=SCALE)
+    assert np.isnan(want[1][0, 2]).all() and np.isfinite(want[1][0, [0, 1, 3]]).all()
+    assert np.array_equal(found[1].isnan().cpu().numpy(), np.isnan(want[1])) and found[0].isfinite().all()
+
+
 def test_a_large_gradient_costs_others_no_bit(device: str) -> None:
     """Nor does a padding row's garbage: the unit of an entry's sum follows from the tokens that name it."""
     case = BACKWARD.cases[1]

@@ -51,18 +51,19 @@ def reference(
             total = np.where(bound <= np.finfo(np.float32).max, total, np.nan)
             for source, (named, keys) in zip(sources, found, strict=True):
                 scores = softmax_scale * (query @ keys.T)
-                p = np.exp(scores - total[:, None])
+                p = own_p = np.exp(scores - total[:, None])
                 dp = upstream @ keys[:, :VALUE_DIMS].T
                 if lse_sink or sink is None:  # the lse's derivative is p
                     ds = softmax_scale * p * (dp - (delta - dlog)[:, None])
                 else:
                     own_p = np.exp(scores - own[:, None])
-                    ds = softmax_scale * (p * (dp - delta[:, None]) + (0.0 if dlse is None else own_p * dlog[:, None]))
+                    own_p = own_p if dlse is not None else np.zeros_like(p)
+                    ds = softmax_scale * (p * (dp - delta[:, None]) + own_p * dlog[:, None])
                 dq[token] += ds @ keys
                 summands = ds.T @ query
                 summands[:, :VALUE_DIMS] += p.T @ upstream
                 right = bound.sum() <= np.finfo(np.float32).max  # False of NaN
-                summands[~((p <= 2) & np.isfinite(ds) & right).all(axis=0)] = np.nan
+                summands[~((p <= 2) & (own_p <= 2) & np.isfinite(ds) & right).all(axis=0)] = np.nan
                 np.add.at(source.gradient, named, summands)
     gradients = [source.gradient.reshape(source.shape) for source in sources]
     for gradient in gradients:  # NaN of one dim is NaN of all

@@ -322,13 +322,16 @@ def score(tiles, shared, task, C: gl.constexpr):
         scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
         scores = scores * (C.SCALE * LOG2E)
         p = exp2(scores - total)
+        greatest = p
         ds = p * (dp - delta)
         if C.OWN_LSE:  # the lse's derivative is not the probability in out
-            ds += exp2(scores - lse) * dlse
+            own = exp2(scores - lse)
+            ds += own * dlse
+            greatest = gl.maximum(p, own)
         ds = ds * C.SCALE
         # The unit is chosen for probabilities; of another call's lse they may be anything.
         bit = gl.expand_dims(1 << gl.arange(0, TILE_KEYS, layout=KEYS), 0)
-        wrong = gl.where((p <= 2.0) & (gl.abs(ds) < float("inf")), 0, bit)
+        wrong = gl.where((greatest <= 2.0) & (gl.abs(ds) < float("inf")), 0, bit)
         wrong = gl.reduce(gl.reduce(wrong, 1, either), 0, either)
         if wrong != 0:
             mark(wrong, tile, shared, task)
