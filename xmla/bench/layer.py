@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -158,16 +159,15 @@ def main(
             torch.manual_seed(0)
             layer = Layer.random(sizes, count, "cuda")
             line: dict[str, Any] = {"tokens": count, "xmla": measure(layer, layer.by_xmla)}
-            found = layer.gradients(layer.by_xmla)
-            slots = layer.select()
-            line["dense"] = measure(layer, lambda layer=layer, slots=slots: layer.dense(slots))
+            dense = partial(layer.dense, layer.select())
+            line["dense"] = measure(layer, dense)
             if "ms" in line["dense"]:
-                wanted = layer.gradients(lambda layer=layer, slots=slots: layer.dense(slots))
-                line["difference"] = {name: float(f"{d:.2e}") for name, d in difference(found, wanted).items()}
+                apart = difference(layer.gradients(layer.by_xmla), layer.gradients(dense))
+                line["difference"] = {name: float(f"{d:.2e}") for name, d in apart.items()}
             print(line, flush=True)
             file.write(json.dumps(line) + "\n")
             file.flush()
-            del layer, found, slots
+            del layer, dense
             torch.cuda.empty_cache()
 
 

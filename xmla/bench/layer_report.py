@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xmla.bench.report import insert, read
+from xmla.bench.report import read, show
 
 MARKERS = "<!-- layer -->\n", "<!-- /layer -->"
 
@@ -39,10 +39,7 @@ def main(
     into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place."""
-    if into is None:
-        typer.echo(report(file))
-    else:
-        into.write_text(insert(into.read_text(), report(file), MARKERS))
+    show(report(file), into, MARKERS)
 
 
 if __name__ == "__main__":

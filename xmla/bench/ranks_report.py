@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xmla.bench.report import insert
+from xmla.bench.report import show
 
 MARKERS = "<!-- ranks -->\n", "<!-- /ranks -->"
 
@@ -70,10 +70,7 @@ def main(
     into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
 ) -> None:
     """Print the tables in Markdown, or put them in their place."""
-    if into is None:
-        typer.echo(report(file))
-    else:
-        into.write_text(insert(into.read_text(), report(file), MARKERS))
+    show(report(file), into, MARKERS)
 
 
 if __name__ == "__main__":

@@ -91,16 +91,21 @@ def insert(text: str, numbers: str, markers: tuple[str, str] = (BEGIN, END)) -> 
     return before + begin + numbers + end + rest.split(end)[1]
 
 
+def show(numbers: str, into: Path | None, markers: tuple[str, str] = (BEGIN, END)) -> None:
+    """Print `numbers`, or put them between a file's two markers."""
+    if into is None:
+        typer.echo(numbers)
+    else:
+        into.write_text(insert(into.read_text(), numbers, markers))
+
+
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSON lines written by `xmla bench`, the ops' times first.")],
     into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
     pictures: Annotated[Path | None, typer.Option(help="Draw into this folder.", exists=True)] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""
-    if into is None:
-        typer.echo(report(files))
-    else:
-        into.write_text(insert(into.read_text(), report(files)))
+    show(report(files), into)
     if pictures is not None:
         draw(files, pictures)
 

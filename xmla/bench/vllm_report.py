@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xmla.bench.report import insert, read
+from xmla.bench.report import read, show
 
 MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
 Line = dict[str, Any]
@@ -74,10 +74,7 @@ def main(
     whole: Annotated[bool, typer.Option(help="Both tables, or the speeds alone.")] = True,
 ) -> None:
     """Print the tables in Markdown, or put them in their place; ratios are speeds, above 1 xmla is faster."""
-    if into is None:
-        typer.echo(report(file, whole=whole))
-    else:
-        into.write_text(insert(into.read_text(), report(file, whole=whole), MARKERS))
+    show(report(file, whole=whole), into, MARKERS)
 
 
 if __name__ == "__main__":

@@ -36,18 +36,17 @@ def _low_bits(count):
     return tl.where(bits > 30, 30, bits)
 
 
-def _parts_of(x, bits):
-    """x as low part of so many bits, with a sign, and high part: x = low + high · 2**bits; x < 2**31 − 2**(bits−1)."""
-    high = (x + (1 << (bits - 1))) >> bits
-    return x - (high << bits), high
-
-
 exponent_within = triton.jit(_exponent_within)
 gluon_exponent_within = gluon.jit(_exponent_within)
 low_bits = triton.jit(_low_bits)
 gluon_low_bits = gluon.jit(_low_bits)
-parts_of = triton.jit(_parts_of)
-gluon_parts_of = gluon.jit(_parts_of)
+
+
+@triton.jit
+def parts_of(x, bits):
+    """x as low part of so many bits, with a sign, and high part: x = low + high · 2**bits; x < 2**31 − 2**(bits−1)."""
+    high = (x + (1 << (bits - 1))) >> bits
+    return x - (high << bits), high
 
 
 @triton.jit

@@ -47,12 +47,12 @@ class Config:
 
 
 def configure(rows: int, columns: int, k: int, device: Device) -> Config:
-    # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower includes it.
-    step = max(8, next_power_of_2(max(columns, 1)) // 16384)
     if rows <= device.num_sms:
         config = configure_few(rows, columns, k, device)
         if config is not None:
             return config
+    # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower includes it.
+    step = max(8, next_power_of_2(max(columns, 1)) // 16384)
     expected = k / step
     rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
     lanes = max(1024, next_power_of_2(4 * rank))

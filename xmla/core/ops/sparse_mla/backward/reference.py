@@ -53,11 +53,10 @@ def reference(
                 scores = softmax_scale * (query @ keys.T)
                 p = own_p = np.exp(scores - total[:, None])
                 dp = upstream @ keys[:, :VALUE_DIMS].T
-                if lse_sink or sink is None:  # the lse's derivative is p
+                if lse_sink or sink is None or dlse is None:  # the lse's derivative is p, or not used
                     ds = softmax_scale * p * (dp - (delta - dlog)[:, None])
                 else:
                     own_p = np.exp(scores - own[:, None])
-                    own_p = own_p if dlse is not None else np.zeros_like(p)
                     ds = softmax_scale * (p * (dp - delta[:, None]) + own_p * dlog[:, None])
                 dq[token] += ds @ keys
                 summands = ds.T @ query

@@ -360,6 +360,14 @@ def score(tiles, shared, task, C: gl.constexpr):
 
 
 @gluon.jit
+def start_piece(shared, stage, empty, piece):
+    """Start qᵀ·dS + doutᵀ·P of a piece of dims, [PIECE_DIMS, TILE_KEYS]."""
+    q, dout = shared.q.index(piece).permute((1, 0)), shared.dout.index(piece).permute((1, 0))
+    acc = warpgroup_mma(q, shared.ds.index(stage), empty, use_acc=False, is_async=True)
+    return warpgroup_mma(dout, shared.p.index(stage), acc, is_async=True)
+
+
+@gluon.jit
 def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
     """The left (0) or right (1) half of the dims of gradients, without the roped ones."""
     PIECES: gl.constexpr = C.pieces
@@ -403,18 +411,10 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
             add_piece(acc, piece, unit, place, task, C)
 
     wait_for_queries(shared, tiles)
-    store_dq(dq0, PART * HALF_PIECES, shared, task, C)
-    store_dq(dq1, PART * HALF_PIECES + 1, shared, task, C)
-    store_dq(dq2, PART * HALF_PIECES + 2, shared, task, C)
-    store_dq(dq3, PART * HALF_PIECES + 3, shared, task, C)
-
-
-@gluon.jit
-def start_piece(shared, stage, empty, piece):
-    """Start qᵀ·dS + doutᵀ·P of a piece of dims, [PIECE_DIMS, TILE_KEYS]."""
-    q, dout = shared.q.index(piece).permute((1, 0)), shared.dout.index(piece).permute((1, 0))
-    acc = warpgroup_mma(q, shared.ds.index(stage), empty, use_acc=False, is_async=True)
-    return warpgroup_mma(dout, shared.p.index(stage), acc, is_async=True)
+    store_dq(dq0, FIRST, shared, task, C)
+    store_dq(dq1, FIRST + 1, shared, task, C)
+    store_dq(dq2, FIRST + 2, shared, task, C)
+    store_dq(dq3, FIRST + 3, shared, task, C)
 
 
 @gluon.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
