@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.slots import keys_of, load_slots
 
 
 @triton.jit(do_not_specialize=["num_elements"])
@@ -29,13 +30,9 @@ def mark_entries_kernel(
     BLOCK: tl.constexpr,
 ):
     token = offset_of(tl.program_id(0), step)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     for first in tl.range(0, num_keys, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
-        ok = (slot >= 0) & (slot < num_slots)
+        slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK)
         # A store to a mark that many programs write waits for them; a set mark is read from the L1 cache.
         ok &= tl.load(marks_ptr + slot, mask=ok, other=1) == 0
         tl.store(marks_ptr + slot, tl.full([BLOCK], 1, tl.int8), mask=ok)

@@ -4,6 +4,7 @@ import triton.language as tl
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang.numbers import LOG2E, power_of_two
 from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.slots import keys_of, load_slots
 from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS, as_sums, exponent_within, low_bits, parts_of
 
 NOT_A_NUMBER = tl.constexpr(-1)  # in place of the references of an entry whose gradient is NaN
@@ -22,13 +23,9 @@ def count_references_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     for first in tl.range(0, num_keys, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
-        ok = (slot >= 0) & (slot < num_slots)
+        slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK)
         tl.atomic_add(references_ptr + slot, tl.full([BLOCK], 1, tl.int32), mask=ok, sem="relaxed")
 
 
@@ -84,14 +81,10 @@ def bound_values_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     greatest = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, num_keys, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
-        ok = (slot >= 0) & (slot < num_slots)
+        slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK)
         greatest = tl.maximum(greatest, tl.load(norms_ptr + slot, mask=ok, other=0.0))
     tl.store(reach_ptr + token, tl.max(greatest, 0))
 
@@ -117,13 +110,9 @@ def bound_sums_kernel(
     bound = tl.sum(of_heads, 0)  # its roundings fit in the bit above SUMMAND_BITS
     finite = bound < float("inf")
     bits = tl.where(finite, bound, 0.0).to(tl.int32, bitcast=True)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     for first in tl.range(0, num_keys, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        slot = tl.load(slots_ptr + offset_of(token, slot_stride) + offs, mask=offs < end, other=-1)
-        ok = (slot >= 0) & (slot < num_slots)
+        slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK)
         if not finite:
             tl.store(references_ptr + slot, tl.full([BLOCK], NOT_A_NUMBER, tl.int32), mask=ok)
         ok &= tl.load(bounds_ptr + slot, mask=ok, other=0) < bits  # it only grows
@@ -353,9 +342,7 @@ def sparse_mla_dq_kernel(
     )
     exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, q.dtype)
     ds_up = power_of_two(exponent)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     dq = tl.zeros([BLOCK_H, LANES], tl.float32)
     dq_tail = tl.zeros([BLOCK_H, TAIL_LANES], tl.float32)
     dq, dq_tail = add_dq(
@@ -446,9 +433,7 @@ def sparse_mla_dcache_kernel(
     tiles = tl.cdiv(num_keys, BLOCK_N)
     token = (tl.program_id(0) // tiles).to(tl.int64)
     offs_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
     ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
     data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
