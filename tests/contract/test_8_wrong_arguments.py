@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
@@ -628,6 +629,20 @@ def test_gluon_differentiates_what_it_supports() -> None:
                 with pytest.raises(UnsupportedError) as refused:
                     plan(implementation="gluon")
                 assert str(refused.value) == f"sparse_mla_backward: implementation value is 'gluon' {message}"
+
+
+def test_derivative_refuses_more_slots_than_it_can_count() -> None:
+    with FakeTensorMode(), assume_device(H200):
+        tokens = 2**20
+        q, out = (torch.empty(tokens, 1, 512, dtype=torch.bfloat16) for _ in range(2))
+        cache, lse = torch.empty(2, 64, 512, dtype=torch.bfloat16), torch.empty(tokens, 1)
+        most, more = (torch.empty(tokens, k, dtype=torch.int32) for k in (1024, 1025))
+        plan = torch_api.sparse_mla_backward.plan
+        assert plan(q, cache, most, out, lse, out, softmax_scale=0.1).launches
+        pair = {"extra_cache": cache, "extra_slots": more}
+        for name, slots, given in (("slots", more, {}), ("extra_slots", most, pair)):
+            with pytest.raises(UnsupportedError, match=rf"{name} shape is \(1048576, 1025\), .* 1073741824 slots"):
+                plan(q, cache, slots, out, lse, out, **given, softmax_scale=0.1)
 
 
 def test_gluon_logits_serve_what_they_support() -> None:

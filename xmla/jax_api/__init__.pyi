@@ -1333,7 +1333,7 @@ def sparse_mla_backward(
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
-        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
+        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128. More than 2**30 slots.
 
     Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
     (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each

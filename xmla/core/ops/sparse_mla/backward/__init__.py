@@ -1,3 +1,4 @@
+from math import prod
 from typing import Any
 
 from xmla.core.caches import mla_format
@@ -9,6 +10,9 @@ from xmla.core.ops.sparse_mla.backward.reference import reference
 from xmla.core.ops.sparse_mla.sources import check_sources, source_limits
 from xmla.core.tolerance import GRADIENT
 from xmla.core.work import Work
+
+# All can name one entry, whose summands, one for each slot and block of 64 heads, are counted in 32 bits.
+MOST_SLOTS = 2**30
 
 
 def sparse_mla_backward(
@@ -44,7 +48,7 @@ def sparse_mla_backward(
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
-        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128.
+        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128. More than 2**30 slots.
 
     Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
     (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
@@ -72,6 +76,9 @@ def check(problem: Problem) -> None:
                 cache, "format", repr(layout.name), "derivatives over plain rows, 'plain' or 'plain_v4'"
             )
     check_sources(problem)
+    for slots in ("slots", "extra_slots"):
+        if problem.has(slots) and prod(problem.specs[slots].shape) > MOST_SLOTS:
+            problem.unsupported(slots, "shape", problem.specs[slots].shape, f"at most {MOST_SLOTS} slots")
     for name in ("forward_out", "dout"):
         if problem.specs[name].dtype != problem.specs["q"].dtype:
             problem.refuse(name, "dtype", problem.specs[name].dtype, f"{problem.specs['q'].dtype}, as q")
