@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
 
 from xmla.bench.problems import DEVICE, e4m3
 from xmla.bench.timing import measure
-
-FLASH_MLA_VERSION = "sgl-flash-mla 1.0.0"  # upstream's last Hopper kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +45,33 @@ def rates(limits: Mapping[str, Ceiling]) -> dict[str, float]:
 
 def flash_mla() -> Any:
     """The FlashMLA package, or None where it is not installed."""
+    return _installed("flash_mla")
+
+
+def cudnn() -> Any:
+    """The package of cuDNN's frontend, or None where it is not installed."""
+    return _installed("cudnn")
+
+
+def _installed(package: str) -> Any:
     try:
-        return import_module("flash_mla")
+        return import_module(package)
     except ImportError:
         return None
+
+
+def peers() -> dict[str, str | None]:
+    """The distribution and version of each peer, None where it is not installed.
+
+    sgl-flash-mla 1.0.0 has upstream's last kernels for Hopper.
+    """
+    found = {"flash_mla": flash_mla(), "cudnn": cudnn()}
+    return {name: None if package is None else _distribution(name) for name, package in found.items()}
+
+
+def _distribution(package: str) -> str:
+    name = metadata.packages_distributions()[package][0]
+    return f"{name} {metadata.version(name)}"
 
 
 def flash_mla_decode(
@@ -91,3 +112,18 @@ def flash_mla_prefill(q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, 
     """FlashMLA's sparse prefill over plain rows [N, 576] or [N, 512]."""
     package = flash_mla()
     return lambda: package.flash_mla_sparse_fwd(q, rows.unsqueeze(1), slots.unsqueeze(1), scale, use_legacy=True)[0]
+
+
+def cudnn_backward(
+    q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    scale: float,
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """cuDNN's derivative of attention over rows [N, 1, L+E], by float32 atomics: dq and the rows' gradient."""
+    backward = cudnn().DSA.sparse_attention_backward_wrapper
+    no_sink = torch.full((q.shape[1],), float("-inf"), device=q.device)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        found = backward(q, rows[:, 0], out, dout, lse, no_sink, slots, softmax_scale=scale)
+        return found["dq"], found["dkv"].unsqueeze(1)
+
+    return call

@@ -22,7 +22,8 @@ LOGITS_TOLERANCE = 3e-3  # DeepGEMM's own bound, 1 − 2Σab/Σ(a²+b²) < 5e-6,
 class Benchmark:
     """One case: `ours` and `peers` are functions of an input set; flops and bytes are a call's, as the model counts.
 
-    `check` gives the error of `ours(0)` against something that shares no kernel with it.
+    `check` gives the error of `ours(0)` against something that shares no kernel with it, `peer_checks` those of peers
+    against the same.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Benchmark:
     sets: int = 1
     tolerance: float = 1e-2
     bound: str = "copy"
+    peer_checks: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -452,11 +454,17 @@ def training() -> Iterator[Benchmark]:
         def check(ours: Any = ours, arguments: Any = arguments, scale: Any = scale) -> float:
             return gradient_error(ours(0), arguments, scale)
 
+        peers: dict[str, Callable[[int], Any]] = {}
+        peer_checks: dict[str, Callable[[], float]] = {}
+        if baselines.cudnn() is not None:
+            call = baselines.cudnn_backward(*arguments, scale)
+            peers["cuDNN"] = lambda _, call=call: call()
+            peer_checks["cuDNN"] = lambda call=call, a=arguments, scale=scale: gradient_error(call(), a, scale)
         flops = 2 * tokens * heads * k * (3 * dims + 2 * 512)
         moved = tokens * k * dims * 2
         yield Benchmark(
-            "sparse_mla_backward", f"h={heads} {dims}/512 k={k} s={tokens}", ours, check, {}, flops, moved, 1,
-            bound="bf16",
+            "sparse_mla_backward", f"h={heads} {dims}/512 k={k} s={tokens}", ours, check, peers, flops, moved, 1,
+            bound="bf16", peer_checks=peer_checks,
         )  # fmt: skip
 
 

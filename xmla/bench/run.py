@@ -34,7 +34,10 @@ Line = dict[str, Any]
 HOST = "host"  # the name of the host-time cases among the ops
 
 
-def record(benchmark: "Benchmark", times: Mapping[str, "Timing"], error: float, ceiling: float) -> Line:
+def record(
+    benchmark: "Benchmark", times: Mapping[str, "Timing"], error: float, peer_errors: Mapping[str, float],
+    ceiling: float,
+) -> Line:  # fmt: skip
     """A case's line: times, rates, its ratio to each peer (> 1: faster than the peer) and its share of the ceiling."""
     ours = times["xmla"]
     seconds = ours.median * 1e-6
@@ -50,6 +53,7 @@ def record(benchmark: "Benchmark", times: Mapping[str, "Timing"], error: float, 
         "share_of_ceiling": round(work / seconds / ceiling, 3),
         "ratio_to_peer": {name: round(t.median / ours.median, 3) for name, t in times.items() if name != "xmla"},
         "relative_error": error,
+        **({"relative_error_of_peer": dict(peer_errors)} if peer_errors else {}),
     }
 
 
@@ -66,9 +70,10 @@ def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"]) -> Iterato
             for benchmark in family():
                 error = benchmark.check()
                 if error <= benchmark.tolerance:
+                    peer_errors = {name: peer_check() for name, peer_check in benchmark.peer_checks.items()}
                     times = measure({"xmla": benchmark.ours, **benchmark.peers}, benchmark.sets)
                     (ceiling,) = baselines.rates({benchmark.bound: limits[benchmark.bound]}).values()
-                    yield record(benchmark, times, error, ceiling)
+                    yield record(benchmark, times, error, peer_errors, ceiling)
                 else:
                     yield {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}
             torch.cuda.empty_cache()
@@ -133,7 +138,7 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
         raise UnsupportedError("bench: no GPU is present; times of interpreted kernels mean nothing") from None
     limits: Mapping[str, Ceiling] = {}
     first: dict[str, float] = {}
-    peer = None
+    peers: Mapping[str, str | None] = {}
     if "torch" not in absent:
         import torch
 
@@ -141,10 +146,10 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
 
         torch.manual_seed(0)
         limits = baselines.ceilings()
-        peer = baselines.FLASH_MLA_VERSION if baselines.flash_mla() else None
+        peers = baselines.peers()
         first = baselines.rates(limits)
     command = shlex.join(["xmla", "bench", *(word for op in ops or () for word in ("--op", op))])
-    head = provenance(command, commit) | {"flash_mla": peer, "ceilings": first}
+    head = provenance(command, commit) | {**peers, "ceilings": first}
     lines: list[Line] = []
     with (
         Progress(console=Console(stderr=True), transient=True) as bar,
