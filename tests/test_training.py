@@ -381,6 +381,23 @@ def test_bounds_whose_sum_over_heads_overflows_give_nan(device: str) -> None:
     kit.assert_close("dcache", dcache.float().cpu().numpy(), want, BACKWARD.outputs["dcache"].agreement)
 
 
+@pytest.mark.parametrize(("value", "upstream"), [(3e38, 1.0), (2.0**-100, 3e38), (1e25, 1e20)])
+def test_factors_of_a_bound_that_overflow_give_nan(value: float, upstream: float, device: str) -> None:
+    """The bound itself is small, and another token's are."""
+    bf16 = ml_dtypes.bfloat16
+    q, cache = np.full((2, 1, 512), 2.0**-126, bf16), np.ones((1, 2, 512), bf16)
+    slots, dout = np.array([[0], [1]], np.int32), np.ones((2, 1, 512), bf16)
+    cache[0, 0], dout[0] = value, upstream
+    tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
+    out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
+    dq, dcache, *_ = torch_api.sparse_mla_backward(*tensors, out, lse, kit.to_torch(dout, device), softmax_scale=SCALE)
+    given = (*(x.float().cpu().numpy() for x in (out, lse)), dout)
+    wanted = BACKWARD.reference(q, cache, slots, *given, softmax_scale=SCALE)
+    for found, want in zip((dq, dcache[0]), (wanted[0], wanted[1][0]), strict=True):
+        assert np.isnan(want[0]).all() and np.isfinite(want[1]).all()
+        assert found[0].isnan().all() and found[1].isfinite().all()
+
+
 def test_duplicates_and_nobody(device: str) -> None:
     """A slot that stands twice counts twice; rows without keys, and entries that nobody names, have zeros."""
     bf16 = ml_dtypes.bfloat16

@@ -46,9 +46,11 @@ def reference(
             values = np.concatenate([keys[:, :VALUE_DIMS] for _, keys in found])
             reach = np.linalg.norm(np.where(np.isfinite(values), values, 0.0), axis=1).max(initial=0)
             norm = np.linalg.norm(upstream, axis=1)
-            slope = softmax_scale * (norm * reach + np.abs(delta) + np.abs(dlog))
+            reaches = norm * reach + np.abs(delta) + np.abs(dlog)
+            slope = softmax_scale * reaches
             bound = slope * np.abs(query).max(axis=1) + np.abs(upstream).max(axis=1)
-            total = np.where(bound <= np.finfo(np.float32).max, total, np.nan)
+            greatest = np.maximum.reduce([norm, np.full(heads, reach), reaches, slope, bound])
+            total = np.where(greatest <= np.finfo(np.float32).max, total, np.nan)
             for source, (named, keys) in zip(sources, found, strict=True):
                 scores = softmax_scale * (query @ keys.T)
                 p = own_p = np.exp(scores - total[:, None])
