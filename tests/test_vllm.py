@@ -10,6 +10,7 @@ import torch
 from xmla import UnsupportedError
 from xmla import torch_api as xt
 from xmla.vllm import indexer
+from xmla.vllm.refusals import refuse
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
 
@@ -38,11 +39,11 @@ def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return xt.quantize_indexer_query(heads.to(device), weights.to(device))
 
 
-def selected(step: Any, cache: torch.Tensor, tokens: int, device: str) -> np.ndarray:
+def selected(step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1) -> np.ndarray:
     found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
     keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
     buffers = keys, torch.empty(256, device=device), torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-    indexer.select(step, *query(tokens, device), cache, found, buffers)
+    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio)
     return found.cpu().numpy()
 
 
@@ -64,7 +65,10 @@ def decodes(seq_lens: list[list[int]], new: list[int], table: torch.Tensor, devi
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         decode_lens=ints(*new, device=device),
     )
-    return SimpleNamespace(num_decodes=len(new), num_decode_tokens=sum(new), num_prefills=0, decode=decode)
+    lengths = ints(*(row[-1] for row in seq_lens), device=device)
+    return SimpleNamespace(
+        num_decodes=len(new), num_decode_tokens=sum(new), num_prefills=0, decode=decode, seq_lens=lengths
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 8])
@@ -86,6 +90,28 @@ def test_decodes_of_different_numbers_of_tokens(new: list[int], device: str) -> 
     tokens = visible(lengths, new)
     got = selected(decodes(seq_lens, new, table, device), cache, len(tokens), device)
     assert np.array_equal(got, wanted(tokens, cache, table, device))
+
+
+@pytest.mark.parametrize("new", [[2, 2, 2], [3, 1, 2]])
+def test_decodes_over_keys_of_four_tokens(new: list[int], device: str) -> None:
+    """V4's metadata has lengths in keys, and the requests' own in tokens."""
+    tokens, most = [83, 38, 124], max(new)
+    cache, table = make([n // 4 for n in tokens], device)
+    seq_lens = [[max(0, n - most + 1 + j) // 4 for j in range(most)] for n in tokens]
+    step = decodes(seq_lens, new, table, device)
+    step.seq_lens = ints(*tokens, device=device)
+    seen = [(request, keys // 4) for request, keys in visible(tokens, new)]
+    assert np.array_equal(selected(step, cache, len(seen), device, 4), wanted(seen, cache, table, device))
+
+
+def test_a_prefill_without_a_key_selects_none(device: str) -> None:
+    """No chunk has it: less than 4 tokens."""
+    cache, table = make([8], device)
+    step = decodes([[8]], [1], table, device)
+    step.num_prefills, step.num_prefill_tokens, step.prefill = 1, 3, SimpleNamespace(chunks=[])
+    got = selected(step, cache, 4, device, 4)
+    assert np.array_equal(got[:1], wanted([(0, 8)], cache, table, device))
+    assert (got[1:] == -1).all()
 
 
 def test_decodes_that_vllm_made_a_request_of_each_token(device: str) -> None:
@@ -116,6 +142,7 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
         )  # fmt: skip
 
     step = decodes([[20]], [1], table[:1], device)
+    step.num_prefill_tokens = len(tokens) - 1
     step.num_prefills, step.prefill = 2, SimpleNamespace(chunks=[chunk(1, 7, False), chunk(7, 14, True)])
     assert np.array_equal(selected(step, cache, 14, device), wanted(tokens, cache, table, device))
 
@@ -123,7 +150,7 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
 @pytest.mark.parametrize(
     ("changed", "backend", "told"),
     [
-        ({}, "DEEPSEEK_V4_INDEXER", "the indexer of DEEPSEEK_V4_INDEXER"),
+        ({}, "DEEPSEEK_V41_INDEXER", "the indexer of DEEPSEEK_V41_INDEXER"),
         ({"use_fp4_cache": True}, "DEEPSEEK_V32_INDEXER", "MXFP4 keys of the indexer"),
         (
             {"dcp_world_size": 2, "use_pcp": True},
@@ -134,8 +161,9 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
 )
 def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, told: str) -> None:
     served = {"use_fp4_cache": False, "dcp_world_size": 1, "use_pcp": False}
-    indexer.refuse(served, "DEEPSEEK_V32_INDEXER")
+    for known in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"):
+        refuse(indexer.unserved(served, known))
     with pytest.raises(UnsupportedError) as raised:
-        indexer.refuse(served | changed, backend)
+        refuse(indexer.unserved(served | changed, backend))
     message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert str(raised.value) == message

@@ -17,6 +17,7 @@ from vllm.platforms import cuda  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
+from xmla import UnsupportedError  # noqa: E402
 from xmla.vllm import seam  # noqa: E402
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -31,6 +32,32 @@ def refused(capability: tuple[int, int], cache: str, use_sparse: bool) -> list[s
     return backend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
 
 
+def v4_layers(backend: str) -> str:
+    """The class of DeepSeek-V4's attention for a backend that the user names, or why there is none."""
+    from vllm.models.deepseek_v4.nvidia import model
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    named = AttentionBackendEnum[backend] if backend != "None" else None
+    try:
+        return model._select_dsv4_attn_cls(SimpleNamespace(attention_config=SimpleNamespace(backend=named))).__name__
+    except UnsupportedError as error:
+        return str(error)
+
+
+def v4_unserved() -> str:
+    """What a layer says of a model with images that DSpark drafts for, or of any where V4 is not served."""
+    drafts, images = SimpleNamespace(use_dspark=lambda: True), SimpleNamespace(vision_n_layers=1)
+    config = SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace(hf_config=images))
+    config.attention_config = SimpleNamespace(backend=None)
+    from vllm.models.deepseek_v4.nvidia import model
+
+    try:
+        model._select_dsv4_attn_cls(config)(config)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def choose() -> None:
     seam.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
     for _ in range(2):  # vLLM may load a plugin several times
@@ -40,7 +67,8 @@ def choose() -> None:
         found = {
             name: {f"sm_{major}{minor}": refused((major, minor), *case) for major, minor in CAPABILITIES}
             for name, case in cases.items()
-        }
+        } | {"v4": {name: v4_layers(name) for name in ("None", "CUSTOM", "FLASHMLA_SPARSE_DSV4")}}
+        found["unserved"] = v4_unserved()
     print(json.dumps(found))
 
 

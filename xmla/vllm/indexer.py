@@ -2,7 +2,7 @@
 
 vLLM's metadata of a step has the decodes first, flat or as [requests, tokens], and then the prefills in chunks whose
 keys fit a buffer. Decodes select over pages. A chunk of prefill gathers the keys of its requests once: its many tokens
-share them.
+share them. In DeepSeek-V4 a key stands for 4 tokens, and its compressor has written it.
 """
 
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
-from xmla.core.errors import UnsupportedError
+from xmla.vllm.refusals import refuse
+
+SERVED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER")
 
 
 def run(call: dict[str, Any]) -> torch.Tensor:
@@ -23,7 +25,8 @@ def run(call: dict[str, Any]) -> torch.Tensor:
 
     context = get_forward_context()
     name = _resolve_layer_name(call["k_cache_prefix"])
-    refuse(call, context.no_compile_layers[name].get_attn_backend().get_name())
+    layer = context.no_compile_layers[name]
+    refuse(unserved(call, layer.get_attn_backend().get_name()))
     buffers = reserve(call["total_seq_lens"], call["head_dim"])
     if isinstance(context.attn_metadata, dict):
         step = context.attn_metadata[name]
@@ -31,23 +34,18 @@ def run(call: dict[str, Any]) -> torch.Tensor:
             tokens = step.slot_mapping.shape[0]  # the keys may be padded
             xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"])
         query = call["q_quant"], call["weights"].float()
-        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers)
+        ratio = getattr(layer, "compress_ratio", 1)
+        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio)
     return call["topk_indices_buffer"]
 
 
-def refuse(call: dict[str, Any], backend: str) -> None:
-    """Raise UnsupportedError for what xmla does not serve: vLLM's own op cannot take over, it has no schedule."""
-    reasons = {
-        f"the indexer of {backend}": backend != "DEEPSEEK_V32_INDEXER",
+def unserved(call: dict[str, Any], backend: str) -> dict[str, bool]:
+    return {
+        f"the indexer of {backend}": backend not in SERVED,
         "MXFP4 keys of the indexer": call["use_fp4_cache"],
         "decode context parallelism": call["dcp_world_size"] > 1,
         "prefill context parallelism": call["use_pcp"],
     }
-    found = [reason for reason, there in reasons.items() if there]
-    if found:
-        raise UnsupportedError(
-            f"xmla.vllm: not served: {', '.join(found)}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
-        )
 
 
 def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,16 +60,21 @@ def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def select(
     step: Any, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, selected: torch.Tensor,
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ratio: int = 1,
 ) -> None:  # fmt: skip
-    """Write the positions that each token of the step selects to its row of `selected` [T, K]."""
+    """Write the positions that each token of the step selects to its row of `selected` [T, K].
+
+    A key stands for `ratio` tokens. Lengths of the metadata count keys, but for `step.seq_lens`.
+    """
     keys, key_scales, scratch = buffers
     memory = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}
     if step.num_decodes:
         rows = slice(step.num_decode_tokens)
-        lengths, requests = decode_lengths(step.decode, step.num_decode_tokens)
+        lengths, requests = decode_lengths(step, ratio)
         table = step.decode.block_table
         xt.indexer_topk_paged(q8[rows], weights[rows], cache, table, lengths, requests, out=selected[rows], **memory)
+    if step.num_prefills and ratio > 1:  # no chunk has requests of less than `ratio` tokens
+        selected[step.num_decode_tokens :][: step.num_prefill_tokens] = -1
     for chunk in step.prefill.chunks if step.num_prefills else ():
         if not chunk.skip_kv_gather:  # else the buffers hold them: more tokens of the same requests
             gather(chunk, cache, keys, key_scales)
@@ -81,17 +84,18 @@ def select(
         xt.indexer_topk(q8[rows], weights[rows], *held, starts, ends, out=selected[rows], **memory)
 
 
-def decode_lengths(decode: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def decode_lengths(step: Any, ratio: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Visible keys of each token, and its request unless all have equally many: neighbours then share keys' tiles.
 
     `decode.seq_lens` is [requests, n], for the n tokens of a request or for the most that one has. Or vLLM made a
     request of each token.
     """
+    decode, tokens = step.decode, step.num_decode_tokens
     if decode.seq_lens.numel() == tokens:
         return decode.seq_lens.reshape(-1), None
     starts = torch.nn.functional.pad(decode.decode_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    _, requests, lengths = xt.split_batch(starts, decode.seq_lens[:, -1].contiguous(), num_tokens=tokens)
-    return lengths, requests
+    _, requests, lengths = xt.split_batch(starts, step.seq_lens[: step.num_decodes], num_tokens=tokens)
+    return lengths // ratio, requests
 
 
 def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:

@@ -1,0 +1,157 @@
+"""Attention of DeepSeek-V4's layers over the window's cache and the compressed one: `map_slots`, `sparse_mla`.
+
+Metadata, caches and their writers are vLLM's. V4's layers take no backend: each is an instance of a class of vLLM,
+which is derived from here.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.models.deepseek_v4.nvidia.flashmla import (
+    DeepseekSparseSWAFlashMLABackend,
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+    DeepseekV4FlashMLAAttention,
+)
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from xmla import torch_api as xt
+from xmla.core.formats.mla import V4, VALUE_DIMS
+from xmla.vllm.backend import REUSE, SPLIT_TOKENS
+from xmla.vllm.refusals import refuse
+
+log = init_logger("vllm.xmla")
+REPLACED = "indexer logits and top-k, slots, sparse MLA of prefill and decode over both caches"
+LEFT = (
+    "rotation and quantisation of queries, writers of all caches with the compressors, selection where top-k is all "
+    "entries, slots of the window, the output's inverse rotation and projection, mHC"
+)
+PAGE = 64  # entries on a page of the window's cache in vLLM
+LARGE = 1 << 20  # pages
+
+
+class XmlaWindowBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+    """vLLM's metadata of the window, without FlashMLA's schedules, which only its own architectures have."""
+
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
+        return super().build_tile_scheduler(0)
+
+
+class XmlaWindowBackend(DeepseekSparseSWAFlashMLABackend):
+    @staticmethod
+    def get_builder_cls() -> type:
+        return XmlaWindowBuilder
+
+
+class XmlaV4Attention(DeepseekV4FlashMLAAttention):
+    """FlashMLA's layer with another kernel. Its memory is vLLM's workspace, which is reserved here."""
+
+    swa_backend_cls = XmlaWindowBackend
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        refuse(unserved(vllm_config))
+        super().__init__(vllm_config, *args, **kwargs)
+        log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
+        tokens, widths = self.max_num_batched_tokens, self.entry_widths()
+        self.entry_slots = max(widths)
+        self.reserved = workspace_bytes(self.padded_heads, self.window_size, widths, tokens, self.attn_sink.device)
+        self.workspace(tokens)
+
+    def entry_widths(self) -> tuple[int, ...]:
+        """Slots of compressed entries that a token may have in a step: of all entries a power of two from 128 on."""
+        if self.compress_ratio <= 1:
+            return (0,)
+        if self.compress_ratio == 4:
+            return (self.topk_indices_buffer.shape[1],)
+        most = -(-self.max_model_len // (self.compress_ratio * 128)) * 128
+        return (*(128 << i for i in range(most.bit_length()) if 128 << i < most), most)
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        return num_heads
+
+    def workspace(self, tokens: int) -> list[torch.Tensor]:
+        """Of a call: scratch memory, lse, slots of compressed entries and their counts."""
+        return current_workspace_manager().get_simultaneous(
+            ((self.reserved,), torch.uint8),
+            ((tokens, self.padded_heads), torch.float32),
+            ((tokens, self.entry_slots), torch.int32),
+            ((tokens,), torch.int32),
+        )
+
+    def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
+        """Attention of q [T, H, 512] to `output`. The window's cache has `kv` already."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # the profile run's
+            output.zero_()
+            return
+        step, compressed = metadata[self.swa_cache_layer.prefix], metadata.get(self.prefix)
+        first, prefilled = step.num_decode_tokens, step.num_prefill_tokens
+        if first:
+            slots = step.decode_swa_indices, step.decode_swa_lens
+            self.attend(q, output, slice(first), slots, compressed, decodes=True)
+        if prefilled:
+            slots = step.prefill_swa_indices, step.prefill_swa_lens
+            self.attend(q, output, slice(first, first + prefilled), slots, compressed, decodes=False)
+
+    def attend(
+        self, q: torch.Tensor, output: torch.Tensor, part: slice, window: tuple[torch.Tensor, torch.Tensor],
+        compressed: Any, decodes: bool,
+    ) -> None:  # fmt: skip
+        """The tokens of `part`, with their slots in the window's cache [n, 1, K] and the number of them [n]."""
+        slots, counts = window
+        scratch, lse, *entries = self.workspace(len(counts))
+        extra: tuple[torch.Tensor | None, ...] = None, None, None
+        if compressed is not None:
+            extra = self.kv_cache, *self.entries(compressed, part, decodes, *entries)
+        cache, results = self.swa_cache_layer.kv_cache, (output[part], lse)
+        xt.sparse_mla(
+            q[part], cache, slots.squeeze(1), counts, self.attn_sink, *extra, softmax_scale=self.scale, out=results,
+            workspace=scratch,
+        )  # fmt: skip
+
+    def entries(
+        self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [n, K] of the compressed entries of each token and the number of them: the metadata's or the memory."""
+        every = self.compress_ratio > 4
+        if every and decodes:
+            return compressed.c128a_global_decode_topk_indices.squeeze(1), compressed.c128a_decode_topk_lens
+        positions = compressed.c128a_prefill_topk_indices if every else self.topk_indices_buffer[part]
+        table, requests = compressed.block_table, compressed.req_id_per_token[part]
+        slots = slots.flatten()[: positions.numel()].view_as(positions)
+        xt.map_slots(positions, table, requests, page_size=self.kv_cache.shape[1], out=(slots, counts))
+        return slots, counts
+
+
+def unserved(vllm_config: Any) -> dict[str, bool]:
+    drafts, config = vllm_config.speculative_config, vllm_config.model_config.hf_config
+    return {
+        "DSpark": drafts is not None and drafts.use_dspark(),
+        "images of DeepSeek-V4": getattr(config, "vision_n_layers", 0) > 0,
+    }
+
+
+@lru_cache
+def workspace_bytes(heads: int, window: int, widths: tuple[int, ...], tokens: int, device: torch.device) -> int:
+    """The most scratch memory of `sparse_mla` with up to this many tokens, over pools of any size.
+
+    Memory grows with splits, which few tokens have. Without a second cache it also grows with the entries of a pool
+    small enough to be dequantised first.
+    """
+    sizes = [(count, LARGE) for count in range(1, min(tokens, SPLIT_TOKENS) + 1)]
+    sizes.append((tokens, max(1, tokens * window // (REUSE * PAGE))))
+    with FakeTensorMode():
+        return max(planned_bytes(count, heads, window, n, pages, device) for count, pages in sizes for n in widths)
+
+
+def planned_bytes(tokens: int, heads: int, window: int, entries: int, pages: int, device: torch.device) -> int:
+    q = torch.empty(tokens, heads, VALUE_DIMS, dtype=torch.bfloat16, device=device)
+    cache = torch.empty(pages, PAGE, V4.row, dtype=torch.uint8, device=device)
+    sink = torch.empty(heads, dtype=torch.float32, device=device)
+    slots, more = (torch.empty(tokens, width, dtype=torch.int32, device=device) for width in (window, entries))
+    extra = (cache, more) if entries else (None, None)
+    return xt.sparse_mla.plan(q, cache, slots, None, sink, *extra, softmax_scale=1.0).workspace_bytes
