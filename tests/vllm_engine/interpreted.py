@@ -6,6 +6,7 @@ The wheels of vLLM for CUDA have no CPU kernels; what the worker calls of them i
 import os
 from typing import Any
 
+import interpreted_v4
 import torch
 
 
@@ -49,7 +50,9 @@ def make_platform() -> type:
             )
             super().check_and_update_config(vllm_config)
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, tokens
-            cache.enable_prefix_caching, cache.block_size = prefixes, 64
+            cache.enable_prefix_caching = prefixes
+            if cache.block_size < 64:  # V4's is 256
+                cache.block_size = 64
             vllm_config.parallel_config.worker_cls = f"{__name__}.Worker"
 
     return InterpretedPlatform
@@ -74,6 +77,9 @@ def make_worker() -> type:
         def init_device(self) -> None:
             super().init_device()
             workspace.init_workspace_manager(torch.device("cpu"))
+            if "DeepseekV4ForCausalLM" in self.model_config.architectures:
+                define(interpreted_v4.FUSED_INSERT, interpreted_v4.fused_insert)
+                interpreted_v4.install()
 
     return Worker
 

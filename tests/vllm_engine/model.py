@@ -1,4 +1,4 @@
-"""Small DeepSeek-V3.2 models with random weights, saved by transformers' own class, and a layer that drafts."""
+"""Small DeepSeek-V3.2 and V4 models with random weights, saved by transformers' classes, and a layer that drafts."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
 
 TINY = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
@@ -17,6 +17,14 @@ TINY = {
     "qk_nope_head_dim": 64, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 3,
     "index_n_heads": 4, "index_head_dim": 128, "index_topk": 64, "max_position_embeddings": 512, "eos_token_id": 1,
     "bos_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+# A layer of each kind: the window alone, with every 4 and with every 128 tokens compressed to an entry.
+TINY_V4 = {
+    "vocab_size": 256, "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"], "num_attention_heads": 4, "q_lora_rank": 64, "o_groups": 2,
+    "o_lora_rank": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "index_n_heads": 4,
+    "index_topk": 16, "max_position_embeddings": 1024, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 # Attention as in the real model; width, depth, experts and vocabulary are less. vLLM asks for the last two by name.
 LARGE = TINY | {
@@ -29,6 +37,7 @@ LARGE = TINY | {
 # Standard deviations of weights; unit gain where there is none.
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
+SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
 # Attention looks at tens of keys, not at all alike, and adds as much as a token's embedding; experts, whose choice has
 # ties, add a third of it.
 LARGE_SCALES = {"embed_tokens": 1.0, "q_b_proj": 1.5 * 1536**-0.5, "o_proj": 2 * 16384**-0.5, "down_proj": 0.011}
@@ -55,6 +64,22 @@ def save(
     model.save_pretrained(folder)
 
 
+def save_v4(folder: Path) -> None:
+    """Save a model of V4. Routed experts add nothing, as in the tests' vLLM, which has no kernel for them."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = DeepseekV4ForCausalLM(DeepseekV4Config(**TINY_V4)).to(torch.bfloat16)
+        for name, weights in model.named_parameters():
+            if name.endswith("experts.down_proj"):
+                weights.zero_()
+            elif name.endswith("sinks"):
+                weights.normal_()
+            elif weights.dim() >= 2 and "hc" not in name:
+                named = [SCALES_V4[part] for part in name.split(".")[-2:] if part in SCALES_V4]
+                weights.normal_(0, named[0] if named else weights.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+
+
 def add_draft_layer(folder: Path) -> None:
     """A copy of the last layer as a layer of multi-token prediction, over the sum of embedding and hidden state."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
@@ -70,6 +95,28 @@ def add_draft_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
+def add_v4_draft_layer(folder: Path) -> None:
+    """The same for V4, by its checkpoint's names, of the layer without compressed entries."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    weights, width = load_file(file), config["hidden_size"]
+    copied = {"model.layers.0.": "mtp.0.", "model.hc_head.hc_": "mtp.0.hc_head_"}
+    copied |= {"head.": "mtp.0.head.", "model.norm.": "mtp.0.norm.", "model.embed_tokens.": "mtp.0.emb.tok_emb."}
+    for name, weight in [*weights.items()]:
+        for old, new in copied.items():
+            if name.startswith(old) and ".experts." not in name and ".gate." not in name:
+                weights[name.replace(old, new).replace(".attn.norm.", ".attn.kv_norm.")] = weight.clone()
+    for part in ("e", "h"):
+        weights[f"mtp.0.{part}norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
+        weights[f"mtp.0.{part}_proj.weight"] = torch.eye(width, dtype=torch.bfloat16)
+    save_file(weights, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
 if __name__ == "__main__":
-    save(Path(sys.argv[1]))
-    add_draft_layer(Path(sys.argv[1]))
+    out, version = Path(sys.argv[1]), sys.argv[2]
+    if version == "v4":
+        save_v4(out)
+        add_v4_draft_layer(out)
+    else:
+        save(out)
+        add_draft_layer(out)

@@ -31,8 +31,13 @@ def counted(name: str, implementation: str | None) -> Any:
     return call
 
 
-def prompts() -> dict[str, list[int]]:
-    """Requests by name: of two chunks of prefill, of fewer tokens than are selected, and with a page in common.
+# By the model's type: tokens on a page, and where the streams of the prompts begin.
+PAGES = {"deepseek_v32": 64, "deepseek_v4": 256}
+STARTS = {"deepseek_v32": (10, 21, 17, 6), "deepseek_v4": (22, 28, 18, 10)}
+
+
+def prompts(kind: str) -> dict[str, list[int]]:
+    """Requests by name: of several chunks of prefill, of fewer tokens than are selected, and with a page in common.
 
     The streams are those whose next tokens are not nearly tied in the model.
     """
@@ -40,11 +45,12 @@ def prompts() -> dict[str, list[int]]:
     def stream(start: int, length: int) -> list[int]:
         return [(7 * i * i + 3 * i) % 250 + 2 for i in range(start, start + length)]
 
+    page, (long, short, late, end) = PAGES[kind], STARTS[kind]
     return {
-        "long": stream(10, 100),
-        "short": stream(21, 7),
-        "late": stream(17, 45),
-        "prefix": stream(10, 70) + stream(6, 9),
+        "long": stream(long, page + 36),
+        "short": stream(short, 7),
+        "late": stream(late, 45),
+        "prefix": stream(long, page + 6) + stream(end, 9),
     }
 
 
@@ -63,12 +69,14 @@ def serve(
 
         backend.REUSE, backend.rows_are_faster = 1, lambda heads: True
 
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    page = PAGES[kind]
     arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,
-            max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True,
-            enable_prefix_caching=True, block_size=64, compilation_config={"custom_ops": ["none"]}, **arguments,
+            max_model_len=2 * page + 128, max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True,
+            enable_prefix_caching=True, block_size=page, compilation_config={"custom_ops": ["none"]}, **arguments,
         )
     )  # fmt: skip
     parameters = SamplingParams(temperature=0, max_tokens=5, logprobs=1, detokenize=False, ignore_eos=True)
@@ -78,7 +86,7 @@ def serve(
     logprobs: dict[str, list[float]] = {}
     step = cached = 0
     while engine.has_unfinished_requests() or step <= max(joins.values()):
-        for name, tokens_in in prompts().items():
+        for name, tokens_in in prompts(kind).items():
             if joins[name] == step:
                 engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters)
         step += 1
@@ -90,7 +98,9 @@ def serve(
                 logprobs[result.request_id] = [found[token].logprob for token, found in pairs]
                 cached += result.num_cached_tokens or 0
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
-    kinds = sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
+    # V4's layers are attention themselves; what holds a cache for one has no `forward_mqa`.
+    attention = [getattr(layer, "impl", layer) for layer in layers]
+    kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
     out.write_text(
         json.dumps({"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds})
     )
