@@ -55,7 +55,8 @@ def record(out: Path, file: str, log: str, commit: str | None, command: Sequence
 def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: Seconds = 3600) -> None:  # noqa: B006
     """The whole suite, or parts of it: ranks with all GPUs, far strides and the rest with a GPU a worker."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-q", "-rfs", "--tb=short", "--show-capture=no"]
+    # Every test is named as it ends, so that a run that is cut short tells what it has run.
+    pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-v", "-rfs", "--tb=short", "--show-capture=no"]
     pytest += ["-p", "no:cacheprovider", "--durations=20"]
     workers = {"ranks": 2, "far": 2 * gpus}
     apart = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE)]

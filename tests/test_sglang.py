@@ -4,6 +4,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import kit
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ import xmla.sglang
 from xmla import UnsupportedError
 from xmla import torch_api as xt
 from xmla.compat import deep_gemm
+from xmla.core.tolerance import LOGITS
 from xmla.sglang import attention, indexer
 
 PAGE, PAGES, HEADS, DIM, ENTRY, LATENT, K = 64, 6, 3, 128, 576, 512, 8
@@ -131,7 +133,7 @@ def test_logits_of_decodes(device: str) -> None:
     assert got.shape == (3, 3 * PAGE) and got.stride(0) % 4 == 0
     wanted = xt.indexer_logits_paged(q8, weights, cache, table, context_lens[:, 0], implementation="reference")
     for row, (n, want) in enumerate(zip(lengths, wanted, strict=True)):
-        torch.testing.assert_close(got[row, :n], want[:n], rtol=1e-4, atol=1e-4)
+        kit.assert_close("logits", got[row, :n], want[:n], LOGITS)
 
 
 def test_another_kernel_of_the_logits_is_refused() -> None:
