@@ -46,10 +46,10 @@ def host_rows(lines: list[dict[str, Any]]) -> list[str]:
 def origin(head: dict[str, Any]) -> str:
     """Where the figures of one file come from."""
     limits, versions = head["ceilings"], head["versions"]
-    peers = [head.get(name) for name in ("flash_mla", "cudnn")]
+    peers = [head[name] for name in ("flash_mla", "cudnn") if head.get(name)]
+    packages = [f"torch {versions['torch']}", f"Triton {versions['triton']}", *peers]
     return (
-        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
-        f"{', '.join([f'torch {versions["torch"]}', f'Triton {versions["triton"]}', *filter(None, peers)])}. "
+        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, {', '.join(packages)}. "
         f"Ceilings when the run began: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
     )
