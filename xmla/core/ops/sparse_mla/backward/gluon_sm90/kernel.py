@@ -35,8 +35,10 @@ from xmla.core.lang.sums import gluon_low_bits as low_bits
 from xmla.core.ops.sparse_mla.backward.kernels import NOT_A_NUMBER, WORDS
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS, offsets
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns, exp2
+from xmla.core.plan import cdiv
 
 TILE_KEYS = gl.constexpr(32)
+MMA_K = 16  # of a wgmma's 16-bit operands
 STAGES = gl.constexpr(2)  # of entries, and of P and dS
 TARGETS = gl.constexpr(4)  # tiles of which it is known where to add: those are read for longer than entries
 PIECE_DIMS = gl.constexpr(64)
@@ -115,6 +117,11 @@ class Constants:
     @property
     def pieces(self) -> int:
         return self.LAYOUT.dims // PIECE_DIMS.value
+
+    @property
+    def summed_heads(self) -> int:
+        """Heads over which entries' gradients are summed: a product's rows past the last head are zeros."""
+        return min(cdiv(self.HEADS, MMA_K) * MMA_K, TILE_HEADS.value)
 
 
 @gluon.constexpr_function
@@ -343,8 +350,7 @@ def score(tiles, shared, task, C: gl.constexpr):
         mbarrier.arrive(shared.p_full.index(stage), count=1)
         if C.LAYOUT.tail:
             ds = shared.ds.index(stage)
-            q = shared.q.index(VALUE_PIECES).permute((1, 0))
-            gradient = warpgroup_mma(q, ds, empty, use_acc=False, is_async=True)
+            gradient = start_gradient(shared.q.index(VALUE_PIECES), ds, empty, False, C)
             dq = warpgroup_mma(ds, shared.entries.index(first + VALUE_PIECES), dq, is_async=True)
             unit = shared.unit.index(tile % TARGETS).load(KEYS)
             place = shared.place.index(tile % TARGETS).load(KEYS)
@@ -360,11 +366,18 @@ def score(tiles, shared, task, C: gl.constexpr):
 
 
 @gluon.jit
-def start_piece(shared, stage, empty, piece):
+def start_gradient(rows, factors, acc, use_acc: gl.constexpr, C: gl.constexpr):
+    """Start acc + rowsᵀ·factors [PIECE_DIMS, TILE_KEYS], sums over heads."""
+    HEADS: gl.constexpr = C.summed_heads
+    rows, factors = rows.slice(0, HEADS, 0).permute((1, 0)), factors.slice(0, HEADS, 0)
+    return warpgroup_mma(rows, factors, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def start_piece(shared, stage, empty, piece, C: gl.constexpr):
     """Start qᵀ·dS + doutᵀ·P of a piece of dims, [PIECE_DIMS, TILE_KEYS]."""
-    q, dout = shared.q.index(piece).permute((1, 0)), shared.dout.index(piece).permute((1, 0))
-    acc = warpgroup_mma(q, shared.ds.index(stage), empty, use_acc=False, is_async=True)
-    return warpgroup_mma(dout, shared.p.index(stage), acc, is_async=True)
+    acc = start_gradient(shared.q.index(piece), shared.ds.index(stage), empty, False, C)
+    return start_gradient(shared.dout.index(piece), shared.p.index(stage), acc, True, C)
 
 
 @gluon.jit
@@ -391,7 +404,7 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
         fence_async_shared()
         ds = shared.ds.index(stage)
         keys = stage * PIECES + FIRST
-        acc = start_piece(shared, stage, empty, FIRST)
+        acc = start_piece(shared, stage, empty, FIRST, C)
         dq0 = warpgroup_mma(ds, shared.entries.index(keys), dq0, is_async=True)
         dq1 = warpgroup_mma(ds, shared.entries.index(keys + 1), dq1, is_async=True)
         dq2 = warpgroup_mma(ds, shared.entries.index(keys + 2), dq2, is_async=True)
@@ -403,7 +416,7 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
         dq0, dq1, dq2, dq3 = warpgroup_mma_wait(0, deps=[dq0, dq1, dq2, dq3])
         mbarrier.arrive(shared.empty.index(stage), count=1)
         for piece in range(FIRST + 1, LAST):
-            acc = start_piece(shared, stage, empty, piece)
+            acc = start_piece(shared, stage, empty, piece, C)
             unit = shared.unit.index(tile % TARGETS).load(KEYS)
             place = shared.place.index(tile % TARGETS).load(KEYS)
             acc = warpgroup_mma_wait(0, deps=[acc])
