@@ -249,6 +249,27 @@ def test_the_order_of_tokens_does_not_change_a_bit_of_the_keys_gradients(op: Op,
             np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
 
 
+def test_the_workspace_does_not_change_a_bit(device: str) -> None:
+    """The target of all five tokens, of four and one, of two, two and one, of each alone."""
+    case = next(case for case in LOSS.cases if "workspace_bytes" in case.attrs)
+    arguments = kit.torch_inputs(LOSS, kit.make(case), device)
+    attrs = {name: value for name, value in case.attrs.items() if name != "workspace_bytes"}
+    whole = torch_api.indexer_loss(*arguments, **attrs)
+    assert all(bool(result.any()) for result in whole)
+    least = case.attrs["workspace_bytes"] - 256
+    for workspace_bytes, parts in ((least + 768, 2), (least + 256, 3), (least, 5)):
+        given = attrs | {"workspace_bytes": workspace_bytes}
+        plan = torch_api.indexer_loss.plan(*arguments, **given)
+        assert plan.workspace_bytes <= workspace_bytes
+        assert [launch.name for launch in plan.launches].count("measure_kernel") == parts
+        for name, a, b in zip(LOSS.outputs, whole, torch_api.indexer_loss(*arguments, **given), strict=True):
+            kit.assert_bits_equal(name, b, a)
+    with pytest.raises(
+        UnsupportedError, match=f"workspace_bytes value is {least - 1}, supported: at least {least} for these sizes"
+    ):
+        torch_api.indexer_loss(*arguments, **attrs, workspace_bytes=least - 1)
+
+
 @WAYS
 def test_documents_of_a_packed_batch_are_apart(chosen: int | None, device: str) -> None:
     """A batch's loss is that of its documents, and what another document holds does not matter."""

@@ -106,6 +106,37 @@ def test_entries_are_unpacked_once_where_many_tokens_name_them(
     assert "rows" not in attention(tokens, heads, k, RTX_PRO_6000, **attrs).buffers
 
 
+@pytest.mark.parametrize("mib", [160, 512, 2048])
+@pytest.mark.parametrize("selected", [None, 2048])
+def test_the_indexers_loss_over_131072_tokens_stays_within_its_bound(selected: int | None, mib: int) -> None:
+    tokens, dims = 131072, 576
+    specs = {
+        "index_q": Spec((tokens, 64, 128), "bfloat16"), "index_k": Spec((tokens, 128), "bfloat16"),
+        "index_weights": Spec((tokens, 64), "float32"), "q": Spec((tokens, 128, dims), "bfloat16"),
+        "rows": Spec((tokens, dims), "bfloat16"), "lse": Spec((tokens, 128), "float32"),
+        "ends": Spec((tokens,), "int32"), "starts": Spec((tokens,), "int32"),
+    } | ({"indices": Spec((tokens, selected), "int32")} if selected else {})  # fmt: skip
+    plan = Call("indexer_loss", specs, {"softmax_scale": 1.0, "workspace_bytes": mib << 20}).plan(H200)
+    assert 100 << 20 < plan.workspace_bytes <= mib << 20
+    assert all(spec.nbytes <= mib << 20 for name, spec in plan.buffers.items() if name not in plan.results)
+
+
+@pytest.mark.parametrize("layout", [(8192, 576), (8192, 512)], ids=str)
+@pytest.mark.parametrize("device", [H200, RTX_PRO_6000], ids=lambda device: device.name)
+def test_attentions_derivative_needs_less_than_256_mib_beside_8192_entries(
+    layout: tuple[int, int], device: Device
+) -> None:
+    (tokens, dims), heads = layout, 128
+    values = Spec((tokens, heads, 512), "bfloat16")
+    specs = {
+        "q": Spec((tokens, heads, dims), "bfloat16"), "cache": Spec((tokens, 1, dims), "bfloat16"),
+        "slots": Spec((tokens, 2048), "int32"), "forward_out": values, "forward_lse": Spec((tokens, heads), "float32"),
+        "dout": values,
+    }  # fmt: skip
+    plan = Call("sparse_mla_backward", specs, {"softmax_scale": 1.0}).plan(device)
+    assert 8192 * dims * 8 <= plan.workspace_bytes <= 256 << 20
+
+
 def selection(tokens: int, keys: int, mib: int, implementation: str | None = None) -> Plan:
     op = registry()["indexer_topk"]
     specs = {

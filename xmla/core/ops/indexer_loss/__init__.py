@@ -14,7 +14,7 @@ from xmla.core.work import Work
 
 def indexer_loss(
     index_q, index_k, index_weights, q=None, rows=None, lse=None, ends=None, starts=None, indices=None, target=None, *,
-    softmax_scale: float | None = None, coeff: float = 1.0,
+    softmax_scale: float | None = None, coeff: float = 1.0, workspace_bytes: int = 1 << 29,
 ) -> Any:  # fmt: skip
     """The loss that trains a lightning indexer, KL(attention's probabilities ‖ the indexer's), and its gradients.
 
@@ -48,6 +48,9 @@ def indexer_loss(
             share attention's heads. Read only in valid columns.
         softmax_scale: Factor of q · row; given if and only if q is.
         coeff: Factor of the loss.
+        workspace_bytes: The most device memory to use besides the results. With indices but without target the target
+            is stored for as many tokens at a time as fit, and computed twice if those are not all; the bits of the
+            results do not depend on it.
 
     Returns:
         loss: [1] float32, divided by all T tokens.
@@ -58,11 +61,13 @@ def indexer_loss(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; target is given beside q, rows, lse or softmax_scale, or
             without indices; one of these four is missing without target.
-        UnsupportedError: I > 64 or H > 128; another argument than index_q, index_k and index_weights is differentiated.
+        UnsupportedError: I > 64 or H > 128; workspace_bytes is too small; another argument than index_q, index_k and
+            index_weights is differentiated.
 
     No array has T · N elements: the workspace is 12 · T bytes, (8 · D + 5) · N bytes for the sums of dindex_k, and with
-    indices but without target 4 · T · K bytes. The sums are exact to the last bit of a unit that the key's greatest
-    summand sets, so that the order of tokens does not matter; the same arguments give the same bits.
+    indices but without target 4 · K bytes for each of at most T tokens and at least a 1024-th of them. The sums are
+    exact to the last bit of a unit that the key's greatest summand sets, so that the order of tokens does not matter;
+    the same arguments give the same bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
     are the loss's own: its derivative, `indexer_loss_backward`, multiplies them by the gradient of the loss.

@@ -12,6 +12,7 @@ COEFF = 4.0  # gradients of order 1, for bounds that are absolute too
 def _case(
     tokens: int, index_heads: int, heads: int, count: int, dim: int, dims: int, chosen: int | None = None,
     given: bool = False, dtype: np.dtype = BF16, without: tuple[str, ...] = (), padding: int = 0,
+    workspace_bytes: int | None = None,
 ) -> Case:  # fmt: skip
     scored = make_case(tokens, index_heads, count, dim, chosen, dtype, without, padding)
 
@@ -25,8 +26,9 @@ def _case(
         names = {"q": "index_q", "k": "index_k", "weights": "index_weights"}
         return {new: inputs[name] for name, new in names.items()} | other | columns
 
-    name = f"{scored.name}-{'target' if given else f'h{heads}-d{dims}'}"
-    return Case(name, make, {"coeff": COEFF} if given else {"coeff": COEFF, "softmax_scale": SCALE})
+    name = f"{scored.name}-{'target' if given else f'h{heads}-d{dims}'}{'-parts' if workspace_bytes else ''}"
+    attrs: dict[str, float] = {"coeff": COEFF} if given else {"coeff": COEFF, "softmax_scale": SCALE}
+    return Case(name, make, attrs | ({"workspace_bytes": workspace_bytes} if workspace_bytes else {}))
 
 
 CASES = (
@@ -36,4 +38,5 @@ CASES = (
     _case(3, 20, 3, 60, 64, 64, chosen=33, dtype=F16, without=("starts",)),
     _case(4, 8, 5, 60, 32, 64, chosen=40, given=True),
     _case(3, 5, 2, 40, 32, 64, without=("starts", "ends")),
+    _case(5, 7, 5, 90, 32, 64, chosen=70, workspace_bytes=24576 + 768),  # the target of two tokens at a time
 )

@@ -20,7 +20,7 @@ LEAST = tl.constexpr(1e-10)  # of the target inside its logarithm
 GREATEST_DIFFERENCE = tl.constexpr(2.0)  # of prediction and target; distributions differ by 1 at most
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_columns"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "num_keys", "num_columns"])
 def measure_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
@@ -31,7 +31,8 @@ def measure_kernel(
     ends_ptr,  # [T] i32 if HAS_ENDS
     starts_ptr,  # [T] i32 if HAS_STARTS
     indices_ptr,  # [T, K] i32 if HAS_INDICES
-    target_ptr,  # [T, K] f32 if HAS_TARGET
+    target_ptr,  # [T − first_token, K] f32 if HAS_TARGET
+    first_token,
     num_tokens,  # T
     num_keys,  # N
     num_columns,  # K or N
@@ -62,7 +63,8 @@ def measure_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    token = first_token + tl.program_id(0).to(tl.int64)
+    target_ptr += offset_of(tl.program_id(0), TARGET_STRIDE)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
     count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
     indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
@@ -86,7 +88,7 @@ def measure_kernel(
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
         total = total * tl.exp2(before - base) + tl.exp2(scores - base)
         if HAS_TARGET:
-            mass += tl.load(target_ptr + offset_of(token, TARGET_STRIDE) + column, mask=ok, other=0.0)
+            mass += tl.load(target_ptr + column, mask=ok, other=0.0)
         else:
             mass += attention_target(
                 q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
@@ -98,7 +100,7 @@ def measure_kernel(
     tl.store(mass_ptr + token, tl.sum(mass, 0))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_columns", "log2_parts"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "num_keys", "num_columns", "log2_parts"])
 def indexer_loss_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
@@ -109,10 +111,11 @@ def indexer_loss_kernel(
     ends_ptr,  # [T] i32 if HAS_ENDS
     starts_ptr,  # [T] i32 if HAS_STARTS
     indices_ptr,  # [T, K] i32 if HAS_INDICES
-    target_ptr,  # [T, K] f32 if HAS_TARGET
+    target_ptr,  # [T − first_token, K] f32 if HAS_TARGET
     bounds_ptr,  # [N] i32
     total_ptr,  # [T] f32
     mass_ptr,  # [T] f32
+    first_token,
     num_tokens,  # T
     num_keys,  # N
     num_columns,  # K or N
@@ -146,7 +149,8 @@ def indexer_loss_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    token = first_token + tl.program_id(0).to(tl.int64)
+    target_ptr += offset_of(tl.program_id(0), TARGET_STRIDE)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
     count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
     indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
@@ -167,7 +171,7 @@ def indexer_loss_kernel(
     for first in tl.range(0, count, BLOCK_N, disable_licm=True):  # with code motion 128 heads spill
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
         if HAS_TARGET:
-            target = tl.load(target_ptr + offset_of(token, TARGET_STRIDE) + column, mask=ok, other=0.0)
+            target = tl.load(target_ptr + column, mask=ok, other=0.0)
         else:
             target = attention_target(
                 q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE

@@ -21,6 +21,7 @@ def reference(
     *,
     softmax_scale: float | None = None,
     coeff: float = 1.0,
+    workspace_bytes: int = 1 << 29,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Reference of `indexer_loss`, in float64."""
     tokens = len(index_q)

@@ -5,7 +5,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.scores import attention_target, key_range, load_lse
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_columns"])
+@triton.jit(do_not_specialize=["first_token", "num_keys", "num_columns"])
 def indexer_target_kernel(
     q_ptr,  # [T, H, L+E]
     rows_ptr,  # [N, L+E]
@@ -13,9 +13,10 @@ def indexer_target_kernel(
     indices_ptr,  # [T, K] i32
     ends_ptr,  # [T] i32 if HAS_ENDS
     starts_ptr,  # [T] i32 if HAS_STARTS
+    first_token,
     num_keys,  # N
     num_columns,  # K
-    target_ptr,  # [T, K] f32
+    target_ptr,  # [T − first_token, K] f32
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
@@ -31,7 +32,8 @@ def indexer_target_kernel(
 ):
     # Neighbouring programs have the same queries.
     blocks = tl.cdiv(num_columns, BLOCK_N)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) // blocks
+    token = first_token + row.to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
     inside = column < num_columns
@@ -41,4 +43,4 @@ def indexer_target_kernel(
     target = attention_target(
         q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
     )
-    tl.store(target_ptr + offset_of(token, num_columns) + column, target, mask=inside)
+    tl.store(target_ptr + offset_of(row, num_columns) + column, target, mask=inside)

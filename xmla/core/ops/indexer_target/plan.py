@@ -23,14 +23,14 @@ def attention_constexprs(problem: Problem) -> dict[str, Hashable]:
     }
 
 
-def target_launch(problem: Problem, target: str) -> Launch:
-    """Write the target at the call's indices to the array of this name."""
+def target_launch(problem: Problem, target: str, tokens: range) -> Launch:
+    """Write the target at the call's indices, of these tokens, to the array of this name."""
     return Launch(
         indexer_target_kernel,
-        grid=(problem["T"] * cdiv(problem["K"], BLOCK_N),),
+        grid=(len(tokens) * cdiv(problem["K"], BLOCK_N),),
         outputs=("target",),
         arrays={"target": target} | problem.stand_ins(ends="indices", starts="indices"),
-        sizes={"num_keys": problem["N"], "num_columns": problem["K"]},
+        sizes={"first_token": tokens.start, "num_keys": problem["N"], "num_columns": problem["K"]},
         constexprs={
             **attention_constexprs(problem),
             "INDEX_STRIDE": problem.specs["indices"].stride(0),
@@ -43,7 +43,7 @@ def target_launch(problem: Problem, target: str) -> Launch:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return Plan((target_launch(problem, "target"),), problem.op.result_specs(problem), ("target",))
+    return Plan((target_launch(problem, "target", range(problem["T"])),), problem.op.result_specs(problem), ("target",))
 
 
 IMPLEMENTATION = Implementation("triton", plan)
