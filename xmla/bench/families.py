@@ -99,7 +99,7 @@ def decode() -> Iterator[Benchmark]:
     """Decode over the fp8 cache: FlashMLA's benchmark shapes, keys drawn from 32768 of each request's own."""
     pool = problems.latent_pool(128 * 32768)
     peer = baselines.flash_mla()
-    shapes = [(b, 128, s_q) for b in (1, 2, 16, 64, 128) for s_q in (1, 2)]
+    shapes = [(b, 128, s_q) for b in (1, 2, 4, 8, 16, 64, 128) for s_q in (1, 2)]
     shapes += [(b, h, 1) for b in (1, 64, 128) for h in (16, 32, 64)]
     for requests, heads, s_q in shapes:
         tokens, k = requests * s_q, 2048
@@ -253,7 +253,8 @@ def ragged_logits() -> Iterator[Benchmark]:
 def paged_logits() -> Iterator[Benchmark]:
     pool = problems.indexer_pool(64 * 65536)
     for requests, next_n, keys in (
-        (64, 1, 8192), (64, 1, 65536), (64, 2, 65536), (64, 4, 65536), (1, 1, 65536), (4, 1, 65536),
+        (64, 1, 8192), (64, 2, 8192), (64, 4, 8192), (64, 1, 65536), (64, 2, 65536), (64, 4, 65536), (1, 1, 65536),
+        (4, 1, 65536),
     ):  # fmt: skip
         tokens = requests * next_n
         q8 = problems.e4m3(tokens, 64, 128)
@@ -284,7 +285,8 @@ def paged_logits() -> Iterator[Benchmark]:
 
 
 def topk() -> Iterator[Benchmark]:
-    for rows, columns in ((64, 65536), (2048, 65536), (8192, 32768)):
+    few = ((rows, columns) for columns in (32768, 131072, 1048576) for rows in (1, 8))
+    for rows, columns in (*few, (64, 65536), (2048, 65536), (8192, 32768)):
         sets = rotation(rows * columns * 4)
         logits = torch.randn(sets, rows, columns, device="cuda")
         ends = torch.full((rows,), columns, device="cuda", dtype=torch.int32)
@@ -301,6 +303,33 @@ def topk() -> Iterator[Benchmark]:
         yield Benchmark(
             "select_topk", f"{rows} × {columns} k=2048", ours, check, {"torch.topk": torch_topk}, 0.0,
             rows * columns * 4, sets,
+        )  # fmt: skip
+
+
+def paged_selection() -> Iterator[Benchmark]:
+    """Logits and selection of a decode step, beside the two ops apart."""
+    widest = 131072
+    pool = problems.indexer_pool(64 * widest)
+    for requests, next_n, keys in ((1, 1, 65536), (1, 1, widest), (64, 1, 65536), (64, 1, widest), (64, 4, 65536)):
+        tokens = requests * next_n
+        q8, weights = problems.e4m3(tokens, 64, 128), torch.randn(tokens, 64, device="cuda")
+        table = problems.block_table(requests, keys)
+        lengths = torch.full((tokens,), keys, device="cuda", dtype=torch.int32)
+        sets = rotation(requests * keys * 132)
+        tables = [table[torch.randperm(requests, device="cuda")].contiguous() for _ in range(sets)]
+
+        def ours(i: int, query: Any = (q8, weights), tables: Any = tables, lengths: Any = lengths) -> torch.Tensor:
+            return torch_api.indexer_topk_paged(*query, pool, tables[i], lengths, k=2048)
+
+        def apart(i: int, query: Any = (q8, weights), tables: Any = tables, lengths: Any = lengths) -> torch.Tensor:
+            return torch_api.select_topk(
+                torch_api.indexer_logits_paged(*query, pool, tables[i], lengths), lengths, k=2048
+            )
+
+        yield Benchmark(
+            "indexer_topk_paged", f"b={requests} next_n={next_n} keys={keys} k=2048", ours,
+            lambda ours=ours, apart=apart: float((ours(0) != apart(0)).float().mean()), {"its ops apart": apart},
+            2 * tokens * keys * 64 * 128, requests * keys * 132, sets,
         )  # fmt: skip
 
 
@@ -433,8 +462,9 @@ def compression() -> Iterator[Benchmark]:
 # Heads, dims, keys per token, tokens: the shapes of cuDNN's backward of sparse attention (V4-Flash, V4-Pro, GLM, V3.2),
 # fewer heads, and more tokens, whose sums exceed the L2 cache.
 TRAINING = (
-    (64, 512, 640, 4096), (128, 512, 1152, 4096), (64, 576, 2048, 4096), (128, 576, 2048, 4096), (16, 576, 2048, 4096),
-    (32, 576, 2048, 4096), (64, 576, 2048, 8192), (64, 576, 2048, 32768), (128, 576, 2048, 32768),
+    *((*shape, tokens) for shape in ((64, 512, 640), (128, 512, 1152), (64, 576, 2048), (128, 576, 2048))
+      for tokens in (4096, 8192, 32768)),
+    (16, 576, 2048, 4096), (32, 576, 2048, 4096),
 )  # fmt: skip
 
 
@@ -501,6 +531,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "indexer_logits_paged": (paged_logits,),
     "select_topk": (topk,),
     "indexer_topk": (bounded_selection,),
+    "indexer_topk_paged": (paged_selection,),
     "compress_kv": (compression,),
     "dsa_attention": (whole_step, capacity),
 }
