@@ -318,13 +318,16 @@ def paged_selection() -> Iterator[Benchmark]:
         sets = rotation(requests * keys * 132)
         tables = [table[torch.randperm(requests, device="cuda")].contiguous() for _ in range(sets)]
 
-        def ours(i: int, query: Any = (q8, weights), tables: Any = tables, lengths: Any = lengths) -> torch.Tensor:
-            return torch_api.indexer_topk_paged(*query, pool, tables[i], lengths, k=2048)
+        def ours(
+            i: int, q8: Any = q8, weights: Any = weights, tables: Any = tables, lengths: Any = lengths
+        ) -> torch.Tensor:
+            return torch_api.indexer_topk_paged(q8, weights, pool, tables[i], lengths, k=2048)
 
-        def apart(i: int, query: Any = (q8, weights), tables: Any = tables, lengths: Any = lengths) -> torch.Tensor:
-            return torch_api.select_topk(
-                torch_api.indexer_logits_paged(*query, pool, tables[i], lengths), lengths, k=2048
-            )
+        def apart(
+            i: int, q8: Any = q8, weights: Any = weights, tables: Any = tables, lengths: Any = lengths
+        ) -> torch.Tensor:
+            logits = torch_api.indexer_logits_paged(q8, weights, pool, tables[i], lengths)
+            return torch_api.select_topk(logits, lengths, k=2048)
 
         yield Benchmark(
             "indexer_topk_paged", f"b={requests} next_n={next_n} keys={keys} k=2048", ours,
