@@ -24,7 +24,11 @@ from xmla import jax_api as xj
 from xmla.demo.trained import JOINT, WARM_UP, Curve, Stage, build_sharp, train
 from xmla.demo.training import Sizes, distance, texts_of
 
-SIZES = Sizes(texts=2, tokens=8, topk=3, steps={WARM_UP: 2, JOINT: 2})
+SIZES = (
+    Sizes(texts=4, tokens=64, topk=12, steps={WARM_UP: 60, JOINT: 120})
+    if GPU
+    else Sizes(texts=2, tokens=8, topk=3, steps={WARM_UP: 2, JOINT: 2})
+)
 # Mean distance of the curves over their mean. The ops have the same bits, but not the same arguments: float32 sums in
 # another order round one of a thousand elements the other way to bfloat16, and training follows. What bfloat16 itself
 # does to a curve is of this size.
