@@ -57,11 +57,41 @@ def test_composed_step_runs_the_launches_of_its_parts() -> None:
         "quantize_indexer_query",
         "indexer_logits_paged",
         "topk_candidates",
-        "topk_select",
-        "map_slots",
+        "select_slots",
         "sparse_mla_sm90",
     ]
     assert [launch.name.removesuffix("_kernel") for launch in plan.launches][: len(parts)] == parts
+
+
+# What these kernels read before they wait for earlier launches, and if which constexpr is set; others wait first.
+READ_EARLY: dict[str, dict[str, str]] = {
+    "topk_candidates_kernel": {"starts_ptr": "HAS_STARTS", "ends_ptr": ""},
+    "indexer_logits_paged_sm90_kernel": {
+        "cache_ptr": "", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "HAS_REQUEST_IDS",
+    },
+    "sparse_mla_sm90_kernel": {
+        "q_ptr": "", "lengths_ptr": "HAS_LENGTHS", "extra_lengths_ptr": "HAS_EXTRA_LENGTHS", "positions_ptr": "ROTATE",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_a_launch_reads_arguments_alone_before_it_waits(op: Op, case: Case) -> None:
+    plan = plan_of(op, case, H200)
+    for launch in plan.active[1:]:
+        if launch.waits:
+            for pointer, flag in READ_EARLY.get(launch.name, {}).items():
+                assert not launch.constexprs.get(flag, True) or launch.pointers[pointer] not in plan.buffers, pointer
+
+
+def test_launches_take_turns_where_nothing_waits() -> None:
+    """Before Hopper, in the interpreter, and where a kernel does not wait."""
+    ops = registry()
+    op = ops["dsa_attention"]
+    for device in (INTERPRETER, *KNOWN_DEVICES):
+        waiting = {launch.waits for launch in plan_of(op, op.cases[0], device).launches}
+        assert waiting == {device.arch >= 90}, device
+    assert not any(launch.waits for launch in plan_of(ops["compress_kv"], ops["compress_kv"].cases[0], H200).launches)
 
 
 def attention(tokens: int, heads: int, k: int, device: Device, padding: int = 0, **attrs: object) -> Plan:
@@ -216,7 +246,7 @@ def test_a_swapped_launch_is_refused() -> None:
             "next_n": 1,
         },
         "constexprs": dict.fromkeys(
-            ("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "HAS_LENGTHS", "COMPACT", "BLOCK_K", "ONE_STEP"), 1
+            ("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "HAS_LENGTHS", "COMPACT", "BLOCK_K", "ONE_STEP", "BESIDE"), 1
         ),
     }
     assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices", "indices")

@@ -28,6 +28,14 @@ class Device:
         return cls(name, arch, num_sms, SMEM_BYTES.get(arch, 99 << 10))
 
     @property
+    def beside(self) -> int:
+        """The most programs of a launch that leave room for the next one beside them; 0 where launches take turns.
+
+        Programmatic dependent launch starts with Hopper. See core/lang/launches.py.
+        """
+        return self.num_sms // 2 if self.arch >= 90 else 0
+
+    @property
     def has_tensor_memory(self) -> bool:
         """Whether accumulators of matrix products are in tensor memory instead of registers (tcgen05)."""
         return self.arch // 10 in (10, 11)

@@ -115,6 +115,11 @@ class Launch:
         """The constexprs with their names, in the kernel's order."""
         return tuple((name, self.constexprs[name]) for name in self.kernel.arg_names if name in self.constexprs)
 
+    @property
+    def waits(self) -> bool:
+        """Whether its kernel waits for the launches before it, so that it may start early (core/lang/launches.py)."""
+        return bool(self.constexprs.get("BESIDE"))
+
     def with_sizes(self, **sizes: int) -> "Launch":
         """The same launch with other runtime sizes."""
         return replace(self, sizes={**self.sizes, **sizes})

@@ -17,8 +17,11 @@ Start = Callable[[int, Any, Any, Any, tuple[int, ...]], None]
 NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
 
 
-def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) -> Start:
-    """Load `kernel` onto the current device; return a function that launches `programs` of it."""
+def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], early: bool) -> Start:
+    """Load `kernel` onto the current device; return a function that launches `programs` of it.
+
+    `early`: it may start before the launch before it has ended.
+    """
     kernel._init_handles()  # `run` itself tries to load it only once, even if that fails
     run: Any = kernel.run
     function, packed = kernel.function, kernel.packed_metadata
@@ -32,12 +35,12 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...]) 
         return start
 
     launch, signature = run.launch, run.kernel_signature
-    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    cooperative = run.launch_cooperative_grid
     annotations = run.arg_annotations[: len(run.arg_annotations) - len(constexprs)]
 
     def start(stream: int, metadata: Any, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
         launch(
-            programs, 1, 1, stream, function, cooperative, dependent, packed, metadata, enter, leave, None, None,
+            programs, 1, 1, stream, function, cooperative, early, packed, metadata, enter, leave, None, None,
             annotations, signature, arguments,
         )  # fmt: skip
 

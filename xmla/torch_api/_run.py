@@ -194,7 +194,8 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
         specs = {name: spec_of(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
         for launch in plan.active:
             kernel = compiled(specialize(launch, plan, specs), device_of(device).arch, device.index)
-            start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexpr_values))
+            early = launch.waits and bool(steps)
+            start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexpr_values), early)
             first = len(places) + len(sizes)
             sizes += launch.size_values
             reads, writes = ([places[name] for name in names] for names in (launch.reads, launch.writes))

@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages
+from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import offset_of
 
 
@@ -61,7 +62,10 @@ def indexer_logits_paged_kernel(
     BLOCK_G: tl.constexpr,  # groups whose tiles are counted at once when work is divided
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
+    let_next_start(BESIDE)
+    wait_for_earlier(BESIDE)
     offs_d = tl.arange(0, D)
     offs_g = tl.arange(0, BLOCK_G)
     member = tl.arange(0, GROUP)

@@ -87,6 +87,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BLOCK_G": 256,
             "BLOCK_N": config.block_n,
             "BLOCK_I": grouping.block_i,
+            "BESIDE": device.beside,
         },
         num_warps=config.warps,
         num_stages=config.stages,

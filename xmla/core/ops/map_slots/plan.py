@@ -31,6 +31,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "COMPACT": problem.attrs["compact"],
             "BLOCK_K": block,
             "ONE_STEP": keys <= block,
+            "BESIDE": device.beside,
         },
     )
     return Plan((launch,), problem.op.result_specs(problem), ("slots", "counts"))

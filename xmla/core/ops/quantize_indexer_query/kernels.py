@@ -1,6 +1,7 @@
 import triton
 import triton.language as tl
 
+from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.numbers import dequantize_mxfp4, quantize, quantize_mxfp4
 from xmla.core.lang.offsets import offset_of
 
@@ -21,7 +22,10 @@ def quantize_indexer_query_kernel(
     MXFP4: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
+    let_next_start(BESIDE)
+    wait_for_earlier(BESIDE)
     row = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)  # [BLOCK] rows of (token, head)
     ok = row < num_rows
     token, head = row // HEADS, row % HEADS

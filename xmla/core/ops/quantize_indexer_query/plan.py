@@ -27,6 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "MXFP4": layout.format == "mxfp4",
             "MIN_EXPONENT": layout.min_exponent,
             "BLOCK": BLOCK,
+            "BESIDE": device.beside,
         },
     )
     return Plan((launch,), problem.op.result_specs(problem), ("q8", "folded_weights"))

@@ -16,6 +16,7 @@ Order keys are unsigned integers in the order of the floats; NaN is 1, below all
 import triton
 import triton.language as tl
 
+from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import multiple, offset_of
 
 KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
@@ -297,10 +298,13 @@ def topk_candidates_kernel(
     TRIALS: tl.constexpr,
     EARLY: tl.constexpr,  # the first tile is loaded before the sample
     WARPS: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
+    let_next_start(BESIDE)
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
+    wait_for_earlier(BESIDE)
     if length > k:
         row_ptr = logits_ptr + offset_of(row, multiple(row_stride, UNIT)) + start
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
@@ -474,29 +478,13 @@ def choose_in_row(row_ptr, length, out, k, TILE: tl.constexpr):
         written += tl.sum(chosen.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k"])
-def topk_select_kernel(
-    logits_ptr,  # [T, N] f32
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    ends_ptr,  # [T] i32
-    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
-    counts_ptr,  # [T, SEGMENTS] i32
-    thresholds_ptr,  # [T] f32 if PIECE
-    first_row,  # of those of logits
-    num_columns,
-    row_stride,
-    k,
-    indices_ptr,  # [T, K] i32
-    HAS_STARTS: tl.constexpr,
-    K: tl.constexpr,  # k, compiled in; 0: it is not
-    UNIT: tl.constexpr,  # of k
-    SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
-    CAPACITY: tl.constexpr,
-    PIECE: tl.constexpr,
-    TRIALS: tl.constexpr,
-    WARPS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+@triton.jit
+def select_row(
+    logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns, row_stride, k,
+    indices_ptr, HAS_STARTS: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAPACITY: tl.constexpr, PIECE: tl.constexpr, TRIALS: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the selection of this program's row; parameters as in `topk_select_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
     if K:
@@ -529,3 +517,35 @@ def topk_select_kernel(
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
                 choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, WARPS)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k"])
+def topk_select_kernel(
+    logits_ptr,  # [T, N] f32
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
+    counts_ptr,  # [T, SEGMENTS] i32
+    thresholds_ptr,  # [T] f32 if PIECE
+    first_row,  # of those of logits
+    num_columns,
+    row_stride,
+    k,
+    indices_ptr,  # [T, K] i32
+    HAS_STARTS: tl.constexpr,
+    K: tl.constexpr,  # k, compiled in; 0: it is not
+    UNIT: tl.constexpr,  # of k
+    SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
+    CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr,
+    TRIALS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TILE: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    let_next_start(BESIDE)
+    wait_for_earlier(BESIDE)
+    select_row(
+        logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns,
+        row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,
+    )  # fmt: skip

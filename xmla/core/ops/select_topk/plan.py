@@ -114,6 +114,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         "SEGMENTS": config.segments,
         "CAPACITY": config.capacity,
         "PIECE": config.piece,
+        "BESIDE": device.beside,
     }
     arrays = problem.stand_ins(starts="ends")
     logits = problem.specs["logits"]

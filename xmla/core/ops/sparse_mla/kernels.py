@@ -2,6 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
+from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.numbers import LOG2E, as_bytes
 from xmla.core.lang.offsets import offset_of
 
@@ -158,7 +159,10 @@ def sparse_mla_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HOIST: tl.constexpr,  # whether to allow loop-invariant code motion out of the loop over keys
+    BESIDE: tl.constexpr,
 ):
+    let_next_start(BESIDE)
+    wait_for_earlier(BESIDE)
     # Head blocks of one split are neighbours: they read the same entries.
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -242,7 +246,10 @@ def combine_splits_kernel(
     LSE_UNIT: tl.constexpr,
     LSE_SINK: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # a power of two
+    BESIDE: tl.constexpr,
 ):
+    let_next_start(BESIDE)
+    wait_for_earlier(BESIDE)
     row = tl.program_id(0).to(tl.int64)
     token = row // HEADS
     offs_h = tl.program_id(0) % HEADS + tl.arange(0, 1)  # one head

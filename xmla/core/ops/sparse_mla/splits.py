@@ -123,6 +123,7 @@ def attend(
             "SCALE": float(attrs["softmax_scale"]),
             "SPLIT": splits > 1,
             "BLOCK_H": config.block_h,
+            "BESIDE": device.beside,
             **constexprs,
         },
         num_warps=config.num_warps,
@@ -140,7 +141,12 @@ def attend(
         outputs=("out", "lse"),
         arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
         sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
-        constexprs={**ending, "ROPE": problem.formats["cache"].rope, "MAX_SPLITS": most_splits},
+        constexprs={
+            **ending,
+            "ROPE": problem.formats["cache"].rope,
+            "MAX_SPLITS": most_splits,
+            "BESIDE": device.beside,
+        },
         num_warps=8 if most_splits > 8 else 4,  # 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22)
     )
     return Plan((launch, combine), workspace | results, ("out", "lse"))

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.launches import gluon_let_next_start as let_next_start
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
     KEYS,
@@ -155,7 +157,9 @@ def indexer_logits_paged_sm90_kernel(
     STAGES: gl.constexpr,  # tiles of keys in shared memory
     BLOCK_G: gl.constexpr,  # groups whose tiles are counted at once
     BLOCK_I: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):
+    let_next_start(BESIDE)
     ROWS: gl.constexpr = GROUP * BLOCK_I
     CHUNKS: gl.constexpr = chunks(D)
     DOTS: gl.constexpr = dots_layout(ROWS)
@@ -210,10 +214,6 @@ def indexer_logits_paged_sm90_kernel(
             known = (request >= 0) & (request < num_requests)
             table_row = block_table_ptr + offset_of(request, table_stride)
 
-            load_query(
-                q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
-                WEIGHT_STRIDE, HEADS, BLOCK_I,
-            )  # fmt: skip
             longest = gl.to_tensor(0)
             shortest = capacity
             for i in gl.static_range(GROUP):
@@ -237,6 +237,15 @@ def indexer_logits_paged_sm90_kernel(
                     ) << (STAGES - 2 - i)  # fmt: skip
                 async_copy.commit_group()
                 left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
+
+            # After the keys: the launch before this one may still write the queries.
+            wait_for_earlier(BESIDE)
+            load_query(
+                q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
+                WEIGHT_STRIDE, HEADS, BLOCK_I,
+            )  # fmt: skip
+            async_copy.commit_group()
+            async_copy.wait_group(0)
 
             stage, free = 0, STAGES - 1
             while first_key < end_key:
@@ -267,4 +276,6 @@ def indexer_logits_paged_sm90_kernel(
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
                 first_key += KEYS
             async_copy.wait_group(0)
+            gl.barrier()  # before the next group's keys are copied to where other warps may still read
         passed += gl.sum(tiles, 0)
+    wait_for_earlier(BESIDE)  # a CTA without keys, too

@@ -26,6 +26,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "STAGES": 2 if few else 3,
             "BLOCK_G": 256,
             "BLOCK_I": grouping.block_i,
+            "BESIDE": device.beside,
         },
         num_warps=4,
         num_stages=1,

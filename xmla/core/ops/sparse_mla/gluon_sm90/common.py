@@ -69,6 +69,7 @@ class Constants:
     LSE_UNIT: float
     LSE_SINK: bool
     SPLIT: bool
+    BESIDE: int
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ See benchmarks/log/sparse_mla_decode.md.
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
@@ -174,6 +175,7 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
     p_smem = gl.allocate_shared_memory(gl.float32, [FEW_HEADS, TILE_KEYS], SMEM_H)
     factor_smem = gl.allocate_shared_memory(gl.float32, [FEW_HEADS], SMEM_V)
 
+    wait_for_earlier(C.BESIDE)
     slots = ()
     for tile in gl.static_range(STAGES):
         slots += (load_slots(main, None, 0, tile, gl.SliceLayout(1, WORDS)),)

@@ -1,6 +1,7 @@
 """The attention kernel for Hopper: the keys of a CTA, to which few_heads.py, packed.py or plain.py attends."""
 
 from xmla.core.lang.gluon import gl, gluon
+from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     TILE_HEADS,
@@ -82,7 +83,9 @@ def sparse_mla_sm90_kernel(
     ROTATE: gl.constexpr,
     COS_SIN_STRIDE: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):
+    let_next_start(BESIDE)
     HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
@@ -128,7 +131,7 @@ def sparse_mla_sm90_kernel(
     task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
     C: gl.constexpr = constants(
         LAYOUT, PAGE_STRIDE, PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, HEADS, Q_STRIDE_H, SCALE, HAS_SINK,
-        EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT,
+        EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT, BESIDE,
     )  # fmt: skip
     if BLOCK_H == FEW_HEADS:
         gl.static_assert(EXTRA_LAYOUT is None, "the tile of few heads has one source")

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang.gluon import gl, gluon
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
@@ -195,6 +196,7 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
     AHEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
     store_queries(shared, 1, task, C)
     mbarrier.arrive(shared.q_full, count=1)
+    wait_for_earlier(C.BESIDE)
     for tile in gl.static_range(1, AHEAD):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
         prefetch(main, extra, main_tiles, tile, ahead, C)

@@ -6,6 +6,7 @@ It gathers entries into registers, converts e4m3 to float16 and stores the halve
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from xmla.core.lang.gluon import gl, gluon
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     HALF_DIMS,
@@ -108,6 +109,7 @@ def produce_v32(main, extra, main_tiles, tiles, shared, C: gl.constexpr):
     PAIRS: gl.constexpr = [TILE_KEYS, HALF_DIMS // 2]
     ROPE_PAIRS: gl.constexpr = [TILE_KEYS, ROPE_DIMS // 2]
 
+    wait_for_earlier(C.BESIDE)
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
     entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, C)
     scales0 = load_scales(scales, ok, 0, LAYOUT)

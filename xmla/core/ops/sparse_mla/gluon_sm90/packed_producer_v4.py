@@ -8,6 +8,7 @@ registers.
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
 from xmla.core.ops.sparse_mla.gluon_sm90.common import HALF_DIMS, STAGES, TILE_KEYS, entry_pointers, load_slots
 from xmla.core.ops.sparse_mla.gluon_sm90.conversion import largest_of, scale_halves, scale_words, small_float
@@ -94,6 +95,7 @@ def produce_v4(main, extra, main_tiles, tiles, shared, C: gl.constexpr):
     gl.static_assert(LAYOUT.data % 16 == 0 and LAYOUT.rope_offset % 16 == 0, "V4's producer copies 16 bytes at once")
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
+    wait_for_earlier(C.BESIDE)
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
     entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, C)
     copy_blocks(entries, ok, shared.raw[0], 0)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
@@ -105,6 +106,7 @@ def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.con
 @gluon.jit
 def gather(main, extra, main_tiles, pairs, shared, C: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
+    wait_for_earlier(C.BESIDE)
     even = load_slots(main, extra, main_tiles, 0, ROWS)
     odd = load_slots(main, extra, main_tiles, 1, ROWS)
     seen = gl.zeros([TILE_KEYS], gl.int32, ROWS)

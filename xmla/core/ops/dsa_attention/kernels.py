@@ -1,0 +1,66 @@
+import triton
+import triton.language as tl
+
+from xmla.core.lang.launches import let_next_start, wait_for_earlier
+from xmla.core.lang.offsets import multiple, offset_of
+from xmla.core.lang.requests import request_of
+from xmla.core.ops.map_slots.kernels import map_row
+from xmla.core.ops.select_topk.kernels import select_row
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "num_columns", "row_stride", "k", "num_requests", "table_stride", "table_width", "next_n",
+    ]
+)  # fmt: skip
+def select_slots_kernel(
+    logits_ptr,  # [T, N] f32
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
+    candidate_counts_ptr,  # [T, SEGMENTS] i32
+    thresholds_ptr,  # [T] f32 if PIECE
+    block_table_ptr,  # [B, M] i32
+    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    first_row,
+    num_columns,
+    row_stride,
+    k,
+    num_requests,
+    table_stride,
+    table_width,
+    next_n,  # tokens per request, without request ids
+    indices_ptr,  # [T, K] i32
+    slots_ptr,  # [T, K] i32
+    counts_ptr,  # [T] i32
+    HAS_STARTS: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr,
+    TRIALS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_REQUEST_IDS: tl.constexpr,
+    COMPACT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    """`topk_select_kernel` and `map_slots_kernel` of a row: it is selected by one program, which then maps it."""
+    let_next_start(BESIDE)
+    wait_for_earlier(BESIDE)
+    select_row(
+        logits_ptr, starts_ptr, ends_ptr, candidates_ptr, candidate_counts_ptr, thresholds_ptr, first_row, num_columns,
+        row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,
+    )  # fmt: skip
+    tl.debug_barrier()  # other threads wrote what this one maps
+    request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
+    table_row = block_table_ptr + offset_of(request, table_stride)
+    keys = multiple(k, UNIT)
+    map_row(
+        tl.program_id(0).to(tl.int64), indices_ptr, keys, keys, table_row, tl.where(request >= 0, table_width, 0), 0,
+        slots_ptr, counts_ptr, PAGE_SIZE, False, COMPACT, BLOCK_K, ONE_STEP,
+    )  # fmt: skip
