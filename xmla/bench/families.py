@@ -489,7 +489,7 @@ def training() -> Iterator[Benchmark]:
 
         peers: dict[str, Callable[[int], Any]] = {}
         peer_checks: dict[str, Callable[[], float]] = {}
-        if baselines.cudnn() is not None:
+        if baselines.cudnn():
             call = baselines.cudnn_backward(*arguments, scale)
             peers["cuDNN"] = lambda _, call=call: call()
             peer_checks["cuDNN"] = lambda call=call, a=arguments, scale=scale: gradient_error(call(), a, scale)
