@@ -14,7 +14,7 @@ import torch
 from kit import to_torch
 
 from xmla import torch_api
-from xmla.bench import baselines, families, layer, run, timing
+from xmla.bench import baselines, families, layer, layer_jax, layer_report, run, timing
 from xmla.bench.families import Benchmark, attention_error, gradient_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
@@ -174,3 +174,38 @@ def test_a_layers_step_is_that_of_the_dense_formulation(device: str) -> None:
     assert all(error < 2**-5 for error in layer.difference(found, wanted).values())
     unlike = step.gradients(lambda: step.dense(slots.flip(0)))
     assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
+    in_jax = layer_jax.Step(step, slots).gradients()
+    assert in_jax.keys() == found.keys()
+    assert all(error < 2**-5 for error in layer.difference(found, in_jax).values())
+    unlike = layer_jax.Step(step, slots.flip(0)).gradients()
+    assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
+
+
+def test_a_layers_table_has_what_was_measured(tmp_path: Path) -> None:
+    head = {
+        "command": "", "date": "2026-11-24", "commit": "0123456789abcdef",
+        "versions": {"devices": ["a GPU"], "torch": "2.11", "triton": "3.9", "jax": "0.11"},
+    }  # fmt: skip
+    fits, full = {"ms": 2.4, "peak_gib": 1.25, "difference": {"q": 0.02}}, {"out_of_memory": True}
+    lines = [
+        {"tokens": 2048, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": {"ms": 3.0, "peak_gib": 2.0},
+         "difference": {"q": 0.016}, "dense_in_jax": fits},
+        {"tokens": 4096, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": full, "dense_in_jax": full},
+        {"tokens": 8192, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": full, "dense_in_jax": {"failed": "why"}},
+    ]  # fmt: skip
+    file = tmp_path / "layer.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    assert layer_report.report(file).splitlines()[2:] == [
+        "| tokens | xmla | dense | dense in JAX | difference of gradients |",
+        "|---|---|---|---|---|",
+        "| 2,048 | 1 ms, 0.5 GiB | 3 ms, 2.0 GiB | 2 ms, 1.2 GiB | 2.0% at most |",
+        "| 4,096 | 1 ms, 0.5 GiB | out of memory | out of memory |  |",
+        "| 8,192 | 1 ms, 0.5 GiB | out of memory | failed |  |",
+    ]
+
+
+def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs a GPU; its process ends where there is none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = layer.dense_in_jax(16)
+    assert found.keys() == {"failed"} and found["failed"]
