@@ -28,7 +28,7 @@ from xmla.bench.provenance import provenance
 from xmla.machine.files import writable
 
 ROUNDS = 3
-JAX_SECONDS = 300.0
+JAX_SECONDS = 180.0
 # JAX takes what a step needs, of all of the GPU's memory, as PyTorch does.
 JAX_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 app = typer.Typer(add_completion=False)
