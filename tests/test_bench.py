@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from kit import to_torch
 
 from xmla import torch_api
-from xmla.bench import layer
-from xmla.bench.families import Benchmark, attention_error, sampled, step_error
+from xmla.bench import baselines, families, layer, layer_jax, layer_report, run, timing
+from xmla.bench.families import Benchmark, attention_error, gradient_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
@@ -31,6 +32,40 @@ def test_every_case_is_compared() -> None:
 def test_a_few_rows_are_sampled() -> None:
     assert list(sampled(1)) == [0] and list(sampled(3)) == [0, 1, 2]
     assert 4 <= len(sampled(4096)) <= 5 and sampled(4096)[0] == 0
+
+
+@pytest.mark.parametrize("fails", ["nowhere", "when it is compared", "when it is timed"])
+def test_a_run_outlives_a_peer(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def peer(_: int) -> None:
+        if fails == "when it is timed":
+            raise RuntimeError("of\n no use")
+
+    def compared() -> float:
+        if fails == "when it is compared":
+            raise RuntimeError("of\n no use")
+        return 0.02
+
+    def measured(variants: dict[str, Any], sets: int) -> dict[str, timing.Timing]:
+        for call in variants.values():
+            call(0)
+        return {name: timing.Timing(2.0 + 2.0 * (name != "xmla"), 1.0, 5.0) for name in variants}
+
+    def case() -> Any:
+        yield Benchmark(
+            "an op", "a case", lambda _: None, lambda: 0.0, {"cuDNN": peer}, 1.0, 1.0, peer_checks={"cuDNN": compared}
+        )
+
+    monkeypatch.setattr(families, "BENCHMARKS", {"an op": (case,)})
+    monkeypatch.setattr(timing, "measure", measured)
+    monkeypatch.setattr(baselines, "rates", lambda limits: {"copy_bytes_per_s": 1e12})
+    (line,) = run.time_cases(["an op"], {"copy": None})  # type: ignore[dict-item]
+    assert line["us"]["xmla"] == [2.0, 1.0, 5.0]
+    if fails == "nowhere":
+        assert line["ratio_to_peer"] == {"cuDNN": 2.0} and "failed_peers" not in line
+    else:
+        assert line["ratio_to_peer"] == {} and line["failed_peers"] == {"cuDNN": "RuntimeError: of no use"}
+        assert "cuDNN failed" in list(run.table_of([line], {}).columns[6].cells)
+    assert ("relative_error_of_peer" in line) == (fails != "when it is compared")
 
 
 def pool(layout: MlaLayout, device: str) -> torch.Tensor:
@@ -88,6 +123,36 @@ def test_a_wrong_step_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -
         assert not step_error(arguments, 16, SCALE) <= TOLERANCE
 
 
+def test_cudnns_derivative_is_called_as_published(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in with the signature of nvidia-cudnn-frontend 1.32, which takes contiguous arrays."""
+    torch.manual_seed(0)
+    q, dout = (torch.randn(6, 4, dims, device=device).bfloat16() for dims in (576, 512))
+    rows = torch.randn(8, 1, 576, device=device).bfloat16()
+    slots = torch.stack([torch.randperm(8, device=device)[:5] for _ in range(6)]).int()
+    out, lse = torch_api.sparse_mla(q, rows, slots, softmax_scale=SCALE)
+    arguments = q, rows, slots, out, lse, dout
+
+    def wrapper(
+        q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor,
+        attn_sink: torch.Tensor, topk_idxs: torch.Tensor, softmax_scale: float | None = None,
+        topk_length: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        assert kv.shape == (8, 576) and attn_sink.shape == (4,) and topk_idxs.dtype == torch.int32
+        assert all(tensor.is_contiguous() for tensor in (q, kv, out, dout, lse, attn_sink, topk_idxs))
+        dq, drows, *_ = torch_api.sparse_mla_backward(
+            q, kv[:, None], topk_idxs, out, lse, dout, softmax_scale=softmax_scale
+        )
+        return {"dq": dq, "dkv": drows[:, 0], "d_sink": torch.zeros_like(attn_sink)}
+
+    frontend = SimpleNamespace(DSA=SimpleNamespace(sparse_attention_backward_wrapper=wrapper))
+    monkeypatch.setitem(sys.modules, "cudnn", frontend)
+    found = baselines.cudnn_backward(*arguments, SCALE)()
+    assert gradient_error(found, arguments, SCALE) < TOLERANCE
+    dq, drows = found
+    for wrong in ((dq * 1.1, drows), (dq, drows.roll(1, 0)), (dq, drows * torch.nan)):
+        assert not gradient_error(wrong, arguments, SCALE) <= TOLERANCE
+
+
 def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:
     assert on_gpus.record(tmp_path, "test", "right", "a commit", [sys.executable, "-c", "print('all passed')"])
     assert not on_gpus.record(tmp_path, "test", "wrong", "a commit", [sys.executable, "-c", "raise SystemExit(3)"])
@@ -109,3 +174,38 @@ def test_a_layers_step_is_that_of_the_dense_formulation(device: str) -> None:
     assert all(error < 2**-5 for error in layer.difference(found, wanted).values())
     unlike = step.gradients(lambda: step.dense(slots.flip(0)))
     assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
+    in_jax = layer_jax.Step(step, slots).gradients()
+    assert in_jax.keys() == found.keys()
+    assert all(error < 2**-5 for error in layer.difference(found, in_jax).values())
+    unlike = layer_jax.Step(step, slots.flip(0)).gradients()
+    assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
+
+
+def test_a_layers_table_has_what_was_measured(tmp_path: Path) -> None:
+    head = {
+        "command": "", "date": "2026-11-24", "commit": "0123456789abcdef",
+        "versions": {"devices": ["a GPU"], "torch": "2.11", "triton": "3.9", "jax": "0.11"},
+    }  # fmt: skip
+    fits, full = {"ms": 2.4, "peak_gib": 1.25, "difference": {"q": 0.02}}, {"out_of_memory": True}
+    lines = [
+        {"tokens": 2048, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": {"ms": 3.0, "peak_gib": 2.0},
+         "difference": {"q": 0.016}, "dense_in_jax": fits},
+        {"tokens": 4096, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": full, "dense_in_jax": full},
+        {"tokens": 8192, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": full, "dense_in_jax": {"failed": "why"}},
+    ]  # fmt: skip
+    file = tmp_path / "layer.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    assert layer_report.report(file).splitlines()[2:] == [
+        "| tokens | xmla | dense | dense in JAX | difference of gradients |",
+        "|---|---|---|---|---|",
+        "| 2,048 | 1 ms, 0.5 GiB | 3 ms, 2.0 GiB | 2 ms, 1.2 GiB | 2.0% at most |",
+        "| 4,096 | 1 ms, 0.5 GiB | out of memory | out of memory |  |",
+        "| 8,192 | 1 ms, 0.5 GiB | out of memory | failed |  |",
+    ]
+
+
+def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs a GPU; its process ends where there is none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = layer.dense_in_jax(16)
+    assert found.keys() == {"failed"} and found["failed"]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import kit
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from xmla import UnsupportedError, interop, jax_api, torch_api
 from xmla.core.op import Case, Op
@@ -121,7 +123,7 @@ def by_loss(given: Given, *leaves: Any, api: Any = torch_api) -> Any:
 def by_scores(given: Given, *leaves: Any, api: Any = torch_api) -> Any:
     """A loss of the scores in valid columns, others are −inf."""
     scores = api.indexer_scores(*leaves, given["ends"], given["starts"], given.get("indices"))
-    if api is torch_api:
+    if isinstance(scores, torch.Tensor):
         return torch.where(scores.isfinite(), scores, 0.0).square().sum()
     return (jnp.where(jnp.isfinite(scores), scores, 0.0) ** 2).sum()
 
@@ -157,7 +159,15 @@ def test_torch_and_jax_however_they_differentiate(loss: Callable[..., Any], chos
         torch._dynamo.reset()
         return torch.compile(partial(loss, given), fullgraph=True, backend="aot_eager")(*leaves)
 
-    assert_same(torch_gradients(compiled, given), wanted)
+    def checkpointed(given: Given, *leaves: torch.Tensor) -> Any:
+        return checkpoint(partial(loss, given), *leaves, use_reentrant=False)
+
+    def under_autocast(given: Given, *leaves: torch.Tensor) -> Any:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return loss(given, *leaves)
+
+    for way in (compiled, checkpointed, under_autocast):
+        assert_same(torch_gradients(way, given), wanted)
     assert_same(torch.func.grad(partial(loss, given), (0, 1, 2))(*leaves_of(given)), wanted)
 
     arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
@@ -166,6 +176,11 @@ def test_torch_and_jax_however_they_differentiate(loss: Callable[..., Any], chos
     assert_same(gradient(*leaves_of(arrays)), wanted)
     assert_same(jax.jit(gradient)(*leaves_of(arrays)), wanted)
     assert_same(jax.grad(jax.checkpoint(function), (0, 1, 2))(*leaves_of(arrays)), wanted)
+    value, found = jax.value_and_grad(function, (0, 1, 2))(*leaves_of(arrays))
+    assert_same(found, wanted)
+    again, pull = jax.vjp(function, *leaves_of(arrays))
+    assert value == again
+    assert_same(pull(jnp.ones_like(again)), wanted)
     stacked = [jnp.stack([leaf, leaf]) for leaf in leaves_of(arrays)]
     found = jax.jit(lambda *two: jax.lax.scan(lambda _, leaves: (None, gradient(*leaves)), None, two)[1])(*stacked)
     for layer in range(2):
@@ -187,6 +202,54 @@ def test_a_scan_over_layers_is_differentiated(device: str) -> None:
     for layer in range(2):
         alone = jax.grad(partial(by_loss, arrays, arrays["index_q"], arrays["index_k"], api=jax_api))(weights[layer])
         assert bool(alone.any()) and bool(jnp.array_equal(found[layer], alone))
+
+
+@losses
+@WAYS
+def test_gradcheck(loss: Callable[..., Any], chosen: int | None) -> None:
+    """Finite differences of the reference through torch's own check; steps as large as float32 results need."""
+    given = draw("cpu", tokens=3, count=14, chosen=chosen)
+    wide = {name: t.double() if t.dtype == torch.bfloat16 else t for name, t in given.items()}
+    api = SimpleNamespace(
+        indexer_loss=partial(torch_api.indexer_loss, implementation="reference"),
+        indexer_scores=partial(torch_api.indexer_scores, implementation="reference"),
+    )
+    leaves = [wide[name].requires_grad_() for name in ("index_q", "index_k")]
+    function = lambda q, k: loss(wide, q, k, wide["index_weights"], api=api).double()
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, eps=2**-12, atol=2e-3, rtol=2e-3)
+
+
+NAMES = {by_loss: ("indexer_loss", "index_q"), by_scores: ("indexer_scores", "q")}
+
+
+@losses
+def test_a_second_derivative_and_forward_mode_are_refused(loss: Callable[..., Any], device: str) -> None:
+    given = draw(device)
+    leaves = [tensor.clone().requires_grad_() for tensor in leaves_of(given)]
+    (first,) = torch.autograd.grad(loss(given, *leaves), leaves[0], create_graph=True)
+    op, argument = NAMES[loss]
+    with pytest.raises(UnsupportedError, match=f"{op}_backward: .* is differentiated, supported: no derivative"):
+        first.float().sum().backward()
+    arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
+    function = lambda q: loss(arrays, q, *leaves_of(arrays)[1:], api=jax_api)
+    with pytest.raises(UnsupportedError, match=f"{op}_backward: .* is differentiated, supported: no derivative"):
+        jax.grad(lambda q: jax.grad(function)(q).astype(jnp.float32).sum())(arrays["index_q"])
+    for derive in (jax.jvp, lambda f, x, t: jax.linearize(f, *x)[1](*t)):
+        with pytest.raises(UnsupportedError, match=f"{op}: {argument} is differentiated in forward mode, supported: "):
+            derive(function, (arrays["index_q"],), (arrays["index_q"],))
+
+
+def test_residuals_have_names(device: str) -> None:
+    """A policy that keeps the loss's own gradients saves its second run."""
+    arrays = {name: interop.to_jax(tensor) for name, tensor in draw(device).items()}
+    names = [f"indexer_loss_{name}" for name in LOSS.outputs]
+    calls = []
+    for policy in (None, jax.checkpoint_policies.save_only_these_names(*names)):
+        function = jax.checkpoint(partial(by_loss, arrays, api=jax_api), policy=policy)
+        text = str(jax.make_jaxpr(jax.grad(function, (0, 1, 2)))(*leaves_of(arrays)))
+        assert all(name in text for name in names)
+        calls.append(text.count("op=Op(indexer_loss)\n"))
+    assert calls == [2, 1]
 
 
 def test_gradients_of_the_loss_are_constants(device: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -45,19 +46,15 @@ def rates(limits: Mapping[str, Ceiling]) -> dict[str, float]:
 
 def flash_mla() -> Any:
     """The FlashMLA package, or None where it is not installed."""
-    return _installed("flash_mla")
-
-
-def cudnn() -> Any:
-    """The package of cuDNN's frontend, or None where it is not installed."""
-    return _installed("cudnn")
-
-
-def _installed(package: str) -> Any:
     try:
-        return import_module(package)
+        return import_module("flash_mla")
     except ImportError:
         return None
+
+
+def cudnn() -> bool:
+    """Whether cuDNN's frontend is installed; it imports its compiler when it is called, which can fail."""
+    return find_spec("cudnn") is not None
 
 
 def peers() -> dict[str, str | None]:
@@ -65,8 +62,8 @@ def peers() -> dict[str, str | None]:
 
     sgl-flash-mla 1.0.0 has upstream's last kernels for Hopper.
     """
-    found = {"flash_mla": flash_mla(), "cudnn": cudnn()}
-    return {name: None if package is None else _distribution(name) for name, package in found.items()}
+    found = {"flash_mla": flash_mla() is not None, "cudnn": cudnn()}
+    return {name: _distribution(name) if installed else None for name, installed in found.items()}
 
 
 def _distribution(package: str) -> str:
@@ -119,10 +116,10 @@ def cudnn_backward(
     scale: float,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """cuDNN's derivative of attention over rows [N, 1, L+E], by float32 atomics: dq and the rows' gradient."""
-    backward = cudnn().DSA.sparse_attention_backward_wrapper
     no_sink = torch.full((q.shape[1],), float("-inf"), device=q.device)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
+        backward = import_module("cudnn").DSA.sparse_attention_backward_wrapper
         found = backward(q, rows[:, 0], out, dout, lse, no_sink, slots, softmax_scale=scale)
         return found["dq"], found["dkv"].unsqueeze(1)
 

@@ -1,14 +1,17 @@
 """`python -m xmla.bench.layer`: a training step of a V3.2 layer, by xmla and by the dense formulation.
 
 The layer is all between its projections: selection of keys, attention over them, the indexer's loss, and the gradients
-of queries, rows and the indexer's arrays. The dense formulation is that of transformers and MaxText, in PyTorch's own
-operations: scores of all pairs of tokens, softmax over a mask. It attends to the keys that xmla selected, although it
-selects too, so that gradients can be compared. Results are JSON lines: the first tells where they come from.
+of queries, rows and the indexer's arrays. The dense formulation is that of transformers and MaxText, scores of all
+pairs of tokens and softmax over a mask, in PyTorch's own operations, and in JAX's where it is installed
+(layer_jax.py). It attends to the keys that xmla selected, although it selects too, so that gradients can be compared.
+Results are JSON lines: the first tells where they come from.
 """
 
 import json
+import os
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +23,14 @@ import torch
 import typer
 
 from xmla import torch_api
+from xmla._frameworks import missing
 from xmla.bench.provenance import provenance
 from xmla.machine.files import writable
 
 ROUNDS = 3
+JAX_SECONDS = 180.0
+# JAX takes what a step needs, of all of the GPU's memory, as PyTorch does.
+JAX_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 app = typer.Typer(add_completion=False)
 
 
@@ -144,13 +151,27 @@ def measure(layer: Layer, step: Callable[[], torch.Tensor]) -> dict[str, Any]:
     return {"ms": round(statistics.median(times), 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
 
 
+def dense_in_jax(tokens: int) -> dict[str, Any]:
+    """The line that `python -m xmla.bench.layer_jax` prints, or why there is none."""
+    command = [sys.executable, "-m", "xmla.bench.layer_jax", str(tokens)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | JAX_MEMORY, timeout=JAX_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result in {JAX_SECONDS:.0f} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="File of the JSON lines.", dir_okay=False, callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
     tokens: Annotated[list[int], typer.Option(help="Of a step.")] = [2048, 4096, 8192, 32768, 131072],  # noqa: B006
 ) -> None:
-    """Time both, and compare their gradients where both fit in memory."""
+    """Time them, and compare gradients where the dense formulation fits in memory."""
     sizes = Sizes()
     head = provenance(shlex.join(["python", "-m", "xmla.bench.layer", *sys.argv[1:]]), commit)
     with out.open("w") as file:
@@ -164,11 +185,13 @@ def main(
             if "ms" in line["dense"]:
                 apart = difference(layer.gradients(layer.by_xmla), layer.gradients(dense))
                 line["difference"] = {name: float(f"{d:.2e}") for name, d in apart.items()}
+            del layer, dense
+            torch.cuda.empty_cache()
+            if not missing("jax"):
+                line["dense_in_jax"] = dense_in_jax(count)
             print(line, flush=True)
             file.write(json.dumps(line) + "\n")
             file.flush()
-            del layer, dense
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

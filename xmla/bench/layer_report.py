@@ -13,24 +13,32 @@ from xmla.bench.report import read, show
 MARKERS = "<!-- layer -->\n", "<!-- /layer -->"
 
 
+NAMES = {"xmla": "xmla", "dense": "dense", "dense_in_jax": "dense in JAX"}
+
+
 def cell(measured: dict[str, Any]) -> str:
-    return f"{measured['ms']:.0f} ms, {measured['peak_gib']:.1f} GiB" if "ms" in measured else "out of memory"
+    if "ms" in measured:
+        return f"{measured['ms']:.0f} ms, {measured['peak_gib']:.1f} GiB"
+    return "failed" if "failed" in measured else "out of memory"
 
 
 def report(file: Path) -> str:
     """Markdown: where the figures come from, then a line per number of tokens."""
     ((head, *lines),) = read([file])
     versions = head["versions"]
+    measured = [name for name in NAMES if name in lines[0]]
+    packages = ["torch", "Triton", *(["JAX"] if "dense_in_jax" in measured else [])]
     shown = [
-        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, torch {versions['torch']}, "
-        f"Triton {versions['triton']}.",
+        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
+        f"{', '.join(f'{name} {versions[name.lower()]}' for name in packages)}.",
         "",
-        "| tokens | xmla | dense | difference of gradients |",
-        "|---|---|---|---|",
+        f"| tokens | {' | '.join(NAMES[name] for name in measured)} | difference of gradients |",
+        "|---" * (len(measured) + 2) + "|",
     ]
     for line in lines:
-        apart = f"{max(line['difference'].values()):.1%} at most" if "difference" in line else ""
-        shown.append(f"| {line['tokens']:,} | {cell(line['xmla'])} | {cell(line['dense'])} | {apart} |")
+        differences = [part["difference"] for part in (line, line.get("dense_in_jax", {})) if "difference" in part]
+        apart = f"{max(max(each.values()) for each in differences):.1%} at most" if differences else ""
+        shown.append(f"| {line['tokens']:,} | {' | '.join(cell(line[name]) for name in measured)} | {apart} |")
     return "\n".join(shown) + "\n"
 
 

@@ -36,7 +36,7 @@ HOST = "host"  # the name of the host-time cases among the ops
 
 def record(
     benchmark: "Benchmark", times: Mapping[str, "Timing"], error: float, peer_errors: Mapping[str, float],
-    ceiling: float,
+    failures: Mapping[str, str], ceiling: float,
 ) -> Line:  # fmt: skip
     """A case's line: times, rates, its ratio to each peer (> 1: faster than the peer) and its share of the ceiling."""
     ours = times["xmla"]
@@ -54,7 +54,36 @@ def record(
         "ratio_to_peer": {name: round(t.median / ours.median, 3) for name, t in times.items() if name != "xmla"},
         "relative_error": error,
         **({"relative_error_of_peer": dict(peer_errors)} if peer_errors else {}),
+        **({"failed_peers": dict(failures)} if failures else {}),
     }
+
+
+def beside_peers(benchmark: "Benchmark") -> tuple[dict[str, "Timing"], dict[str, float], dict[str, str]]:
+    """Times by xmla and its peers, errors of peers, and why a peer failed, which the run outlives."""
+    from xmla.bench.timing import measure
+
+    errors: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for name, check in benchmark.peer_checks.items():
+        try:
+            errors[name] = check()
+        except Exception as failure:
+            failures[name] = told(failure)
+    peers = {name: call for name, call in benchmark.peers.items() if name not in failures}
+    try:
+        times = measure({"xmla": benchmark.ours, **peers}, benchmark.sets)
+    except Exception as failure:
+        # Without peers there is nobody else to blame.
+        if not peers:
+            raise
+        times = measure({"xmla": benchmark.ours}, benchmark.sets)
+        failures |= dict.fromkeys(peers, told(failure))
+    return times, errors, failures
+
+
+def told(failure: Exception) -> str:
+    """In one line, for a table."""
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
 def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"]) -> Iterator[Line]:
@@ -63,17 +92,15 @@ def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"]) -> Iterato
 
     from xmla.bench import baselines
     from xmla.bench.families import BENCHMARKS
-    from xmla.bench.timing import measure
 
     for name in names:
         for family in BENCHMARKS.get(name, ()):
             for benchmark in family():
                 error = benchmark.check()
                 if error <= benchmark.tolerance:
-                    peer_errors = {name: peer_check() for name, peer_check in benchmark.peer_checks.items()}
-                    times = measure({"xmla": benchmark.ours, **benchmark.peers}, benchmark.sets)
+                    times, peer_errors, failures = beside_peers(benchmark)
                     (ceiling,) = baselines.rates({benchmark.bound: limits[benchmark.bound]}).values()
-                    yield record(benchmark, times, error, peer_errors, ceiling)
+                    yield record(benchmark, times, error, peer_errors, failures, ceiling)
                 else:
                     yield {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}
             torch.cuda.empty_cache()
@@ -90,7 +117,10 @@ def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> 
         table.add_row(
             line["op"], line["case"], str(line["us"]["xmla"][0]), str(line["tflop_per_s"]), str(line["gb_per_s"]),
             f"{line['share_of_ceiling']} {line['ceiling']}",
-            ", ".join(f"{ratio} {peer}" for peer, ratio in line["ratio_to_peer"].items()),
+            ", ".join(
+                [*(f"{ratio} {peer}" for peer, ratio in line["ratio_to_peer"].items()),
+                 *(f"{peer} failed" for peer in line.get("failed_peers", ()))]
+            ),
             f"{before[0] / line['us']['xmla'][0]:.2f}" if before else "", f"{line['relative_error']:.1e}",
         )  # fmt: skip
     return table

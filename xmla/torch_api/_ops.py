@@ -178,7 +178,11 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
         tensors, results = dict(zip(op.tensors, saved, strict=False)), saved[len(op.tensors) :]
         given = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         call = op.derivative_call(tensors, results, given, torch.zeros_like, context.attrs, context.implementation)
-        found = once.apply(call.implementation, call.attrs, *[call.arguments.get(n) for n in derivative.tensors])
+        # They depend on what is differentiated also where they are computed from the call's results alone.
+        moving = [tensors[name] for name in op.gradients]
+        found = once.apply(
+            call.implementation, call.attrs, *[call.arguments.get(n) for n in derivative.tensors], *moving
+        )
         computed = dict(zip(derivative.outputs, found, strict=True))
         wanted = dict(zip(op.tensors, context.needs_input_grad[3:], strict=True))
         return None, None, None, *[computed[op.gradients[n]] if wanted[n] else None for n in op.tensors]
@@ -195,7 +199,8 @@ def _differentiable_once(derivative: Op) -> Any:
 
     def forward(implementation: str | None, attrs: tuple[Any, ...], *tensors: Any) -> Any:
         named = dict(zip(derivative.defaults, attrs, strict=True))
-        return getattr(torch.ops.xmla, derivative.name)(*tensors, **named, implementation=implementation)
+        given = tensors[: len(derivative.tensors)]
+        return getattr(torch.ops.xmla, derivative.name)(*given, **named, implementation=implementation)
 
     def backward(*_: Any) -> Any:
         derivative.refuse_derivative("a result", "detach()")
