@@ -247,27 +247,28 @@ def combine_splits_kernel(
     token = row // HEADS
     offs_h = tl.program_id(0) % HEADS + tl.arange(0, 1)  # one head
     head_row = offset_of(offset_of(token, num_splits), HEADS) + offs_h
-    offs_s = tl.arange(0, MAX_SPLITS)
-    lse_ptrs = split_lse_ptr + head_row + offset_of(offs_s, HEADS, MAX_SPLITS)
-    lses = tl.load(lse_ptrs, mask=offs_s < num_splits, other=float("-inf"))
-    maximum = tl.max(lses, 0)
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    denominator = tl.sum(tl.exp2(lses - base), 0)
-
-    # As many results as registers hold are loaded at once.
-    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32)
     offs_l = tl.arange(0, LANES)[None, :]
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    denominator = tl.zeros([1], tl.float32)
     accumulator = tl.zeros([LANES], tl.float32)
+    # As many results as registers hold are loaded at once, and first: the compiler issues loads in this order.
+    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32)
     for first in tl.range(0, MAX_SPLITS, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
+        split = first + tl.arange(0, AT_ONCE)[:, None]
+        mask = split < num_splits
         split_row = head_row + offset_of(split, HEADS, MAX_SPLITS)
-        lse = tl.load(split_lse_ptr + split_row, mask=split < num_splits, other=float("-inf"))
-        part_ptrs = split_out_ptr + offset_of(split_row[:, None], LANES) + offs_l
-        part = tl.load(part_ptrs, mask=split[:, None] < num_splits, other=0.0)
-        accumulator += tl.sum(part * tl.exp2(lse - base)[:, None], 0)
+        part = tl.load(split_out_ptr + offset_of(split_row, LANES) + offs_l, mask=mask, other=0.0)
+        lse = tl.load(split_lse_ptr + split_row, mask=mask, other=float("-inf"))  # [AT_ONCE, 1]
+        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        rescale = tl.exp2(maximum - base)
+        weight = tl.exp2(lse - base[None, :])
+        denominator = denominator * rescale + tl.sum(weight, 0)
+        accumulator = accumulator * rescale + tl.sum(part * weight, 0)
+        maximum = new_maximum
 
     sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, HAS_SINK)
-    factor, lse = finish(denominator, base, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
+    factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
     out = accumulator[None, :] * factor[:, None]
     if ROTATE:
         out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE, COS_SIN_STRIDE)
