@@ -11,20 +11,24 @@ TOKENS, HEADS, DIMS = 2, 3, 512
 ENDING = {"HAS_SINK": False, "ROTATE": False, "ROPE": 64, "COS_SIN_STRIDE": 0, "EMPTY_LSE": -np.inf, "LSE_UNIT": 1.0}
 
 
-def combine(parts: torch.Tensor, lse: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def combine(parts: torch.Tensor, lse: torch.Tensor, powers: int) -> tuple[np.ndarray, np.ndarray]:
     splits = parts.shape[1]
     out, out_lse = (torch.full(shape, torch.nan, device=parts.device) for shape in ((TOKENS, HEADS, DIMS), (TOKENS, 3)))
     with np.errstate(all="ignore"):  # NumPy warns of a row without a key
         combine_splits_kernel[(TOKENS * HEADS,)](
             parts, lse, lse, lse, lse, splits, 0, out, out_lse, HEADS=HEADS, LSE_SINK=False,
-            MAX_SPLITS=next_power_of_2(splits), enable_fp_fusion=True, **ENDING,
+            POWERS=powers, MAX_SPLITS=next_power_of_2(splits), enable_fp_fusion=True, **ENDING,
         )  # fmt: skip
     return out.cpu().numpy(), out_lse.cpu().numpy()
 
 
+@pytest.mark.parametrize("powers", [0, 2, 4])
 @pytest.mark.parametrize("splits", [2, 9, 32, 33, 70])
-def test_splits_together(device: str, splits: int) -> None:
-    """Splits whose weights lie far apart, some of them without a key, a row without any, and a NaN."""
+def test_splits_together(device: str, splits: int, powers: int) -> None:
+    """Splits whose weights lie far apart, some of them without a key, a row without any, and a NaN.
+
+    Groups of dims have magnitudes that float16 would not hold.
+    """
     rng = np.random.default_rng(splits)
     parts = rng.standard_normal((TOKENS, splits, HEADS, DIMS)).astype(np.float32)
     lse = (rng.standard_normal((TOKENS, splits, HEADS)) * 8).astype(np.float32)
@@ -33,12 +37,21 @@ def test_splits_together(device: str, splits: int) -> None:
     absent[1, -1] = False
     parts[absent], lse[absent] = 0.0, -np.inf
     parts[1, -1, 2, 7] = np.nan
-    got, got_lse = combine(*(torch.from_numpy(a).to(device) for a in (parts, lse)))
+    stored, stored_lse = parts, lse[:, :, None]
+    if powers:
+        units = np.float32(2.0) ** rng.integers(-40, 40, (TOKENS, splits, powers, HEADS))
+        by_dim = units.repeat(DIMS // powers, 2).transpose(0, 1, 3, 2)
+        stored = parts.astype(np.float16)
+        parts = stored * by_dim
+        stored_lse = np.concatenate([stored_lse, units], 2)
+    got, got_lse = combine(*(torch.from_numpy(a).to(device) for a in (stored, stored_lse)), powers)
     weights = np.exp2(lse - np.where(absent.all(1), 0, lse.max(1))[:, None])
     total = weights.sum(1)
-    want = np.einsum("tsh,tshd->thd", weights, parts, dtype=np.float64) / np.where(total == 0, 1, total)[:, :, None]
+    shares = weights / np.where(total == 0, 1, total)[:, None]
+    want, sizes = (np.einsum("tsh,tshd->thd", shares, p, dtype=np.float64) for p in (parts, np.abs(parts)))
+    assert np.array_equal(np.isnan(got), np.isnan(want)) and np.isnan(got).sum() == 1
     # Differences of up to 32 in base 2 are rounded before they become weights.
-    assert np.allclose(got, want, rtol=0, atol=5e-6, equal_nan=True) and np.isnan(got).sum() == 1
+    assert (np.abs(got - want) <= 2**-18 * sizes)[~np.isnan(want)].all()
     assert not got[0, 1].any() and got_lse[0, 1] == -np.inf
     seen = total > 0
     assert np.allclose(got_lse[seen], (lse.max(1) + np.log2(np.where(seen, total, 1)))[seen], rtol=0, atol=1e-5)

@@ -77,7 +77,8 @@ def sparse_mla(
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
     with power-of-two or e4m3 scales and bfloat16 q). The Gluon kernel holds packed entries in float16, relative to the
     entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
-    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
+    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits. What it finds
+    over parts of a row's keys it rounds to float16 too, relative to the largest of 256 dims, before it adds the parts.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

@@ -19,6 +19,7 @@ class Config:
     """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`.
 
     `programs`: the occupancy, in programs per SM.
+    `powers`: so many groups of a split's dims are float16 over a power of two each; 0 if they are float32.
     """
 
     block_h: int
@@ -26,6 +27,7 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int = 1
+    powers: int = 0
 
 
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
@@ -75,8 +77,8 @@ def attend(
     workspace: dict[str, Spec] = {}
     if splits > 1:
         workspace = {
-            "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float32"),
-            "split_lse": Spec((tokens, splits, heads), "float32"),
+            "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float16" if config.powers else "float32"),
+            "split_lse": Spec((tokens, splits, 1 + config.powers, heads), "float32"),
         }
     stand_ins = problem.stand_ins(
         lengths="slots", sink="slots", extra_cache="cache", extra_slots="slots", extra_lengths="slots", cos_sin="slots",
@@ -140,7 +142,12 @@ def attend(
         outputs=("out", "lse"),
         arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
         sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
-        constexprs={**ending, "ROPE": problem.formats["cache"].rope, "MAX_SPLITS": most_splits},
+        constexprs={
+            **ending,
+            "ROPE": problem.formats["cache"].rope,
+            "POWERS": config.powers,
+            "MAX_SPLITS": most_splits,
+        },
         num_warps=8 if most_splits > 8 else 4,  # 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22)
     )
     return Plan((launch, combine), workspace | results, ("out", "lse"))

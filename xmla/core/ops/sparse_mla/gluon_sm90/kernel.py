@@ -3,6 +3,7 @@
 from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
+    HALVES,
     TILE_HEADS,
     TILE_KEYS,
     VALUE_DIMS,
@@ -11,7 +12,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     Task,
     Turn,
 )
-from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import FEW_HEADS, attend_few_heads
+from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS, attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 
@@ -60,8 +61,8 @@ def sparse_mla_sm90_kernel(
     num_positions,  # S
     num_splits,
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
-    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
-    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
+    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over a power of two a group of dims
+    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
     Q_STRIDE_T: gl.constexpr,
     Q_STRIDE_H: gl.constexpr,
     PAGE_STRIDE: gl.constexpr,
@@ -89,8 +90,11 @@ def sparse_mla_sm90_kernel(
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
     place = offset_of(token, HEADS)
+    lse_place = place
     if SPLIT:
+        POWERS: gl.constexpr = BLOCKS if BLOCK_H == FEW_HEADS else HALVES
         place = offset_of(offset_of(token, num_splits) + split, HEADS)
+        lse_place = offset_of(place, 1 + POWERS)
 
     end = num_keys
     if HAS_LENGTHS:
@@ -118,7 +122,7 @@ def sparse_mla_sm90_kernel(
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
 
     q_row = q_ptr + offset_of(token, Q_STRIDE_T)
-    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place
+    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
     if ROTATE and not SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
