@@ -57,9 +57,9 @@ def sparse_mla(
         lse_base: "e", or "2" for base-2 logarithms.
         lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
             row without valid keys is then the sink.
-        batch_invariant: Split keys by K and EXTRA_K alone and use the tile of 128 heads. A row's bits then depend
-            neither on the other rows of the call nor on the heads computed beside it, for instance when ranks share
-            the heads.
+        batch_invariant: Split a row's keys by K, EXTRA_K and its own lengths alone and use the tile of 128 heads. Its
+            bits then depend neither on the other rows of the call nor on the heads computed beside it, for instance
+            when ranks share the heads.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.

@@ -60,7 +60,7 @@ def sparse_mla_sm90_kernel(
     extra_slot_stride,
     num_positions,  # S
     num_splits,
-    split_keys,  # of K rounded up to whole tiles, then EXTRA_K
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K; rows with lengths share out their own
     out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over a power of two a group of dims
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
     Q_STRIDE_T: gl.constexpr,
@@ -99,6 +99,17 @@ def sparse_mla_sm90_kernel(
     end = num_keys
     if HAS_LENGTHS:
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
+    tiles_before = gl.cdiv(num_keys, TILE_KEYS)  # of the first source, before those of the second
+    if EXTRA_LAYOUT is not None:
+        extra_end = num_extra_keys
+        if HAS_EXTRA_LENGTHS:
+            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+    if SPLIT and (HAS_LENGTHS or HAS_EXTRA_LENGTHS):
+        tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
+        row_tiles = tiles_before
+        if EXTRA_LAYOUT is not None:
+            row_tiles += gl.cdiv(gl.maximum(extra_end, 0), TILE_KEYS)
+        split_keys = gl.cdiv(row_tiles, num_splits) * TILE_KEYS
     first = split * split_keys
     end = gl.minimum(end, first + split_keys)
     cache = pool(cache_ptr, LAYOUT)
@@ -107,10 +118,7 @@ def sparse_mla_sm90_kernel(
     tiles = main_tiles
     if EXTRA_LAYOUT is not None:
         gl.static_assert(EXTRA_LAYOUT == LAYOUT, "both sources have entries of one layout")
-        extra_first = first - gl.cdiv(num_keys, TILE_KEYS) * TILE_KEYS
-        extra_end = num_extra_keys
-        if HAS_EXTRA_LENGTHS:
-            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+        extra_first = first - tiles_before * TILE_KEYS
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
         extra_cache = pool(extra_cache_ptr, LAYOUT)
