@@ -11,23 +11,24 @@ TOKENS, HEADS, DIMS = 2, 3, 512
 ENDING = {"HAS_SINK": False, "ROTATE": False, "ROPE": 64, "COS_SIN_STRIDE": 0, "EMPTY_LSE": -np.inf, "LSE_UNIT": 1.0}
 
 
-def combine(parts: torch.Tensor, lse: torch.Tensor, powers: int) -> tuple[np.ndarray, np.ndarray]:
+def combine(parts: torch.Tensor, lse: torch.Tensor, powers: int, skip: bool) -> tuple[np.ndarray, np.ndarray]:
     splits = parts.shape[1]
     out, out_lse = (torch.full(shape, torch.nan, device=parts.device) for shape in ((TOKENS, HEADS, DIMS), (TOKENS, 3)))
     with np.errstate(all="ignore"):  # NumPy warns of a row without a key
         combine_splits_kernel[(TOKENS * HEADS,)](
             parts, lse, lse, lse, lse, splits, 0, out, out_lse, HEADS=HEADS, LSE_SINK=False,
-            POWERS=powers, MAX_SPLITS=next_power_of_2(splits), enable_fp_fusion=True, **ENDING,
+            POWERS=powers, SKIP=skip, MAX_SPLITS=next_power_of_2(splits), enable_fp_fusion=True, **ENDING,
         )  # fmt: skip
     return out.cpu().numpy(), out_lse.cpu().numpy()
 
 
+@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("powers", [0, 2, 4])
 @pytest.mark.parametrize("splits", [2, 9, 32, 33, 70])
-def test_splits_together(device: str, splits: int, powers: int) -> None:
+def test_splits_together(device: str, splits: int, powers: int, skip: bool) -> None:
     """Splits whose weights lie far apart, some of them without a key, a row without any, and a NaN.
 
-    Groups of dims have magnitudes that float16 would not hold.
+    Groups of dims have magnitudes that float16 would not hold. What a split without keys need not write is NaN.
     """
     rng = np.random.default_rng(splits)
     parts = rng.standard_normal((TOKENS, splits, HEADS, DIMS)).astype(np.float32)
@@ -43,8 +44,9 @@ def test_splits_together(device: str, splits: int, powers: int) -> None:
         by_dim = units.repeat(DIMS // powers, 2).transpose(0, 1, 3, 2)
         stored = parts.astype(np.float16)
         parts = stored * by_dim
-        stored_lse = np.concatenate([stored_lse, units], 2)
-    got, got_lse = combine(*(torch.from_numpy(a).to(device) for a in (stored, stored_lse)), powers)
+        stored_lse = np.concatenate([stored_lse, np.where(absent[:, :, None] & skip, np.float32(np.nan), units)], 2)
+    stored = np.where(absent[..., None] & skip, np.nan, stored).astype(stored.dtype)
+    got, got_lse = combine(*(torch.from_numpy(a).to(device) for a in (stored, stored_lse)), powers, skip)
     weights = np.exp2(lse - np.where(absent.all(1), 0, lse.max(1))[:, None])
     total = weights.sum(1)
     shares = weights / np.where(total == 0, 1, total)[:, None]

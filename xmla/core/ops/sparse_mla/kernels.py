@@ -242,6 +242,7 @@ def combine_splits_kernel(
     LSE_UNIT: tl.constexpr,
     LSE_SINK: tl.constexpr,
     POWERS: tl.constexpr,
+    SKIP: tl.constexpr,  # whether splits with the lse −inf may have no results; those of the others then come later
     MAX_SPLITS: tl.constexpr,  # a power of two
 ):
     GROUPS: tl.constexpr = max(POWERS, 1)
@@ -262,10 +263,12 @@ def combine_splits_kernel(
     for first in tl.range(0, MAX_SPLITS, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[:, None]
         mask = split < num_splits
+        split_lse_ptrs = lse_ptrs + offset_of(split, LSE_STRIDE, MAX_SPLITS)
+        lse = tl.load(split_lse_ptrs, mask=mask, other=float("-inf"))  # [AT_ONCE, 1]
+        if SKIP:
+            mask = lse != float("-inf")
         ptrs = part_ptrs + offset_of(split[:, :, None], HEADS * LANES, MAX_SPLITS) + offs_p
         part = tl.load(ptrs, mask=mask[:, :, None], other=0.0).to(tl.float32)  # [AT_ONCE, GROUPS, DIMS]
-        split_lse_ptrs = lse_ptrs + offset_of(split, LSE_STRIDE, MAX_SPLITS)
-        lse = tl.load(split_lse_ptrs, mask=mask, other=float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(lse, 0))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         rescale = tl.exp2(maximum - base)

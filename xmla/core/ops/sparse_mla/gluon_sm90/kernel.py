@@ -127,10 +127,15 @@ def sparse_mla_sm90_kernel(
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
     else:
         extra: gl.constexpr = None
+    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
+    if SPLIT and (HAS_LENGTHS or HAS_EXTRA_LENGTHS):
+        rows = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        if tiles == 0:  # fewer tiles than splits: the combination reads no more of this one than its lse
+            gl.store(lse_row + rows, float("-inf"), mask=rows < HEADS)
+            return
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
 
     q_row = q_ptr + offset_of(token, Q_STRIDE_T)
-    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
     if ROTATE and not SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
