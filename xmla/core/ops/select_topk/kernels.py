@@ -37,6 +37,15 @@ def order_key(x):
 
 
 @triton.jit
+def count_two(keys, lower, upper):
+    """1 for keys that reach `lower`, and 2**16 more for those that reach `upper` ≥ lower.
+
+    As selections: LLVM counts sums of booleans as bits of a mask, which it gathers in local memory.
+    """
+    return tl.where(keys >= upper, 0x10001, tl.where(keys >= lower, 1, 0))
+
+
+@triton.jit
 def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack):
     """A threshold in [low, high) that at least k of `keys` reach, and the number that do.
 
@@ -48,7 +57,7 @@ def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack):
         third = (high - low + 2) // 3
         lower = low + third
         upper = lower + third
-        counts = tl.sum((keys >= lower).to(tl.int32) + ((keys >= upper).to(tl.int32) << 16))
+        counts = tl.sum(count_two(keys, lower, upper))
         reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
         high = tl.where(reach_upper >= k, high, tl.where(reach_lower >= k, upper, lower))
         low = tl.where(reach_upper >= k, upper, tl.where(reach_lower >= k, lower, low))
@@ -69,8 +78,7 @@ def kth_largest_of_few(keys, k, low, high, count, NEAR: tl.constexpr, slack, TRI
         part = (high - low + TRIALS) // (TRIALS + 1)
         lower = low + part * (word + 1)
         upper = lower + part * HALF
-        reach = (keys[None, :] >= lower[:, None]).to(tl.int32) + ((keys[None, :] >= upper[:, None]).to(tl.int32) << 16)
-        counts = tl.sum(reach, 1)
+        counts = tl.sum(count_two(keys[None, :], lower[:, None], upper[:, None]), 1)
         reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
         passed = tl.sum((reach_lower >= k).to(tl.int32) + (reach_upper >= k).to(tl.int32))
         reach_lower = tl.where(reach_lower >= k, reach_lower, count)

@@ -228,8 +228,8 @@ def sparse_mla_kernel(
 
 @triton.jit(do_not_specialize=["num_splits", "num_positions"])
 def combine_splits_kernel(
-    split_out_ptr,  # [T, num_splits, H, LANES] f32, normalised
-    split_lse_ptr,  # [T, num_splits, H] f32, log2
+    split_out_ptr,  # [T, num_splits, H, LANES], normalised: f32, or f16 over a power of two for each of POWERS groups
+    split_lse_ptr,  # [T, num_splits, 1 + POWERS, H] f32: the lse in log2, then the powers
     sink_ptr,  # [H] f32 if HAS_SINK
     cos_sin_ptr,  # [S, E] if ROTATE
     positions_ptr,  # [T] i32 if ROTATE
@@ -245,41 +245,55 @@ def combine_splits_kernel(
     EMPTY_LSE: tl.constexpr,
     LSE_UNIT: tl.constexpr,
     LSE_SINK: tl.constexpr,
+    POWERS: tl.constexpr,
+    SKIP: tl.constexpr,  # whether splits with the lse −inf may have no results; those of the others then come later
     MAX_SPLITS: tl.constexpr,  # a power of two
     BESIDE: tl.constexpr,
 ):
     let_next_start(BESIDE)
     wait_for_earlier(BESIDE)
+    GROUPS: tl.constexpr = max(POWERS, 1)
+    DIMS: tl.constexpr = LANES // GROUPS
+    LSE_STRIDE: tl.constexpr = (1 + POWERS) * HEADS
     row = tl.program_id(0).to(tl.int64)
-    token = row // HEADS
+    first_row = offset_of(row // HEADS, num_splits)
     offs_h = tl.program_id(0) % HEADS + tl.arange(0, 1)  # one head
-    head_row = offset_of(offset_of(token, num_splits), HEADS) + offs_h
-    offs_s = tl.arange(0, MAX_SPLITS)
-    lse_ptrs = split_lse_ptr + head_row + offset_of(offs_s, HEADS, MAX_SPLITS)
-    lses = tl.load(lse_ptrs, mask=offs_s < num_splits, other=float("-inf"))
-    maximum = tl.max(lses, 0)
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    denominator = tl.sum(tl.exp2(lses - base), 0)
-
-    # As many results as registers hold are loaded at once.
+    lse_ptrs = split_lse_ptr + offset_of(first_row, LSE_STRIDE) + offs_h
+    part_ptrs = split_out_ptr + offset_of(offset_of(first_row, HEADS) + offs_h, LANES)
+    group = tl.arange(0, GROUPS)[None, :]
+    offs_p = offset_of(group[:, :, None], DIMS, GROUPS) + tl.arange(0, DIMS)[None, None, :]
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    denominator = tl.zeros([1], tl.float32)
+    accumulator = tl.zeros([GROUPS, DIMS], tl.float32)
+    # As many results as registers hold are loaded at once, and first: the compiler issues loads in this order.
     AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32)
-    offs_l = tl.arange(0, LANES)[None, :]
-    accumulator = tl.zeros([LANES], tl.float32)
     for first in tl.range(0, MAX_SPLITS, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
-        split_row = head_row + offset_of(split, HEADS, MAX_SPLITS)
-        lse = tl.load(split_lse_ptr + split_row, mask=split < num_splits, other=float("-inf"))
-        part_ptrs = split_out_ptr + offset_of(split_row[:, None], LANES) + offs_l
-        part = tl.load(part_ptrs, mask=split[:, None] < num_splits, other=0.0)
-        accumulator += tl.sum(part * tl.exp2(lse - base)[:, None], 0)
+        split = first + tl.arange(0, AT_ONCE)[:, None]
+        mask = split < num_splits
+        split_lse_ptrs = lse_ptrs + offset_of(split, LSE_STRIDE, MAX_SPLITS)
+        lse = tl.load(split_lse_ptrs, mask=mask, other=float("-inf"))  # [AT_ONCE, 1]
+        if SKIP:
+            mask = lse != float("-inf")
+        ptrs = part_ptrs + offset_of(split[:, :, None], HEADS * LANES, MAX_SPLITS) + offs_p
+        part = tl.load(ptrs, mask=mask[:, :, None], other=0.0).to(tl.float32)  # [AT_ONCE, GROUPS, DIMS]
+        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        rescale = tl.exp2(maximum - base)
+        weight = tl.exp2(lse - base[None, :])
+        denominator = denominator * rescale + tl.sum(weight, 0)
+        if POWERS:
+            powers = split_lse_ptrs + offset_of(1 + group, HEADS, 1 + GROUPS)
+            weight *= tl.load(powers, mask=mask, other=0.0)
+        accumulator = accumulator * rescale[:, None] + tl.sum(part * weight[:, :, None], 0)
+        maximum = new_maximum
 
     sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, HAS_SINK)
-    factor, lse = finish(denominator, base, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
-    out = accumulator[None, :] * factor[:, None]
+    factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
+    out = tl.reshape(accumulator, (1, LANES)) * factor[:, None]
     if ROTATE:
-        out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE, COS_SIN_STRIDE)
+        out = rotate_back(out, cos_sin_ptr, positions_ptr, row // HEADS, num_positions, ROPE, COS_SIN_STRIDE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
-    tl.store(out_ptr + offset_of(row, LANES) + offs_l, out.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + offset_of(row, LANES) + tl.arange(0, LANES)[None, :], out.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 

@@ -19,6 +19,7 @@ class Config:
     """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`.
 
     `programs`: the occupancy, in programs per SM.
+    `powers`: so many groups of a split's dims are float16 over a power of two each; 0 if they are float32.
     """
 
     block_h: int
@@ -26,21 +27,23 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int = 1
+    powers: int = 0
 
 
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
     """The number of key splits with the fewest sequential tile steps: full waves, but a split costs about four tiles.
 
-    Combining them costs four more, and one per 50 programs, whose partial results are written and read (H200,
-    2026-11-21).
+    Combining them costs four more, and one per 50 programs, whose partial results are written and read, or per 100 with
+    float16 results (H200, 2026-11-21 and 2026-11-24: 13.2 against 14.6 µs for two tokens of 128 heads).
     """
     tiles = cdiv(keys, config.block_n)
+    programs_a_tile = 100 if config.powers else 50
 
     def steps(splits: int) -> float:
         waves = cdiv(programs * splits, device.num_sms * config.programs)
         shared = programs * splits > device.num_sms and config.programs > 1
         step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
-        return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / 50 if splits > 1 else 0)
+        return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / programs_a_tile if splits > 1 else 0)
 
     return min(range(1, max(tiles, 1) + 1), key=steps)
 
@@ -75,8 +78,8 @@ def attend(
     workspace: dict[str, Spec] = {}
     if splits > 1:
         workspace = {
-            "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float32"),
-            "split_lse": Spec((tokens, splits, heads), "float32"),
+            "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float16" if config.powers else "float32"),
+            "split_lse": Spec((tokens, splits, 1 + config.powers, heads), "float32"),
         }
     stand_ins = problem.stand_ins(
         lengths="slots", sink="slots", extra_cache="cache", extra_slots="slots", extra_lengths="slots", cos_sin="slots",
@@ -144,9 +147,13 @@ def attend(
         constexprs={
             **ending,
             "ROPE": problem.formats["cache"].rope,
+            "POWERS": config.powers,
+            "SKIP": problem.has("lengths") or problem.has("extra_lengths"),
             "MAX_SPLITS": most_splits,
             "BESIDE": device.beside,
         },
-        num_warps=8 if most_splits > 8 else 4,  # 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22)
+        # Two programs of eight warps on an SM: 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22). In more
+        # waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24).
+        num_warps=8 if most_splits > 8 and tokens * heads <= 2 * device.num_sms else 4,
     )
     return Plan((launch, combine), workspace | results, ("out", "lse"))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from xmla.core.formats import mla
 from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 
 TILE_KEYS = gl.constexpr(64)  # keys of a tile, in all three kernels
@@ -13,7 +14,8 @@ TILE_HEADS = gl.constexpr(64)  # heads per CTA: the rows of a wgmma; few_heads.p
 STAGES = gl.constexpr(2)  # tiles of entries in shared memory
 VALUE_DIMS = gl.constexpr(mla.VALUE_DIMS)
 ROPE_DIMS = gl.constexpr(64)
-HALF_DIMS = gl.constexpr(VALUE_DIMS.value // 2)  # columns of P·V of one of the two consumer warpgroups
+HALVES = gl.constexpr(2)  # of the columns of P·V, for two consumer warpgroups
+HALF_DIMS = gl.constexpr(VALUE_DIMS.value // HALVES.value)
 
 # Registers of a warpgroup: S [TILE_HEADS, TILE_KEYS], and half of the output [TILE_HEADS, HALF_DIMS].
 S_LAYOUT = gl.constexpr(
@@ -47,8 +49,8 @@ class Task(NamedTuple):
     q_row: Any  # [HEADS, L+E]
     sink: Any  # [HEADS] f32 if HAS_SINK
     turn: Any  # Turn or None
-    out_row: Any  # [HEADS, VALUE_DIMS]
-    lse_row: Any  # [HEADS] f32
+    out_row: Any  # [HEADS, VALUE_DIMS]; if SPLIT f16, over powers of two
+    lse_row: Any  # [HEADS] f32; if SPLIT [1 + groups of dims, HEADS], with the powers after the lse
     head_block: Any
 
 
@@ -182,22 +184,35 @@ def turn_back(out, turn, ROPE: gl.constexpr):
 
 
 @gluon.jit
+def exponent_for_half(x, AXIS: gl.constexpr):
+    """e with max |x| over AXIS, NaN apart, in 2**(e + 14) … 2**(e + 15): float16 holds x / 2**e.
+
+    It is normal there down to 2**-28 of the largest.
+    """
+    return gl.maximum((gl.max(gl.abs(x), AXIS).to(gl.int32, bitcast=True) >> 23) - 127 - 14, -126)
+
+
+@gluon.jit
 def store_half(out, share, smem, PART: gl.constexpr, task, C: gl.constexpr):
     """Store the left (0) or right (1) half of the output's columns, [TILE_HEADS, HALF_DIMS].
 
-    16-bit results pass through `smem`, which is free by then, so that stores fill whole sectors.
+    Results pass through `smem`, which is free by then, so that stores fill whole sectors.
     """
     share = gl.expand_dims(share, 1)
     out = out * share
     if PART == 1 and task.turn is not None:
         out = turn_back(out, task.turn, C.LAYOUT.rope)
+    if C.SPLIT:
+        exponent = exponent_for_half(out, 1)
+        rows = task.head_block * TILE_HEADS + gl.arange(0, TILE_HEADS, layout=exponent.type.layout)
+        gl.store(task.lse_row + (1 + PART) * C.HEADS + rows, power_of_two(exponent), mask=rows < C.HEADS)
+        out = out * gl.expand_dims(power_of_two(-exponent), 1)
     result = gl.where(share < 0.0, 0.0, out).to(task.out_row.dtype.element_ty)
-    if not C.SPLIT:
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        staged = smem.reinterpret(result.dtype, [TILE_HEADS, HALF_DIMS], smem.layout)
-        staged.store(result)
-        gl.barrier()
-        result = staged.load(ROWS)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    staged = smem.reinterpret(result.dtype, [TILE_HEADS, HALF_DIMS], smem.layout)
+    staged.store(result)
+    gl.barrier()
+    result = staged.load(ROWS)
     offs_h = task.head_block * TILE_HEADS + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, result.type.layout))
     offs_l = PART * HALF_DIMS + gl.arange(0, HALF_DIMS, layout=gl.SliceLayout(0, result.type.layout))
     out_ptrs = task.out_row + gl.expand_dims(offset_of(offs_h, VALUE_DIMS, C.HEADS), 1) + gl.expand_dims(offs_l, 0)

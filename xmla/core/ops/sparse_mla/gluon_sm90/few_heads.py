@@ -22,6 +22,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     VALUE_DIMS,
     close_sums,
     entry_pointers,
+    exponent_for_half,
     load_slots,
 )
 from xmla.core.ops.sparse_mla.gluon_sm90.conversion import exponent_of, finite_abs, small_float
@@ -263,7 +264,17 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
     inverse, lse = close_sums(maximum, denominator, gl.max(seen, 0), rows, task, C)
     gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     share = by_row(gl.convert_layout(inverse, HEADS_O))
-    out = gl.where(share < 0.0, 0.0, out * share).to(task.out_row.dtype.element_ty)
+    out = out * share
+    if C.SPLIT:
+        out_exponent = exponent_for_half(out, 2)  # [BLOCKS, FEW_HEADS]
+        block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, out_exponent.type.layout))
+        power_rows = task.head_block * FEW_HEADS + gl.arange(
+            0, FEW_HEADS, layout=gl.SliceLayout(0, out_exponent.type.layout)
+        )
+        ptrs = task.lse_row + gl.expand_dims((1 + block) * C.HEADS, 1) + gl.expand_dims(power_rows, 0)
+        gl.store(ptrs, power_of_two(out_exponent), mask=gl.expand_dims(power_rows < C.HEADS, 0))
+        out = out * gl.expand_dims(power_of_two(-out_exponent), 2)
+    out = gl.where(share < 0.0, 0.0, out).to(task.out_row.dtype.element_ty)
     out = gl.reshape(
         gl.permute(gl.reshape(out, (BLOCKS, FEW_HEADS, 16, BLOCK_DIMS // 16)), (1, 0, 3, 2)), (FEW_HEADS, VALUE_DIMS)
     )

@@ -2,8 +2,10 @@
 
 from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
+    HALVES,
     TILE_HEADS,
     TILE_KEYS,
     VALUE_DIMS,
@@ -12,7 +14,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     Task,
     Turn,
 )
-from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import FEW_HEADS, attend_few_heads
+from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS, attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 
@@ -60,9 +62,9 @@ def sparse_mla_sm90_kernel(
     extra_slot_stride,
     num_positions,  # S
     num_splits,
-    split_keys,  # of K rounded up to whole tiles, then EXTRA_K
-    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
-    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K; rows with lengths share out their own
+    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over a power of two a group of dims
+    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
     Q_STRIDE_T: gl.constexpr,
     Q_STRIDE_H: gl.constexpr,
     PAGE_STRIDE: gl.constexpr,
@@ -92,12 +94,26 @@ def sparse_mla_sm90_kernel(
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
     place = offset_of(token, HEADS)
+    lse_place = place
     if SPLIT:
+        POWERS: gl.constexpr = BLOCKS if BLOCK_H == FEW_HEADS else HALVES
         place = offset_of(offset_of(token, num_splits) + split, HEADS)
+        lse_place = offset_of(place, 1 + POWERS)
 
     end = num_keys
     if HAS_LENGTHS:
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
+    tiles_before = gl.cdiv(num_keys, TILE_KEYS)  # of the first source, before those of the second
+    if EXTRA_LAYOUT is not None:
+        extra_end = num_extra_keys
+        if HAS_EXTRA_LENGTHS:
+            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+    if SPLIT and (HAS_LENGTHS or HAS_EXTRA_LENGTHS):
+        tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
+        row_tiles = tiles_before
+        if EXTRA_LAYOUT is not None:
+            row_tiles += gl.cdiv(gl.maximum(extra_end, 0), TILE_KEYS)
+        split_keys = gl.cdiv(row_tiles, num_splits) * TILE_KEYS
     first = split * split_keys
     end = gl.minimum(end, first + split_keys)
     cache = pool(cache_ptr, LAYOUT)
@@ -106,10 +122,7 @@ def sparse_mla_sm90_kernel(
     tiles = main_tiles
     if EXTRA_LAYOUT is not None:
         gl.static_assert(EXTRA_LAYOUT == LAYOUT, "both sources have entries of one layout")
-        extra_first = first - gl.cdiv(num_keys, TILE_KEYS) * TILE_KEYS
-        extra_end = num_extra_keys
-        if HAS_EXTRA_LENGTHS:
-            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+        extra_first = first - tiles_before * TILE_KEYS
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
         extra_cache = pool(extra_cache_ptr, LAYOUT)
@@ -118,10 +131,16 @@ def sparse_mla_sm90_kernel(
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
     else:
         extra: gl.constexpr = None
+    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
+    if SPLIT and (HAS_LENGTHS or HAS_EXTRA_LENGTHS):
+        rows = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        if tiles == 0:  # fewer tiles than splits: the combination reads no more of this one than its lse
+            wait_for_earlier(BESIDE)
+            gl.store(lse_row + rows, float("-inf"), mask=rows < HEADS)
+            return
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
 
     q_row = q_ptr + offset_of(token, Q_STRIDE_T)
-    out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place
     if ROTATE and not SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)

@@ -1,16 +1,16 @@
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Condition, Implementation, Problem
-from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, TILE_KEYS
-from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import FEW_HEADS
+from xmla.core.ops.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
+from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.splits import Config, attend
 from xmla.core.plan import Plan
 
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)
-# The warps are those of the kernel's first partition.
-WIDE = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1)
-NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2)
+# The warps are those of the kernel's first partition. Each group of dims has a power of two that its warps know.
+WIDE = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1, powers=HALVES.value)
+NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2, powers=BLOCKS.value)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
