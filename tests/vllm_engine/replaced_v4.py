@@ -63,7 +63,7 @@ def output_projection(self: Any, o: Tensor, positions: Tensor) -> Tensor:
 
 def shared_experts(model: Any) -> type:
     class SharedExperts(torch.nn.Module):
-        experts, use_native_mega_moe = None, False
+        experts, use_native_mega_moe, use_mega_moe = None, False, False
 
         def __init__(self, vllm_config: Any, prefix: str = "", **_: Any) -> None:
             super().__init__()

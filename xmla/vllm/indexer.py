@@ -85,6 +85,8 @@ def select(
             gather(chunk, cache, keys, key_scales)
         rows = slice(chunk.token_start, chunk.token_end)
         total = chunk.max_local_total_seq_lens
+        if shards:  # rows of logits start on whole vectors; no token sees what is beyond
+            total = min(-(-total // 64) * 64, len(keys))
         ragged = q8[rows], weights[rows], keys[:total], key_scales[:total], chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
         if shards:
             select_ragged(shards, *ragged, scratch, selected[rows])
