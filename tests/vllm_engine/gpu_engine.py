@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,6 @@ class Engine:
             given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.drafts}
         if self.v4:
             given["block_size"] = 256
-            if version("vllm") >= "0.33":  # what it compiles at start is partly replaced
-                given["kernel_config"] = {"enable_jit_warmup": False}
         if not sizes:
             return given | {"enforce_eager": True}
         graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [*sizes]}
@@ -117,14 +116,20 @@ def make_model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int
 
 def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> Any:
     from vllm import EngineArgs, LLMEngine
-    from vllm.plugins import load_general_plugins
 
-    if ENGINES[name].v4:
+    v4, new = ENGINES[name].v4, not version("vllm").startswith("0.26")
+    if v4 or new:
         import replaced_v4
+        import without_cutedsl
+        from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        replaced_v4.install()
-        replaced_v4.install_compressor()
+        if find_spec("cutlass") is None:
+            without_cutedsl.install()
+        if v4:
+            replaced_v4.install()
+    if new:  # what it compiles at start is partly replaced
+        arguments["kernel_config"] = {"enable_jit_warmup": False}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.05,

@@ -1,13 +1,11 @@
 """What vLLM's DeepSeek-V4 calls of packages that tests do without, in torch or by vLLM's own Triton kernels.
 
-mHC is its reference instead of tilelang's kernels, and of the experts the shared ones alone run. The output's
-projection has bfloat16 weights, and the compressor of a GPU is Triton's instead of CuTe DSL's.
+mHC is its reference instead of tilelang's kernels, of the experts the shared ones alone run, and the output's
+projection has bfloat16 weights.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,20 +31,6 @@ def install() -> None:
     mtp.fused_moe_make_expert_params_mapping = lambda *_, **__: []
     for module in (model, mtp):
         module.mhc_post_tilelang, module.hc_head_fused_kernel_tilelang = mhc_post_torch, hc_head
-
-
-def install_compressor() -> None:
-    """On a GPU without CuTe DSL, of fp8 pages: what its module is asked for, by the kernel for other devices."""
-    from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
-
-    def compress(store_full_kv: bool, store_full_fp8: bool, fp8_scale: None, **call: Any) -> None:
-        assert not (store_full_kv or store_full_fp8)
-        compress_norm_rope_store_triton(**call)
-
-    name = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
-    sys.modules[name] = ModuleType(name)
-    for function in ("compress_norm_rope_store_cutedsl", "_SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL"):  # 0.26's and 0.33's
-        setattr(sys.modules[name], function, compress)
 
 
 def output_projection(self: Any, o: Tensor, positions: Tensor) -> Tensor:
