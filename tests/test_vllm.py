@@ -1,5 +1,6 @@
 """What the plugin makes of vLLM's metadata, without vLLM; tests/vllm_engine runs its engine."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from xmla import UnsupportedError
 from xmla import torch_api as xt
-from xmla.vllm import indexer
+from xmla.core.parallel import Ownership
+from xmla.vllm import indexer, shards
 from xmla.vllm.refusals import refuse
+from xmla.vllm.shards import Shards
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
 
@@ -39,11 +42,13 @@ def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return xt.quantize_indexer_query(heads.to(device), weights.to(device))
 
 
-def selected(step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1) -> np.ndarray:
+def selected(
+    step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1, shards: Shards | None = None
+) -> np.ndarray:
     found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
     keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
     buffers = keys, torch.empty(256, device=device), torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio)
+    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards)
     return found.cpu().numpy()
 
 
@@ -137,7 +142,7 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
         begins, ends = (ints(*map(int, side), device=device) for side in zip(*limits, strict=True))
         return SimpleNamespace(
             token_start=first, token_end=last, skip_kv_gather=skip, block_table=table[1:],
-            cu_seq_lens=ints(*map(int, starts), device=device), total_seq_lens=int(starts[-1]) + beyond,
+            local_cu_seq_lens=ints(*map(int, starts), device=device), max_local_total_seq_lens=int(starts[-1]) + beyond,
             cu_seqlen_ks=begins, cu_seqlen_ke=ends,
         )  # fmt: skip
 
@@ -147,20 +152,95 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
     assert np.array_equal(selected(step, cache, 14, device), wanted(tokens, cache, table, device))
 
 
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (2, 4), (3, 1)])
+@pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 2]])
+def test_ranks_select_what_one_selects(
+    ranks: int, interleave: int, new: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes, and a prefill of which a rank may have no key; two tokens are exchanged at a time."""
+    monkeypatch.setattr(shards, "ROWS", 2)
+    lengths = [20, 9, 31, 6, 18]
+    whole, table = make(lengths, device)
+    tokens = visible(lengths, [*new, 6, 10])
+    ownership, decoded = Ownership(ranks, interleave), sum(new)
+    sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+
+    def select(rank: int, gather: Any) -> np.ndarray:
+        def count(keys: int) -> int:
+            return int(ownership.count(keys, rank))
+
+        cache, own_table = part(whole, table, lengths, ownership, rank)
+        most = max(new)
+        local = [[count(n - most + 1 + j) for j in range(most)] for n in lengths[:3]]
+        step = decodes(local, new, own_table[:3], device)
+        step.seq_lens = ints(*lengths, device=device)
+        step.num_prefills, step.num_prefill_tokens = 2, 16
+        starts = [0, count(lengths[3]), count(lengths[3]) + count(lengths[4])]
+        limits = [(starts[r - 3], starts[r - 3] + count(keys)) for r, keys in tokens[decoded:]]
+        begins, ends = (ints(*side, device=device) for side in zip(*limits, strict=True))
+        chunk = SimpleNamespace(
+            token_start=decoded, token_end=len(tokens), skip_kv_gather=False, block_table=own_table[3:],
+            local_cu_seq_lens=ints(*starts, device=device), cu_seqlen_ks=begins, cu_seqlen_ke=ends,
+            max_local_total_seq_lens=max(sum(int(ownership.count(n, r)) for n in lengths[3:]) for r in range(ranks)),
+        )  # fmt: skip
+        step.prefill = SimpleNamespace(chunks=[chunk])
+        return selected(step, cache, len(tokens), device, shards=Shards(ownership, rank, gather))
+
+    def keep(rank: int) -> Any:
+        return lambda own: sent[rank].append(own) or own.expand(ranks, *own.shape[1:])
+
+    for rank in range(ranks):
+        select(rank, keep(rank))
+    for rank in range(ranks):
+        exchanges = map(torch.cat, zip(*sent, strict=True))
+        got = select(rank, lambda own, exchanges=exchanges: next(exchanges))
+        assert np.array_equal(got, wanted(tokens, whole, table, device))
+    assert len(sent[0]) == -(-decoded // 2) + 8
+
+
+def part(
+    whole: torch.Tensor, table: torch.Tensor, lengths: list[int], ownership: Ownership, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's cache and block table: its keys of each request, in order."""
+    need = [-(-int(ownership.count(n, rank)) // PAGE) for n in lengths]
+    ends = [0, *map(int, np.cumsum(need))]
+    cache, own = torch.zeros_like(whole[: ends[-1] + 1]), torch.full_like(table[:, : max(need) + 1], -1)
+    for request, (first, last) in enumerate(pairwise(ends)):
+        own[request, : last - first] = torch.arange(first, last)
+        positions = torch.arange(lengths[request], device=whole.device)
+        positions = positions[ownership.owner(positions) == rank]
+        slots = table[request, positions // PAGE] * PAGE + positions % PAGE
+        keys, scales = xt.read_indexer_cache(whole, slots)
+        places = first * PAGE + torch.arange(len(slots), device=whole.device)
+        xt.write_indexer_cache(keys.float() * scales[:, None], places, cache)
+    return cache, own
+
+
+@pytest.mark.parametrize(("ranks", "interleave"), [(1, 1), (2, 1), (3, 4)])
+def test_places_among_own_keys(ranks: int, interleave: int, device: str) -> None:
+    """Each position is one rank's, and its place leads back to it."""
+    positions = torch.arange(-1, 40, device=device, dtype=torch.int32)
+    ownership = Ownership(ranks, interleave)
+    found = torch.stack([Shards(ownership, rank, lambda own: own).own(positions) for rank in range(ranks)])
+    assert (found >= 0).sum(0).tolist() == [0, *[1] * 40]
+    back = [torch.where(own >= 0, ownership.position(own, rank), -1) for rank, own in enumerate(found)]
+    assert torch.equal(torch.stack(back).amax(0), positions)
+
+
 @pytest.mark.parametrize(
     ("changed", "backend", "told"),
     [
         ({}, "DEEPSEEK_V41_INDEXER", "the indexer of DEEPSEEK_V41_INDEXER"),
         ({"use_fp4_cache": True}, "DEEPSEEK_V32_INDEXER", "MXFP4 keys of the indexer"),
         (
-            {"dcp_world_size": 2, "use_pcp": True},
+            {"use_fp4_cache": True, "use_pcp": True},
             "DEEPSEEK_V32_INDEXER",
-            "decode context parallelism, prefill context parallelism",
+            "MXFP4 keys of the indexer, prefill context parallelism",
         ),
     ],
 )
 def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, told: str) -> None:
-    served = {"use_fp4_cache": False, "dcp_world_size": 1, "use_pcp": False}
+    served = {"use_fp4_cache": False, "use_pcp": False}
     for known in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"):
         refuse(indexer.unserved(served, known))
     with pytest.raises(UnsupportedError) as raised:

@@ -33,22 +33,20 @@ def refused(capability: tuple[int, int], cache: str, use_sparse: bool) -> list[s
 
 
 def v4_layers(backend: str) -> str:
-    """The class of DeepSeek-V4's attention for a backend that the user names, or why there is none."""
+    """The class of DeepSeek-V4's attention for a backend that the user names."""
     from vllm.models.deepseek_v4.nvidia import model
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     named = AttentionBackendEnum[backend] if backend != "None" else None
-    try:
-        return model._select_dsv4_attn_cls(SimpleNamespace(attention_config=SimpleNamespace(backend=named))).__name__
-    except UnsupportedError as error:
-        return str(error)
+    return model._select_dsv4_attn_cls(SimpleNamespace(attention_config=SimpleNamespace(backend=named))).__name__
 
 
 def v4_unserved() -> str:
-    """What a layer says of a model with images that DSpark drafts for, or of any where V4 is not served."""
+    """What a layer says of a model with images that DSpark drafts for, on ranks that share keys."""
     drafts, images = SimpleNamespace(use_dspark=lambda: True), SimpleNamespace(vision_n_layers=1)
     config = SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace(hf_config=images))
     config.attention_config = SimpleNamespace(backend=None)
+    config.parallel_config = SimpleNamespace(decode_context_parallel_size=2)
     from vllm.models.deepseek_v4.nvidia import model
 
     try:

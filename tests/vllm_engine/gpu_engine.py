@@ -1,6 +1,6 @@
 """One engine of vLLM on a GPU, in a process of its own because a plugin changes vLLM for good; `on_gpu.py` starts it.
 
-python gpu_engine.py model FOLDER                 make the model
+python gpu_engine.py model FOLDER                 make the model; --kind v4: with DeepSeek-V4's attention
 python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
 python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
 python gpu_engine.py profile ENGINE MODEL OUT     the GPU's kernels of a prefill and of decode steps
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,21 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`sizes`: the batches that are captured as CUDA graphs; none: eager. `compiled`: as vLLM does without options."""
+    """`sizes`: the batches that are captured as CUDA graphs; none: eager. `compiled`: as vLLM does without options.
+
+    `ranks`: GPUs that share the heads, and with `keys` the keys too; `drafts`: tokens that a layer of the model drafts;
+    `v4`: of the model with DeepSeek-V4's attention.
+    """
 
     plugin: bool
     cache: str = "fp8"
     chunk: int = 2048
     sizes: tuple[int, ...] = ()
     compiled: bool = False
+    ranks: int = 1
+    keys: bool = False
+    drafts: int = 0
+    v4: bool = False
 
     def environment(self) -> dict[str, str]:
         # Piecewise graphs without torch.compile.
@@ -48,6 +58,13 @@ class Engine:
         # Without a name vLLM takes other kernels for bfloat16 than for fp8.
         given = {} if self.plugin else {"attention_backend": "FLASHMLA_SPARSE"}
         given |= {"kv_cache_dtype": self.cache}
+        if self.ranks > 1:
+            given |= {"tensor_parallel_size": self.ranks, "disable_custom_all_reduce": True}
+            given |= {"decode_context_parallel_size": self.ranks if self.keys else 1}
+        if self.drafts:
+            given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.drafts}
+        if self.v4:
+            given["block_size"] = 256
         if not sizes:
             return given | {"enforce_eager": True}
         graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [*sizes]}
@@ -68,21 +85,51 @@ ENGINES = {
     "xmla-graphs": Engine(plugin=True, sizes=EXACT),
     "xmla-padded": Engine(plugin=True, sizes=PADDED),
     "xmla-compiled": Engine(plugin=True, sizes=EXACT, compiled=True),
+    "xmla-ranks": Engine(plugin=True, ranks=2),
+    "xmla-ranks-graphs": Engine(plugin=True, sizes=EXACT, ranks=2),
+    "xmla-keys": Engine(plugin=True, ranks=2, keys=True),
+    "xmla-keys-graphs": Engine(plugin=True, sizes=EXACT, ranks=2, keys=True),
+    "xmla-drafts": Engine(plugin=True, drafts=1),
+    "xmla-drafts-3": Engine(plugin=True, drafts=3),  # vLLM then makes a request of each token, on sm_90
+    "xmla-drafts-graphs": Engine(plugin=True, sizes=(2, 4, 6, 8, 10), drafts=1),
+    "v4-own": Engine(plugin=False, v4=True),
+    "v4-own-chunks": Engine(plugin=False, chunk=768, v4=True),
+    "v4-own-graphs": Engine(plugin=False, sizes=EXACT, v4=True),
+    "v4-xmla": Engine(plugin=True, v4=True),
+    "v4-xmla-chunks": Engine(plugin=True, chunk=768, v4=True),
+    "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, v4=True),
 }
 
 
 @app.command("model")
-def make_model(folder: Path, layers: int = LAYERS, heads: int = 128) -> None:
-    from model import LARGE, LARGE_SCALES, LIKELY, save
+def make_model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int = 128) -> None:
+    import model as made
 
-    sizes = LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-    scales = LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}
-    save(folder, sizes, scales, likely=LIKELY, device="cuda")
+    if kind == "v4":
+        made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device="cuda")
+        return
+    sizes = made.LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    scales = made.LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}
+    made.save(folder, sizes, scales, likely=made.LIKELY, device="cuda")
+    made.add_draft_layer(folder, hidden=0.25)  # so that it drafts the likely successor of the last token
 
 
 def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> Any:
     from vllm import EngineArgs, LLMEngine
 
+    v4, new = ENGINES[name].v4, not version("vllm").startswith("0.26")
+    if v4 or new:
+        import replaced_v4
+        import without_cutedsl
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        if find_spec("cutlass") is None:
+            without_cutedsl.install()
+        if v4:
+            replaced_v4.install()
+    if new:  # what it compiles at start is partly replaced
+        arguments["kernel_config"] = {"enable_jit_warmup": False}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.05,
@@ -92,10 +139,12 @@ def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> A
     )  # fmt: skip
 
 
-def kinds(engine: Any) -> list[str]:
-    """Whose attention the layers have."""
-    layers = engine.vllm_config.compilation_config.static_forward_context.values()
-    return sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
+def told(worker: Any) -> dict[str, Any]:
+    """Whose attention a worker's layers have, and how often each op was called if that is counted there."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    attention = [getattr(layer, "impl", layer) for layer in layers]  # V4's layers are attention themselves
+    kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
+    return {"attention": kinds, "calls": dict(getattr(sys.modules.get("serve"), "CALLS", {}))}
 
 
 def prompt(length: int, seed: int) -> dict[str, list[int]]:
@@ -106,13 +155,11 @@ def prompt(length: int, seed: int) -> dict[str, list[int]]:
 @app.command()
 def answer(name: str, model: Path, out: Path) -> None:
     """The tokens of each request; of its prompt the log-probabilities and each position's most likely token."""
-    calls: dict[str, int] = {}
     if ENGINES[name].plugin:
         import serve
 
         for op in serve.OPS:
             setattr(serve.xt, op, serve.counted(op, None))
-        calls = serve.CALLS
     from vllm import SamplingParams
 
     begun = time.monotonic()
@@ -141,7 +188,9 @@ def answer(name: str, model: Path, out: Path) -> None:
                     "likely": [token for _, token in found],
                 }
     seconds = {"start": round(ready - begun, 1), "requests": round(time.monotonic() - ready, 1)}
-    out.write_text(json.dumps({"answers": answers, "attention": kinds(engine), "calls": calls, "seconds": seconds}))
+    first, *others = engine.collective_rpc(told)
+    assert all(other == first for other in others), [first, *others]
+    out.write_text(json.dumps({"answers": answers, "steps": step, "seconds": seconds} | first))
 
 
 @dataclass(slots=True)
@@ -258,7 +307,7 @@ def measure(
         times = {"step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1)}
         found = {"prefill_tokens_per_s": round(total / filled.seconds), "prefill_forward_ms": round(prefill, 2)}
         write(out, case | times | found | {"steps": len(steps), "cached_tokens": drained.cached, "seed": seed})
-    print("attention", kinds(engine))
+    print("attention", engine.collective_rpc(told)[0]["attention"])
 
 
 @app.command()

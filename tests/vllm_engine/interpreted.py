@@ -4,10 +4,12 @@ The wheels of vLLM for CUDA have no CPU kernels; what the worker calls of them i
 """
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 import interpreted_v4
 import torch
+from packaging.version import Version
 
 
 def platform() -> str | None:
@@ -66,12 +68,18 @@ def make_worker() -> type:
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker import workspace
     from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu import block_table
 
     topk_topp_sampler.HAS_TRITON = False  # its kernel would run in the interpreter
     layers.dispatch_cpu_unquantized_gemm = linear
     sparse_attn_indexer.SparseAttnIndexer.forward_cpu = sparse_attn_indexer.SparseAttnIndexer.forward_cuda
     sparse_attn_indexer.SparseAttnIndexer.forward_native = sparse_attn_indexer.SparseAttnIndexer.forward_cuda
     torch.accelerator.empty_cache = lambda: None  # the workspace calls it when it grows
+    if Version(version("vllm")) >= Version("0.33"):
+        from vllm.v1.attention.ops import dcp
+
+        dcp.CorrectAttnCPOutKernel.kernel.constexprs = ["HEAD_DIM", "N_ROUNDED", "IS_BASE_E"]  # as of one compiled
+    block_table.BlockTables.compute_slot_mappings = slots_of_rank(block_table.BlockTables.compute_slot_mappings)
 
     class Worker(CPUWorker):
         def init_device(self) -> None:
@@ -97,6 +105,29 @@ LIBRARIES: list[Any] = []  # a library's ops live as long as it
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     gate, value = x.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * value)
+
+
+def slots_of_rank(compute: Any) -> Any:
+    """`compute_slot_mappings` in torch where Triton's interpreter refuses its kernel's mask: with several ranks."""
+
+    def compute_slot_mappings(
+        self: Any, requests: torch.Tensor, starts: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        ranks, run = self.cp_size, self.cp_interleave
+        if ranks == 1:
+            return compute(self, requests, starts, positions, num_tokens_padded, out)
+        found = self.slot_mappings if out is None else out
+        (table,), (page,) = self.block_tables, self.block_sizes
+        tokens = int(starts[len(requests)])
+        row = requests.repeat_interleave(starts[: len(requests) + 1].diff(), output_size=tokens)
+        block, offset = positions[:tokens] // (page * ranks), positions[:tokens] % (page * ranks)
+        slots = table.gpu[row, block].long() * page + offset // (run * ranks) * run + offset % run
+        found.fill_(-1)
+        found[0, :tokens] = torch.where(offset // run % ranks == self.cp_rank, slots, -1)
+        return found[:, :num_tokens_padded]
+
+    return compute_slot_mappings
 
 
 def linear(layer: Any, remove_weight: bool = False) -> None:

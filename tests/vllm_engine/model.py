@@ -33,11 +33,19 @@ LARGE = TINY | {
     "q_lora_rank": 1536, "v_head_dim": 128, "qk_nope_head_dim": 128, "first_k_dense_replace": 1, "index_n_heads": 64,
     "index_topk": 2048, "max_position_embeddings": 65536, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
+LARGE_V4 = TINY_V4 | {
+    "vocab_size": 4096, "hidden_size": 2048, "moe_intermediate_size": 512, "num_hidden_layers": 4,
+    "layer_types": [*TINY_V4["layer_types"], "compressed_sparse_attention"],
+    "mlp_layer_types": [*TINY_V4["mlp_layer_types"], "moe"], "num_attention_heads": 64, "q_lora_rank": 1024,
+    "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64, "index_topk": 512,
+    "max_position_embeddings": 65536,
+}  # fmt: skip
 
 # Standard deviations of weights; unit gain where there is none.
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
 SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
+LARGE_SCALES_V4 = {"embed_tokens": 1.0, "o_b_proj": 8192**-0.5}
 # Attention looks at tens of keys, not at all alike, and adds as much as a token's embedding; experts, whose choice has
 # ties, add a third of it.
 LARGE_SCALES = {"embed_tokens": 1.0, "q_b_proj": 1.5 * 1536**-0.5, "o_proj": 2 * 16384**-0.5, "down_proj": 0.011}
@@ -58,37 +66,57 @@ def save(
             if weights.dim() >= 2:
                 named = [scales[part] for part in name.split(".")[-2:] if part in scales]
                 weights.normal_(0, named[0] if named else weights.shape[-1] ** -0.5)
-        if likely:
-            embeddings, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-            out[torch.randperm(len(out))] += likely / out.shape[1] * embeddings
+        make_likely(model, likely)
     model.save_pretrained(folder)
 
 
-def save_v4(folder: Path) -> None:
+def make_likely(model: Any, likely: float) -> None:
+    """Make one token the likely successor of each."""
+    embeddings, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    out[torch.randperm(len(out))] += likely / out.shape[1] * embeddings
+
+
+def save_v4(
+    folder: Path, sizes: Mapping[str, Any] = TINY_V4, scales: Mapping[str, float] = SCALES_V4, likely: float = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
     """Save a model of V4. Routed experts add nothing, as in the tests' vLLM, which has no kernel for them."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        model = DeepseekV4ForCausalLM(DeepseekV4Config(**TINY_V4)).to(torch.bfloat16)
+    with torch.device(device), torch.no_grad():
+        model = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes)).to(torch.bfloat16)
         for name, weights in model.named_parameters():
             if name.endswith("experts.down_proj"):
                 weights.zero_()
             elif name.endswith("sinks"):
                 weights.normal_()
             elif weights.dim() >= 2 and "hc" not in name:
-                named = [SCALES_V4[part] for part in name.split(".")[-2:] if part in SCALES_V4]
+                named = [scales[part] for part in name.split(".")[-2:] if part in scales]
                 weights.normal_(0, named[0] if named else weights.shape[-1] ** -0.5)
+        make_likely(model, likely)
     model.save_pretrained(folder)
+    name_as_published(folder)
 
 
-def add_draft_layer(folder: Path) -> None:
-    """A copy of the last layer as a layer of multi-token prediction, over the sum of embedding and hidden state."""
+def name_as_published(folder: Path) -> None:
+    """The config of V4 by the names of DeepSeek's checkpoint: vLLM 0.26 knows no others."""
+    config = json.loads((folder / "config.json").read_text())
+    entries = {"sliding_attention": 0} | config.pop("compress_rates")
+    config["compress_ratios"] = [entries[kind] for kind in config.pop("layer_types")]
+    config["num_hash_layers"] = config.pop("mlp_layer_types").count("hash_moe")
+    config["rope_parameters"] = {"rope_type": "default"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_draft_layer(folder: Path, hidden: float = 1) -> None:
+    """A copy of the last layer as a layer of multi-token prediction, over embedding + `hidden` · hidden state."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     weights, layers, width = load_file(file), config["num_hidden_layers"], config["hidden_size"]
     last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
     weights |= {name.replace(last, new): w.clone() for name, w in weights.items() if name.startswith(last)}
     ones, eye = torch.ones(width, dtype=torch.bfloat16), torch.eye(width, dtype=torch.bfloat16)
     weights |= {new + "enorm.weight": ones, new + "hnorm.weight": ones.clone()}
-    weights |= {new + "eh_proj.weight": torch.cat([eye, eye], dim=1), new + "shared_head.norm.weight": ones.clone()}
+    weights[new + "eh_proj.weight"] = torch.cat([eye, hidden * eye], dim=1)
+    weights[new + "shared_head.norm.weight"] = ones.clone()
     weights[new + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[new + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, file, metadata={"format": "pt"})

@@ -4,6 +4,9 @@ python tests/vllm_engine/on_gpu.py check --out FOLDER    the same requests to ev
 python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
 python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 
+With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
+`v4-own,v4-xmla` and the like of a model with DeepSeek-V4's attention.
+
 Needs vLLM and the package's own dependencies. Both append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
 
@@ -36,11 +39,21 @@ PAIRS = (
     ("xmla-compiled", "xmla"),
     ("own-graphs", "own"),
     ("own-compiled", "own"),
+    *((f"xmla-{name}", "xmla") for name in ("ranks", "keys", "drafts", "drafts-3")),
+    *((f"xmla-{name}-graphs", f"xmla-{name}") for name in ("ranks", "keys", "drafts")),
+    ("v4-own-chunks", "v4-own"),
+    ("v4-xmla-chunks", "v4-xmla"),
+    ("v4-xmla", "v4-own"),
+    ("v4-own-graphs", "v4-own"),
+    ("v4-xmla-graphs", "v4-xmla"),
 )
 CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"
+# Several GPUs and drafts change the order of sums; this share of a prompt's most likely tokens has to stay.
+SAME_LIKELY = 0.9
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }  # fmt: skip
 # xmla may be this much farther from bfloat16 than vLLM's own kernels are, besides what another chunking changes.
 FARTHER = 1.25
@@ -66,11 +79,17 @@ def child(log: Path, seconds: float, environment: dict[str, str], *words: object
     return done.returncode
 
 
-def model_in(folder: Path, layers: int, heads: int) -> Path:
-    model = folder / f"model-{layers}-{heads}"
+def model_in(folder: Path, engines: str, layers: int, heads: int) -> Path:
+    """The model of these engines, made if it is not there; that of V4 has its own sizes."""
+    kinds = {"v4" if gpu_engine.ENGINES[name].v4 else "v32" for name in engines.split(",")}
+    if len(kinds) > 1:
+        raise typer.BadParameter("engines of one model", param_hint="--engines")
+    (kind,) = kinds
+    model = folder / ("v4" if kind == "v4" else f"model-{layers}-{heads}")
     if not (model / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        status = child(folder / "model.log", 120, {}, "model", model, "--layers", layers, "--heads", heads)
+        options = "--kind", kind, "--layers", layers, "--heads", heads
+        status = child(folder / "model.log", 120, {}, "model", model, *options)
         if status:
             print((folder / "model.log").read_text()[-3000:])
             raise typer.Exit(code=status)
@@ -120,10 +139,14 @@ def verdicts(found: dict[tuple[str, str], dict[str, list[float]]], answers: dict
     """What has to hold, of what ran."""
     wanted: dict[str, bool] = {}
     for name, result in answers.items():
-        if name.startswith("xmla"):
-            wanted[f"{name}: attention and every op are xmla's"] = (
-                result["attention"] == ["XmlaSparseImpl"] and len(result["calls"]) >= 8
-            )
+        engine = gpu_engine.ENGINES[name]
+        if engine.plugin:
+            attention, ops = ("XmlaV4Attention", 6) if engine.v4 else ("XmlaSparseImpl", 8)
+            counted = len(result["calls"]) >= ops or engine.ranks > 1  # other processes may not count
+            wanted[f"{name}: attention and every op are xmla's"] = result["attention"] == [attention] and counted
+    for (name, other), figures in found.items():
+        if name.startswith(("xmla-ranks", "xmla-keys", "xmla-drafts", "v4-xmla")):
+            wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
     if ("xmla-graphs", "xmla") in found:
         equal = found["xmla-graphs", "xmla"]["equal_tokens"]
         wanted["graphs give the tokens of eager"] = equal == [gpu_engine.NEW_TOKENS] * len(equal)
@@ -142,7 +165,7 @@ def check(
 ) -> None:  # fmt: skip
     """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
-    model = model_in(work, layers, heads)
+    model = model_in(work, engines, layers, heads)
     begin(out, "python tests/vllm_engine/on_gpu.py check", commit, model)
 
     def ask(name: str) -> tuple[str, Any]:
@@ -153,7 +176,7 @@ def check(
         status = child(log, seconds, environment, "answer", name, model, file)
         answered = json.loads(file.read_text()) if file.exists() else None
         told = {"exit_code": status, "total_seconds": round(time.monotonic() - begun, 1)}
-        told |= {key: answered[key] for key in ("attention", "calls", "seconds")} if answered else {}
+        told |= {key: answered[key] for key in ("attention", "calls", "seconds", "steps")} if answered else {}
         keep_log(out, name, log, status)
         write(out, {"engine": name} | told)
         print(f"    {told}", flush=True)
@@ -205,7 +228,7 @@ def speed(
     for its cases, smallest first.
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
-    model = model_in(work, layers, heads)
+    model = model_in(work, engines, layers, heads)
     begin(out, "python tests/vllm_engine/on_gpu.py speed", commit, model)
     failed = False
     cases: dict[tuple[int, int], dict[str, Any]] = {}
@@ -232,7 +255,7 @@ def profile(
 ) -> None:  # fmt: skip
     """Where the GPU's time goes: the kernels of each engine side by side."""
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
-    model = model_in(work, layers, heads)
+    model = model_in(work, engines, layers, heads)
     begin(out, "python tests/vllm_engine/on_gpu.py profile", commit, model)
     failed = False
     for name in engines.split(","):

@@ -1,7 +1,8 @@
 """`python serve.py MODEL OUT`: serve requests that join late with vLLM on xmla's ops.
 
 Writes the tokens of each request, their log-probabilities, and how often each op was called.
-With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows.
+With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
+several processes share heads and keys.
 """
 
 import json
@@ -16,7 +17,8 @@ from xmla import torch_api as xt
 CALLS: Counter[str] = Counter()
 OPS = (
     "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
-    "split_batch", "sparse_mla", "read_mla_cache",
+    "split_batch", "sparse_mla", "read_mla_cache", "indexer_logits_paged", "indexer_logits", "select_topk",
+    "merge_topk",
 )  # fmt: skip
 
 
@@ -55,8 +57,9 @@ def prompts(kind: str) -> dict[str, list[int]]:
 
 
 def serve(
-    model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False
-) -> None:
+    model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
+    ranks: int = 1, interleave: int = 1,
+) -> None:  # fmt: skip
     for name in OPS:
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -71,7 +74,10 @@ def serve(
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     page = PAGES[kind]
-    arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
+    arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+    arguments |= {"cp_kv_cache_interleave_size": interleave}
+    if drafts:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,

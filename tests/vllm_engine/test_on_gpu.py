@@ -8,6 +8,7 @@ from typing import Any
 import gpu_engine
 import on_gpu
 import pytest
+import typer
 from typer.testing import CliRunner
 
 
@@ -32,7 +33,26 @@ def test_verdicts() -> None:
     assert not all(on_gpu.verdicts(found | {("xmla", "own-bf16"): far}, ran).values())
     graphs = {("xmla-graphs", "xmla"): {"mean_abs_logprob": [0.0], "equal_tokens": [31]}}
     assert not all(on_gpu.verdicts(found | graphs, ran).values())
-    assert not all(on_gpu.verdicts({}, {"xmla": {"attention": ["FlashMLASparseImpl"], "calls": {}}}).values())
+    own, ours = ({"attention": [kind], "calls": {}} for kind in ("FlashMLASparseImpl", "XmlaSparseImpl"))
+    assert not all(on_gpu.verdicts({}, {"xmla": own}).values())
+    assert not all(on_gpu.verdicts({}, {"xmla": ours}).values())
+    assert all(on_gpu.verdicts({}, {"xmla-ranks": ours}).values())
+    apart = {("xmla-drafts", "xmla"): {"same_likely": [1.0, 0.89]}}
+    assert not all(on_gpu.verdicts(apart, {}).values())
+
+
+def test_options_of_ranks_and_drafts() -> None:
+    ranks, drafts = (gpu_engine.ENGINES[f"xmla-{name}"].arguments(()) for name in ("keys", "drafts-3"))
+    assert ranks["tensor_parallel_size"] == ranks["decode_context_parallel_size"] == 2
+    assert drafts["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_engines_of_one_model(tmp_path: Path) -> None:
+    (tmp_path / "v4").mkdir()
+    (tmp_path / "v4" / "config.json").write_text("{}")
+    assert on_gpu.model_in(tmp_path, "v4-own,v4-xmla", 4, 128) == tmp_path / "v4"
+    with pytest.raises(typer.BadParameter, match="engines of one model"):
+        on_gpu.model_in(tmp_path, "xmla,v4-xmla", 4, 128)
 
 
 def test_decode_counts_steps_after_the_first() -> None:
@@ -64,6 +84,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[in
         given = {length: answers(-1.0, 7, 32)["6000"] for length in gpu_engine.JOINS}
         attention = ["XmlaSparseImpl"] if environment["VLLM_PLUGINS"] else ["FlashMLASparseImpl"]
         answered = {"answers": given, "attention": attention, "calls": dict.fromkeys(range(8), 1), "seconds": {}}
+        answered["steps"] = 40
         times = dict.fromkeys(("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms"), 1.5)
         cases = [
             {"context": 4096, "requests": 1} | times,

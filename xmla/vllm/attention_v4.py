@@ -11,11 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.models.deepseek_v4.nvidia.flashmla import (
-    DeepseekSparseSWAFlashMLABackend,
-    DeepseekSparseSWAFlashMLAMetadataBuilder,
-    DeepseekV4FlashMLAAttention,
-)
+from vllm.models.deepseek_v4.nvidia import flashmla
+from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
@@ -31,29 +28,31 @@ LEFT = (
 )
 PAGE = 64  # entries on a page of the window's cache in vLLM
 LARGE = 1 << 20  # pages
+# FlashMLA has a backend of its own for the window in 0.33, and that of other kernels in 0.26.
+WindowBackend: Any = getattr(flashmla, "DeepseekSparseSWAFlashMLABackend", sparse_swa.DeepseekSparseSWABackend)
+WindowBuilder: Any = WindowBackend.get_builder_cls()
 
 
-class XmlaWindowBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+class XmlaWindowBuilder(WindowBuilder):
     """vLLM's metadata of the window, without FlashMLA's schedules, which only its own architectures have."""
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
         return super().build_tile_scheduler(0)
 
 
-class XmlaWindowBackend(DeepseekSparseSWAFlashMLABackend):
+class XmlaWindowBackend(WindowBackend):
     @staticmethod
     def get_builder_cls() -> type:
         return XmlaWindowBuilder
 
 
-class XmlaV4Attention(DeepseekV4FlashMLAAttention):
+class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
     """FlashMLA's layer with another kernel. Its memory is vLLM's workspace, which is reserved here."""
-
-    swa_backend_cls = XmlaWindowBackend
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse(unserved(vllm_config))
         super().__init__(vllm_config, *args, **kwargs)
+        self.swa_cache_layer.get_attn_backend = lambda: XmlaWindowBackend
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
         self.entry_slots = max(widths)
@@ -132,6 +131,7 @@ def unserved(vllm_config: Any) -> dict[str, bool]:
     return {
         "DSpark": drafts is not None and drafts.use_dspark(),
         "images of DeepSeek-V4": getattr(config, "vision_n_layers", 0) > 0,
+        "decode context parallelism of DeepSeek-V4": vllm_config.parallel_config.decode_context_parallel_size > 1,
     }
 
 

@@ -1,7 +1,8 @@
 """vLLM's attention backend for DeepSeek sparse attention: `write_mla_cache`, `map_slots`, `sparse_mla`.
 
 Metadata and its builders are vLLM's. Tokens of prefill and decode, of any number per request, are one call, unless the
-prefills' entries are gathered first.
+prefills' entries are gathered first. Under decode context parallelism each rank attends to those of the selected keys
+that it has, with the heads of all ranks, and vLLM merges.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
+from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
 REPLACED = "cache writes, indexer logits and top-k, slots, sparse MLA of prefill and decode"
@@ -109,9 +111,10 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         heads = self.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
-        self.gathers = self.vllm_config.cache_config.cache_dtype == "fp8_ds_mla" and rows_are_faster(heads)
+        packed = self.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
+        self.gathers = packed and rows_are_faster(heads) and self.dcp_world_size == 1
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> XmlaSparseMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -133,14 +136,18 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
     """Attention of one layer. Its memory is vLLM's workspace, which all layers share and which is reserved here."""
 
     supports_pcp: ClassVar = False
-    supports_dcp: ClassVar = False
+    can_return_lse_for_decode: ClassVar = True
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar = True  # each token has its own positions
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
-        tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+        config = get_current_vllm_config()
+        tokens, ranks = config.scheduler_config.max_num_batched_tokens, config.parallel_config
+        self.shards = Shards.of(self.dcp_world_size, self.dcp_rank, ranks.cp_kv_cache_interleave_size)
+        self.query_heads = self.num_heads * self.dcp_world_size
         keys = self.topk_indices_buffer.shape[1]
-        self.reserved = workspace_bytes(self.num_heads, keys, tokens, self.topk_indices_buffer.device)
+        self.reserved = workspace_bytes(self.query_heads, keys, tokens, self.topk_indices_buffer.device)
         self.workspace(tokens, 1)
 
     def workspace(self, *tokens: int) -> list[torch.Tensor]:
@@ -148,7 +155,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
 
         Each starts on a multiple of 16 bytes, as kernels want it.
         """
-        heads, keys = self.num_heads, self.topk_indices_buffer.shape[1]
+        heads, keys = self.query_heads, self.topk_indices_buffer.shape[1]
         dtypes = torch.float32, torch.int32, torch.int32
         sizes = [size for n in tokens for size in zip(((n, heads), (n, keys), (n,)), dtypes, strict=True)]
         return current_workspace_manager().get_simultaneous(
@@ -169,8 +176,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Absorbed queries, as one tensor or as latent and rope; out [T, H, 512]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Absorbed queries, as one tensor or as latent and rope; out [T, H, 512], and lse [T, H] for ranks to merge."""
         tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         cache, page, gathered = kv_c_and_k_pe_cache, attn_metadata.block_size, attn_metadata.gathered
         prefilled = 0 if gathered is None else len(gathered.requests)
@@ -185,15 +192,18 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             scratch = scratch[rows.nbytes :]
             xt.read_mla_cache(cache, gathered.slots, out=rows)
             pools = [*pools, (rows.view(-1, page, ENTRY), gathered.table, gathered.requests)][-len(counts) :]
-        first = 0
+        first, lse = 0, None
         for count, (pool, table, requests) in zip(counts, pools, strict=True):
             part = slice(first, first + count)
             lse, slots, lengths, *memory = memory
-            xt.map_slots(self.topk_indices_buffer[part], table, requests, page_size=page, out=(slots, lengths))
+            positions, compact = self.topk_indices_buffer[part], self.shards is not None
+            if self.shards:
+                positions = self.shards.own(positions)
+            xt.map_slots(positions, table, requests, page_size=page, compact=compact, out=(slots, lengths))
             results = out[part], lse
             xt.sparse_mla(q[part], pool, slots, lengths, softmax_scale=self.scale, out=results, workspace=scratch)
             first += count
-        return out, None
+        return out, lse if self.shards else None
 
 
 def joined(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 vLLM's metadata of a step has the decodes first, flat or as [requests, tokens], and then the prefills in chunks whose
 keys fit a buffer. Decodes select over pages. A chunk of prefill gathers the keys of its requests once: its many tokens
-share them. In DeepSeek-V4 a key stands for 4 tokens, and its compressor has written it.
+share them. In DeepSeek-V4 a key stands for 4 tokens, and its compressor has written it. Under decode context
+parallelism the metadata counts this rank's keys.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.vllm.refusals import refuse
+from xmla.vllm.shards import Shards
 
 SERVED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER")
 
@@ -35,7 +37,8 @@ def run(call: dict[str, Any]) -> torch.Tensor:
             xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"])
         query = call["q_quant"], call["weights"].float()
         ratio = getattr(layer, "compress_ratio", 1)
-        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio)
+        shards = Shards.of(call["dcp_world_size"], call["dcp_rank"], call["cp_kv_cache_interleave_size"])
+        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards)
     return call["topk_indices_buffer"]
 
 
@@ -43,7 +46,6 @@ def unserved(call: dict[str, Any], backend: str) -> dict[str, bool]:
     return {
         f"the indexer of {backend}": backend not in SERVED,
         "MXFP4 keys of the indexer": call["use_fp4_cache"],
-        "decode context parallelism": call["dcp_world_size"] > 1,
         "prefill context parallelism": call["use_pcp"],
     }
 
@@ -60,7 +62,7 @@ def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def select(
     step: Any, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, selected: torch.Tensor,
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ratio: int = 1,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ratio: int = 1, shards: Shards | None = None,
 ) -> None:  # fmt: skip
     """Write the positions that each token of the step selects to its row of `selected` [T, K].
 
@@ -70,21 +72,56 @@ def select(
     memory = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}
     if step.num_decodes:
         rows = slice(step.num_decode_tokens)
-        lengths, requests = decode_lengths(step, ratio)
-        table = step.decode.block_table
-        xt.indexer_topk_paged(q8[rows], weights[rows], cache, table, lengths, requests, out=selected[rows], **memory)
+        lengths, requests = decode_lengths(step, ratio, shards)
+        paged = q8[rows], weights[rows], cache, step.decode.block_table, lengths, requests
+        if shards:
+            select_paged(shards, *paged, scratch, selected[rows])
+        else:
+            xt.indexer_topk_paged(*paged, out=selected[rows], **memory)
     if step.num_prefills and ratio > 1:  # no chunk has requests of less than `ratio` tokens
         selected[step.num_decode_tokens :][: step.num_prefill_tokens] = -1
     for chunk in step.prefill.chunks if step.num_prefills else ():
         if not chunk.skip_kv_gather:  # else the buffers hold them: more tokens of the same requests
             gather(chunk, cache, keys, key_scales)
         rows = slice(chunk.token_start, chunk.token_end)
-        starts, ends, total = chunk.cu_seqlen_ks, chunk.cu_seqlen_ke, chunk.total_seq_lens
-        held = keys[:total], key_scales[:total]
-        xt.indexer_topk(q8[rows], weights[rows], *held, starts, ends, out=selected[rows], **memory)
+        total = chunk.max_local_total_seq_lens
+        if shards:  # rows of logits start on whole vectors; no token sees what is beyond
+            total = min(-(-total // 64) * 64, len(keys))
+        ragged = q8[rows], weights[rows], keys[:total], key_scales[:total], chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
+        if shards:
+            select_ragged(shards, *ragged, scratch, selected[rows])
+        else:
+            xt.indexer_topk(*ragged, out=selected[rows], **memory)
 
 
-def decode_lengths(step: Any, ratio: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def select_paged(
+    shards: Shards, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, table: torch.Tensor,
+    lengths: torch.Tensor, requests: torch.Tensor | None, scratch: torch.Tensor, selected: torch.Tensor,
+) -> None:  # fmt: skip
+    """`indexer_topk_paged` over the keys of all ranks."""
+    tokens = len(lengths)
+    if requests is None:  # parts of the tokens have to name their requests
+        requests = torch.arange(tokens, dtype=torch.int32, device=table.device) // (tokens // len(table))
+
+    def logits(rows: slice, out: torch.Tensor) -> None:
+        xt.indexer_logits_paged(q8[rows], weights[rows], cache, table, lengths[rows], requests[rows], out=out)
+
+    shards.select(logits, table.shape[1] * cache.shape[1], lengths, None, scratch, selected)
+
+
+def select_ragged(
+    shards: Shards, q8: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, key_scales: torch.Tensor,
+    starts: torch.Tensor, ends: torch.Tensor, scratch: torch.Tensor, selected: torch.Tensor,
+) -> None:  # fmt: skip
+    """`indexer_topk` over the keys of all ranks."""
+
+    def logits(rows: slice, out: torch.Tensor) -> None:
+        xt.indexer_logits(q8[rows], weights[rows], keys, key_scales, starts[rows], ends[rows], out=out)
+
+    shards.select(logits, len(keys), ends, starts, scratch, selected)
+
+
+def decode_lengths(step: Any, ratio: int, shards: Shards | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Visible keys of each token, and its request unless all have equally many: neighbours then share keys' tiles.
 
     `decode.seq_lens` is [requests, n], for the n tokens of a request or for the most that one has. Or vLLM made a
@@ -95,15 +132,16 @@ def decode_lengths(step: Any, ratio: int) -> tuple[torch.Tensor, torch.Tensor | 
         return decode.seq_lens.reshape(-1), None
     starts = torch.nn.functional.pad(decode.decode_lens.cumsum(0, dtype=torch.int32), (1, 0))
     _, requests, lengths = xt.split_batch(starts, step.seq_lens[: step.num_decodes], num_tokens=tokens)
-    return lengths // ratio, requests
+    lengths = lengths // ratio
+    return shards.ownership.count(lengths, shards.rank).int() if shards else lengths, requests
 
 
 def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:
     """Quantised keys of the chunk's requests, one request behind the other, into the buffers `keys` and `scales`.
 
-    `total_seq_lens` may exceed what the device's `cu_seq_lens` has: what is behind the last request has no slot.
+    The host's total, of the rank with most keys, may exceed the device's: what is behind the last request has no slot.
     """
-    starts, total = chunk.cu_seq_lens, chunk.total_seq_lens
+    starts, total = chunk.local_cu_seq_lens, chunk.max_local_total_seq_lens
     _, requests, ends = xt.split_batch(starts, starts.diff(), num_tokens=total)  # each key as a token of a new request
     slots, _ = xt.map_slots((ends - 1)[:, None], chunk.block_table, requests, page_size=cache.shape[1])
     xt.read_indexer_cache(cache, slots[:, 0], out=(keys[:total], scales[:total]))

@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -16,7 +15,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from xmla.core.errors import UnsupportedError
 from xmla.vllm import indexer
-from xmla.vllm.refusals import refuse
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
@@ -59,12 +57,6 @@ def first_for_v4(select: Callable[[Any], type]) -> Callable[[Any], type]:
     return prefer_xmla
 
 
-def refuse_v4(_: Any) -> Callable[[Any], None]:
-    """In place of the class of DeepSeek-V4's attention: the indexer is xmla's, and was not run with V4 there."""
-
-    return lambda _: refuse({f"DeepSeek-V4 in vLLM {version('vllm')}": True})
-
-
 def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
     """The op `sparse_attn_indexer`. Its arguments are taken by name: releases insert new ones between."""
     parameters = inspect.signature(original).parameters
@@ -86,8 +78,7 @@ CHANGES = (
     # names stays what it is; `--attention-backend CUSTOM` names xmla's.
     Change("vllm.platforms.cuda", "_get_backend_priorities", first_for_mla, on_gpu=True),
     # DeepSeek-V4's layers ask for no backend, but for a class by the backend that the user names.
-    Change(V4_MODEL, "_select_dsv4_attn_cls", first_for_v4, SpecifierSet(">=0.33")),
-    Change(V4_MODEL, "_select_dsv4_attn_cls", refuse_v4, SpecifierSet("<0.33"), on_gpu=True),
+    Change(V4_MODEL, "_select_dsv4_attn_cls", first_for_v4),
     # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
     Change(INDEXER, "sparse_attn_indexer", by_name),
     # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.

@@ -1,0 +1,63 @@
+"""Decode context parallelism: each rank has every W-th run of a request's keys, selects from them, and shows the rest.
+
+Slots of keys, each rank's block tables and the merge of attention by lse are vLLM's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xmla import torch_api as xt
+from xmla.core.parallel import Ownership
+
+# Tokens whose candidates are exchanged at a time: 2 · (1 + W) · K words for each, besides the workspace.
+ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The ranks of a group and the keys of this one; `gather` makes [W · n, …] of every rank's [n, …]."""
+
+    ownership: Ownership
+    rank: int
+    gather: Callable[[torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def of(cls, ranks: int, rank: int, interleave: int) -> "Shards | None":
+        """Of vLLM's group, if there is more than one rank. Adjacent keys of a rank are a page of `Ownership`."""
+        if ranks == 1:
+            return None
+        from vllm.distributed import get_dcp_group
+
+        return cls(Ownership(ranks, interleave), rank, lambda sent: get_dcp_group().all_gather(sent, dim=0))
+
+    def own(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions within a request as places among this rank's keys of it; −1 for other ranks' and for −1."""
+        block, ranks = self.ownership.block, self.ownership.ranks
+        places = positions // (ranks * block) * block + positions % block
+        return torch.where(self.ownership.owner(positions) == self.rank, places, -1)
+
+    def select(
+        self, logits: Callable[..., Any], columns: int, ends: torch.Tensor, starts: torch.Tensor | None,
+        scratch: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Positions of the k keys of each token with the largest logits over all ranks, to `out` [T, K].
+
+        `logits(rows, out=…)` computes those of this rank's keys, of which a token has `starts` to `ends`. Columns are
+        equally many on every rank, so that all of them exchange the same tokens at a time.
+        """
+        (tokens, k), most = out.shape, min(ROWS, scratch.numel() // (4 * columns))
+        for first in range(0, tokens, most):
+            rows = slice(first, min(first + most, tokens))
+            found = scratch[: 4 * columns * (rows.stop - first)].view(torch.float32).view(-1, columns)
+            logits(rows, out=found)
+            begins = None if starts is None else starts[rows]
+            own = xt.select_topk(found, ends[rows], begins, k=k)
+            at = own if begins is None else own + begins[:, None]
+            values = found.gather(1, at.clamp(0, columns - 1).long()).view(torch.int32)
+            sent = torch.stack((values, self.ownership.position(own, self.rank)))
+            every = self.gather(sent[None])
+            values = torch.empty_like(out[rows], dtype=torch.float32)
+            xt.merge_topk(every[:, 0].view(torch.float32), every[:, 1], k=k, out=(values, out[rows]))
