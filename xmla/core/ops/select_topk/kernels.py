@@ -96,11 +96,23 @@ def lanes_by_warp(COUNT: tl.constexpr):
 
 @triton.jit
 def running_count(flags):
-    """The inclusive running count of booleans at `lanes_by_warp`, and their total."""
-    flags = flags.to(tl.int32)
-    totals = tl.sum(flags, 1)
-    before = tl.cumsum(totals, 0) - totals
-    return before[:, None] + tl.cumsum(flags, 1), tl.sum(totals)
+    """The inclusive running count of booleans [N, columns], row by row, and their total.
+
+    A row has at most 255 columns, and lies in one warp (`lanes_by_warp`). The counts of four rows, a quarter of N apart
+    and so in one thread, share a word: a byte each within rows, then two bytes each across rows.
+    """
+    ROWS: tl.constexpr = flags.shape[0] // 4
+    quarter = tl.arange(0, 4)[:, None, None]
+    words = tl.sum(tl.reshape(flags, [4, ROWS, flags.shape[1]]).to(tl.int32) << (8 * quarter), 0)
+    of_row = tl.sum(words, 1)
+    even, odd = of_row & 0xFF00FF, (of_row >> 8) & 0xFF00FF  # quarters 0 and 2, 1 and 3
+    of_even, of_odd = tl.sum(even), tl.sum(odd)
+    before_even, before_odd = (tl.cumsum(even, 0) - even)[None, :, None], (tl.cumsum(odd, 0) - odd)[None, :, None]
+    before = tl.where(quarter % 2 == 0, before_even, before_odd)
+    first, second, third = of_even & 0xFFFF, of_odd & 0xFFFF, of_even >> 16
+    base = tl.where(quarter > 0, first, 0) + tl.where(quarter > 1, second, 0) + tl.where(quarter > 2, third, 0)
+    count = base + (before >> (quarter // 2 * 16) & 0xFFFF) + (tl.cumsum(words, 1)[None, :, :] >> (8 * quarter) & 0xFF)
+    return tl.reshape(count, flags.shape), first + second + third + (of_odd >> 16)
 
 
 @triton.jit
