@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xmla import ArgumentError, torch_api
@@ -127,6 +128,14 @@ def test_modes_and_transformations_see_the_call(arguments: Arguments) -> None:
     assert "xmla.sparse_mla.default" in seen.names
     gradient = torch.func.grad(lambda q: torch_api.sparse_mla(**arguments | {"q": q})[0].sum())(arguments["q"])
     assert bool(gradient.any())
+
+
+def test_a_fake_mode_sees_the_call(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's comparison of tensors ignores a mode of fake tensors, so the call must be asked about beforehand."""
+    found = looked_up(monkeypatch)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        got, _ = torch_api.sparse_mla(**arguments)
+    assert isinstance(got, FakeTensor) and True not in found
 
 
 @pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode, nullcontext])

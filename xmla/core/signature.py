@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
+from types import CodeType
 from typing import Any
 
 from xmla.core.op import Op
@@ -24,9 +26,18 @@ def define(op: Op, target: Callable[..., Any], options: tuple[str, ...], doc: st
         f"def {op.name}({', '.join([*positional, *star, *keywords])}):\n"
         f"    return _target({', '.join([tensors, attrs, *options])})\n"
     )
-    scope: dict[str, Any] = {"_target": target}
-    exec(compile(source, f"<signature of {op.name}>", "exec"), scope)
-    function = scope[op.name]
+    function = generated(source, op.name, _target=target)
     function.__doc__ = doc
     function.__module__ = target.__module__
     return function
+
+
+def generated(source: str, name: str, **scope: Any) -> Any:
+    """The function `name` that `source` defines, with the globals `scope`."""
+    exec(_code(source, f"<{name}>"), scope)
+    return scope[name]
+
+
+@cache
+def _code(source: str, label: str) -> CodeType:
+    return compile(source, label, "exec")

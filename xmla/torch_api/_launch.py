@@ -5,14 +5,17 @@ that launches, without the scratch memory that no kernel here needs and the cons
 of the host time of a launch. With any other launcher it calls `run` unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-# (stream, metadata for profilers, their hooks, runtime arguments): pointers as integers, then sizes, then pointers.
-Start = Callable[[int, Any, Any, Any, tuple[int, ...]], None]
+from xmla.core.plan import Launch
+from xmla.core.signature import generated
+
+# (stream, the hooks of profilers, runtime arguments): pointers as integers, then sizes, then pointers.
+Start = Callable[[int, Any, Any, tuple[int, ...]], None]
 
 NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
 
@@ -29,7 +32,8 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
     more = more or getattr(run, "gsan_enabled", False)  # Triton's sanitizer passes arguments of its own
     if more or not all(hasattr(run, name) for name in NEEDED):
 
-        def start(stream: int, metadata: Any, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+        def start(stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+            metadata = enter and kernel.launch_metadata((programs, 1, 1), stream, *arguments)
             run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments, *constexprs)
 
         return start
@@ -38,13 +42,48 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
     cooperative = run.launch_cooperative_grid
     annotations = run.arg_annotations[: len(run.arg_annotations) - len(constexprs)]
 
-    def start(stream: int, metadata: Any, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+    def start(stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+        metadata = enter and kernel.launch_metadata((programs, 1, 1), stream, *arguments)
         launch(
             programs, 1, 1, stream, function, cooperative, early, packed, metadata, enter, leave, None, None,
             annotations, signature, arguments,
         )  # fmt: skip
 
     return start
+
+
+def sequence(
+    launches: Sequence[tuple[Start, Launch]], given: Sequence[str], results: Sequence[str], workspace: Mapping[str, int]
+) -> Callable[..., None]:
+    """The function that makes launches one after the other.
+
+    Its arguments: a stream, profilers' hooks, the pointers of a call's `given` arrays, its `results` and its workspace,
+    where buffers start at the offsets in `workspace`. It is generated: picking the arguments of a launch from a list
+    costs as much as all other Python of the launch. For two launches it reads
+
+        def sequence(stream, enter, leave, given, results, workspace):
+            a0, a1, = given
+            a2 = results[0].data_ptr()
+            start = 0 if workspace is None else workspace.data_ptr()
+            a3 = start + offset_a3
+            start0(stream, enter, leave, (a0, a1, size0_0, a3, ))
+            start1(stream, enter, leave, (a3, size1_0, size1_1, a2, ))
+    """
+    names = {name: f"a{place}" for place, name in enumerate([*given, *results, *workspace])}
+    scope: dict[str, Any] = {}
+    lines = [f"{''.join(f'{names[name]}, ' for name in given)} = given"]
+    lines += [f"{names[name]} = results[{place}].data_ptr()" for place, name in enumerate(results)]
+    lines.append("start = 0 if workspace is None else workspace.data_ptr()")
+    for name, offset in workspace.items():
+        lines.append(f"{names[name]} = start + offset_{names[name]}")
+        scope[f"offset_{names[name]}"] = offset
+    for place, (start, launch) in enumerate(launches):
+        sizes = {f"size{place}_{which}": value for which, value in enumerate(launch.size_values)}
+        arguments = [*[names[name] for name in launch.reads], *sizes, *[names[name] for name in launch.writes]]
+        lines.append(f"start{place}(stream, enter, leave, ({''.join(f'{argument}, ' for argument in arguments)}))")
+        scope |= sizes | {f"start{place}": start}
+    head = "def sequence(stream, enter, leave, given, results, workspace):"
+    return generated("\n    ".join([head, *lines]), "sequence", **scope)
 
 
 def profiler_hooks() -> tuple[Any, Any]:

@@ -16,7 +16,17 @@ from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
-from xmla.torch_api._run import Tensors, call, check_devices, check_out, check_tensors, plan_tensors, recall, run
+from xmla.torch_api._run import (
+    Tensors,
+    call,
+    check_devices,
+    check_out,
+    check_tensors,
+    look_up,
+    plan_tensors,
+    recall,
+    run,
+)
 
 _library = torch.library.Library("xmla", "DEF")
 _SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
@@ -254,7 +264,7 @@ def public(op: Op) -> Callable[..., Any]:
     ) -> Any:
         if implementation is not None:
             op.check_implementation(implementation)
-        results = () if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
+        results = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if out is not None and len(results) != len(out_names):
             if out_variant is None:
                 raise ArgumentError(f"{op.name}: out is given, expected none: the op updates {op.mutates[0]} in place")
@@ -267,7 +277,8 @@ def public(op: Op) -> Callable[..., Any]:
                 found = run(op, tensors, attrs, *recalled, results, workspace)
                 return _single(found) if out is None else out
             if _are_constants((*tensors, *results)):
-                found = _way(implementation)(op, tensors, attrs, results, workspace, implementation)
+                way = call_reference if implementation == "reference" else look_up
+                found = way(op, tensors, attrs, results, workspace, implementation)
                 return _single(found) if out is None else out
         check_tensors(op, tensors)
         # Before the dispatcher, whose messages do not name the op.

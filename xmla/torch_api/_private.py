@@ -35,6 +35,9 @@ def _empty_strided_on(device: str) -> Callable[[Sequence[int], Sequence[int], to
 empty_strided_cpu = _found("_C._dynamo.guards._empty_strided_cpu", _empty_strided_on("cpu"))
 empty_strided_cuda = _found("_C._dynamo.guards._empty_strided_cuda", _empty_strided_on("cuda"))
 current_device = _found("_C._cuda_getDevice", torch.cuda.current_device)
+current_stream = _found("_C._cuda_getCurrentRawStream", lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream)
+# The public one looks whether it is given a tensor or several.
+increment_version = _found("_C._increment_version", torch.autograd.graph.increment_version)
 # Without it a forked process gets the driver's own message.
 is_in_bad_fork = _found("cuda._is_in_bad_fork", lambda: False)
 FakeTensor: Any = _found("_subclasses.fake_tensor.FakeTensor", ())  # isinstance(x, ()) is False

@@ -1,17 +1,15 @@
 """Runs plans on torch tensors. A call is prepared once, and the result is kept for calls of the same shapes."""
 
 import os
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
-from triton.runtime import driver
 
-from xmla.core.compile import CompiledKernel, compiled, specialize
+from xmla.core.compile import compiled, specialize
 from xmla.core.config import settings
 from xmla.core.device import Device
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -19,30 +17,14 @@ from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
+from xmla.core.signature import generated
 from xmla.core.spec import DTYPES, Spec, row_major
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
-from xmla.torch_api._launch import Start, profiler_hooks, starter
+from xmla.torch_api._launch import profiler_hooks, sequence, starter
 
 # An op's tensor arguments in order; optional arguments may be None, the first never is.
 Tensors = Sequence[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A launch bound to its kernel; `arguments` picks its pointers and sizes among all of the call's."""
-
-    kernel: CompiledKernel
-    programs: int
-    start: Start
-    arguments: Callable[[list[int]], tuple[int, ...]]
-
-
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that takes the values at `places` out of a list."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)  # itemgetter makes no tuple of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +38,18 @@ class Result:
 
 @dataclass(slots=True)
 class Prepared:
-    """A planned call: `steps` on a GPU, none on the CPU, where the interpreter runs `plan`.
+    """A planned call: `launch` starts its kernels on a GPU; None on the CPU, where the interpreter runs `plan`.
 
-    `same_out` compares tensors given for results with the first that were accepted.
+    `same_out` and `same_workspace` compare what callers give with what was accepted before.
     """
 
     plan: Plan
     results: tuple[Result, ...]
     workspace_bytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    steps: tuple[Step, ...]
+    ordinal: int  # −1 on the CPU
+    launch: Callable[..., None] | None
     same_out: Callable[..., bool] | None = None
+    same_workspace: Callable[..., bool] | None = None
 
 
 def check_tensors(op: Op, tensors: Tensors) -> None:
@@ -93,23 +75,8 @@ def plan_tensors(
     return plan_call(op, specs, attrs, device or device_of(tensors[0].device), implementation)
 
 
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """What tells a call that was made before, in a quarter of the time that its key takes.
-
-    `given` and `absent` pick its tensors and what is None. `same` compares dtypes, shapes, strides, devices and
-    dispatch keys of the given tensors with those of that call.
-    """
-
-    given: Callable[[Tensors], tuple[torch.Tensor, ...]]
-    absent: Callable[[Tensors], tuple[Any, ...]]
-    nothing: tuple[None, ...]
-    attrs: tuple[Any, ...]
-    kinds: list[type]
-    implementation: str | None
-    same: Callable[..., bool]
-    ordinal: int
-    prepared: Prepared
+# The pointers of (tensors, attrs, implementation) if it is a certain call, else None.
+Match = Callable[[Tensors, tuple[Any, ...], str | None], list[int] | None]
 
 
 class Kept:
@@ -120,7 +87,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.prepared: dict[Any, Prepared] = {}
-        self.recent: dict[str, deque[Recent]] = {}
+        self.recent: dict[str, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
     def add(self, key: Any, prepared: Prepared) -> None:
         if len(self.prepared) >= self.MOST:
@@ -143,34 +110,70 @@ def recall(
 
     None where a gradient may be recorded, a pointer is not a multiple of 16, or another GPU is current.
     """
-    for recent in kept.recent.get(op.name, ()):
-        if (
-            recent.attrs == attrs
-            and recent.implementation == implementation
-            and recent.same(*(given := recent.given(tensors)))
-            and recent.absent(tensors) == recent.nothing
-            and recent.kinds == [*map(type, attrs)]  # True is not 1
-            and (recent.ordinal < 0 or recent.ordinal == _private.current_device())
-        ):
-            pointers = [tensor.data_ptr() for tensor in given]
-            return None if [address for address in pointers if address % 16] else (recent.prepared, pointers)
+    for match, prepared in kept.recent[op.name]:
+        pointers = match(tensors, attrs, implementation)
+        if pointers is not None:
+            return prepared, pointers
     return None
 
 
 def remember(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None, prepared: Prepared) -> None:
     """Let `recall` find a call, if it can: its tensors are plain, without a gradient, and start on 16 bytes."""
-    given, absent = (
-        [place for place, tensor in enumerate(tensors) if (tensor is None) == missing] for missing in (False, True)
-    )
-    values = [tensors[place] for place in given]
-    if all(type(t) is torch.Tensor and not t.requires_grad and t.data_ptr() % 16 == 0 for t in values):
-        same = _private.comparison(values)
+    given = [tensor for tensor in tensors if tensor is not None]
+    if all(type(t) is torch.Tensor and not t.requires_grad and t.data_ptr() % 16 == 0 for t in given):
+        same = _private.comparison(given)
         if same is not None:
-            recent = Recent(
-                picker(given), picker(absent), (None,) * len(absent), attrs, [*map(type, attrs)], implementation, same,
-                values[0].get_device(), prepared,
-            )  # fmt: skip
-            kept.recent.setdefault(op.name, deque(maxlen=Kept.RECENT)).appendleft(recent)
+            match = matcher(op, tensors, attrs, implementation, same)
+            kept.recent[op.name] = ((match, prepared), *kept.recent[op.name][: Kept.RECENT - 1])
+
+
+def matcher(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None, same: Callable[..., bool]
+) -> Match:
+    """The function that tells a call that was made before, in a fraction of the time that its key takes.
+
+    `same` compares dtypes, shapes, strides, devices and dispatch keys of the given tensors with those of that call.
+    """
+    given = tuple(name for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None)
+    named = (*zip(op.defaults, attrs, strict=True), ("implementation", implementation))
+    ordinal = tensors[0].get_device()  # −1 on the CPU
+    literals = tuple(str(value) if value is None or isinstance(value, bool) else "" for _, value in named)
+    scope = {"same": same, "current_device": _private.current_device, "ordinal": ordinal}
+    for name, value in named:
+        scope |= {f"{name}_value": value, f"{name}_type": type(value)}
+    return generated(_match(tuple(op.tensors), given, tuple(op.defaults), literals, ordinal >= 0), "match", **scope)
+
+
+@cache
+def _match(
+    tensors: tuple[str, ...], given: tuple[str, ...], attrs: tuple[str, ...], literals: tuple[str, ...], on_gpu: bool
+) -> str:
+    """The text of a `Match`: a loop over arguments costs more than all comparisons. For an op of few arguments
+
+    def match(tensors, attrs, implementation):
+        q, slots, lengths, = tensors
+        scale, compact, = attrs
+        if (lengths is None and type(scale) is scale_type and scale == scale_value and compact is False
+                and implementation is None and same(q, slots) and current_device() == ordinal):
+            q, slots, = q.data_ptr(), slots.data_ptr(),
+            if not (q % 16 or slots % 16):
+                return [q, slots, ]
+    """
+    tests = [f"{name} is None" for name in tensors if name not in given]
+    for name, literal in zip((*attrs, "implementation"), literals, strict=True):  # True is not 1, nor is 1.0
+        tests.append(f"{name} is {literal}" if literal else f"type({name}) is {name}_type and {name} == {name}_value")
+    tests += [f"same({', '.join(given)})", *["current_device() == ordinal"] * on_gpu]
+
+    def each(names: tuple[str, ...], form: str = "{}, ") -> str:
+        return "".join(form.format(name) for name in names)
+
+    return f"""def match(tensors, attrs, implementation):
+    {each(tensors)} = tensors
+    {each(attrs) or "()"} = attrs
+    if {" and ".join(tests)}:
+        {each(given)} = {each(given, "{}.data_ptr(), ")}
+        if not ({" or ".join(f"{name} % 16" for name in given)}):
+            return [{each(given)}]"""
 
 
 def refuse_fork(op: Op) -> None:
@@ -186,24 +189,22 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
     if tensors[0].is_cuda:
         refuse_fork(op)
     plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
-    given = [name for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None]
-    places = {name: i for i, name in enumerate([*given, *plan.results, *plan.workspace])}
-    device = tensors[0].device
-    steps, sizes = [], []
-    if device.type != "cpu":
-        specs = {name: spec_of(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
-        for launch in plan.active:
-            kernel = compiled(specialize(launch, plan, specs), device_of(device).arch, device.index)
-            early = launch.waits and bool(steps)
-            start = starter(kernel, launch.grid[0], tuple(value for _, value in launch.constexpr_values), early)
-            first = len(places) + len(sizes)
-            sizes += launch.size_values
-            reads, writes = ([places[name] for name in names] for names in (launch.reads, launch.writes))
-            arguments = picker([*reads, *range(first, len(places) + len(sizes)), *writes])
-            steps.append(Step(kernel, launch.grid[0], start, arguments))
     made = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
-    offsets = tuple(plan.workspace.values())
-    return Prepared(plan, made, plan.workspace_bytes, offsets, tuple(sizes), tuple(steps))
+    launch = None if tensors[0].device.type == "cpu" else _launches(op, plan, tensors)
+    return Prepared(plan, made, plan.workspace_bytes, tensors[0].get_device(), launch)
+
+
+def _launches(op: Op, plan: Plan, tensors: Tensors) -> Callable[..., None]:
+    """Compile and load a plan's kernels; the function that launches them, as `sequence` has it."""
+    device = tensors[0].device
+    specs = {name: spec_of(tensor) for name, tensor in _by_name(op, tensors).items()}
+    launches = []
+    for launch in plan.active:
+        kernel = compiled(specialize(launch, plan, specs), device_of(device).arch, device.index)
+        constexprs = tuple(value for _, value in launch.constexpr_values)
+        early = launch.waits and bool(launches)
+        launches.append((starter(kernel, launch.grid[0], constexprs, early), launch))
+    return sequence(launches, [*specs], plan.results, plan.workspace)
 
 
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -220,7 +221,7 @@ def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device
                 raise ArgumentError(f"{op.name}: out {name} {what} is {have}, expected {want}")
 
 
-def fits(prepared: Prepared, out: Sequence[torch.Tensor], ordinal: int) -> bool:
+def fits(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
     """Whether `check_out` would accept `out`, in a tenth of its time, and its pointers are 16-byte aligned."""
     if prepared.same_out is None or not prepared.same_out(*out):
         for tensor, result in zip(out, prepared.results, strict=True):
@@ -228,11 +229,16 @@ def fits(prepared: Prepared, out: Sequence[torch.Tensor], ordinal: int) -> bool:
                 tensor.shape != result.shape
                 or (tensor.stride() != result.strides and 0 not in result.shape)
                 or tensor.dtype is not result.dtype
-                or tensor.get_device() != ordinal
+                or tensor.get_device() != prepared.ordinal
             ):
                 return False
         prepared.same_out = _private.comparison(out)
     return not [tensor for tensor in out if tensor.data_ptr() % 16]
+
+
+def suits(prepared: Prepared, workspace: torch.Tensor) -> bool:
+    """Whether `check_workspace` has accepted a workspace like this one."""
+    return prepared.same_workspace is not None and prepared.same_workspace(workspace) and not workspace.data_ptr() % 16
 
 
 def check_workspace(op: Op, workspace: torch.Tensor, nbytes: int, device: torch.device) -> None:
@@ -251,13 +257,21 @@ def call(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
     workspace: torch.Tensor | None = None, implementation: str | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """Run `op` on real tensors, on the current stream; its results, allocated unless given as `out`.
-
-    The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches.
-    """
+    """Run `op` on real tensors, on the current stream; its results, allocated unless given as `out`."""
     recalled = recall(op, tensors, attrs, implementation)
     if recalled is not None:
         return run(op, tensors, attrs, *recalled, out, workspace)
+    return look_up(op, tensors, attrs, out, workspace, implementation)
+
+
+def look_up(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
+    workspace: torch.Tensor | None = None, implementation: str | None = None,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """As `call`, where `recall` has found nothing.
+
+    The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches.
+    """
     pointers: list[int] = []
     key: list[Any] = [op.name, implementation, *attrs, *map(type, attrs)]  # True is not 1
     try:
@@ -298,33 +312,34 @@ def run(
     out: Sequence[torch.Tensor] = (), workspace: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """Run a prepared call on tensors whose pointers are given."""
-    ordinal = tensors[0].get_device()
     taken = None
     if settings.live:
         taken = _before(op, tensors, attrs)
 
     if op.mutated or out:  # autograd then refuses a backward that saved their old values
-        increment_version([tensors[place] for place in op.mutated] or out)
-    allocate = _private.empty_strided_cuda if ordinal >= 0 else _private.empty_strided_cpu
+        _private.increment_version([tensors[place] for place in op.mutated] or out)
+    allocate = _private.empty_strided_cpu if prepared.launch is None else _private.empty_strided_cuda
     try:
         if not out:
             out = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
-        elif not fits(prepared, out, ordinal):
+        elif not fits(prepared, out):
             check_out(op, plan_tensors(op, tensors, attrs)[1], out, tensors[0].device)
             misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
             raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
         if workspace is not None:
-            check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
+            if not suits(prepared, workspace):
+                check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
+                prepared.same_workspace = _private.comparison([workspace])
         elif prepared.workspace_bytes:
             workspace = allocate((prepared.workspace_bytes,), (1,), torch.uint8)
     except torch.OutOfMemoryError as error:
         error.add_note(f"{op.name}: results {prepared.results} and {prepared.workspace_bytes} bytes of workspace")
         raise
 
-    if ordinal < 0:
+    if prepared.launch is None:
         _interpret(op, prepared.plan, tensors, out, workspace)
     else:
-        _launch(prepared, pointers, out, workspace, ordinal)
+        _launch(prepared, pointers, out, workspace)
     if taken is not None:
         shadow.compare(taken, _by_name(op, tensors), out, take)
     return out
@@ -347,18 +362,10 @@ def _before(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> shadow.Sample |
 
 
 def _launch(
-    prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None, ordinal: int
+    prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None
 ) -> None:
-    base = 0 if workspace is None else workspace.data_ptr()
-    values = [*pointers, *[t.data_ptr() for t in out], *[base + offset for offset in prepared.offsets], *prepared.sizes]
-    stream = driver.active.get_current_stream(ordinal)  # pyrefly: ignore
-    enter, leave = profiler_hooks()
-    for step in prepared.steps:
-        arguments = step.arguments(values)
-        metadata = None
-        if enter is not None:
-            metadata = step.kernel.launch_metadata((step.programs, 1, 1), stream, *arguments)
-        step.start(stream, metadata, enter, leave, arguments)
+    stream = _private.current_stream(prepared.ordinal)
+    prepared.launch(stream, *profiler_hooks(), pointers, out, workspace)  # pyrefly: ignore
 
 
 def _interpret(
