@@ -213,7 +213,7 @@ def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "kernels ready for NVIDIA H200 in" in done.stderr and "sparse_mla_sm90_kernel(q_ptr: *bf16" in done.stderr
-    assert len(list(tmp_path.glob("*/*.cubin"))) >= 8
+    assert len(list(tmp_path.glob("*/*.cubin"))) >= 7
 
 
 def test_picture_and_comparison_of_results(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def test_splits_together(device: str, splits: int, powers: int, skip: bool) -> N
         by_dim = units.repeat(DIMS // powers, 2).transpose(0, 1, 3, 2)
         stored = parts.astype(np.float16)
         parts = stored * by_dim
-        stored_lse = np.concatenate([stored_lse, np.where(absent[:, :, None] & skip, np.float32(np.nan), units)], 2)
+        units = np.where(absent[:, :, None] & skip, np.nan, units).astype(np.float32)
+        stored_lse = np.concatenate([stored_lse, units], 2)
     stored = np.where(absent[..., None] & skip, np.nan, stored).astype(stored.dtype)
     got, got_lse = combine(*(torch.from_numpy(a).to(device) for a in (stored, stored_lse)), powers, skip)
     weights = np.exp2(lse - np.where(absent.all(1), 0, lse.max(1))[:, None])

@@ -35,7 +35,7 @@ from xmla.core.lang.sums import gluon_low_bits as low_bits
 from xmla.core.ops.sparse_mla.backward.kernels import NOT_A_NUMBER, WORDS
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS, offsets
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns, exp2
-from xmla.core.plan import cdiv
+from xmla.core.plan import next_power_of_2
 
 TILE_KEYS = gl.constexpr(32)
 MMA_K = 16  # of a wgmma's 16-bit operands
@@ -120,8 +120,8 @@ class Constants:
 
     @property
     def summed_heads(self) -> int:
-        """Heads over which entries' gradients are summed: a product's rows past the last head are zeros."""
-        return min(cdiv(self.HEADS, MMA_K) * MMA_K, TILE_HEADS.value)
+        """Heads over which entries' gradients are summed, a power of two: rows past the last head are zeros."""
+        return min(max(next_power_of_2(self.HEADS), MMA_K), TILE_HEADS.value)
 
 
 @gluon.constexpr_function
