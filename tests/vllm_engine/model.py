@@ -105,7 +105,7 @@ def name_as_published(folder: Path) -> None:
     config["num_hash_layers"] = config.pop("mlp_layer_types").count("hash_moe")
     # YaRN by a factor of 1 turns nothing otherwise, and vLLM's kernels get cosines in float32, as of a checkpoint.
     config["rope_parameters"] = {
-        "rope_type": "deepseek_yarn", "factor": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "rope_type": "yarn", "factor": 1.0, "beta_fast": 32, "beta_slow": 1,
         "original_max_position_embeddings": config["max_position_embeddings"],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
