@@ -96,10 +96,19 @@ def lanes_by_warp(COUNT: tl.constexpr):
 
 @triton.jit
 def running_count(flags):
-    """The inclusive running count of booleans [N, columns], row by row, and their total.
+    """The inclusive running count of booleans at `lanes_by_warp`, and their total."""
+    flags = flags.to(tl.int32)
+    totals = tl.sum(flags, 1)
+    before = tl.cumsum(totals, 0) - totals
+    return before[:, None] + tl.cumsum(flags, 1), tl.sum(totals)
 
-    A row has at most 255 columns, and lies in one warp (`lanes_by_warp`). The counts of four rows, a quarter of N apart
-    and so in one thread, share a word: a byte each within rows, then two bytes each across rows.
+
+@triton.jit
+def running_count_of_held(flags):
+    """`running_count` of booleans [N, columns] in many registers, with a third of the shuffles; no total.
+
+    A row has at most 255 columns, and lies in one warp. The counts of four rows, a quarter of N apart and so in one
+    thread, share a word: a byte each within rows, then two bytes each across rows.
     """
     ROWS: tl.constexpr = flags.shape[0] // 4
     quarter = tl.arange(0, 4)[:, None, None]
@@ -112,7 +121,7 @@ def running_count(flags):
     first, second, third = of_even & 0xFFFF, of_odd & 0xFFFF, of_even >> 16
     base = tl.where(quarter > 0, first, 0) + tl.where(quarter > 1, second, 0) + tl.where(quarter > 2, third, 0)
     count = base + (before >> (quarter // 2 * 16) & 0xFFFF) + (tl.cumsum(words, 1)[None, :, :] >> (8 * quarter) & 0xFF)
-    return tl.reshape(count, flags.shape), first + second + third + (of_odd >> 16)
+    return tl.reshape(count, flags.shape)
 
 
 @triton.jit
@@ -455,9 +464,9 @@ def write_held(pair, keys, threshold, reached, out, k):
     chosen = keys >= threshold
     if reached > k:  # more than k with the ties: the first of these
         ties = k - tl.sum((keys > threshold).to(tl.int32))
-        rank, _ = running_count(keys == threshold)
+        rank = running_count_of_held(keys == threshold)
         chosen = (keys > threshold) | ((keys == threshold) & (rank <= ties))
-    rank, _ = running_count(chosen)
+    rank = running_count_of_held(chosen)
     tl.store(out + rank - 1, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=chosen)
 
 
