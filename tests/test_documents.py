@@ -108,7 +108,7 @@ def test_pictures_are_of_the_committed_results(tmp_path: Path) -> None:
     """`make report` draws them."""
     head, *lines = read([RESULTS / "bench.jsonl"])[0]
     shown = picture.shown_speeds(head, lines)
-    assert [len(bars) for bars in shown["bars"].values()] == [5, 3, 6]
+    assert [len(bars) for bars in shown["bars"].values()] == [7, 3, 6]
     for suffix in ("", "-dark"):
         assert picture.described(ROOT / f"docs/images/speed{suffix}.svg") == shown
         assert picture.described(ROOT / f"docs/images/run{suffix}.svg") == picture.origin(head)

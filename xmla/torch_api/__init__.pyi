@@ -1625,9 +1625,9 @@ def sparse_mla(
         lse_base: "e", or "2" for base-2 logarithms.
         lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
             row without valid keys is then the sink.
-        batch_invariant: Split keys by K and EXTRA_K alone and use the tile of 128 heads. A row's bits then depend
-            neither on the other rows of the call nor on the heads computed beside it, for instance when ranks share
-            the heads.
+        batch_invariant: Split a row's keys by K, EXTRA_K and its own lengths alone and use the tile of 128 heads. Its
+            bits then depend neither on the other rows of the call nor on the heads computed beside it, for instance
+            when ranks share the heads.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
@@ -1645,7 +1645,8 @@ def sparse_mla(
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
     with power-of-two or e4m3 scales and bfloat16 q). The Gluon kernel holds packed entries in float16, relative to the
     entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
-    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits.
+    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits. What it finds
+    over parts of a row's keys it rounds to float16 too, relative to the largest of 256 dims, before it adds the parts.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
