@@ -3,7 +3,8 @@
 python examples/flax_training.py [picture.png]
 
 It gets the weights of the demo's model. The indexer's warm-up comes first, then joint training over the selected keys.
-The curves are compared with those of torch, and drawn beside them.
+Its curves may be no farther from those of the model as shipped, in float32, than that model's are under autocast to
+bfloat16. They are drawn beside these and beside those of xmla in torch.
 """
 
 import math
@@ -16,23 +17,20 @@ from flax_dsa_layer import GPU, Config, SparseAttention, load  # isort: skip  # 
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 from xmla import jax_api as xj
 from xmla.demo.trained import JOINT, WARM_UP, Curve, Stage, build_sharp, train
-from xmla.demo.training import Sizes, distance, texts_of
+from xmla.demo.training import Sizes, distance, rounding_of, texts_of
 
+# Two trainings that each select their own keys part at the first that all but tie, and more with each step: 20 joint
+# steps of a loss that falls to a seventh still tell a gradient of the rows that is a tenth too large.
 SIZES = (
-    Sizes(texts=4, tokens=64, topk=12, steps={WARM_UP: 60, JOINT: 120})
+    Sizes(texts=4, tokens=64, topk=12, steps={WARM_UP: 60, JOINT: 20})
     if GPU
     else Sizes(texts=2, tokens=8, topk=3, steps={WARM_UP: 2, JOINT: 2})
 )
-# Mean distance of the curves over their mean. The ops have the same bits, but not the same arguments: float32 sums in
-# another order round one of a thousand elements the other way to bfloat16, and training follows. What bfloat16 itself
-# does to a curve is of this size.
-BOUND = 2**-6
 CONFIG = Config(index_topk=SIZES.topk, dtype=jnp.float32)
 jax.config.update("jax_default_matmul_precision", "float32")  # on a GPU it would be TF32
 
@@ -131,22 +129,24 @@ def train_flax(model: Model, stage: Stage, batch: jax.Array, steps: int) -> Curv
 def main() -> None:
     device = "cuda" if GPU else "cpu"
     by_torch: Any = build_sharp(device, SIZES.topk)
-    shipped, config = build_sharp(device, SIZES.topk), by_torch.config
+    shipped, rounded = build_sharp(device, SIZES.topk), build_sharp(device, SIZES.topk)
+    config = shipped.config
     model = Model(CONFIG, config.num_hidden_layers, config.vocab_size, config.intermediate_size, nnx.Rngs(0))
     weights = by_torch.state_dict().items()
     load(model, {name.removeprefix("model."): value.cpu().numpy() for name, value in weights})
     batch = texts_of(SIZES, device)
     runs: dict[str, dict[Stage, Curve]] = {"xmla in torch": {}, "xmla in JAX": {}, "as shipped": {}}
     for stage, steps in SIZES.steps.items():
-        want = runs["xmla in torch"][stage] = train(by_torch, stage, batch, steps)
+        ours = runs["xmla in torch"][stage] = train(by_torch, stage, batch, steps)
         found = runs["xmla in JAX"][stage] = train_flax(model, stage, jnp.asarray(batch.cpu().numpy()), steps)
-        runs["as shipped"][stage] = train(shipped, stage, batch, steps, over=want)
-        what = "kl" if stage.dense else "loss"  # what the stage minimises, and what depends on no near tie
-        ours, theirs = getattr(found, what), getattr(want, what)
-        error, bound = distance(ours, theirs), BOUND * float(np.mean(theirs))
+        want = runs["as shipped"][stage] = train(shipped, stage, batch, steps, over=ours)
+        autocast = train(rounded, stage, batch, steps, over=ours, half=True)
+        what = "kl" if stage.dense else "loss"  # what the stage minimises
+        curves = [getattr(curve, what) for curve in (want, found, autocast)]
+        error, bound = distance(curves[1], curves[0]), rounding_of(curves[0], curves[2], 1)
         print(
-            f"out ({steps},) {what} in the {stage.name}: {theirs[0]:.4f} to {theirs[-1]:.4f} in torch, {ours[-1]:.4f} "
-            f"in JAX, {error:.1e} apart, bound {bound:.1e}"
+            f"out ({steps},) {what} in the {stage.name}: {curves[0][0]:.4f} to {curves[0][-1]:.4f} as shipped, "
+            f"{curves[1][-1]:.4f} in JAX, {error:.1e} apart, bound {bound:.1e}"
         )
         assert error <= bound
     if sys.argv[1:]:
