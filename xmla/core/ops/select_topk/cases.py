@@ -12,6 +12,8 @@ def _case(rows: int, columns: int, k: int, values: str = "normal", with_starts: 
         elif values == "special":
             special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, -1e-45], np.float32)
             logits = np.where(rng.random(logits.shape) < 0.6, rng.choice(special, logits.shape), logits)
+        elif values == "steep":  # so heavy a tail that interpolation between values fails
+            logits = np.sign(logits) * np.exp(4 * logits**2)
         elif values == "overflow":  # the k largest all in few lanes: the candidates do not fit
             logits[:, ::1024] += 1000.0
             logits[:, 1::2] -= 100.0
@@ -46,6 +48,8 @@ CASES = (
     _case(6, 4099, 513, "ties", with_starts=True),
     _case(5, 2050, 100, "special"),
     _case(3, 9001, 700, "overflow"),
+    _case(2, 9001, 700, "steep"),
+    _case(3, 3000, 1500),  # the k-th is about 0, where values differ little and keys much
     _case(2, 9001, 512, "misleading"),
     _case(1, 20001, 512),  # several segments
     _case(2, 20001, 512, "special"),  # and fewer candidates in some than in others
