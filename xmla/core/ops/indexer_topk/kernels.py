@@ -17,6 +17,7 @@ from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import (
     COLUMNS_A_WARP,
+    KEY_OF_INF,
     append_tile,
     as_packed,
     choose_candidates,
@@ -32,8 +33,9 @@ from xmla.core.ops.select_topk.kernels import (
 def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WARPS: tl.constexpr):
     """Reduce `count` > K candidates to the K largest, in place and in order; return the order key of the least."""
     keys = load_keys_of(candidates, lanes_by_warp(CAPACITY), count)
-    least = tl.min(tl.where(keys == 0, 0xFFFFFFFF, keys))
-    threshold, _ = kth_largest(keys, K, least, tl.max(keys) + 1, count, 1, 0, False)
+    low, high = tl.full([], 1, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
+    # No interpolation: this kernel's registers do not allow for it on sm_120.
+    threshold, _ = kth_largest(keys, K, low, high, count, 1, 0, STEPS=0)
     ties = K - tl.sum((keys > threshold).to(tl.int32))
     written = 0
     seen_equal = 0

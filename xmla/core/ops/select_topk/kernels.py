@@ -73,14 +73,16 @@ def between(low, high, part):
 
 
 @triton.jit
-def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack, TAIL: tl.constexpr):
+def kth_largest(
+    keys, k, low, high, count, NEAR: tl.constexpr, slack, STEPS: tl.constexpr = SMOOTH_STEPS, TAIL: tl.constexpr = False
+):  # fmt: skip
     """A threshold in [low, high) that at least k of `keys` reach, and the number that do.
 
     It is the greatest such threshold to within NEAR, or the first one found that at most k + slack reach. `count` keys
     reach `low`, at least k and fewer than 2**15; none reaches `high`. Two trials share a sum, which costs more than the
     trials.
 
-    The first steps interpolate by value, since they end sooner where values lie smoothly; later ones take thirds of
+    The first STEPS interpolate by value, since they end sooner where values lie smoothly; later ones take thirds of
     the keys, whatever their values. Until a trial succeeds, trials are near `low` for the largest of a row (TAIL),
     which thin out upwards, and evenly spread for others.
     """
@@ -88,15 +90,15 @@ def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack, TAIL: tl.c
     beyond = 0
     step = 0
     while high - low > NEAR:
-        if step < SMOOTH_STEPS:
-            part, spread = likely_part(count, beyond, k + slack // 2)
-            lower = between(low, high, tl.where(low == least, 1 / 16 if TAIL else 1 / 3, part - spread))
-            upper = between(low, high, tl.where(low == least, 1 / 4 if TAIL else 2 / 3, part + spread))
-        else:
-            third = (high - low + 2) // 3
-            lower = low + third
-            upper = tl.minimum(lower + third, high - 1)
-        step += 1
+        third = (high - low + 2) // 3
+        lower = low + third
+        upper = tl.minimum(lower + third, high - 1)
+        if STEPS:
+            if step < STEPS:
+                part, spread = likely_part(count, beyond, k + slack // 2)
+                lower = between(low, high, tl.where(low == least, 1 / 16 if TAIL else 1 / 3, part - spread))
+                upper = between(low, high, tl.where(low == least, 1 / 4 if TAIL else 2 / 3, part + spread))
+            step += 1
         counts = tl.sum(count_two(keys, lower, upper))
         reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
         high = tl.where(reach_upper >= k, high, tl.where(reach_lower >= k, upper, lower))
@@ -254,7 +256,7 @@ def estimate_threshold(
     if TRIALS == 2:
         high = tl.max(keys)
         low = tl.min(tl.where(keys == KEY_OF_MINUS_INF, high, keys))
-        key, _ = kth_largest(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack, False)
+        key, _ = kth_largest(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack)
     else:
         low, high = least_and_greatest(keys, KEY_OF_MINUS_INF)
         key, _ = kth_largest_of_few(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack, False, TRIALS)
@@ -501,7 +503,7 @@ def choose_candidates(
     keys = key_of(pair)
     least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
     keys = tl.where(in_use, keys, 0)
-    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0, True)
+    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0, TAIL=True)
     if LANES <= HELD_PAIRS:
         write_held(pair, keys, threshold, reached, out, k)
     else:
