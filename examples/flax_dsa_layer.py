@@ -7,6 +7,7 @@ prompt in one call, then a decode loop that was jitted once, over fp8 pages and 
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,10 +185,16 @@ def load(module: nnx.Module, weights: dict[str, np.ndarray]) -> None:
     """Take the weights of transformers' module, by its names: linear layers are stored transposed."""
     for path, parameter in nnx.iter_graph(module):
         if isinstance(parameter, nnx.Param):
-            *modules, leaf = path
-            renamed = "weight" if leaf in ("kernel", "scale", "embedding") else str(leaf)
-            value = weights[".".join(map(str, [*modules, renamed]))]
-            parameter[...] = jnp.asarray(value.T if leaf == "kernel" else value, parameter.dtype)
+            value = weights[name_of(path)]
+            # a copy: asarray may share the memory of weights that torch goes on to train
+            parameter[...] = jnp.array(value.T if path[-1] == "kernel" else value, parameter.dtype)
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """transformers' name of a parameter."""
+    *modules, leaf = path
+    renamed = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
+    return ".".join(map(str, [*modules, renamed]))
 
 
 def run(layer: SparseAttention, x: jax.Array, prompt: int, plain: bool) -> tuple[jax.Array, int]:
