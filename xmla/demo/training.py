@@ -98,19 +98,14 @@ def against_shipped(stage: Stage, tokens: int, ours: Curve, exact: Curve, rounde
     if not stage.dense:  # while it is nothing that the loss depends on learns
         curves["loss"] = [c.loss for c in (exact, ours, rounded)]
     for name, (wide, *others) in curves.items():
-        mine, autocast = others
-        bound = rounding_of(wide, autocast, ROUNDINGS)
-        yield bounded(f"curve of the {name}", stage.name, distance(mine, wide), bound)
+        error, bound = (distance(other, wide) for other in others)
+        unit = UNIT * math.fsum(wide) / len(wide)
+        yield bounded(f"curve of the {name}", stage.name, error, max(ROUNDINGS * bound, unit))
     if stage.dense:
         for layer, (mine, theirs) in enumerate(zip(ours.selected[0], exact.selected[0], strict=True)):
             chosen = mask_of(mine, tokens)
             share = float((chosen & mask_of(theirs, tokens)).sum() / chosen.sum())
             yield bounded("selection", f"layer {layer}, first step", share, SELECTION, at_least=True)
-
-
-def rounding_of(exact: list[float], autocast: list[float], roundings: float) -> float:
-    """How far a curve may be from that in float32: `roundings` times as far as that under autocast, or UNIT of it."""
-    return max(roundings * distance(autocast, exact), UNIT * math.fsum(exact) / len(exact))
 
 
 def distance(ours: list[float], exact: list[float]) -> float:

@@ -35,7 +35,7 @@ def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WAR
     keys = load_keys_of(candidates, lanes_by_warp(CAPACITY), count)
     low, high = tl.full([], 1, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     # No interpolation: this kernel's registers do not allow for it on sm_120.
-    threshold, _ = kth_largest(keys, K, low, high, count, 1, 0, STEPS=0)
+    threshold, _ = kth_largest(keys, K, low, high, count, 1, 0, 0, False)
     ties = K - tl.sum((keys > threshold).to(tl.int32))
     written = 0
     seen_equal = 0

@@ -73,9 +73,7 @@ def between(low, high, part):
 
 
 @triton.jit
-def kth_largest(
-    keys, k, low, high, count, NEAR: tl.constexpr, slack, STEPS: tl.constexpr = SMOOTH_STEPS, TAIL: tl.constexpr = False
-):  # fmt: skip
+def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack, STEPS: tl.constexpr, TAIL: tl.constexpr):
     """A threshold in [low, high) that at least k of `keys` reach, and the number that do.
 
     It is the greatest such threshold to within NEAR, or the first one found that at most k + slack reach. `count` keys
@@ -256,7 +254,7 @@ def estimate_threshold(
     if TRIALS == 2:
         high = tl.max(keys)
         low = tl.min(tl.where(keys == KEY_OF_MINUS_INF, high, keys))
-        key, _ = kth_largest(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack)
+        key, _ = kth_largest(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack, SMOOTH_STEPS, False)
     else:
         low, high = least_and_greatest(keys, KEY_OF_MINUS_INF)
         key, _ = kth_largest_of_few(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack, False, TRIALS)
@@ -503,7 +501,7 @@ def choose_candidates(
     keys = key_of(pair)
     least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
     keys = tl.where(in_use, keys, 0)
-    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0, TAIL=True)
+    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0, SMOOTH_STEPS, True)
     if LANES <= HELD_PAIRS:
         write_held(pair, keys, threshold, reached, out, k)
     else:
