@@ -27,8 +27,8 @@ architecture: it fits the part's shared and tensor memory, and a cell shows the 
 (`yes`: it needs none). `spills` is the local memory per thread, in bytes, of the worst kernel that stores registers
 there (STL in its SASS; a stack that no instruction touches does not count). On sm_90 tiles are chosen by measurement,
 and spilling a few words is the price of higher occupancy. sm_80 has no tiles of its own, and Triton 3.9 spills there.
-On sm_120 and sm_121 MXFP4 keys in bounded memory spill eight words with Triton 3.9. `no` is also the answer of
-`xmla supports`. Formats are the dtype and the last axis of the caches.
+On sm_120 and sm_121 MXFP4 keys in bounded memory spill eight words with Triton 3.9, on sm_89 `select_topk` of many rows
+two. `no` is also the answer of `xmla supports`. Formats are the dtype and the last axis of the caches.
 
 Kernels for sm_90 also run, on an H200; the others are only compiled. sm_89 and sm_80 have no tiles of their own.
 sm_80 has no conversion from or to e4m3, so it supports only ops over 16-bit rows, logits and integers.

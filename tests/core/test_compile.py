@@ -18,7 +18,7 @@ from xmla.core.registry import registry
 
 TENSOR_MEMORY_COLUMNS = 512
 # Bytes with Triton 3.9: MXFP4 keys against candidates; the registers of many rows of select_topk, measured on sm_90.
-SPILLED = {(arch, "indexer_topk_kernel"): 32 for arch in (120, 121)}
+SPILLED = {(arch, "indexer_topk_kernel"): 32 for arch in (120, 121)} | {(89, "topk_candidates_kernel"): 8}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
 # that gather, which wait for others.
 SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (112, 64)}

@@ -19,6 +19,7 @@ def select_slots_kernel(
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     candidate_counts_ptr,  # [T, SEGMENTS] i32
+    thresholds_ptr,  # [T] f32 if PIECE
     block_table_ptr,  # [B, M] i32
     request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
     first_row,
@@ -52,7 +53,7 @@ def select_slots_kernel(
     let_next_start(BESIDE)
     wait_for_earlier(BESIDE)
     select_row(
-        logits_ptr, starts_ptr, ends_ptr, candidates_ptr, candidate_counts_ptr, first_row, num_columns,
+        logits_ptr, starts_ptr, ends_ptr, candidates_ptr, candidate_counts_ptr, thresholds_ptr, first_row, num_columns,
         row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,
     )  # fmt: skip
     tl.debug_barrier()  # other threads wrote what this one maps

@@ -34,8 +34,7 @@ def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WAR
     """Reduce `count` > K candidates to the K largest, in place and in order; return the order key of the least."""
     keys = load_keys_of(candidates, lanes_by_warp(CAPACITY), count)
     low, high = tl.full([], 1, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
-    # No interpolation: this kernel's registers do not allow for it on sm_120.
-    threshold, _ = kth_largest(keys, K, low, high, count, 1, 0, 0, False)
+    threshold, _ = kth_largest(keys, K, low, high, count, 1, 0)
     ties = K - tl.sum((keys > threshold).to(tl.int32))
     written = 0
     seen_equal = 0

@@ -23,8 +23,6 @@ KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 KEY_OF_INF = tl.constexpr(0xFF800000)
 CHUNK = tl.constexpr(32)  # adjacent elements of a sample
 COLUMNS_A_WARP = tl.constexpr(512)  # of a tile
-NEAR_OF_SAMPLE = tl.constexpr(1 << 16)  # of two order keys
-SMOOTH_STEPS = tl.constexpr(5)  # of a search that interpolate: more than smooth values take
 SLACK_PART = tl.constexpr(24)  # a sample's rank may be missed by rank / SLACK_PART, for fewer steps of its search
 HELD_PAIRS = tl.constexpr(4096)  # candidates of a row that stay in registers with their columns; more spill
 ABSENT = tl.constexpr(0x7FC00000 << 32)  # a pair that is no candidate: NaN, which never reaches a threshold
@@ -48,59 +46,20 @@ def count_two(keys, lower, upper):
 
 
 @triton.jit
-def value_of(key):
-    """The float of an order key."""
-    return tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def likely_part(count, beyond, k):
-    """How far from low to high k keys are reached, and that part's deviation, if keys between them lie evenly.
-
-    `count` ≥ k keys reach low and `beyond` < k reach high.
-    """
-    among = (count - beyond).to(tl.float32)
-    part = ((count - k).to(tl.float32) + 0.5) / among
-    return part, tl.sqrt(tl.maximum(part * (1 - part), 0.25 / among) / among)
-
-
-@triton.jit
-def between(low, high, part):
-    """The key whose value lies `part` of the way from low's to high's; over low and below high."""
-    first = value_of(low)
-    key = order_key(first + part * (value_of(high - 1) - first))
-    return tl.minimum(tl.maximum(key, low + 1), high - 1)
-
-
-@triton.jit
-def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack, STEPS: tl.constexpr, TAIL: tl.constexpr):
+def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack):
     """A threshold in [low, high) that at least k of `keys` reach, and the number that do.
 
     It is the greatest such threshold to within NEAR, or the first one found that at most k + slack reach. `count` keys
-    reach `low`, at least k and fewer than 2**15; none reaches `high`. Two trials share a sum, which costs more than the
-    trials.
-
-    The first STEPS interpolate by value, since they end sooner where values lie smoothly; later ones take thirds of
-    the keys, whatever their values. Until a trial succeeds, trials are near `low` for the largest of a row (TAIL),
-    which thin out upwards, and evenly spread for others.
+    reach `low`, at least k and fewer than 2**15; fewer than k reach `high`. Two trials share a sum, which costs more
+    than the trials.
     """
-    least = low
-    beyond = 0
-    step = 0
     while high - low > NEAR:
         third = (high - low + 2) // 3
         lower = low + third
-        upper = tl.minimum(lower + third, high - 1)
-        if STEPS:
-            if step < STEPS:
-                part, spread = likely_part(count, beyond, k + slack // 2)
-                lower = between(low, high, tl.where(low == least, 1 / 16 if TAIL else 1 / 3, part - spread))
-                upper = between(low, high, tl.where(low == least, 1 / 4 if TAIL else 2 / 3, part + spread))
-            step += 1
+        upper = lower + third
         counts = tl.sum(count_two(keys, lower, upper))
         reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
         high = tl.where(reach_upper >= k, high, tl.where(reach_lower >= k, upper, lower))
-        beyond = tl.where(reach_upper >= k, beyond, tl.where(reach_lower >= k, reach_upper, reach_lower))
         low = tl.where(reach_upper >= k, upper, tl.where(reach_lower >= k, lower, low))
         count = tl.where(reach_upper >= k, reach_upper, tl.where(reach_lower >= k, reach_lower, count))
         high = tl.where(count <= k + slack, low, high)
@@ -108,55 +67,25 @@ def kth_largest(keys, k, low, high, count, NEAR: tl.constexpr, slack, STEPS: tl.
 
 
 @triton.jit
-def kth_largest_of_few(
-    keys, k, low, high, count, NEAR: tl.constexpr, slack, TAIL: tl.constexpr, TRIALS: tl.constexpr
-):  # fmt: skip
+def kth_largest_of_few(keys, k, low, high, count, NEAR: tl.constexpr, slack, TRIALS: tl.constexpr):
     """`kth_largest` with TRIALS at a time, for keys [LANES] so few that a step's barriers cost more than its trials.
 
     A word counts the trials i and i + TRIALS / 2; every thread has all words, so that only one sum crosses warps.
     """
     HALF: tl.constexpr = TRIALS // 2
-    word = tl.arange(0, HALF)
-    if TAIL:
-        first = (1 << word).to(tl.float32) * 2.0 ** -(TRIALS + 1)  # of four trials 1/32, 1/16, and then 1/8, 1/4
-        second = first * 2.0**HALF
-    else:
-        first = (word + 1).to(tl.float32) / (TRIALS + 1)
-        second = first + HALF / (TRIALS + 1)
-    place = word.to(tl.float32) - (HALF - 0.5)  # a trial's from the likely part, in deviations
-    least = low
-    beyond = 0
-    step = 0
+    word = tl.arange(0, HALF).to(tl.uint32)
     while high - low > NEAR:
-        if step < SMOOTH_STEPS:
-            part, spread = likely_part(count, beyond, k + slack // 2)
-            lower = between(low, high, tl.where(low == least, first, part + spread * place))
-            upper = between(low, high, tl.where(low == least, second, part + spread * (place + HALF)))
-        else:
-            equal = (high - low + TRIALS) // (TRIALS + 1)
-            lower = tl.minimum(low + equal * (word + 1).to(tl.uint32), high - 1)
-            upper = tl.minimum(low + equal * (word + 1 + HALF).to(tl.uint32), high - 1)
-        step += 1
+        part = (high - low + TRIALS) // (TRIALS + 1)
+        lower = low + part * (word + 1)
+        upper = lower + part * HALF
         counts = tl.sum(count_two(keys[None, :], lower[:, None], upper[:, None]), 1)
         reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
-        passed_lower, passed_upper = reach_lower >= k, reach_upper >= k
-        low = tl.maximum(low, tl.max(tl.where(passed_upper, upper, tl.where(passed_lower, lower, 0))))
-        high = tl.minimum(high, tl.min(tl.where(passed_lower, tl.where(passed_upper, high, upper), lower)))
-        count = tl.min(tl.where(passed_upper, reach_upper, tl.where(passed_lower, reach_lower, count)))
-        under = tl.where(passed_lower, tl.where(passed_upper, 0, reach_upper), reach_lower)
-        beyond = tl.maximum(beyond, tl.max(under))
-        high = tl.where(count <= k + slack, low, high)
+        passed = tl.sum((reach_lower >= k).to(tl.int32) + (reach_upper >= k).to(tl.int32))
+        reach_lower = tl.where(reach_lower >= k, reach_lower, count)
+        count = tl.min(tl.minimum(reach_lower, tl.where(reach_upper >= k, reach_upper, reach_lower)))
+        low += part * passed.to(tl.uint32)
+        high = tl.where(count <= k + slack, low, tl.minimum(high, low + part))
     return low, count
-
-
-@triton.jit
-def least_and_greatest(keys, ABSENT_KEY: tl.constexpr):
-    """Of keys [LANES] over ABSENT_KEY; the greatest twice if there are none. One reduction crosses warps."""
-    end = tl.arange(0, 2)
-    other = tl.where(keys <= ABSENT_KEY, 0, ~keys)
-    ends = tl.max(tl.where(end[:, None] == 0, keys[None, :], other[None, :]), 1)
-    greatest = tl.max(tl.where(end == 0, ends, 0))
-    return tl.minimum(~tl.max(tl.where(end == 1, ends, 0)), greatest), greatest
 
 
 @triton.jit
@@ -178,27 +107,21 @@ def running_count(flags):
 def running_count_of_held(flags):
     """`running_count` of booleans [N, columns] in many registers, with a third of the shuffles; no total.
 
-    A row has at most 255 columns, and lies in one warp; there are fewer than 2**16 flags. The counts of four rows, a
-    quarter of N apart and so in one thread, share a word: a byte each within rows, then two bytes each across rows.
+    A row has at most 255 columns, and lies in one warp. The counts of four rows, a quarter of N apart and so in one
+    thread, share a word: a byte each within rows, then two bytes each across rows.
     """
     ROWS: tl.constexpr = flags.shape[0] // 4
     quarter = tl.arange(0, 4)[:, None, None]
     words = tl.sum(tl.reshape(flags, [4, ROWS, flags.shape[1]]).to(tl.int32) << (8 * quarter), 0)
-    of_row = tl.sum(words, 1).to(tl.uint32)
+    of_row = tl.sum(words, 1)
     even, odd = of_row & 0xFF00FF, (of_row >> 8) & 0xFF00FF  # quarters 0 and 2, 1 and 3
-    of_rows = spread(even) | spread(odd) << 16
-    before = tl.cumsum(of_rows, 0) - of_rows
-    totals = tl.sum(of_rows)
-    base = (totals << 16) + (totals << 32) + (totals << 48)  # of the quarters before each
-    before = ((before + base)[None, :, None] >> (16 * quarter).to(tl.uint64)).to(tl.int32) & 0xFFFF
-    count = before + (tl.cumsum(words, 1)[None, :, :] >> (8 * quarter) & 0xFF)
+    of_even, of_odd = tl.sum(even), tl.sum(odd)
+    before_even, before_odd = (tl.cumsum(even, 0) - even)[None, :, None], (tl.cumsum(odd, 0) - odd)[None, :, None]
+    before = tl.where(quarter % 2 == 0, before_even, before_odd)
+    first, second, third = of_even & 0xFFFF, of_odd & 0xFFFF, of_even >> 16
+    base = tl.where(quarter > 0, first, 0) + tl.where(quarter > 1, second, 0) + tl.where(quarter > 2, third, 0)
+    count = base + (before >> (quarter // 2 * 16) & 0xFFFF) + (tl.cumsum(words, 1)[None, :, :] >> (8 * quarter) & 0xFF)
     return tl.reshape(count, flags.shape)
-
-
-@triton.jit
-def spread(pairs):
-    """The two halves of a 32-bit word, in the even quarters of one of 64 bits."""
-    return (pairs & 0xFFFF).to(tl.uint64) | (pairs >> 16).to(tl.uint64) << 32
 
 
 @triton.jit
@@ -248,17 +171,15 @@ def estimate_threshold(
         left = blocks - fold * (LANES // CHUNK)
         x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
         maxima = tl.maximum(maxima, x)
-    keys, all_lanes = order_key(maxima), tl.full([], LANES, tl.int32)
+    low, high = tl.full([], KEY_OF_MINUS_INF, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
+    reached = tl.full([], LANES, tl.int32)
     slack = sample_rank // SLACK_PART
-    # Lanes without a number are not the least: from −inf nothing can be interpolated.
     if TRIALS == 2:
-        high = tl.max(keys)
-        low = tl.min(tl.where(keys == KEY_OF_MINUS_INF, high, keys))
-        key, _ = kth_largest(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack, SMOOTH_STEPS, False)
+        key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack)
     else:
-        low, high = least_and_greatest(keys, KEY_OF_MINUS_INF)
-        key, _ = kth_largest_of_few(keys, sample_rank, low, high + 1, all_lanes, NEAR_OF_SAMPLE, slack, False, TRIALS)
-    return value_of(key)
+        key, _ = kth_largest_of_few(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack, TRIALS)
+    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -395,6 +316,7 @@ def topk_candidates_kernel(
     sample_rank,
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs, columns relative to the row's start and ascending
     counts_ptr,  # [T, SEGMENTS] i32, also of those that did not fit
+    thresholds_ptr,  # [T] f32: every candidate reaches it
     HAS_STARTS: tl.constexpr,
     UNIT: tl.constexpr,  # of a row's first element
     SEGMENTS: tl.constexpr,
@@ -425,6 +347,8 @@ def topk_candidates_kernel(
         threshold = tl.full([], float("-inf"), tl.float32)
         if length > CAPACITY:
             threshold = estimate_threshold(row_ptr, length, sample_rank, LANES, STEP, TRIALS, WARPS)
+        if segment == 0:
+            tl.store(thresholds_ptr + row, threshold)
 
         out = as_packed(candidates_ptr) + offset_of(offset_of(row, SEGMENTS) + segment, CAPACITY)
         count = tl.zeros([], tl.int32)
@@ -501,7 +425,7 @@ def choose_candidates(
     keys = key_of(pair)
     least = tl.min(tl.where(in_use, keys, 0xFFFFFFFF))
     keys = tl.where(in_use, keys, 0)
-    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0, SMOOTH_STEPS, True)
+    threshold, reached = kth_largest(keys, k, least, tl.max(keys) + 1, total, 1, 0)
     if LANES <= HELD_PAIRS:
         write_held(pair, keys, threshold, reached, out, k)
     else:
@@ -511,12 +435,12 @@ def choose_candidates(
 
 @triton.jit
 def choose_pieces(
-    candidates_ptr, ends, total, out, k, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
+    candidates_ptr, ends, threshold, total, out, k, SEGMENTS: tl.constexpr, CAPACITY: tl.constexpr,
     PIECE: tl.constexpr, TRIALS: tl.constexpr,
 ):  # fmt: skip
     """`choose_candidates` of candidates that fill whole pieces, `ends` [SEGMENTS] of them up to a segment's last one.
 
-    They are at most CAPACITY with what fills their pieces up.
+    They are at most CAPACITY with what fills their pieces up, and each reaches `threshold`.
     """
     # A piece lies after the segments that end at or before it. One word has the end of the last of these, which grows
     # with their number, and that number.
@@ -530,8 +454,7 @@ def choose_pieces(
     pair = tl.load(candidates_ptr + lane, mask=in_use[:, None], other=ABSENT)
     keys = key_of(pair)
     held = tl.reshape(keys, [CAPACITY])
-    low, high = least_and_greatest(held, 1)
-    threshold, reached = kth_largest_of_few(held, k, low, high + 1, total, 1, 0, True, TRIALS)
+    threshold, reached = kth_largest_of_few(held, k, order_key(threshold), tl.max(keys) + 1, total, 1, 0, TRIALS)
     write_held(pair, keys, threshold, reached, out, k)
 
 
@@ -586,7 +509,7 @@ def choose_in_row(row_ptr, length, out, k, TILE: tl.constexpr):
 
 @triton.jit
 def select_row(
-    logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, first_row, num_columns, row_stride, k,
+    logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns, row_stride, k,
     indices_ptr, HAS_STARTS: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr, SEGMENTS: tl.constexpr,
     CAPACITY: tl.constexpr, PIECE: tl.constexpr, TRIALS: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -607,13 +530,14 @@ def select_row(
             choose_in_row(row_ptr, length, out, k, TILE)
         elif PIECE:
             counts = tl.load(counts_ptr + offset_of(row, SEGMENTS) + tl.arange(0, SEGMENTS))
+            threshold = tl.load(thresholds_ptr + row)
             total = tl.sum(counts)
             ends = tl.cumsum(tl.cdiv(counts, PIECE))
             if (tl.max(ends) > CAPACITY // PIECE) | (total < k):
                 choose_in_row(row_ptr, length, out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
-                choose_pieces(candidates, ends, total, out, k, SEGMENTS, CAPACITY, PIECE, TRIALS)
+                choose_pieces(candidates, ends, threshold, total, out, k, SEGMENTS, CAPACITY, PIECE, TRIALS)
         else:
             counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
@@ -631,6 +555,7 @@ def topk_select_kernel(
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
+    thresholds_ptr,  # [T] f32 if PIECE
     first_row,  # of those of logits
     num_columns,
     row_stride,
@@ -650,6 +575,6 @@ def topk_select_kernel(
     let_next_start(BESIDE)
     wait_for_earlier(BESIDE)
     select_row(
-        logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, first_row, num_columns,
+        logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns,
         row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,
     )  # fmt: skip

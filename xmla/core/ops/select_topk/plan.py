@@ -127,7 +127,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             topk_select_kernel,
             grid=(rows,),
             outputs=("indices",),
-            arrays={**arrays, "candidates": "logits", "counts": "ends"},
+            arrays={**arrays, "candidates": "logits", "counts": "ends", "thresholds": "logits"},
             sizes=sizes,
             constexprs={**shared, "K": 0, "UNIT": unit, "TRIALS": 2, "WARPS": 16, "TILE": 4096},
             num_warps=16,
@@ -137,6 +137,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     workspace = {
         "candidates": Spec((rows, config.segments, config.capacity, 2), "int32"),
         "counts": Spec((rows, config.segments), "int32"),
+        "thresholds": Spec((rows,), "float32"),
     }
     # Six programs per SM of one kernel and four of the other: 227 µs at 2048 × 65536; five and four: 236 (H200,
     # 2026-11-22).
