@@ -21,12 +21,13 @@ ROOT = Path(__file__).parent.parent
 RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures.py", "tests/test_examples.py")
 FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
 LARGE = ("tests/gpu/test_large_pool.py",)  # 66 GiB, so after those
+FLASH = ("tests/gpu/test_flash_mla.py", "tests/gpu/test_flash_mla_v4.py")  # 1268 tests that mostly compile
 # What else a folder has, and the tests beside the folders: these share their workers.
 FOLDERS = {
     "contract": "tests/contract", "core": "tests/core", "gpu": "tests/gpu", "vllm": "tests/vllm_engine",
     "sglang": "tests/sglang_engine",
 }  # fmt: skip
-PARTS = ("ranks", "far", "large", *FOLDERS, "front-ends")
+PARTS = ("ranks", "far", "large", "flash-mla", *FOLDERS, "front-ends")
 DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
@@ -59,15 +60,19 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
     pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-v", "-rfs", "--tb=short", "--show-capture=no"]
     pytest += ["-p", "no:cacheprovider", "--durations=20"]
     workers = {"ranks": 2, "far": 2 * gpus}
-    apart = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE)]
+    apart = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE, *FLASH)]
     others = [FOLDERS[name] for name in part if name in FOLDERS]
     if "front-ends" in part:
         others = ["tests", *(f"--ignore={folder}" for name, folder in FOLDERS.items() if name not in part)]
-    remaining = max(cores - sum(number for name, number in workers.items() if name in part), 1)
+    remaining = cores - sum(number for name, number in workers.items() if name in part)
+    if others and "flash-mla" in part:
+        remaining //= 2
+    remaining = max(remaining, 1)
     commands = {
         "ranks": ["--dist", "loadgroup", "-n", str(workers["ranks"]), *RANKS],
         "far": ["--dist", "load", "-n", str(workers["far"]), *FAR],
         "large": ["-n", "1", *LARGE],
+        "flash-mla": ["--dist", "loadgroup", "-n", str(remaining), *FLASH],
         "others": ["--dist", "loadgroup", "-n", str(remaining), *others, *apart],
     }
 
@@ -80,7 +85,7 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
         ]
         return all(succeeded)
 
-    lines = (("ranks",), ("far", "large"), ("others",))
+    lines = (("ranks",), ("far", "large"), ("flash-mla",), ("others",))
     chosen = [[name for name in line if name in part or (name == "others" and others)] for line in lines]
     with ThreadPoolExecutor() as threads:
         succeeded = list(threads.map(lambda names: run(*names), chosen))
