@@ -17,14 +17,15 @@ from flax_dsa_layer import GPU, Config, SparseAttention, load, name_of  # isort:
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import torch
 from flax import nnx
+from rich.console import Console
 
 from xmla import jax_api as xj
+from xmla.demo.shell import table_of
 from xmla.demo.trained import JOINT, WARM_UP, Curve, Stage, build_sharp, train
 from xmla.demo.training import Sizes, against_shipped, texts_of
+from xmla.interop import to_torch
 
 # Rounding grows along joint training: over 20 steps it moves the loss a hundredth as far as a gradient of the rows does
 # that is a tenth too large, over 120 half as far, and the curve says little more.
@@ -137,10 +138,6 @@ def train_flax(model: Model, stage: Stage, batch: jax.Array, steps: int) -> Curv
     return curve
 
 
-def to_torch(array: jax.Array) -> torch.Tensor:
-    return torch.tensor(np.asarray(array), device=DEVICE)
-
-
 def main() -> None:
     by_torch, shipped, rounded = (build_sharp(DEVICE, SIZES.topk) for _ in range(3))
     config: Any = shipped.config
@@ -161,8 +158,7 @@ def main() -> None:
         first, last, ours = getattr(want, what)[0], getattr(want, what)[-1], getattr(found, what)[-1]
         print(f"out ({steps},) {what} in the {stage.name}: {first:.4f} to {last:.4f} as shipped, {ours:.4f} in JAX")
         figures += against_shipped(stage, SIZES.tokens, found, want, autocast)
-    for figure in figures:
-        print("{name}, {where}: {value:.3g}, bound {bound}".format(**figure))
+    Console().print(table_of("xmla in JAX beside the model as shipped", figures))
     assert all(figure["ok"] for figure in figures)
     if sys.argv[1:]:
         from xmla.demo.picture import draw

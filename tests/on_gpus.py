@@ -64,10 +64,7 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
     others = [FOLDERS[name] for name in part if name in FOLDERS]
     if "front-ends" in part:
         others = ["tests", *(f"--ignore={folder}" for name, folder in FOLDERS.items() if name not in part)]
-    remaining = cores - sum(number for name, number in workers.items() if name in part)
-    if others and "flash-mla" in part:
-        remaining //= 2
-    remaining = max(remaining, 1)
+    remaining = max(cores - sum(number for name, number in workers.items() if name in part), 1)
     commands = {
         "ranks": ["--dist", "loadgroup", "-n", str(workers["ranks"]), *RANKS],
         "far": ["--dist", "load", "-n", str(workers["far"]), *FAR],
@@ -85,7 +82,7 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
         ]
         return all(succeeded)
 
-    lines = (("ranks",), ("far", "large"), ("flash-mla",), ("others",))
+    lines = (("ranks",), ("far", "large"), ("others", "flash-mla"))
     chosen = [[name for name in line if name in part or (name == "others" and others)] for line in lines]
     with ThreadPoolExecutor() as threads:
         succeeded = list(threads.map(lambda names: run(*names), chosen))

@@ -12,7 +12,7 @@ def _case(rows: int, columns: int, k: int, values: str = "normal", with_starts: 
         elif values == "special":
             special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, -1e-45], np.float32)
             logits = np.where(rng.random(logits.shape) < 0.6, rng.choice(special, logits.shape), logits)
-        elif values == "steep":  # so heavy a tail that interpolation between values fails
+        elif values == "steep":  # so heavy a tail that most of a row lies in a sliver of its range
             logits = np.sign(logits) * np.exp(4 * logits**2)
         elif values == "overflow":  # the k largest all in few lanes: the candidates do not fit
             logits[:, ::1024] += 1000.0
