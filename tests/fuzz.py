@@ -42,6 +42,7 @@ from xmla.core.device import H200
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
+from xmla.core.registry import registry
 from xmla.core.spec import DTYPES, Spec
 from xmla.core.tolerance import GRADIENT, PROBABILITIES
 from xmla.torch_api._arrays import device_of
@@ -257,6 +258,7 @@ def draw(laid: Arena, seed: int) -> Drawn:
     for name, place in laid.inputs.items():
         if is_index(laid.op, name, place.dtype):
             scramble(rng, place.array(tame), unique=bool(laid.op.mutates))
+    differentiate(laid, tame)
     wild = tame
     if rng.random() < 0.6:
         wild = tame.copy()
@@ -264,6 +266,19 @@ def draw(laid: Arena, seed: int) -> Drawn:
             if not is_index(laid.op, name, place.dtype) and rng.integers(2):
                 run_wild(rng, place.array(wild))
     return Drawn(seed, wild, tame)
+
+
+def differentiate(laid: Arena, image: np.ndarray) -> None:
+    """Give a derivative the results of the call that it is of: with those of other slots there are no probabilities."""
+    for op in registry().values():
+        if op.derivative is laid.op:
+            attrs = {a.name: laid.attrs[a.name] for a in op.attrs if a.name in laid.attrs}
+            inputs = {n: place.array(image) for n, place in laid.inputs.items() if n in op.tensors}
+            with np.errstate(all="ignore"):
+                results = dict(zip(op.outputs, op.reference(**inputs, **attrs), strict=True))
+            for name, value in results.items():
+                if place := laid.inputs.get(f"forward_{name}"):
+                    place.array(image)[...] = value.astype(place.dtype)
 
 
 def is_index(op: Op, name: str, dtype: np.dtype) -> bool:

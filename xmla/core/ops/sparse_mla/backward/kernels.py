@@ -234,9 +234,9 @@ def load_rows(
 
 @triton.jit
 def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl.constexpr):
-    """Probabilities, the gradient of scores q · k, from scores in log2 and dout · value, and the greatest probability.
+    """Probabilities, and the gradient of scores q · k, from scores in log2 and dout · value; all broadcast.
 
-    All broadcast. The greatest is that of out's and, if OWN_LSE, the lse's.
+    With another call's lse probabilities may be anything: the gradient of such a score is NaN.
     """
     p = tl.exp2(scores - total)
     greatest = p
@@ -245,7 +245,7 @@ def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl
         own = tl.exp2(scores - lse)
         ds += own * dlse
         greatest = tl.maximum(p, own)
-    return p, ds * SCALE, greatest
+    return p, tl.where(greatest <= 2.0, ds * SCALE, float("nan"))
 
 
 @triton.jit
@@ -276,7 +276,7 @@ def add_dq(
         if LAYOUT.tail:
             scores = tl.dot(q_tail, tl.trans(tail), scores)
         dp = tl.dot(dout, tl.trans(value))
-        _, ds, _ = derive(
+        _, ds = derive(
             scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
         )
         ds = (tl.where(ok[None, :], ds, 0.0) * ds_up).to(q.dtype)
@@ -466,11 +466,10 @@ def sparse_mla_dcache_kernel(
         if LAYOUT.tail:
             q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
             scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
-        p, ds, greatest = derive(
+        p, ds = derive(
             scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
         )
-        # The unit is chosen for probabilities; of another call's lse they may be anything.
-        wrong |= tl.max(tl.where((greatest <= 2.0) & (tl.abs(ds) < float("inf")), 0, 1), 0)
+        wrong |= tl.max(tl.where(tl.abs(ds) < float("inf"), 0, 1), 0)
         p = tl.trans((p * 2.0**P_EXPONENT).to(dtype))
         ds = tl.trans((ds * ds_up).to(dtype))
         added = ()

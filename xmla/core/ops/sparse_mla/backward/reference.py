@@ -60,11 +60,12 @@ def reference(
                 else:
                     own_p = np.exp(scores - own[:, None])
                     ds = softmax_scale * (p * (dp - delta[:, None]) + own_p * dlog[:, None])
+                ds[~((p <= 2) & (own_p <= 2))] = np.nan  # another call's lse
                 dq[token] += ds @ keys
                 summands = ds.T @ query
                 summands[:, :VALUE_DIMS] += p.T @ upstream
                 right = bound.sum() <= np.finfo(np.float32).max  # False of NaN
-                summands[~((p <= 2) & (own_p <= 2) & np.isfinite(ds) & right).all(axis=0)] = np.nan
+                summands[~(np.isfinite(ds) & right).all(axis=0)] = np.nan
                 np.add.at(source.gradient, named, summands)
     gradients = [source.gradient.reshape(source.shape) for source in sources]
     for gradient in gradients:  # NaN of one dim is NaN of all

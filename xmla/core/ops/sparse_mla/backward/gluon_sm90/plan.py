@@ -38,16 +38,10 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def _without_entries(problem: Problem, device: Device) -> str | None:
-    # Zeros for invalid slots are added to an entry, too.
-    return None if problem["P"] * problem["R"] else "over a cache without entries"
-
-
 CONDITIONS = (
     Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
     Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
     Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
-    Condition("a cache with entries", _without_entries),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
 IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)
