@@ -4,6 +4,8 @@ python tests/on_gpus.py suite --out FOLDER [--commit SHA] [--part NAME …]
                                                               the suite in parts that run beside each other
 python tests/on_gpus.py rest --out FOLDER [--commit SHA]      fuzzer and demos on the last GPU, bench on the first
                                                               (on one GPU: bench, then the others)
+python tests/on_gpus.py sanitize --out FOLDER [--commit SHA] [--op NAME …]
+                                                              the fuzzer under tools of compute-sanitizer
 """
 
 import os
@@ -28,6 +30,9 @@ FOLDERS = {
     "sglang": "tests/sglang_engine",
 }  # fmt: skip
 PARTS = ("ranks", "far", "large", "flash-mla", *FOLDERS, "front-ends")
+# Not racecheck, which reports what orders Gluon's warpgroups (tests/gpu/handover.py). Triton asks the driver for an
+# attribute that it may refuse.
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "initcheck": (), "synccheck": ()}
 DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
@@ -112,6 +117,24 @@ def rest(out: Out, commit: Commit = None, seconds: Seconds = 3600, fuzz_seconds:
 
     with ThreadPoolExecutor(max_workers=min(gpus, 2)) as threads:
         succeeded = list(threads.map(lambda part: part(), (measure, check)))
+    raise typer.Exit(code=int(not all(succeeded)))
+
+
+@app.command()
+def sanitize(
+    out: Out, commit: Commit = None, seconds: Seconds = 150,
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
+) -> None:  # fmt: skip
+    """The fuzzer for so long under each tool, beside each other."""
+    fuzz = ["python3", "-W", "ignore", "tests/fuzz.py", "--workers", "0", "--seconds", str(seconds)]
+    fuzz += [word for name in op or () for word in ("--op", name)]
+
+    def run(tool: str) -> bool:
+        command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", *fuzz]
+        return record(out, "contract", tool, commit, command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+    with ThreadPoolExecutor() as threads:
+        succeeded = list(threads.map(run, TOOLS))
     raise typer.Exit(code=int(not all(succeeded)))
 
 

@@ -262,6 +262,7 @@ def start_for(name: str, model: Path, contexts: list[int], counts: list[int], to
     """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     most = max(counts) * (max(contexts) + tokens + 128)
+    most *= 3 if ENGINES[name].v4 else 1  # windows and compressors have caches of their own, in pages as large
     return start(
         name, model, tuple(sorted(set(counts))), max_model_len=max(contexts) + tokens + WARM + 64,
         max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,
@@ -304,6 +305,8 @@ def measure(
         drained = drain(engine, prompts, tokens + WARM)
         passes = forwards.milliseconds()[-tokens:]
         steps = drained.decode_us(count)
+        if not steps:
+            raise RuntimeError(f"the cache does not hold {count} requests of {context} tokens at once")
         times = {"step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1)}
         found = {"prefill_tokens_per_s": round(total / filled.seconds), "prefill_forward_ms": round(prefill, 2)}
         write(out, case | times | found | {"steps": len(steps), "cached_tokens": drained.cached, "seed": seed})

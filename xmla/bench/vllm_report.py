@@ -14,11 +14,12 @@ MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
 Line = dict[str, Any]
 
 
-def origin(head: Line) -> str:
+def origin(head: Line, lines: list[Line]) -> str:
     versions, model = head["versions"], head["model"]
+    name = "V4" if lines[0]["engine"].startswith("v4-") else "V3.2"
     return (
         f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, vLLM {head['vllm']}, torch "
-        f"{versions['torch']}, Triton {versions['triton']}; {model['num_hidden_layers']} layers, "
+        f"{versions['torch']}, Triton {versions['triton']}; DeepSeek-{name}, {model['num_hidden_layers']} layers, "
         f"{model['num_attention_heads']} heads, top-k {model['index_topk']}."
     )
 
@@ -64,9 +65,9 @@ def report(file: Path, *, whole: bool = True) -> str:
     shown: list[str] = []
     for head, *lines in read([file]):
         if any("step_us" in line for line in lines):
-            shown += [origin(head), "", *speeds(lines), ""]
+            shown += [origin(head, lines), "", *speeds(lines), ""]
         elif whole and any("beside" in line for line in lines):
-            shown += [origin(head), "", *alike(lines), ""]
+            shown += [origin(head, lines), "", *alike(lines), ""]
     return "\n".join(shown[:-1]) + "\n"
 
 
