@@ -600,7 +600,7 @@ def test_gluon_differentiates_what_it_supports() -> None:
         (B200, q, pool(), dout, {}, elsewhere),
         (H200, q.to(half), pool(dtype=half), dout.to(half), {}, "in float16, supported: bfloat16"),
         (H200, q, pool(), dout, second, "with extra_cache, supported: one source"),
-        (H200, q, pool(0), dout, {}, None),
+        (H200, q, pool(0), dout, {}, "over a cache without entries, supported: a cache with entries"),
         (H200, rows(2, 5, 512, first=4), pool(), dout, {}, between.format("q")),
         (H200, rows(2, 5, 512, more=4), pool(), dout, {}, between.format("q")),
         (H200, q, pool(), rows(2, 5, 512, first=4), {}, between.format("dout")),

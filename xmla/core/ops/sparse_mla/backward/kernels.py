@@ -38,13 +38,14 @@ def norm(x):
     return tl.sqrt(tl.sum(scaled * scaled, 1)) * unit
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_touched"])
 def start_sums_kernel(
     cache_ptr,  # [P, R, ROW]
     references_ptr,  # [P, R] i32
     num_slots,
+    num_touched,  # entries whose sums are started without references, too
     bounds_ptr,  # [P, R] i32, the bits of a bound of summands, of entries with references
-    sums_ptr,  # [P, R, WORDS·ROW] i32: low parts, then high parts; of entries with references
+    sums_ptr,  # [P, R, WORDS·ROW] i32: low parts, then high parts; of those and of touched ones
     norms_ptr,  # [P, R] f32, of their values
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -53,8 +54,9 @@ def start_sums_kernel(
 ):
     slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
     ok = slot < num_slots
+    touched = ok & (slot < num_touched)
     ok &= tl.load(references_ptr + slot, mask=ok, other=0) != 0
-    mask = ok[:, None]
+    mask = (ok | touched)[:, None]
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     value, _ = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
     tl.store(norms_ptr + slot, norm(tl.where(tl.abs(value) < float("inf"), value, 0.0)), mask=ok)

@@ -54,10 +54,11 @@ def entries_of(problem: Problem, source: str) -> int:
     return pages * entries
 
 
-def around(problem: Problem, products: Iterable[Launch], additions: int, paired: bool) -> Plan:
+def around(problem: Problem, products: Iterable[Launch], additions: int, paired: bool, touched: int = 0) -> Plan:
     """The whole plan: entries' sums are started and bounded, `products` add to them, and they are rounded.
 
     `additions`: how often products add to an entry for each slot that names it. `paired`: as in `kernels.load_sums`.
+    `touched`: so many of the first entries' sums get a 0 added, whether a slot names them or not.
     """
     specs, attrs = problem.specs, problem.attrs
     tokens, heads = problem["T"], problem["H"]
@@ -95,7 +96,7 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
             "BLOCK_H": PREPARED_HEADS,
         },
     )
-    launches = [launch for source in sources for launch in _start(problem, source)]
+    launches = [launch for source in sources for launch in _start(problem, source, touched)]
     launches += [
         prepare,
         *[_bound(problem, source) for source in sources],
@@ -116,7 +117,7 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
     return Plan(tuple(launches), workspace | results, tuple(results))
 
 
-def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
+def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:
     """Count the slots that name each entry; find the norms of those that are named, and start their sums."""
     specs, entries, cache = problem.specs, entries_of(problem, source), f"{source}cache"
     named = _named(problem, source)
@@ -133,7 +134,7 @@ def _start(problem: Problem, source: str) -> tuple[Launch, ...]:
         grid=(cdiv(entries, ENTRIES),),
         outputs=("bounds", "sums", "norms"),
         arrays={name: f"{source}{name}" for name in ("cache", "references", "norms", "bounds", "sums")},
-        sizes={"num_slots": entries},
+        sizes={"num_slots": entries, "num_touched": touched},
         constexprs={
             "PAGE_STRIDE": specs[cache].stride(0),
             "PAGE_SIZE": specs[cache].shape[1],

@@ -1,6 +1,6 @@
 from xmla.core.device import Device
 from xmla.core.op import Condition, Implementation, Problem
-from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import sparse_mla_backward_sm90_kernel
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
 from xmla.core.ops.sparse_mla.backward.stages import around, product_constants
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS
 from xmla.core.plan import Launch, Plan, cdiv
@@ -28,7 +28,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         num_stages=1,
     )
-    return around(problem, (products,), additions=head_blocks, paired=True)
+    tile_keys = TILE_KEYS.value
+    touched = cdiv(problem["K"], tile_keys) * tile_keys  # an invalid slot's is the entry of its place in the list
+    return around(problem, (products,), additions=head_blocks, paired=True, touched=touched)
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
@@ -38,10 +40,16 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
     return None
 
 
+def _without_entries(problem: Problem, device: Device) -> str | None:
+    # Zeros for invalid slots are added to an entry, too.
+    return None if problem["P"] * problem["R"] else "over a cache without entries"
+
+
 CONDITIONS = (
     Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
     Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
     Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
+    Condition("a cache with entries", _without_entries),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
 IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)
