@@ -271,9 +271,9 @@ def draw(laid: Arena, seed: int) -> Drawn:
 def differentiate(laid: Arena, image: np.ndarray) -> None:
     """Give a derivative the results of the call that it is of: with those of other slots there are no probabilities."""
     for op in registry().values():
-        if op.derivative is laid.op:
+        inputs = {n: place.array(image) for n, place in laid.inputs.items() if n in op.tensors}
+        if op.derivative is laid.op and inputs:  # one that only scales the call's gradients has none
             attrs = {a.name: laid.attrs[a.name] for a in op.attrs if a.name in laid.attrs}
-            inputs = {n: place.array(image) for n, place in laid.inputs.items() if n in op.tensors}
             with np.errstate(all="ignore"):
                 results = dict(zip(op.outputs, op.reference(**inputs, **attrs), strict=True))
             for name, value in results.items():
@@ -435,7 +435,8 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
         terms = 1.0  # that a gradient sums, in order of magnitude
         if agreement == GRADIENT and "dout" in laid.inputs:
             terms = max(terms, largest(laid.inputs["dout"].array(drawn.tame).astype(np.float64)))
-            agreement = replace(agreement, absolute=agreement.absolute * terms)
+            # With few valid slots an entry sums terms of order 1 of all heads: errors grow as the largest sum does.
+            agreement = replace(agreement, absolute=agreement.absolute * terms + 2 * ROUNDED * largest(value))
         if op.outputs[name].agreement in CANCELLING and largest(got.astype(np.float64) - value) < ROUNDED * terms:
             agreement = replace(agreement, cosine=np.inf)
         kit.assert_close(name, got, value, agreement, where)
