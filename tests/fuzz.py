@@ -258,7 +258,7 @@ def draw(laid: Arena, seed: int) -> Drawn:
     for name, place in laid.inputs.items():
         if is_index(laid.op, name, place.dtype):
             scramble(rng, place.array(tame), unique=bool(laid.op.mutates))
-    differentiate(laid, tame)
+    answer(laid, tame)
     wild = tame
     if rng.random() < 0.6:
         wild = tame.copy()
@@ -268,17 +268,18 @@ def draw(laid: Arena, seed: int) -> Drawn:
     return Drawn(seed, wild, tame)
 
 
-def differentiate(laid: Arena, image: np.ndarray) -> None:
+def answer(laid: Arena, image: np.ndarray) -> None:
     """Give a derivative the results of the call that it is of: with those of other slots there are no probabilities."""
-    for op in registry().values():
-        inputs = {n: place.array(image) for n, place in laid.inputs.items() if n in op.tensors}
-        if op.derivative is laid.op and inputs:  # one that only scales the call's gradients has none
-            attrs = {a.name: laid.attrs[a.name] for a in op.attrs if a.name in laid.attrs}
-            with np.errstate(all="ignore"):
-                results = dict(zip(op.outputs, op.reference(**inputs, **attrs), strict=True))
-            for name, value in results.items():
-                if place := laid.inputs.get(f"forward_{name}"):
-                    place.array(image)[...] = value.astype(place.dtype)
+    op = next((op for op in registry().values() if op.derivative is laid.op), None)
+    if op is None or not set(op.tensors) & set(laid.inputs):  # one that only scales the call's gradients has no inputs
+        return
+    inputs = {n: place.array(image) for n, place in laid.inputs.items() if n in op.tensors}
+    attrs = {a.name: laid.attrs[a.name] for a in op.attrs if a.name in laid.attrs}
+    with np.errstate(all="ignore"):
+        values = op.reference(**inputs, **attrs)
+    for name, value in zip(op.outputs, values, strict=True):
+        if place := laid.inputs.get(f"forward_{name}"):
+            place.array(image)[...] = value.astype(place.dtype)
 
 
 def is_index(op: Op, name: str, dtype: np.dtype) -> bool:

@@ -118,7 +118,7 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
 
 
 def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:
-    """Count the slots that name each entry; find the norms of those that are named, and start their sums."""
+    """Count the slots that name each entry; find norms of those that are named; start sums, touched ones too."""
     specs, entries, cache = problem.specs, entries_of(problem, source), f"{source}cache"
     named = _named(problem, source)
     count = Launch(
