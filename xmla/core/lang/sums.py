@@ -12,7 +12,8 @@ import triton.language as tl
 from triton.experimental import gluon
 
 SUM_BITS = tl.constexpr(60)
-SUMMAND_BITS = tl.constexpr(29)  # of a summand's bound; summands themselves may have a bit more, and a sign
+SUMMAND_BITS = tl.constexpr(30)  # of a summand's bound; summands, which have a sign, may be 1.75 times as large
+LOW_BITS = tl.constexpr(28)  # at most
 SUM_WORDS = 3  # of a sum in two parts
 
 
@@ -30,10 +31,10 @@ def _exponent_within(bound_bits, most):
 
 
 def _low_bits(count):
-    """The bits of the low parts, 1 to 30, of `count` ≥ 1 summands, so that their sum does not overflow 32 bits."""
+    """The bits of the low parts, 1 to LOW_BITS, of `count` ≥ 1 summands: their sum does not overflow 32 bits."""
     bits = 31 - ((count.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)
     bits = tl.where(bits < 1, 1, bits)
-    return tl.where(bits > 30, 30, bits)
+    return tl.where(bits > LOW_BITS, LOW_BITS, bits)
 
 
 exponent_within = triton.jit(_exponent_within)

@@ -8,6 +8,7 @@ from xmla.core.lang.slots import keys_of, load_slots
 from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS, as_sums, exponent_within, low_bits, parts_of
 
 NOT_A_NUMBER = tl.constexpr(-1)  # in place of the references of an entry whose gradient is NaN
+MOST_PROBABLE = tl.constexpr(1.5)  # what exceeds it is the probability of another call
 WORDS = tl.constexpr(SUM_WORDS)
 
 
@@ -109,7 +110,7 @@ def bound_sums_kernel(
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.arange(0, BLOCK_H)
     of_heads = tl.load(bound_ptr + offset_of(token, HEADS) + offs_h, mask=offs_h < HEADS, other=0.0)
-    bound = tl.sum(of_heads, 0)  # its roundings fit in the bit above SUMMAND_BITS
+    bound = tl.sum(of_heads, 0)  # those up to MOST_PROBABLE, and roundings, fit in 1.75 times SUMMAND_BITS
     finite = bound < float("inf")
     bits = tl.where(finite, bound, 0.0).to(tl.int32, bitcast=True)
     end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
@@ -247,7 +248,7 @@ def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl
         own = tl.exp2(scores - lse)
         ds += own * dlse
         greatest = tl.maximum(p, own)
-    return p, tl.where(greatest <= 2.0, ds * SCALE, float("nan"))
+    return p, tl.where(greatest <= MOST_PROBABLE, ds * SCALE, float("nan"))
 
 
 @triton.jit

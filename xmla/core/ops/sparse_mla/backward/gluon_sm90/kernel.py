@@ -32,7 +32,7 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.lang.sums import SUMMAND_BITS
 from xmla.core.lang.sums import gluon_exponent_within as exponent_within
 from xmla.core.lang.sums import gluon_low_bits as low_bits
-from xmla.core.ops.sparse_mla.backward.kernels import NOT_A_NUMBER, WORDS
+from xmla.core.ops.sparse_mla.backward.kernels import MOST_PROBABLE, NOT_A_NUMBER, WORDS
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS, offsets
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns, exp2
 from xmla.core.plan import next_power_of_2
@@ -335,7 +335,7 @@ def score(tiles, shared, task, C: gl.constexpr):
             own = exp2(scores - lse)
             ds += own * dlse
             greatest = gl.maximum(p, own)
-        ds = gl.where(greatest <= 2.0, ds * C.SCALE, float("nan"))  # as `backward.kernels.derive`
+        ds = gl.where(greatest <= MOST_PROBABLE, ds * C.SCALE, float("nan"))  # as `backward.kernels.derive`
         bit = gl.expand_dims(1 << gl.arange(0, TILE_KEYS, layout=KEYS), 0)
         wrong = gl.where(gl.abs(ds) < float("inf"), 0, bit)
         wrong = gl.reduce(gl.reduce(wrong, 1, either), 0, either)
