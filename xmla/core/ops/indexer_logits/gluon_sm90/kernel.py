@@ -2,7 +2,7 @@
 
 A CTA keeps the queries and weights of as many tokens as fill the ROWS of heads of a product, and loops over tiles of
 KEYS keys, which its four warps copy STAGES − 1 tiles ahead. The occupancy is three CTAs an SM: one sums over heads
-while another multiplies, and keys that one has copied are in the L1 cache for the others. They do not synchronise.
+while another multiplies. They share keys through the L2 cache alone, and do not synchronise.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import (

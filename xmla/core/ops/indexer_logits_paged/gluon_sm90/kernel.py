@@ -1,7 +1,9 @@
 """The Gluon kernel for Hopper over fp8 pages of a multiple of 64 keys: the portable kernel's bits.
 
 Work is divided among CTAs as there. A CTA keeps a group's queries and weights while it loops over tiles of the group's
-keys, as in indexer_logits/gluon_sm90.py. Its four warps copy tiles ahead, in halves of one page each.
+keys, as in indexer_logits/gluon_sm90.py. Its four warps copy tiles ahead, two warps for each half of a tile, which lies
+on one page. In shared memory the first 32 keys of both halves precede the last 32: a product leaves rows r and r + 64
+to the same warp, and so a warp has the keys of one page when it copies, scales and stores.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,10 +18,8 @@ from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
     KEYS,
-    PIECE,
     SMEM_V,
     WORDS,
-    chunks,
     dots_layout,
     layout_by_key,
     load_query,
@@ -29,6 +29,19 @@ from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
 )
 
 HALF = gl.constexpr(KEYS.value // 2)  # keys of a tile that are on one page
+
+# A tile's rows are [2, 2, HALF // 2]: the first or last keys of a half, the half, and the key. Layouts have an axis of
+# dims more. In this one each thread has its key after a product, see `layout_by_key`.
+ROWS_OF_TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [],
+        [[0, 0, 8, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        [[0, 0, 16, 0], [0, 1, 0, 0]],
+        [],
+        [2, 2, HALF.value // 2, 1],
+    )
+)
+HALVES = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, ROWS_OF_TILE))))
 
 
 @gluon.jit
@@ -47,74 +60,72 @@ def count_tiles(lengths_ptr, group, num_groups, capacity, next_n, groups_a_reque
     return gl.cdiv(gl.minimum(longest, capacity), KEYS)
 
 
+@gluon.constexpr_function
+def copies(dims):
+    """Registers of pointers to a tile's keys [2, 2, HALF // 2, dims], 16 bytes of a key at once."""
+    chunks = [[0, 0, 0, 1 << bit] for bit in range(4, dims.bit_length() - 1)]
+    keys = [[0, 0, 1 << bit, 0] for bit in range((HALF.value // 2).bit_length() - 1)]
+    split = 5 - len(chunks)
+    bytes_of_chunk = [[0, 0, 0, 1 << bit] for bit in range(4)]
+    return gl.DistributedLinearLayout(
+        [*bytes_of_chunk, *keys[split + 1 :], [1, 0, 0, 0]],
+        [*chunks, *keys[:split]],
+        [keys[split], [0, 1, 0, 0]],
+        [],
+        [2, 2, HALF.value // 2, dims],
+    )
+
+
 @gluon.jit
-def load_pages(table_row, first_key, mapped, PAGE_SIZE: gl.constexpr):
-    """The page of each half of a tile, −1 from key `mapped` on."""
-    left = gl.load(table_row + first_key // PAGE_SIZE, mask=first_key < mapped, other=-1)
-    right = gl.load(table_row + (first_key + HALF) // PAGE_SIZE, mask=first_key + HALF < mapped, other=-1)
-    return left, right
+def of_rows(of_halves, LAYOUT: gl.constexpr):
+    """A value of each half [2] as [1, 2, 1, 1], for arithmetic with a tile's rows."""
+    PARENT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    of_halves = gl.convert_layout(of_halves, PARENT, assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(of_halves, 0), 2), 3)
+
+
+@gluon.jit
+def entries(LAYOUT: gl.constexpr):
+    """The place of each of a tile's rows in its half, [2, 1, HALF // 2, 1]."""
+    quarter = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    key = gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    quarter = gl.expand_dims(gl.expand_dims(gl.expand_dims(quarter, 1), 2), 3)
+    return quarter * (HALF // 2) + gl.expand_dims(gl.expand_dims(gl.expand_dims(key, 0), 1), 3)
+
+
+@gluon.jit
+def load_pages(table_row, first_key, last_page, known, PAGE_SIZE: gl.constexpr):
+    """The page of each half of a tile [2], that of the last key for halves after it; −1 for an unknown request."""
+    half = gl.arange(0, 2, layout=HALVES)
+    place = gl.minimum((first_key + half * HALF) // PAGE_SIZE, last_page)
+    return gl.load(table_row + place, mask=known, other=-1)
 
 
 @gluon.jit
 def copy_tile(
-    values_ptrs, scales_ptr, left, right, first_key, mapped, num_pages, key_smem, scale_smem,
-    PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    chunk_ptrs, scale_ptrs, page, first_key, num_pages, key_smem, scale_smem, PAGE_STRIDE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Start copies of a tile's keys and scales, zeros where a key is missing; 1 if any is missing, else 0."""
+    """Start copies of a tile's keys and scales, zeros where a page is missing; [2] ones for halves whose page is there.
+
+    What follows the last key on its page is copied as well: it is not stored.
+    """
     D: gl.constexpr = key_smem.shape[1]
-    left_ok = (left >= 0) & (left < num_pages)
-    right_ok = (right >= 0) & (right < num_pages)
-    left_byte = offset_of(left, PAGE_STRIDE)
-    right_byte = offset_of(right, PAGE_STRIDE)
-    left_entry, right_entry = first_key % PAGE_SIZE, (first_key + HALF) % PAGE_SIZE
-    left_ptrs = values_ptrs + (left_byte + offset_of(left_entry, D, PAGE_SIZE))
-    right_ptrs = values_ptrs + (right_byte + offset_of(right_entry, D, PAGE_SIZE))
-    word = gl.arange(0, KEYS, layout=WORDS)
-    left_scales = left_byte + offset_of(left_entry, 4, PAGE_SIZE)
-    right_scales = right_byte + offset_of(right_entry - HALF, 4, PAGE_SIZE)
-    scale_bytes = gl.where(word < HALF, left_scales, right_scales)
-    scale_ptrs = (scales_ptr + scale_bytes).to(gl.pointer_type(gl.float32), bitcast=True) + word
-    missing = 1
-    if left_ok & right_ok & (first_key + KEYS <= mapped):
-        missing = 0
-        for i in gl.static_range(HALF // PIECE):
-            async_copy.async_load(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D)
-        for i in gl.static_range(HALF // PIECE):
-            smem = key_smem.slice(HALF + i * PIECE, PIECE)
-            async_copy.async_load(smem, right_ptrs + i * PIECE * D)
-        async_copy.async_load(scale_smem, scale_ptrs)
-    else:
-        key = first_key + gl.arange(0, PIECE, layout=gl.SliceLayout(1, chunks(D)))
-        for i in gl.static_range(HALF // PIECE):
-            ok = gl.expand_dims(key + i * PIECE < mapped, 1) & left_ok
-            async_copy.async_load(key_smem.slice(i * PIECE, PIECE), left_ptrs + i * PIECE * D, mask=ok)
-        for i in gl.static_range(HALF // PIECE):
-            ok = gl.expand_dims(key + HALF + i * PIECE < mapped, 1) & right_ok
-            smem = key_smem.slice(HALF + i * PIECE, PIECE)
-            async_copy.async_load(smem, right_ptrs + i * PIECE * D, mask=ok)
-        ok = (first_key + word < mapped) & gl.where(word < HALF, left_ok, right_ok)
-        async_copy.async_load(scale_smem, scale_ptrs, mask=ok)
-    return missing
-
-
-@gluon.jit
-def store_scores(
-    scores, whole, first_key, first_token, count, lengths_ptr, table_row, mapped, num_pages, capacity, max_len,
-    logits_ptr, PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    """Store scores [KEYS, GROUP] of `count` tokens. `whole`: every token attends to every key."""
-    key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
-    member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
-    token = first_token + member
-    out_ptrs = logits_ptr + gl.expand_dims(offset_of(token, max_len), 0) + gl.expand_dims(key, 1)
-    if whole:
-        gl.store(out_ptrs, scores, mask=gl.expand_dims(member < count, 0))
-    else:
-        page = gl.load(table_row + key // PAGE_SIZE, mask=key < mapped, other=-1)
-        there = gl.expand_dims((page >= 0) & (page < num_pages), 1)
-        length = gl.load(lengths_ptr + token, mask=member < count, other=0)
-        seen = gl.expand_dims(key, 1) < gl.expand_dims(gl.minimum(length, capacity), 0)
-        gl.store(out_ptrs, gl.where(there, scores, float("-inf")), mask=seen)
+    LAYOUT: gl.constexpr = copies(D)
+    there = (page >= 0) & (page < num_pages)
+    entry = (first_key + gl.arange(0, 2, layout=HALVES) * HALF) % PAGE_SIZE
+    page_byte = offset_of(page, PAGE_STRIDE)
+    key_ptrs = chunk_ptrs + of_rows(page_byte + entry * D, LAYOUT)
+    mask, key_ptrs = gl.broadcast(of_rows(there, LAYOUT), key_ptrs)
+    # Triton 3.7 loses what it knows about pointers and masks in a reshape.
+    key_ptrs = gl.max_contiguous(gl.multiple_of(gl.reshape(key_ptrs, (KEYS, D)), (1, 16)), (1, 16))
+    mask = gl.max_constancy(gl.reshape(mask, (KEYS, D)), (1, 16))
+    async_copy.async_load(key_smem, key_ptrs, mask=mask)
+    scale_ptrs += of_rows(page_byte + entry * 4, ROWS_OF_TILE)
+    mask, scale_ptrs = gl.broadcast(of_rows(there, ROWS_OF_TILE), scale_ptrs)
+    scale_ptrs = gl.reshape(scale_ptrs, (KEYS,)).to(gl.pointer_type(gl.float32), bitcast=True)
+    async_copy.async_load(scale_smem, scale_ptrs, mask=gl.reshape(mask, (KEYS,)))
+    return there.to(gl.int32)
 
 
 @gluon.jit(
@@ -161,7 +172,7 @@ def indexer_logits_paged_sm90_kernel(
 ):
     let_next_start(BESIDE)
     ROWS: gl.constexpr = GROUP * BLOCK_I
-    CHUNKS: gl.constexpr = chunks(D)
+    COPIES: gl.constexpr = copies(D)
     DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
@@ -173,10 +184,13 @@ def indexer_logits_paged_sm90_kernel(
 
     q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     cache = cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-    scales_ptr = cache + PAGE_SIZE * D
-    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
-    entry = gl.expand_dims(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)) * D, 1)
-    values_ptrs = cache.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + entry + offs_d
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COPIES))))
+    dims = gl.expand_dims(gl.expand_dims(gl.expand_dims(dims, 0), 1), 2)
+    chunk_ptrs = cache.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + (entries(COPIES) * D + dims)
+    row_entries = entries(ROWS_OF_TILE)
+    scale_ptrs = cache + PAGE_SIZE * D + row_entries * 4
+    offs_n = row_entries + of_rows(gl.arange(0, 2, layout=HALVES) * HALF, ROWS_OF_TILE)
+    offs_n = gl.convert_layout(gl.reshape(offs_n, (KEYS,)), gl.SliceLayout(1, SCORES), assert_trivial=True)
     offs_g = gl.arange(0, BLOCK_G, layout=WORDS)
     nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
 
@@ -215,28 +229,28 @@ def indexer_logits_paged_sm90_kernel(
             table_row = block_table_ptr + offset_of(request, table_stride)
 
             longest = gl.to_tensor(0)
-            shortest = capacity
             for i in gl.static_range(GROUP):
                 if i < count:
-                    length = gl.load(lengths_ptr + first_token + i)
-                    longest = gl.maximum(longest, length)
-                    shortest = gl.minimum(shortest, length)
-            mapped = gl.where(known, gl.minimum(longest, capacity), 0)  # keys that the block table maps
+                    longest = gl.maximum(longest, gl.load(lengths_ptr + first_token + i))
+            longest = gl.minimum(longest, capacity)
+            known = known & (longest > 0)
+            last_page = (longest - 1) // PAGE_SIZE
 
             # A tile's pages are loaded one tile before its keys are copied.
             first_key = first_tile * KEYS
             end_key = last_tile * KEYS
-            left, right = load_pages(table_row, first_key, mapped, PAGE_SIZE)
-            missing = gl.to_tensor(0)  # a bit for each tile copied ahead, the last tile's lowest
+            pages = load_pages(table_row, first_key, last_page, known, PAGE_SIZE)
+            there = gl.zeros_like(pages)  # of each half a bit for each tile copied ahead, the last tile's lowest
             for i in gl.static_range(STAGES - 1):
                 ahead = first_key + i * KEYS
+                there = there << 1
                 if ahead < end_key:
-                    missing |= copy_tile(
-                        values_ptrs, scales_ptr, left, right, ahead, mapped, num_pages, key_smem.index(i),
-                        scale_smem.index(i), PAGE_STRIDE, PAGE_SIZE,
-                    ) << (STAGES - 2 - i)  # fmt: skip
+                    there |= copy_tile(
+                        chunk_ptrs, scale_ptrs, pages, ahead, num_pages, key_smem.index(i), scale_smem.index(i),
+                        PAGE_STRIDE, PAGE_SIZE,
+                    )  # fmt: skip
                 async_copy.commit_group()
-                left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
+                pages = load_pages(table_row, ahead + KEYS, last_page, known, PAGE_SIZE)
 
             # After the keys: the launch before this one may still write the queries.
             wait_for_earlier(BESIDE)
@@ -247,31 +261,35 @@ def indexer_logits_paged_sm90_kernel(
             async_copy.commit_group()
             async_copy.wait_group(0)
 
+            member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
+            length = gl.load(lengths_ptr + first_token + member, mask=member < count, other=0)
+            row_end = gl.expand_dims(gl.minimum(length, capacity), 0)
+            row_ptrs = logits_ptr + gl.expand_dims(offset_of(first_token + member, max_len), 0)
+
             stage, free = 0, STAGES - 1
             while first_key < end_key:
                 async_copy.wait_group(STAGES - 2)
-                factors = gl.expand_dims(scale_smem.index(stage).load(gl.SliceLayout(1, SCORES)), 1)
-                whole = ((missing >> (STAGES - 2)) & 1 == 0) & (first_key + KEYS <= shortest)
-                missing = missing << 1
-                ahead = first_key + (STAGES - 1) * KEYS
-                if ahead < end_key:
-                    missing |= copy_tile(
-                        values_ptrs, scales_ptr, left, right, ahead, mapped, num_pages, key_smem.index(free),
-                        scale_smem.index(free), PAGE_STRIDE, PAGE_SIZE,
-                    )  # fmt: skip
-                async_copy.commit_group()
-                left, right = load_pages(table_row, ahead + KEYS, mapped, PAGE_SIZE)
                 fence_async_shared()
                 dots = warpgroup_mma(
                     key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
                 )
+                # Without a branch: of a tile after the last no page is there.
+                ahead = first_key + (STAGES - 1) * KEYS
+                there = there << 1 | copy_tile(
+                    chunk_ptrs, scale_ptrs, pages, ahead, gl.where(ahead < end_key, num_pages, 0),
+                    key_smem.index(free), scale_smem.index(free), PAGE_STRIDE, PAGE_SIZE,
+                )  # fmt: skip
+                async_copy.commit_group()
+                pages = load_pages(table_row, ahead + KEYS, last_page, known, PAGE_SIZE)
                 dots = warpgroup_mma_wait(0, deps=[dots])  # [KEYS, ROWS] f32
                 halves = load_weights(weight_smem, DOTS)
+                factors = gl.expand_dims(scale_smem.index(stage).load(gl.SliceLayout(1, SCORES)), 1)
                 scores = sum_heads(dots, halves, GROUP, BY_KEY) * factors  # [KEYS, GROUP] f32
-                store_scores(
-                    scores, whole, first_key, first_token, count, lengths_ptr, table_row, mapped, num_pages, capacity,
-                    max_len, logits_ptr, PAGE_SIZE, GROUP, SCORES,
-                )  # fmt: skip
+                mapped, _ = gl.broadcast(of_rows(there >> (STAGES - 1) & 1, ROWS_OF_TILE), row_entries)
+                mapped = gl.convert_layout(gl.reshape(mapped, (KEYS,)), gl.SliceLayout(1, SCORES), assert_trivial=True)
+                scores = gl.where(gl.expand_dims(mapped != 0, 1), scores, float("-inf"))
+                key = gl.expand_dims(first_key + offs_n, 1)
+                gl.store(row_ptrs + key, scores, mask=key < row_end)
                 free = stage
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
                 first_key += KEYS
