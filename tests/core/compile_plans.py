@@ -86,12 +86,12 @@ def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Spec
         yield "sparse_mla", f"{name}-{kind}", specs, {"softmax_scale": 0.1}
 
 
-def of_two_sources() -> Iterator[tuple[str, str, Specs, dict[str, object]]]:
+def of_two_sources(tokens: int) -> Iterator[tuple[str, str, Specs, dict[str, object]]]:
     """Attention over two sources with all heads: the most that a tile's registers and shared memory hold.
 
     Those of one format are what Hopper's Gluon kernel takes.
     """
-    tokens, heads, k = 64, 128, 512
+    heads, k = 128, 512
     slots, lengths = Spec((tokens, k), "int32"), Spec((tokens,), "int32")
     turned = {"cos_sin": Spec((65536, 64), "float32"), "positions": lengths}
     both = ((V4, V4, turned), (PLAIN, PLAIN, {}), (PLAIN_V4, PLAIN_V4, turned))
@@ -100,7 +100,7 @@ def of_two_sources() -> Iterator[tuple[str, str, Specs, dict[str, object]]]:
         caches = [Spec((4096, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (first, second)]
         specs = {"q": Spec((tokens, heads, first.dims), "bfloat16"), "cache": caches[0], "slots": slots}
         extra = {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
-        name = f"h{heads}-{first.name}+{second.name}"
+        name = f"t{tokens}-h{heads}-{first.name}+{second.name}"
         formats = {"cache_format": first.name, "extra_cache_format": second.name}
         yield "sparse_mla", name, specs | {"lengths": lengths} | extra | more, {"softmax_scale": 0.1, **formats}
 
@@ -121,9 +121,12 @@ def plans(device: Device) -> Iterator[Planned]:
     """Every op's cases and serving sizes by the best kernels; cases by those that are chosen by name."""
     ops = registry()
     calls = [(name, *call) for name, op in ops.items() for call in of_cases(op)]
-    for tokens, heads, k in ((64, 128, 2048), (128, 16, 512), (2048, 32, 1024), (64, 8, 8192)):
+    # Of 320 tokens Hopper's attention takes those with most keys first.
+    sizes = ((64, 128, 2048), (128, 16, 512), (320, 16, 512), (320, 128, 512), (2048, 32, 1024), (64, 8, 8192))
+    for tokens, heads, k in sizes:
         calls += of_serving(tokens, heads, k)
-    calls += of_two_sources()
+    for tokens in (64, 320):
+        calls += of_two_sources(tokens)
     for call in calls:
         yield planned(*call, device, None)
     for name, op in ops.items():

@@ -94,7 +94,9 @@ def test_launches_take_turns_where_nothing_waits() -> None:
     assert not any(launch.waits for launch in plan_of(ops["compress_kv"], ops["compress_kv"].cases[0], H200).launches)
 
 
-def attention(tokens: int, heads: int, k: int, device: Device, padding: int = 0, **attrs: object) -> Plan:
+def attention(
+    tokens: int, heads: int, k: int, device: Device, padding: int = 0, lengths: bool = False, **attrs: object
+) -> Plan:
     """Over 656-byte entries, with so many bytes between pages."""
     op = registry()["sparse_mla"]
     specs = {
@@ -102,6 +104,8 @@ def attention(tokens: int, heads: int, k: int, device: Device, padding: int = 0,
         "cache": Spec((1000, 64, 656), "uint8", (64 * 656 + padding, 656, 1)),
         "slots": Spec((tokens, k), "int32"),
     }
+    if lengths:
+        specs["lengths"] = Spec((tokens,), "int32")
     values = op.defaults | {"softmax_scale": 1.0} | attrs
     return plan_call(op, tuple(specs.get(n) for n in op.tensors), tuple(values[a.name] for a in op.attrs), device)[0]
 
@@ -270,6 +274,23 @@ def test_a_swapped_launch_is_refused() -> None:
 def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, invariant: bool, tile: int) -> None:
     plan = attention(64, heads, 2048, H200, padding, batch_invariant=invariant)
     assert plan.launches[0].constexprs["BLOCK_H"] == tile
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "lengths", "places"),
+    [
+        (67, 128, True, 128),
+        (67, 128, False, 0),  # all have K keys
+        (66, 128, True, 0),  # 132 programs, which all start at once
+        (133, 64, True, 256),
+        (512, 128, True, 512),
+        (513, 128, True, 0),
+        (264, 16, True, 0),  # two programs an SM
+        (265, 16, True, 512),
+    ],
+)
+def test_tokens_with_most_keys_come_first_on_hopper(tokens: int, heads: int, lengths: bool, places: int) -> None:
+    assert attention(tokens, heads, 2048, H200, lengths=lengths).launches[0].constexprs["ORDERED"] == places
 
 
 def test_batch_invariant_splits_depend_on_k_alone() -> None:

@@ -72,7 +72,8 @@ def test_when_every_multiprocessor_has_several_programs(layout: MlaLayout) -> No
     agrees(kit.make(case), case)
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(600, 16), (150, 16), (300, 128)])
+# Up to 512 tokens are computed in the order of their lengths.
+@pytest.mark.parametrize(("tokens", "heads"), [(600, 16), (150, 16), (300, 128), (67, 128), (512, 16), (513, 16)])
 def test_when_every_multiprocessor_has_several_programs_of_v32(tokens: int, heads: int) -> None:
     # A pool so large that no plan unpacks its entries first.
     case = make_case(tokens, heads, 330, 3500, V32, with_lengths=True, with_sink=True, padding=16)

@@ -25,6 +25,39 @@ def constants(*values):
 
 
 @gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def count_tiles(lengths_ptr, token, num_keys, HAS_LENGTHS: gl.constexpr):
+    """Tiles of keys of each token in one source."""
+    keys = num_keys
+    if HAS_LENGTHS:
+        keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + token), 0), num_keys)
+    return gl.cdiv(keys, TILE_KEYS)
+
+
+@gluon.jit
+def token_of_rank(rank, token, ok, tiles):
+    """The one at `rank` of the tokens that are `ok`, ordered by their `tiles`, most first."""
+    least = gl.min(gl.where(ok, tiles, 0x7FFFFFFF), 0)
+    most = gl.max(gl.where(ok, tiles, -1), 0)
+    found = rank
+    if least < most:
+        tiles = gl.where(ok, tiles, -1)
+        while least < most:  # more than `rank` tokens have at least so many tiles as `least`
+            middle = (least + most + 1) // 2
+            enough = gl.sum((tiles >= middle).to(gl.int32), 0) > rank
+            least = gl.where(enough, middle, least)
+            most = gl.where(enough, most, middle - 1)
+        equal = tiles == least
+        place = gl.sum((tiles > least).to(gl.int32), 0) + gl.associative_scan(equal.to(gl.int32), 0, add) - 1
+        found = gl.sum(gl.where(equal & (place == rank), token, 0), 0)
+    return found
+
+
+@gluon.jit
 def pool(cache_ptr, LAYOUT: gl.constexpr):
     """A pointer to the cache: of bytes if entries are packed."""
     return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
@@ -85,6 +118,7 @@ def sparse_mla_sm90_kernel(
     ROTATE: gl.constexpr,
     COS_SIN_STRIDE: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    ORDERED: gl.constexpr,  # places for the tokens, if these are computed in the order of their lengths; else 0
     BESIDE: gl.constexpr,
 ):
     let_next_start(BESIDE)
@@ -92,7 +126,20 @@ def sparse_mla_sm90_kernel(
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
-    token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
+    token = pid // HEAD_BLOCKS // num_splits
+    if ORDERED > 0:
+        # CTAs start in the order of their ids: those with most keys first, so that the last ones to end are short.
+        # Every warp has all tokens, so that it counts without waiting for others; adjacent ones in adjacent lanes.
+        OF_LANE: gl.constexpr = ORDERED // 32
+        held = gl.arange(0, ORDERED, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
+        tokens = held % OF_LANE * 32 + held // OF_LANE
+        num_tokens = gl.num_programs(0) // HEAD_BLOCKS // num_splits
+        known = gl.minimum(tokens, num_tokens - 1)  # without masks all loads are under way at once
+        tiles = count_tiles(lengths_ptr, known, num_keys, HAS_LENGTHS)
+        if EXTRA_LAYOUT is not None:
+            tiles += count_tiles(extra_lengths_ptr, known, num_extra_keys, HAS_EXTRA_LENGTHS)
+        token = token_of_rank(token, tokens, tokens < num_tokens, tiles)
+    token = token.to(gl.int64)
     place = offset_of(token, HEADS)
     lse_place = place
     if SPLIT:

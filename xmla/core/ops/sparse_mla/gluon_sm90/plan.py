@@ -5,17 +5,32 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.sparse_mla.splits import Config, attend
-from xmla.core.plan import Plan
+from xmla.core.plan import Plan, cdiv, next_power_of_2
 
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)
 # The warps are those of the kernel's first partition. Each group of dims has a power of two that its warps know.
 WIDE = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1, powers=HALVES.value)
 NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2, powers=BLOCKS.value)
+FEWEST_PLACES, MOST_PLACES = 128, 512  # of tokens that are ordered by their lengths
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     config = NARROW if takes_few_heads(problem) else WIDE
-    return attend(problem, device, sparse_mla_sm90_kernel, config, {})
+    return attend(
+        problem, device, sparse_mla_sm90_kernel, config, {"ORDERED": places_in_order(problem, config, device)}
+    )
+
+
+def places_in_order(problem: Problem, config: Config, device: Device) -> int:
+    """Places for the tokens if they are computed in the order of their lengths, else 0.
+
+    One wave's tokens all start at once, and of many waves the last one's are few.
+    """
+    tokens, programs = problem["T"], problem["T"] * cdiv(problem["H"], config.block_h)
+    given = problem.has("lengths") or problem.has("extra_lengths")
+    if not given or tokens > MOST_PLACES or programs <= device.num_sms * config.programs:
+        return 0
+    return max(next_power_of_2(tokens), FEWEST_PLACES)
 
 
 def takes_few_heads(problem: Problem) -> bool:
