@@ -115,13 +115,13 @@ def copy_tile(
     there = (page >= 0) & (page < num_pages)
     entry = (first_key + gl.arange(0, 2, layout=HALVES) * HALF) % PAGE_SIZE
     page_byte = offset_of(page, PAGE_STRIDE)
-    key_ptrs = chunk_ptrs + of_rows(page_byte + entry * D, LAYOUT)
+    key_ptrs = chunk_ptrs + of_rows(page_byte + offset_of(entry, D, PAGE_SIZE), LAYOUT)
     mask, key_ptrs = gl.broadcast(of_rows(there, LAYOUT), key_ptrs)
     # Triton 3.7 loses what it knows about pointers and masks in a reshape.
     key_ptrs = gl.max_contiguous(gl.multiple_of(gl.reshape(key_ptrs, (KEYS, D)), (1, 16)), (1, 16))
     mask = gl.max_constancy(gl.reshape(mask, (KEYS, D)), (1, 16))
     async_copy.async_load(key_smem, key_ptrs, mask=mask)
-    scale_ptrs += of_rows(page_byte + entry * 4, ROWS_OF_TILE)
+    scale_ptrs += of_rows(page_byte + offset_of(entry, 4, PAGE_SIZE), ROWS_OF_TILE)
     mask, scale_ptrs = gl.broadcast(of_rows(there, ROWS_OF_TILE), scale_ptrs)
     scale_ptrs = gl.reshape(scale_ptrs, (KEYS,)).to(gl.pointer_type(gl.float32), bitcast=True)
     async_copy.async_load(scale_smem, scale_ptrs, mask=gl.reshape(mask, (KEYS,)))
