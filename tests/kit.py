@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xmla.core.device import Device
 from xmla.core.formats.mla import MlaLayout
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
+from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import DTYPES
+from xmla.core.spec import DTYPES, Spec
 from xmla.core.tolerance import ATTENTION_OUT, Agreement, Tolerance, difference
 
 CANARY = 0x5A
@@ -168,3 +170,11 @@ def written(op: Op, reference: tuple[np.ndarray, ...]) -> np.ndarray | None:
 
 def results(op: Op, reference: tuple[np.ndarray, ...]) -> Iterator[tuple[str, np.ndarray]]:
     yield from zip(op.outputs, reference, strict=True)
+
+
+def plan_of(op: Op, case: Case, device: Device) -> Plan:
+    """The plan of a case's call on a device, which need not be here."""
+    inputs = make(case)
+    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
+    attrs = attributes(op, case)
+    return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]

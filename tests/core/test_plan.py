@@ -20,18 +20,11 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 
-def plan_of(op: Op, case: Case, device: Device) -> Plan:
-    inputs = kit.make(case)
-    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
-    attrs = kit.attributes(op, case)
-    return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
-
-
 @pytest.mark.parametrize("device", [*KNOWN_DEVICES, INTERPRETER], ids=lambda device: device.name)
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
 def test_plan(op: Op, case: Case, device: Device) -> None:
-    plan = plan_of(op, case, device)
-    assert plan is plan_of(op, case, device), "plans are memoised"
+    plan = kit.plan_of(op, case, device)
+    assert plan is kit.plan_of(op, case, device), "plans are memoised"
     assert set(plan.results) == set(op.outputs) and set(plan.results) <= set(plan.buffers)
     known = set(op.tensors) | set(plan.buffers)
     written: set[str] = set(op.tensors)
@@ -52,7 +45,7 @@ def test_plan(op: Op, case: Case, device: Device) -> None:
 
 def test_composed_step_runs_the_launches_of_its_parts() -> None:
     ops = registry()
-    plan = plan_of(ops["dsa_attention"], ops["dsa_attention"].cases[0], H200)
+    plan = kit.plan_of(ops["dsa_attention"], ops["dsa_attention"].cases[0], H200)
     parts = [
         "quantize_indexer_query",
         "indexer_logits_paged",
@@ -77,7 +70,7 @@ READ_EARLY: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
 def test_a_launch_reads_arguments_alone_before_it_waits(op: Op, case: Case) -> None:
-    plan = plan_of(op, case, H200)
+    plan = kit.plan_of(op, case, H200)
     for launch in plan.active[1:]:
         if launch.waits:
             for pointer, flag in READ_EARLY.get(launch.name, {}).items():
@@ -89,9 +82,11 @@ def test_launches_take_turns_where_nothing_waits() -> None:
     ops = registry()
     op = ops["dsa_attention"]
     for device in (INTERPRETER, *KNOWN_DEVICES):
-        waiting = {launch.waits for launch in plan_of(op, op.cases[0], device).launches}
+        waiting = {launch.waits for launch in kit.plan_of(op, op.cases[0], device).launches}
         assert waiting == {device.arch >= 90}, device
-    assert not any(launch.waits for launch in plan_of(ops["compress_kv"], ops["compress_kv"].cases[0], H200).launches)
+    assert not any(
+        launch.waits for launch in kit.plan_of(ops["compress_kv"], ops["compress_kv"].cases[0], H200).launches
+    )
 
 
 def attention(

@@ -10,6 +10,7 @@ from hopper import ON_HOPPER, supported
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
+from xmla.core.device import H200
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case
 from xmla.core.ops.sparse_mla.cases import make_case
@@ -72,11 +73,23 @@ def test_when_every_multiprocessor_has_several_programs(layout: MlaLayout) -> No
     agrees(kit.make(case), case)
 
 
-# Up to 512 tokens are computed in the order of their lengths.
-@pytest.mark.parametrize(("tokens", "heads"), [(600, 16), (150, 16), (300, 128), (67, 128), (512, 16), (513, 16)])
-def test_when_every_multiprocessor_has_several_programs_of_v32(tokens: int, heads: int) -> None:
+# Up to 512 tokens are computed in the order of their lengths, also where each has two splits.
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "splits"),
+    [
+        (600, 16, 330, 1),
+        (150, 16, 330, 1),
+        (300, 128, 330, 1),
+        (67, 128, 330, 1),
+        (67, 128, 1600, 2),
+        (512, 16, 330, 1),
+        (513, 16, 330, 1),
+    ],
+)
+def test_when_every_multiprocessor_has_several_programs_of_v32(tokens: int, heads: int, keys: int, splits: int) -> None:
     # A pool so large that no plan unpacks its entries first.
-    case = make_case(tokens, heads, 330, 3500, V32, with_lengths=True, with_sink=True, padding=16)
+    case = make_case(tokens, heads, keys, 3500, V32, with_lengths=True, with_sink=True, padding=16)
+    assert len(kit.plan_of(OP, case, H200).launches) == splits  # two splits' results are combined by another launch
     agrees(kit.make(case), case)
 
 
