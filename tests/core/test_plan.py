@@ -10,7 +10,7 @@ import pytest
 from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
-from xmla.core.models.base import Call, Model
+from xmla.core.models.base import POOLS, Call, Model
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Case, Op, plan_call
@@ -218,6 +218,20 @@ def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
         for call in (call.over(pages) for call in calls):
             plan = call.plan(H200)
             assert {specialize(launch, plan, call.specs) for launch in plan.active} <= listed, call.op
+
+
+SHORT = (*range(1, 104), 127, 129, 131, 133, 140, 200, 257, 300, 511, 513, 1999, 2000)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("model", [ModelConfig, ModelConfigV4])
+def test_short_prompts_and_last_chunks_launch_no_other_kernel(model: type[Model], heads: int) -> None:
+    config = model(heads=heads, batches=(1,), max_lens=(32768,), prefill_tokens=(8192,))
+    listed = set(config.specializations(H200))
+    for tokens in SHORT:
+        for call in (call.over(pages) for call in config.prefill(tokens, 32768) for pages in POOLS):
+            plan = call.plan(H200)
+            assert {specialize(launch, plan, call.specs) for launch in plan.active} <= listed, (call.op, tokens)
 
 
 def test_what_several_launches_write_comes_first() -> None:

@@ -17,6 +17,7 @@ from xmla.core.roofline import estimate
 from xmla.core.spec import Spec
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
+LAST_CHUNKS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512)  # tokens: plans depend on the waves that programs fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,15 @@ class Model(ABC):
                 yield f"prefill {tokens} tokens, max_len {max_len}", list(self.prefill(tokens, max_len))
 
     def specializations(self, device: Device) -> list[Specialization]:
-        """The complete list of kernels that these steps launch on `device`, each once, in order of first use."""
+        """The complete list of kernels that these steps launch on `device`, each once, in order of first use.
+
+        Short prompts, and the last chunks of others, have any number of tokens up to the largest prefill step's. Plans
+        differ by it, so that LAST_CHUNKS are steps as well.
+        """
+        short = [tokens for tokens in LAST_CHUNKS if tokens < max(self.prefill_tokens, default=0)]
+        steps = [calls for _, calls in replace(self, prefill_tokens=(*self.prefill_tokens, *short)).steps()]
         found: dict[Specialization, None] = {}
-        for _, calls in self.steps():
+        for calls in steps:
             for call in (call.over(pages) for call in calls for pages in POOLS):
                 plan = call.plan(device)
                 found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)

@@ -29,7 +29,8 @@ class ModelConfig(Model):
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
         batches: Requests of a decode batch, every value that occurs (an engine's CUDA-graph sizes).
         max_lens: Longest contexts: the block table's width in keys, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, which are also the least keys: every value that occurs.
+        prefill_tokens: Tokens of a prefill step, which are also the least keys, to the largest that occurs;
+            `specializations` adds smaller ones.
         sink: Whether attention has a sink.
         ranks: Ranks over which each request's pages are interleaved; decode steps are then those of `ContextParallel`.
     """

@@ -37,7 +37,7 @@ class ModelConfigV4(Model):
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
         batches: Requests of a decode batch, every value that occurs.
         max_lens: Longest contexts in tokens, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, every value that occurs.
+        prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
     """
 
     heads: int = 128
