@@ -7,7 +7,7 @@ python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one pref
 With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
 `v4-own,v4-xmla` and the like of a model with DeepSeek-V4's attention.
 
-Needs vLLM and the package's own dependencies. Both append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
+Needs vLLM and the package's own dependencies. All append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
 
 import json
@@ -111,9 +111,9 @@ def write(out: Path, line: dict[str, Any]) -> None:
 
 
 def keep_log(out: Path, name: str, log: Path, status: int, lines: int = 80) -> None:
-    """Keep a log's end, all of it that names xmla, and print the last line of one that failed."""
-    text = log.read_text().strip().splitlines()
-    named = [line for line in text[:-lines] if "xmla" in line]
+    """Keep a log's end, before it what names xmla and vLLM's own lines with their times; print the end of a failure."""
+    text = [line for line in log.read_text().strip().splitlines() if not line.startswith((" - leaked", "nanobind"))]
+    named = [line for line in text[:-lines] if "xmla" in line or line.startswith(("INFO", "WARNING"))]
     with (out / "logs.txt").open("a") as file:
         file.write("\n".join([f"=== {name}: exit status {status}", *named, "…", *text[-lines:], ""]))
     told = "" if status == 0 else ": " + "\n    ".join(text[-12:])
