@@ -6,7 +6,7 @@ from dataclasses import replace
 import kit
 import pytest
 
-from xmla.core.compile import Specialization, specialize
+from xmla.core.compile import Specialization
 from xmla.core.device import H200, RTX_PRO_6000, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Call
@@ -56,13 +56,12 @@ def at(op: Op, specs: dict[str, Spec], axis: str, size: int) -> dict[str, Spec]:
 
 
 def kernels(call: Call, device: Device) -> Iterator[Specialization]:
-    yield from (specialization for _, specialization in launched(call, device))
+    yield from call.specializations(device)
 
 
 def launched(call: Call, device: Device) -> Iterator[tuple[int, Specialization]]:
     """Each launch's place in the plan, and its kernel: some launch one for arrays of several shapes."""
-    plan = call.plan(device)
-    yield from enumerate(specialize(launch, plan, call.specs) for launch in plan.active)
+    yield from enumerate(call.specializations(device))
 
 
 def by_name(found: set[Specialization]) -> dict[str, list[str]]:

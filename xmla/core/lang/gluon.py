@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-__all__ = ["async_copy", "gl", "gluon"]
+__all__ = ["add", "async_copy", "gl", "gluon"]
 
 
 def _provide(owner: Any, name: str, before: str) -> None:
@@ -23,3 +23,9 @@ def _provide(owner: Any, name: str, before: str) -> None:
 
 _provide(async_copy, "async_load", "async_copy_global_to_shared")
 _provide(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+
+
+@gluon.jit
+def add(a, b):
+    """For running sums by `gl.associative_scan`: Gluon has `cumsum` from Triton 3.9 on."""
+    return a + b

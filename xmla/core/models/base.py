@@ -34,6 +34,11 @@ class Call:
         specs = tuple(self.specs.get(name) for name in op.tensors)
         return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, implementation)[0]
 
+    def specializations(self, device: Device) -> list[Specialization]:
+        """The kernels that the call launches on `device`."""
+        plan = self.plan(device)
+        return [specialize(launch, plan, self.specs) for launch in plan.active]
+
     def over(self, pages: int) -> "Call":
         """The call with pools of `pages` pages."""
         tensors = registry()[self.op].tensors
@@ -117,6 +122,5 @@ class Model(ABC):
         found: dict[Specialization, None] = {}
         for calls in steps:
             for call in (call.over(pages) for call in calls for pages in POOLS):
-                plan = call.plan(device)
-                found |= dict.fromkeys(specialize(launch, plan, call.specs) for launch in plan.active)
+                found |= dict.fromkeys(call.specializations(device))
         return list(found)

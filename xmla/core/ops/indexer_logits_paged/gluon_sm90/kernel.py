@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.gluon import add, async_copy, gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
@@ -42,11 +42,6 @@ ROWS_OF_TILE = gl.constexpr(
     )
 )
 HALVES = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, ROWS_OF_TILE))))
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit

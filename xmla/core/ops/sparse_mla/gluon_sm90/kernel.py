@@ -1,6 +1,6 @@
 """The attention kernel for Hopper: the keys of a CTA, to which few_heads.py, packed.py or plain.py attends."""
 
-from xmla.core.lang.gluon import gl, gluon
+from xmla.core.lang.gluon import add, gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
@@ -22,11 +22,6 @@ from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 @gluon.constexpr_function
 def constants(*values):
     return Constants(*values)
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit
