@@ -5,9 +5,9 @@ from pathlib import Path
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # workers take so many GPUs in turn
-    chosen = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % int(os.environ["XMLA_TEST_GPUS"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(chosen)
+if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # workers take these GPUs in turn
+    gpus = os.environ["XMLA_TEST_GPUS"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"

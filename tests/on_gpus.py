@@ -61,6 +61,7 @@ def record(out: Path, file: str, log: str, commit: str | None, command: Sequence
 def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: Seconds = 3600) -> None:  # noqa: B006
     """The whole suite, or parts of it: ranks with all GPUs, far strides and the rest with a GPU a worker."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     # Every test is named as it ends, so that a run that is cut short tells what it has run.
     pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-v", "-rfs", "--tb=short", "--show-capture=no"]
     pytest += ["-p", "no:cacheprovider", "--durations=20"]
@@ -80,7 +81,7 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
 
     def run(*names: str) -> bool:
         """Parts one after the other. But for those of ranks a worker has one GPU."""
-        environments = [{} if name == "ranks" else {"XMLA_TEST_GPUS": str(gpus)} for name in names]
+        environments = [{} if name == "ranks" else {"XMLA_TEST_GPUS": visible} for name in names]
         succeeded = [
             record(out, "test", name, commit, [*pytest, *commands[name]], **environment)
             for name, environment in zip(names, environments, strict=True)
