@@ -26,6 +26,7 @@ JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a pro
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 WARM = 8  # tokens of each request before decode is timed
+COMPILED = 1 << 17  # tokens of a prefill before the one that is timed
 CACHE_BYTES = {"fp8": 656 + 132, "auto": 1152 + 132}  # of a token in a layer, with the indexer's key
 
 app = typer.Typer(add_completion=False)
@@ -291,13 +292,13 @@ def measure(
     deadline, rate, seed = time.monotonic() + seconds, float("inf"), 0  # tokens/s of the slowest prefill
     for total, context, count in cases:
         case = {"engine": name, "context": context, "requests": count}
-        twice = total <= 1 << 17  # what compiles kernels is not timed
-        if time.monotonic() + (1 + twice) * total / rate > deadline:
+        first = min(count, max(COMPILED // context, 1))
+        if time.monotonic() + (first + count) * context / rate > deadline:
             write(out, case | {"skipped": "no time left"})
             continue
-        for _ in range(1 + twice):
+        for number in (first, count):  # only the second is told
             seed += 1
-            prompts = [prompt(context, seed * 1000 + number) for number in range(count)]
+            prompts = [prompt(context, seed * 1000 + request) for request in range(number)]
             forwards.milliseconds()
             filled = drain(engine, prompts, 1)
             prefill = sum(forwards.milliseconds())

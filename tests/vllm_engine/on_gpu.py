@@ -53,7 +53,8 @@ SAME_LIKELY = 0.9
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory",
 }  # fmt: skip
 # xmla may be this much farther from bfloat16 than vLLM's own kernels are, besides what another chunking changes.
 FARTHER = 1.25
@@ -70,10 +71,12 @@ def child(log: Path, seconds: float, environment: dict[str, str], *words: object
     installed = log.parent / "installed"
     entry_points.write(installed)
     path = os.pathsep.join([str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")])
+    # Of a kernel that fails: `cuda-gdb -batch -ex "target cudacore FILE"` names it.
+    core = {"CUDA_COREDUMP_FILE": str(log.with_suffix(".%p.cudacore"))}
     command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "gpu_engine.py"), *map(str, words)]
     with log.open("w") as shown:
         done = subprocess.run(
-            command, env=os.environ | ENVIRONMENT | environment | {"PYTHONPATH": path}, stdout=shown,
+            command, env=os.environ | ENVIRONMENT | core | environment | {"PYTHONPATH": path}, stdout=shown,
             stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     return done.returncode
