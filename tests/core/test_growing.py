@@ -1,6 +1,5 @@
 """Sizes that change from step to step are runtime values: a kernel is not compiled again for each of them."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import kit
@@ -55,15 +54,6 @@ def at(op: Op, specs: dict[str, Spec], axis: str, size: int) -> dict[str, Spec]:
     }
 
 
-def kernels(call: Call, device: Device) -> Iterator[Specialization]:
-    yield from call.specializations(device)
-
-
-def launched(call: Call, device: Device) -> Iterator[tuple[int, Specialization]]:
-    """Each launch's place in the plan, and its kernel: some launch one for arrays of several shapes."""
-    yield from enumerate(call.specializations(device))
-
-
 def by_name(found: set[Specialization]) -> dict[str, list[str]]:
     names = {specialization.kernel.__name__ for specialization in found}
     return {name: [str(s) for s in found if s.kernel.__name__ == name] for name in names}
@@ -75,10 +65,12 @@ def test_axes_that_grow(op: Op, case: Case, device: Device) -> None:
     """A size gives at most two kernels: of whole vectors of 16 bytes, and of any elements."""
     specs = {name: replace(Spec.of_numpy(array), strides=None) for name, array in kit.make(case).items()}
     for axis in axes_of(op, specs):
+        # With its launch's place in the plan: some plans launch one kernel for arrays of several shapes.
         found: set[tuple[int, Specialization]] = set()
         for size in SIZES:
             try:
-                found.update(launched(Call(op.name, at(op, specs, axis, size), case.attrs), device))
+                call = Call(op.name, at(op, specs, axis, size), case.attrs)
+                found.update(enumerate(call.specializations(device)))
             except UnsupportedError as error:
                 assert "workspace_bytes value is" in str(error)  # too little for so many
         for place in {place for place, _ in found}:
@@ -91,7 +83,8 @@ def test_attributes_that_grow(attribute: str, name: str) -> None:
     op = registry()[name]
     case = op.cases[0]
     specs = {argument: Spec.of_numpy(array) for argument, array in kit.make(case).items()}
-    found = {s for size in SIZES for s in kernels(Call(name, specs, {**case.attrs, attribute: size}), H200)}
+    calls = (Call(name, specs, {**case.attrs, attribute: size}) for size in SIZES)
+    found = {specialization for call in calls for specialization in call.specializations(H200)}
     assert all(len(variants) <= 2 for variants in by_name(found).values())
 
 
@@ -111,7 +104,7 @@ def test_a_growing_sequence(device: Device, tokens: int, row: int) -> None:
             Call("map_slots", {"indices": slots, "block_table": table}, {"page_size": 64}),
             Call("sparse_mla", {"q": q, "cache": pool, "slots": slots, "lengths": lengths}, {"softmax_scale": 0.1}),
         ):
-            for specialization in kernels(call, device):
+            for specialization in call.specializations(device):
                 first.setdefault(specialization, length)
     names = [specialization.kernel.__name__ for specialization in first]
     assert names.count("topk_candidates_kernel") <= 6 and names.count("topk_select_kernel") <= 6
@@ -128,7 +121,7 @@ def test_a_row_of_slots_may_start_anywhere() -> None:
     for width in (2048, 2049, 2304):
         slots = Spec((64, 1000), "int32", (width, 1))
         specs = {"q": Spec((64, 16, 576), "bfloat16"), "cache": Spec((9, 64, 656), "uint8"), "slots": slots}
-        found.update(kernels(Call("sparse_mla", specs, {"softmax_scale": 0.1}), H200))
+        found.update(Call("sparse_mla", specs, {"softmax_scale": 0.1}).specializations(H200))
     assert [len(variants) for variants in by_name(found).values()] == [1, 1]
 
 
