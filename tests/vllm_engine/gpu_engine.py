@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -194,26 +194,44 @@ def answer(name: str, model: Path, out: Path) -> None:
     out.write_text(json.dumps({"answers": answers, "steps": step, "seconds": seconds} | first))
 
 
+def hook(of: type, name: str, first: Callable[[], Any] = lambda: None, last: Callable[[], Any] = lambda: None) -> None:
+    """Call `first` before each call of a method, and `last` after it."""
+    method = getattr(of, name)
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        first()
+        result = method(*args, **kwargs)
+        last()
+        return result
+
+    setattr(of, name, hooked)
+
+
+def recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @dataclass(slots=True)
 class Forwards:
     """GPU time of the model's forward passes, between events around each."""
 
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    events: list[list[torch.cuda.Event]] = field(default_factory=list)
 
-    def watch(self) -> None:
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    def watch(self, config: Any) -> None:
+        """Those of vLLM's runner; its second, of 0.33, runs graphs beside the model and tells where a pass begins."""
+        if getattr(config, "use_v2_model_runner", False):
+            from vllm.v1.worker.gpu.async_utils import StepTimingCollector
+            from vllm.v1.worker.gpu.kv_connector import KVConnector
 
-        forward = GPUModelRunner._model_forward
+            before, after = (StepTimingCollector, "forward_start"), (KVConnector, "finish_forward")
+        else:
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            result = forward(*args, **kwargs)
-            last.record()
-            self.events.append((first, last))
-            return result
-
-        GPUModelRunner._model_forward = timed
+            before = after = GPUModelRunner, "_model_forward"
+        hook(*before, first=lambda: self.events.append([recorded()]))
+        hook(*after, last=lambda: self.events[-1].append(recorded()))
 
     def milliseconds(self) -> list[float]:
         """Of the passes since the last call."""
@@ -288,7 +306,7 @@ def measure(
     cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
     engine = start_for(name, model, numbers(contexts), counts, tokens, chunk)
     forwards = Forwards()
-    forwards.watch()
+    forwards.watch(engine.vllm_config)
     deadline, rate, seed = time.monotonic() + seconds, float("inf"), 0  # tokens/s of the slowest prefill
     for total, context, count in cases:
         case = {"engine": name, "context": context, "requests": count}

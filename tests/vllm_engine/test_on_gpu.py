@@ -23,22 +23,28 @@ def test_difference_of_answers() -> None:
 
 
 def test_verdicts() -> None:
+    def holds(pairs: dict[tuple[str, str], Any], ran: dict[str, Any], release: str = "0.26.0") -> list[bool]:
+        return [*on_gpu.verdicts(pairs, ran, release).values()]
+
     near, far, all_equal = ({"mean_abs_logprob": [apart], "equal_tokens": [32]} for apart in (0.1, 0.3, 0.0))
     found = {
         ("xmla", "own-bf16"): near, ("own", "own-bf16"): near, ("own-chunks", "own"): near,
         ("xmla-graphs", "xmla"): all_equal,
     }  # fmt: skip
-    ran = {"xmla": {"attention": ["XmlaSparseImpl"], "calls": dict.fromkeys(range(8), 1)}}
-    assert all(on_gpu.verdicts(found, ran).values()) and len(on_gpu.verdicts(found, ran)) == 3
-    assert not all(on_gpu.verdicts(found | {("xmla", "own-bf16"): far}, ran).values())
+    ran = {"xmla": {"attention": ["XmlaSparseImpl"], "calls": dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)}}
+    assert holds(found, ran) == [True] * 3
+    assert not all(holds(found | {("xmla", "own-bf16"): far}, ran))
     graphs = {("xmla-graphs", "xmla"): {"mean_abs_logprob": [0.0], "equal_tokens": [31]}}
-    assert not all(on_gpu.verdicts(found | graphs, ran).values())
-    own, ours = ({"attention": [kind], "calls": {}} for kind in ("FlashMLASparseImpl", "XmlaSparseImpl"))
-    assert not all(on_gpu.verdicts({}, {"xmla": own}).values())
-    assert not all(on_gpu.verdicts({}, {"xmla": ours}).values())
-    assert all(on_gpu.verdicts({}, {"xmla-ranks": ours}).values())
+    assert not all(holds(found | graphs, ran))
+    own, ours, fused = (
+        {"attention": [kind], "calls": dict.fromkeys(called, 1)}
+        for kind, called in (("FlashMLASparseImpl", ()), ("XmlaSparseImpl", ()), ("XmlaSparseImpl", on_gpu.CALLED))
+    )
+    assert holds({}, {"xmla": own}) == holds({}, {"xmla": ours}) == holds({}, {"xmla": fused}) == [False]
+    assert holds({}, {"xmla": fused}, "0.33.0") == holds({}, {"xmla-ranks": ours}) == [True]
+    assert holds({}, {"v4-xmla": fused | {"attention": ["XmlaV4Attention"]}}) == [True]
     apart = {("xmla-drafts", "xmla"): {"same_likely": [1.0, 0.89]}}
-    assert not all(on_gpu.verdicts(apart, {}).values())
+    assert not all(holds(apart, {}))
 
 
 def test_options_of_ranks_and_drafts() -> None:
@@ -83,8 +89,8 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[in
             return 1
         given = {length: answers(-1.0, 7, 32)["6000"] for length in gpu_engine.JOINS}
         attention = ["XmlaSparseImpl"] if environment["VLLM_PLUGINS"] else ["FlashMLASparseImpl"]
-        answered = {"answers": given, "attention": attention, "calls": dict.fromkeys(range(8), 1), "seconds": {}}
-        answered["steps"] = 40
+        calls = dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)
+        answered = {"answers": given, "attention": attention, "calls": calls, "seconds": {}, "steps": 40}
         times = dict.fromkeys(("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms"), 1.5)
         cases = [
             {"context": 4096, "requests": 1} | times,
