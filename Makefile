@@ -72,8 +72,8 @@ report: $(READY)
 	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
 	$(PYTHON) -m xmla.bench.layer_report $(RESULTS)/layer.jsonl --into docs/training.md
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
-	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm.jsonl --into docs/vllm.md
-	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm.jsonl --into README.md --no-whole
+	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl $(RESULTS)/vllm_026.jsonl --into docs/vllm.md
+	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl --into README.md --no-whole
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -130,9 +130,12 @@ def test_a_layers_training_steps_are_the_committed_ones() -> None:
     assert table.count("ms") >= 5 and "out of memory" in table
 
 
-@pytest.mark.parametrize(("name", "whole", "least"), [("docs/vllm.md", True, 13), ("README.md", False, 6)])
-def test_figures_of_vllm_are_the_committed_ones(name: str, whole: bool, least: int) -> None:
-    table = vllm_report.report(RESULTS / "vllm.jsonl", whole=whole)
+@pytest.mark.parametrize(
+    ("name", "releases", "least"), [("docs/vllm.md", ("033", "026"), 40), ("README.md", ("033",), 12)]
+)
+def test_figures_of_vllm_are_the_committed_ones(name: str, releases: tuple[str, ...], least: int) -> None:
+    files = [RESULTS / f"vllm_{release}.jsonl" for release in releases]
+    table = vllm_report.report(files, whole=name != "README.md")
     page = (ROOT / name).read_text()
     assert insert(page, table, vllm_report.MARKERS) == page
     assert sum(line.startswith("| ") for line in table.splitlines()) > least

@@ -196,10 +196,13 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     done = run("xmla", str(FOLDER / "choose.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     refused = json.loads(done.stdout.splitlines()[-1])
-    assert [*refused["fp8"]] == ARCHITECTURES and refused["fp8"] == refused["bf16"]
+    assert [*refused["fp8"]] == ARCHITECTURES
+    assert refused["fp8"] == refused["bf16"] == refused["ranks that share keys"]
     assert {name for name, reasons in refused["fp8"].items() if not reasons} == {*ARCHITECTURES} - {"sm_80"}
     assert refused["fp8"]["sm_80"] == ["compute capability not supported"]
     assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
+    assert refused["another"].startswith("No valid attention backend found"), refused["another"]
+    assert "CUSTOM: [PCP not supported]" in refused["another"]
     own = "DeepseekV4FlashMLAAttention"
     assert refused["v4"] == {"None": "XmlaV4Attention", "CUSTOM": "XmlaV4Attention", "FLASHMLA_SPARSE_DSV4": own}
     told = "DSpark, images of DeepSeek-V4, decode context parallelism of DeepSeek-V4"

@@ -1,6 +1,6 @@
-"""`python -m xmla.bench.vllm_report FILE [--into docs/vllm.md]`: vLLM's engine on xmla beside its own kernels.
+"""`python -m xmla.bench.vllm_report FILE … [--into docs/vllm.md]`: vLLM's engine on xmla beside its own kernels.
 
-The file's lines are those of `tests/vllm_engine/on_gpu.py`, a run of `check` and one of `speed`.
+The lines are those of `tests/vllm_engine/on_gpu.py`, runs of `check` and of `speed`.
 """
 
 from pathlib import Path
@@ -60,10 +60,10 @@ def speeds(lines: list[Line]) -> list[str]:
     return shown
 
 
-def report(file: Path, *, whole: bool = True) -> str:
+def report(files: list[Path], *, whole: bool = True) -> str:
     """Markdown: where the figures come from, and the tables; without `whole` the speeds alone."""
     shown: list[str] = []
-    for head, *lines in read([file]):
+    for head, *lines in read(files):
         if any("step_us" in line for line in lines):
             shown += [origin(head, lines), "", *speeds(lines), ""]
         elif whole and any("beside" in line for line in lines):
@@ -72,12 +72,12 @@ def report(file: Path, *, whole: bool = True) -> str:
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="JSON lines written by tests/vllm_engine/on_gpu.py.")],
+    files: Annotated[list[Path], typer.Argument(help="JSON lines written by tests/vllm_engine/on_gpu.py.")],
     into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
     whole: Annotated[bool, typer.Option(help="Both tables, or the speeds alone.")] = True,
 ) -> None:
     """Print the tables in Markdown, or put them in their place; ratios are speeds, above 1 xmla is faster."""
-    show(report(file, whole=whole), into, MARKERS)
+    show(report(files, whole=whole), into, MARKERS)
 
 
 if __name__ == "__main__":

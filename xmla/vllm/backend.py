@@ -136,6 +136,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
     """Attention of one layer. Its memory is vLLM's workspace, which all layers share and which is reserved here."""
 
     supports_pcp: ClassVar = False
+    supports_dcp: ClassVar = True  # 0.33 asks for it on a GPU
     can_return_lse_for_decode: ClassVar = True
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar = True  # each token has its own positions
 

@@ -35,11 +35,16 @@ class Change:
 
 
 def first_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The backends that vLLM tries, xmla's first. It refuses what it does not serve, such as dense MLA."""
+    """The backends that vLLM tries: xmla's, and those of dense MLA, which it refuses.
+
+    Without another for sparse MLA, vLLM ends with the reason if xmla does not serve a model or an option.
+    """
 
     def prefer_xmla(use_mla: bool, *args: Any, **kwargs: Any) -> list[Any]:
         others = priorities(use_mla, *args, **kwargs)
-        return [AttentionBackendEnum.CUSTOM, *others] if use_mla else others
+        if not use_mla:
+            return others
+        return [AttentionBackendEnum.CUSTOM, *(backend for backend in others if "SPARSE" not in backend.name)]
 
     return prefer_xmla
 
