@@ -23,16 +23,15 @@ from xmla.vllm import seam  # noqa: E402
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 
 
-def selector(cache: str, use_sparse: bool, **more: bool) -> AttentionSelectorConfig:
-    """What vLLM asks a backend for, without what this release does not know."""
-    known = {name: value for name, value in more.items() if name in AttentionSelectorConfig._fields}
-    return AttentionSelectorConfig(576, torch.bfloat16, cache, None, use_mla=True, use_sparse=use_sparse, **known)
+def selector(cache: str, **wanted: bool) -> AttentionSelectorConfig:
+    """What vLLM asks a backend for: sparse attention, and of `wanted` what this release knows."""
+    known = {name: value for name, value in wanted.items() if name in AttentionSelectorConfig._fields}
+    return AttentionSelectorConfig(576, torch.bfloat16, cache, None, **{"use_mla": True, "use_sparse": True} | known)
 
 
-def refused(capability: tuple[int, int], cache: str, use_sparse: bool, **more: bool) -> list[str]:
+def refused(capability: tuple[int, int], asked: AttentionSelectorConfig) -> list[str]:
     """Why vLLM goes on from the first backend of its list; nothing, if it takes it."""
-    first, *_ = cuda._get_backend_priorities(True, DeviceCapability(*capability), 16, cache)
-    asked = selector(cache, use_sparse, **more)
+    first, *_ = cuda._get_backend_priorities(True, DeviceCapability(*capability), 16, asked.kv_cache_dtype)
     backend = first.get_class()
     assert backend.__name__ == "XmlaSparseBackend"
     return backend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
@@ -42,7 +41,7 @@ def without_another() -> str:
     """What vLLM says on sm_90 of a model that xmla refuses, and that other sparse kernels may serve."""
     cuda.CudaPlatform.get_device_capability = staticmethod(lambda *_: DeviceCapability(9, 0))
     try:
-        return cuda.CudaPlatform.get_attn_backend_cls(None, selector("fp8", True, use_pcp=True), 16)
+        return cuda.CudaPlatform.get_attn_backend_cls(None, selector("fp8", use_pcp=True), 16)
     except ValueError as error:
         return str(error)
 
@@ -75,12 +74,14 @@ def choose() -> None:
     seam.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
     for _ in range(2):  # vLLM may load a plugin several times
         seam.install(version("vllm"))
-    cases = {"fp8": ("fp8", True, {}), "bf16": ("auto", True, {}), "dense": ("auto", False, {})}
-    cases["ranks that share keys"] = ("fp8", True, {"use_dcp": True})
+    cases = {
+        "fp8": selector("fp8"), "bf16": selector("auto"), "dense": selector("auto", use_sparse=False),
+        "ranks that share keys": selector("fp8", use_dcp=True),
+    }  # fmt: skip
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         found = {
-            name: {f"sm_{major}{minor}": refused((major, minor), *case, **more) for major, minor in CAPABILITIES}
-            for name, (*case, more) in cases.items()
+            name: {f"sm_{major}{minor}": refused((major, minor), asked) for major, minor in CAPABILITIES}
+            for name, asked in cases.items()
         } | {"v4": {name: v4_layers(name) for name in ("None", "CUSTOM", "FLASHMLA_SPARSE_DSV4")}}
         found["unserved"], found["another"] = v4_unserved(), without_another()
     print(json.dumps(found))

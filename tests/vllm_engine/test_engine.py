@@ -192,7 +192,7 @@ def distances(served: dict[str, Any], original: torch.nn.Module) -> dict[str, fl
 
 
 def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
-    """By compute capability; on sm_80 and for dense attention vLLM goes on to its own."""
+    """By compute capability; for dense attention vLLM goes on to its own, for sparse attention to none."""
     done = run("xmla", str(FOLDER / "choose.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     refused = json.loads(done.stdout.splitlines()[-1])

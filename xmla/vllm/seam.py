@@ -35,9 +35,9 @@ class Change:
 
 
 def first_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The backends that vLLM tries: xmla's, and those of dense MLA, which it refuses.
+    """The backends that vLLM tries: xmla's, which refuses dense MLA, and then those of dense MLA.
 
-    Without another for sparse MLA, vLLM ends with the reason if xmla does not serve a model or an option.
+    None of sparse MLA comes behind: of a model or an option that xmla does not serve vLLM then tells xmla's reason.
     """
 
     def prefer_xmla(use_mla: bool, *args: Any, **kwargs: Any) -> list[Any]:
