@@ -202,7 +202,28 @@ def report(specialization: Specialization, arch: int, source_arch: int) -> dict[
         # Bytes of each copy to shared memory. cp.async takes 4, 8 or 16.
         "copies": sorted({int(size, 0) for size in re.findall(r"cp\.async\.c[ag][^;]*\], (0x[0-9a-f]+|\d+)", ptx)}),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
+        "reused_barriers": reused_barriers(ptx),
     }
+
+
+def reused_barriers(ptx: str) -> list[int]:
+    """Where in shared memory a store with a constant address hits an mbarrier; −1 for one whose place is not found.
+
+    An mbarrier that nothing uses leaves its memory to values that warps hand over. Its initialisation is not ordered
+    with stores of such, and may come last. (PTX has `mbarrier.inval` for memory that is used otherwise.)
+    """
+    known = dict.fromkeys(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx), 0)
+    for sum_, register, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
+        if register in known:
+            known[sum_] = known[register] + int(offset)
+    barriers = {known.get(register, -1) for register in re.findall(r"mbarrier\.init\S* \[(\S+)\]", ptx)}
+    stored = set()
+    pattern = r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[(global_smem|%r\d+)(?:\+(\d+))?\]"
+    for words, bits, register, offset in re.findall(pattern, ptx):
+        if register == "global_smem" or register in known:
+            first = known.get(register, 0) + int(offset or 0)
+            stored.update(range(first, first + int(words or 1) * int(bits) // 8))
+    return sorted(place for place in barriers if place < 0 or stored.intersection(range(place, place + 8)))
 
 
 def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:

@@ -37,6 +37,7 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
     if kernel["kernel"].endswith("_sm90_kernel"):
         others = {4} if kernel["kernel"].startswith("indexer_logits_paged") else set()  # scales, one a key
         assert set(kernel["copies"]) <= {16} | others, kernel
+        assert kernel["reused_barriers"] == [], kernel
 
 
 # Digests of the kernels that passed, of their sources and what they are compiled for, are kept: only what has another

@@ -361,4 +361,8 @@ def write(out: Path, line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except torch.AcceleratorError:
+        time.sleep(30)  # the driver is writing the core file of the kernel that failed
+        raise

@@ -54,7 +54,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory",
+    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory,"
+    "skip_constbank_memory,skip_nonrelocated_elf_images",
 }  # fmt: skip
 # What every engine on xmla calls; 0.33's model of V3.2 writes both caches itself, and V4's do in both releases.
 CALLED = {"split_batch", "map_slots", "read_indexer_cache", "indexer_topk", "indexer_topk_paged", "sparse_mla"}

@@ -57,7 +57,7 @@ class Shared(NamedTuple):
     factor: Any  # [TILE_HEADS] f32: of scores before the first tile, then what P·V so far is rescaled by
     full: Any  # left, right: [stage]; producer → consumers
     empty: Any  # left, right: [stage]; consumer of this half → producer
-    s_done: Any  # left → right: S of each tile but the first is computed
+    s_done: Any  # V3.2: left → right: S of each tile but the first is computed
     q_full: Any  # both consumers → left
     p_full: Any  # left → right: P and factor
     p_empty: Any  # right → left
@@ -80,9 +80,14 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         q_rope_smem = gl.allocate_shared_memory(gl.bfloat16, [TILE_HEADS, ROPE_DIMS], SMEM_L)
         rope_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_KEYS, ROPE_DIMS], SMEM_L)
         raw_smem: gl.constexpr = None
+        s_done = mbarrier.allocate_mbarrier()
+        mbarrier.init(s_done, count=1)
     else:
         q_rope_smem: gl.constexpr = None
         rope_smem: gl.constexpr = None
+        # None is made that no warpgroup uses. Its memory would hold what `warp_specialize` hands over, which the
+        # initialisation, not ordered with other stores, can overwrite: pointers of slots then point anywhere.
+        s_done: gl.constexpr = None
         raw_left_smem = gl.allocate_shared_memory(gl.int32, [LEFT_BLOCKS, TILE_KEYS, BLOCK_WORDS], SMEM_R)
         RIGHT_BLOCKS: gl.constexpr = RAW_BLOCKS - LEFT_BLOCKS
         raw_right_smem = gl.allocate_shared_memory(gl.int32, [RIGHT_BLOCKS, TILE_KEYS, BLOCK_WORDS], SMEM_R)
@@ -100,7 +105,7 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         factor=gl.allocate_shared_memory(gl.float32, [TILE_HEADS], SMEM_V),
         full=(mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES)),
         empty=(mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES)),
-        s_done=mbarrier.allocate_mbarrier(),
+        s_done=s_done,
         q_full=mbarrier.allocate_mbarrier(),
         p_full=mbarrier.allocate_mbarrier(),
         p_empty=mbarrier.allocate_mbarrier(),
@@ -109,7 +114,6 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         for half in gl.static_range(2):
             mbarrier.init(shared.full[half].index(stage), count=1)
             mbarrier.init(shared.empty[half].index(stage), count=1)
-    mbarrier.init(shared.s_done, count=1)
     mbarrier.init(shared.q_full, count=2)
     mbarrier.init(shared.p_full, count=1)
     mbarrier.init(shared.p_empty, count=1)
