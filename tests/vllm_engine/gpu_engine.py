@@ -115,6 +115,20 @@ def make_model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int
     made.add_draft_layer(folder, hidden=0.25)  # so that it drafts the likely successor of the last token
 
 
+def scatter_without_pynccl() -> None:
+    """torch's reduce_scatter where vLLM's does nothing: if it finds an NCCL that lacks functions of later ones."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    by_pynccl = CudaCommunicator.reduce_scatter
+
+    def reduce_scatter(self: Any, given: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        by = DeviceCommunicatorBase.reduce_scatter if self.pynccl_comm.disabled else by_pynccl
+        return by(self, given, dim)
+
+    CudaCommunicator.reduce_scatter = reduce_scatter
+
+
 def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> Any:
     from vllm import EngineArgs, LLMEngine
 
@@ -129,6 +143,8 @@ def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> A
             without_cutedsl.install()
         if v4:
             replaced_v4.install()
+        if new:
+            scatter_without_pynccl()
     if new:  # what it compiles at start is partly replaced
         arguments["kernel_config"] = {"enable_jit_warmup": False}
     return LLMEngine.from_engine_args(
