@@ -2,7 +2,7 @@
 
 Writes the tokens of each request, their log-probabilities, and how often each op was called.
 With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
-several processes share heads and keys.
+several processes share heads and keys, which --interleave counts, with --late only after the model is made.
 """
 
 import json
@@ -58,11 +58,12 @@ def prompts(kind: str) -> dict[str, list[int]]:
 
 def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
-    ranks: int = 1, interleave: int = 1,
+    ranks: int = 1, interleave: int = 1, late: bool = False,
 ) -> None:  # fmt: skip
     for name in OPS:
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
+    from vllm.config import VllmConfig
 
     if gather:
         from vllm.plugins import load_general_plugins
@@ -75,7 +76,14 @@ def serve(
     kind = json.loads((model / "config.json").read_text())["model_type"]
     page = PAGES[kind]
     arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
-    arguments |= {"cp_kv_cache_interleave_size": interleave}
+    if late:  # as vLLM does for a connector that moves caches
+
+        def adjust(config: Any, _: Any) -> None:
+            config.parallel_config.cp_kv_cache_interleave_size = interleave
+
+        VllmConfig.adjust_dcp_kv_cache_interleave_size = adjust
+    else:
+        arguments |= {"cp_kv_cache_interleave_size": interleave}
     if drafts:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
     engine = LLMEngine.from_engine_args(

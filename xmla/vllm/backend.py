@@ -144,8 +144,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         super().__init__(*args, **kwargs)
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         config = get_current_vllm_config()
-        tokens, ranks = config.scheduler_config.max_num_batched_tokens, config.parallel_config
-        self.shards = Shards.of(self.dcp_world_size, self.dcp_rank, ranks.cp_kv_cache_interleave_size)
+        tokens, self.parallel = config.scheduler_config.max_num_batched_tokens, config.parallel_config
         self.query_heads = self.num_heads * self.dcp_world_size
         keys = self.topk_indices_buffer.shape[1]
         self.reserved = workspace_bytes(self.query_heads, keys, tokens, self.topk_indices_buffer.device)
@@ -193,18 +192,20 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             scratch = scratch[rows.nbytes :]
             xt.read_mla_cache(cache, gathered.slots, out=rows)
             pools = [*pools, (rows.view(-1, page, ENTRY), gathered.table, gathered.requests)][-len(counts) :]
+        # Read in each step: for a connector that moves caches vLLM 0.33 changes it after layers are made.
+        shards = Shards.of(self.dcp_world_size, self.dcp_rank, self.parallel.cp_kv_cache_interleave_size)
         first, lse = 0, None
         for count, (pool, table, requests) in zip(counts, pools, strict=True):
             part = slice(first, first + count)
             lse, slots, lengths, *memory = memory
-            positions, compact = self.topk_indices_buffer[part], self.shards is not None
-            if self.shards:
-                positions = self.shards.own(positions)
+            positions, compact = self.topk_indices_buffer[part], shards is not None
+            if shards:
+                positions = shards.own(positions)
             xt.map_slots(positions, table, requests, page_size=page, compact=compact, out=(slots, lengths))
             results = out[part], lse
             xt.sparse_mla(q[part], pool, slots, lengths, softmax_scale=self.scale, out=results, workspace=scratch)
             first += count
-        return out, lse if self.shards else None
+        return out, lse if shards else None
 
 
 def joined(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
