@@ -143,10 +143,9 @@ def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> A
             without_cutedsl.install()
         if v4:
             replaced_v4.install()
-        if new:
-            scatter_without_pynccl()
-    if new:  # what it compiles at start is partly replaced
-        arguments["kernel_config"] = {"enable_jit_warmup": False}
+    if new:
+        scatter_without_pynccl()
+        arguments["kernel_config"] = {"enable_jit_warmup": False}  # what it compiles at start is partly replaced
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.05,

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from xmla.core.lang.gluon import gl, gluon
 from xmla.core.ops.sparse_mla.gluon_sm90.common import HALF_DIMS, ROPE_DIMS, STAGES, TILE_HEADS, TILE_KEYS, VALUE_DIMS
-from xmla.core.ops.sparse_mla.gluon_sm90.packed_consumers import attend_left, attend_right
+from xmla.core.ops.sparse_mla.gluon_sm90.packed_consumers import attend_left, attend_right, holds_back
 from xmla.core.ops.sparse_mla.gluon_sm90.packed_producer_v4 import (
     BLOCK_WORDS,
     LEFT_BLOCKS,
@@ -57,7 +57,7 @@ class Shared(NamedTuple):
     factor: Any  # [TILE_HEADS] f32: of scores before the first tile, then what P·V so far is rescaled by
     full: Any  # left, right: [stage]; producer → consumers
     empty: Any  # left, right: [stage]; consumer of this half → producer
-    s_done: Any  # V3.2: left → right: S of each tile but the first is computed
+    s_done: Any  # left → right, if P·V is held back: S of each tile but the first is computed
     q_full: Any  # both consumers → left
     p_full: Any  # left → right: P and factor
     p_empty: Any  # right → left
@@ -80,18 +80,20 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         q_rope_smem = gl.allocate_shared_memory(gl.bfloat16, [TILE_HEADS, ROPE_DIMS], SMEM_L)
         rope_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_KEYS, ROPE_DIMS], SMEM_L)
         raw_smem: gl.constexpr = None
-        s_done = mbarrier.allocate_mbarrier()
-        mbarrier.init(s_done, count=1)
     else:
         q_rope_smem: gl.constexpr = None
         rope_smem: gl.constexpr = None
-        # None is made that no warpgroup uses. Its memory would hold what `warp_specialize` hands over, which the
-        # initialisation, not ordered with other stores, can overwrite: pointers of slots then point anywhere.
-        s_done: gl.constexpr = None
         raw_left_smem = gl.allocate_shared_memory(gl.int32, [LEFT_BLOCKS, TILE_KEYS, BLOCK_WORDS], SMEM_R)
         RIGHT_BLOCKS: gl.constexpr = RAW_BLOCKS - LEFT_BLOCKS
         raw_right_smem = gl.allocate_shared_memory(gl.int32, [RIGHT_BLOCKS, TILE_KEYS, BLOCK_WORDS], SMEM_R)
         raw_smem = raw_left_smem, raw_right_smem
+    if holds_back(LAYOUT):
+        s_done = mbarrier.allocate_mbarrier()
+        mbarrier.init(s_done, count=1)
+    else:
+        # None is made that no warpgroup uses. Its memory would hold what `warp_specialize` hands over, which the
+        # initialisation, not ordered with other stores, can overwrite: pointers of slots then point anywhere.
+        s_done: gl.constexpr = None
     shared = Shared(
         q=q_smem,
         q_rope=q_rope_smem,
