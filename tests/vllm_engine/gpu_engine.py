@@ -26,7 +26,8 @@ JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a pro
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 WARM = 8  # tokens of each request before decode is timed
-COMPILED = 1 << 17  # tokens of a prefill before the one that is timed
+COMPILED = 1 << 17  # tokens of a prefill before those that are timed
+ROUNDS = 5  # of each case's decode, and of its prefill if that has up to COMPILED tokens
 CACHE_BYTES = {"fp8": 656 + 132, "auto": 1152 + 132}  # of a token in a layer, with the indexer's key
 
 app = typer.Typer(add_completion=False)
@@ -313,38 +314,58 @@ def measure(
     name: str, model: Path, out: Path, contexts: str = "4096,32768", requests: str = "1,8,64", tokens: int = 64,
     seconds: float = 120, chunk: int = 8192,
 ) -> None:  # fmt: skip
-    """A line for each case, smallest first, until the seconds after the engine's start are over.
-
-    A case first computes its prompts, which the prefix cache keeps: decode then starts for all requests at once.
-    """
+    """A line for each case, smallest first, until the seconds after the engine's start are over."""
     counts = numbers(requests)
     cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
     engine = start_for(name, model, numbers(contexts), counts, tokens, chunk)
     forwards = Forwards()
     forwards.watch(engine.vllm_config)
-    deadline, rate, seed = time.monotonic() + seconds, float("inf"), 0  # tokens/s of the slowest prefill
-    for total, context, count in cases:
+    deadline, rate = time.monotonic() + seconds, float("inf")  # tokens/s of the slowest prefill
+    for seed, (total, context, count) in enumerate(cases):
         case = {"engine": name, "context": context, "requests": count}
-        first = min(count, max(COMPILED // context, 1))
-        if time.monotonic() + (first + count) * context / rate > deadline:
+        first, prefills = min(count, max(COMPILED // context, 1)), ROUNDS if total <= COMPILED else 1
+        if time.monotonic() + (first + prefills * count) * context / rate > deadline:
             write(out, case | {"skipped": "no time left"})
             continue
-        for number in (first, count):  # only the second is told
-            seed += 1
-            prompts = [prompt(context, seed * 1000 + request) for request in range(number)]
-            forwards.milliseconds()
-            filled = drain(engine, prompts, 1)
-            prefill = sum(forwards.milliseconds())
-        rate = min(rate, total / filled.seconds)
-        drained = drain(engine, prompts, tokens + WARM)
-        passes = forwards.milliseconds()[-tokens:]
-        steps = drained.decode_us(count)
-        if not steps:
-            raise RuntimeError(f"the cache does not hold {count} requests of {context} tokens at once")
-        times = {"step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1)}
-        found = {"prefill_tokens_per_s": round(total / filled.seconds), "prefill_forward_ms": round(prefill, 2)}
-        write(out, case | times | found | {"steps": len(steps), "cached_tokens": drained.cached, "seed": seed})
+        prompts = [prompt(context, seed << 20 | number) for number in range(first + prefills * count)]
+        prefill(engine, forwards, prompts[:first], first)
+        found = prefill(engine, forwards, prompts[first:], count)
+        rate = min(rate, found["prefill_tokens_per_s"])
+        write(out, case | found | decode(engine, forwards, prompts[-count:], tokens) | {"prefills": prefills})
     print("attention", engine.collective_rpc(told)[0]["attention"])
+
+
+def prefill(engine: Any, forwards: Forwards, prompts: list[Any], at_once: int) -> dict[str, float]:
+    """Of so many prompts at once, which the prefix cache keeps: the median speed, and that of the GPU's time."""
+    forwards.milliseconds()
+    speeds, times = [], []
+    for first in range(0, len(prompts), at_once):
+        given = prompts[first : first + at_once]
+        done = drain(engine, given, 1)
+        speeds.append(sum(len(each["prompt_token_ids"]) for each in given) / done.seconds)
+        times.append(sum(forwards.milliseconds()))
+    return {
+        "prefill_tokens_per_s": round(statistics.median(speeds)),
+        "prefill_forward_ms": round(statistics.median(times), 2),
+    }
+
+
+def decode(engine: Any, forwards: Forwards, prompts: list[Any], tokens: int) -> dict[str, Any]:
+    """Of prompts that the prefix cache has, so that all start at once: median times of a step, and of its pass."""
+    forwards.milliseconds()
+    rounds, passes, cached = [], [], 0
+    for _ in range(ROUNDS):
+        done = drain(engine, prompts, tokens + WARM)
+        steps = done.decode_us(len(prompts))
+        if not steps:
+            raise RuntimeError(f"the cache does not hold {len(prompts)} requests at once")
+        rounds.append(round(statistics.median(steps), 1))
+        passes += forwards.milliseconds()[-tokens:]
+        cached += done.cached
+    return {
+        "step_us": statistics.median(rounds), "step_us_by_round": rounds,
+        "forward_us": round(1e3 * statistics.median(passes), 1), "cached_tokens": cached,
+    }  # fmt: skip
 
 
 @app.command()

@@ -234,26 +234,26 @@ def speed(
     requests: str = "1,8,64", tokens: int = 64, seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
     layers: int = gpu_engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
-    """One engine after the other: `start` seconds at most until it is ready and its first case is done, `seconds`
-    for its cases, smallest first.
+    """One engine after the other, each as often as it is named: `start` seconds at most until it is ready and its first
+    case is done, `seconds` for its cases, smallest first.
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
     model = model_in(work, engines, layers, heads)
     begin(out, "python tests/vllm_engine/on_gpu.py speed", commit, model)
     failed = False
-    cases: dict[tuple[int, int], dict[str, Any]] = {}
+    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for name in engines.split(","):
         options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
         succeeded, lines = run_engine(out, work, model, name, "measure", start + seconds, *options)
         failed |= not succeeded
         for case in lines:
-            cases.setdefault((case["context"], case["requests"]), {})[name] = case
+            cases.setdefault((case["context"], case["requests"]), []).append(case)
     print("context requests | engine: µs a step, µs of the GPU's forward pass, tokens/s of prefill, ms of its passes")
-    for (context, count), by_engine in sorted(cases.items()):
-        for name, case in by_engine.items():
+    for (context, count), found in sorted(cases.items()):
+        for case in found:
             keys = ("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms")
             cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
-            print(f"{context:>7} {count:>8} | {name:>14} {' '.join(cells)}")
+            print(f"{context:>7} {count:>8} | {case['engine']:>14} {' '.join(cells)}")
     raise typer.Exit(code=int(failed))
 
 

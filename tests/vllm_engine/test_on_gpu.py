@@ -67,6 +67,26 @@ def test_decode_counts_steps_after_the_first() -> None:
     assert times == [500000.0] * 13
 
 
+def test_medians_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    paces = iter([0.5, 0.1, 0.4, 0.2, 0.3])  # seconds of a step, in the order of the rounds
+
+    def drain(engine: Any, prompts: list[Any], tokens: int) -> gpu_engine.Drained:
+        pace = next(paces)
+        return gpu_engine.Drained(0.0, [(pace * (number + 1), len(prompts)) for number in range(tokens)], 7)
+
+    monkeypatch.setattr(gpu_engine, "drain", drain)
+    prompts, forwards = [{"prompt_token_ids": [5] * 30}] * 2, SimpleNamespace(milliseconds=lambda: [9.0, 1.0, 3.0])
+    decoded = gpu_engine.decode(None, forwards, prompts, tokens=2)
+    assert decoded["step_us_by_round"] == [500000.0, 100000.0, 400000.0, 200000.0, 300000.0]
+    assert (decoded["step_us"], decoded["forward_us"], decoded["cached_tokens"]) == (300000.0, 2000.0, 35)
+    paces = iter([0.5, 0.1, 0.3])
+    filled = gpu_engine.prefill(None, forwards, prompts[:1] * 6, 2)
+    assert filled == {"prefill_tokens_per_s": 200, "prefill_forward_ms": 13.0}
+    monkeypatch.setattr(gpu_engine, "drain", lambda *_: gpu_engine.Drained(0.0, [(1.0, 1)] * 72, 0))
+    with pytest.raises(RuntimeError, match="does not hold 2 requests"):
+        gpu_engine.decode(None, forwards, prompts, tokens=64)
+
+
 def test_every_engine_that_is_compared_exists() -> None:
     named = {name for pair in on_gpu.PAIRS for name in pair} | set(on_gpu.CHECKED.split(","))
     assert named <= gpu_engine.ENGINES.keys()
