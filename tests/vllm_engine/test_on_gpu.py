@@ -67,18 +67,23 @@ def test_decode_counts_steps_after_the_first() -> None:
     assert times == [500000.0] * 13
 
 
-def test_medians_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    paces = iter([0.5, 0.1, 0.4, 0.2, 0.3])  # seconds of a step, in the order of the rounds
+def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.5, 0.1, 0.4, 0.2, 0.3]  # of a step, by round
+    paces, ahead = iter([*seconds, 9.0, 9.0]), []
 
     def drain(engine: Any, prompts: list[Any], tokens: int) -> gpu_engine.Drained:
         pace = next(paces)
+        ahead.append(forwards.ahead)
         return gpu_engine.Drained(0.0, [(pace * (number + 1), len(prompts)) for number in range(tokens)], 7)
 
     monkeypatch.setattr(gpu_engine, "drain", drain)
-    prompts, forwards = [{"prompt_token_ids": [5] * 30}] * 2, SimpleNamespace(milliseconds=lambda: [9.0, 1.0, 3.0])
+    monkeypatch.setattr(gpu_engine, "ROUNDS", 5)
+    prompts = [{"prompt_token_ids": [5] * 30}] * 2
+    forwards = SimpleNamespace(milliseconds=lambda: [9.0, 1.0, 3.0], ahead=False)
     decoded = gpu_engine.decode(None, forwards, prompts, tokens=2)
     assert decoded["step_us_by_round"] == [500000.0, 100000.0, 400000.0, 200000.0, 300000.0]
-    assert (decoded["step_us"], decoded["forward_us"], decoded["cached_tokens"]) == (300000.0, 2000.0, 35)
+    assert (decoded["step_us"], decoded["forward_us"], decoded["cached_tokens"]) == (100000.0, 2000.0, 35)
+    assert ahead == [False] * 5 + [True] * 2 and not forwards.ahead
     paces = iter([0.5, 0.1, 0.3])
     filled = gpu_engine.prefill(None, forwards, prompts[:1] * 6, 2)
     assert filled == {"prefill_tokens_per_s": 200, "prefill_forward_ms": 13.0}
