@@ -44,6 +44,7 @@ app = typer.Typer(add_completion=False)
 
 def record(out: Path, file: str, log: str, commit: str | None, command: Sequence[str], **environment: str) -> bool:
     """Append a line on `command` to a file of results; whether it succeeded."""
+    out.mkdir(parents=True, exist_ok=True)
     recorder = [sys.executable, "-m", "xmla.bench.record", "--out", str(out / f"{file}.jsonl")]
     recorder += ["--commit", commit] if commit else []
     # A process of its own keeps what it printed even if the time is over.
@@ -80,8 +81,9 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
     }
 
     def run(*names: str) -> bool:
-        """Parts one after the other. But for those of ranks a worker has one GPU."""
-        environments = [{} if name == "ranks" else {"XMLA_TEST_GPUS": visible} for name in names]
+        """Parts one after the other. But for those of ranks a worker has one GPU, and one core."""
+        alone = {"XMLA_TEST_GPUS": visible, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environments = [{} if name == "ranks" else alone for name in names]
         succeeded = [
             record(out, "test", name, commit, [*pytest, *commands[name]], **environment)
             for name, environment in zip(names, environments, strict=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,17 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    monkeypatch.setenv("LOCAL_RANK", "0")  # torch warns of a mesh before anything has chosen a GPU
+    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def run_ranks(tmp_path: Path, ranks: int, *checks: str, **environment: str) -> list[dict[str, object]]:
@@ -154,11 +166,10 @@ def test_jit() -> None:
         assert not any(found[call]["specs"][-1]), found[call]
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device", "one_rank")
 @pytest.mark.parametrize("index_format", ["fp8", "mxfp4"])
 def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     sys.path.insert(0, str(FOLDER))
@@ -189,14 +200,8 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
 
     monkeypatch.setattr(_run, "prepare", prepare)
     monkeypatch.setattr(_run, "kept", _run.Kept())
-    if HAS_GPU:
-        monkeypatch.setenv("LOCAL_RANK", "0")
-    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        problem = make(Ownership(1, PAGE), (31, 17), 1, index_format=index_format)
-        attend(ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
-    finally:
-        dist.destroy_process_group()
+    problem = make(Ownership(1, PAGE), (31, 17), 1, index_format=index_format)
+    attend(ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
     pages, width = len(problem.ranks[0]["mla_cache"]), problem.whole["block_table"].shape[1]
     model = ModelConfig(
         heads=8, index_heads=4, k=K, page_size=PAGE, softmax_scale=SCALE, sink=True, index_format=index_format
@@ -213,7 +218,7 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("api", ["torch", "jax"])
-def test_an_idle_step(api: str) -> None:
+def test_an_idle_step(api: str, request: pytest.FixtureRequest) -> None:
     """No token of no request, as a data-parallel rank has while the others work."""
     sys.path.insert(0, str(FOLDER))
     from problem import PAGE, SCALE, K, make
@@ -222,18 +227,14 @@ def test_an_idle_step(api: str) -> None:
     whole = {name: array if name == "sink" else array[:0] for name, array in problem.whole.items()}
     own = problem.ranks[0] | {"block_table": problem.ranks[0]["block_table"][:0]}
     if api == "torch":
-        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch_ranks import DEVICE, attend
 
         from xmla.torch_api.parallel import ContextParallel
 
-        dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            parallel = ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership)
-            found = attend(parallel, replace(problem, whole=whole, ranks=[own]), 0)
-        finally:
-            dist.destroy_process_group()
+        request.getfixturevalue("one_rank")
+        parallel = ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership)
+        found = attend(parallel, replace(problem, whole=whole, ranks=[own]), 0)
     else:
         import jax
         from jax.sharding import Mesh

@@ -217,15 +217,12 @@ def check(
 def run_engine(
     out: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
 ) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether an engine succeeded, and the lines that it wrote; they and its log are kept in `out`."""
-    file, log = work / f"{name}-{what}.jsonl", work / f"{name}-{what}.log"
-    file.unlink(missing_ok=True)
+    """Whether an engine succeeded, and the lines that it appended to those in `out`; its log is kept there too."""
+    file, log = out / "vllm.jsonl", work / f"{name}-{what}.log"
+    before = len(file.read_text().splitlines())
     status = child(log, seconds, gpu_engine.ENGINES[name].environment(), what, name, model, file, *options)
     keep_log(out, name, log, status)
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    for line in lines:
-        write(out, line)
-    return status == 0, lines
+    return status == 0, [json.loads(line) for line in file.read_text().splitlines()[before:]]
 
 
 @app.command()
