@@ -155,11 +155,12 @@ def test_cudnns_derivative_is_called_as_published(device: str, monkeypatch: pyte
 
 def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:
     out = tmp_path / "new"
-    assert on_gpus.record(out, "test", "right", "a commit", [sys.executable, "-c", "print('all passed')"])
+    told = "import os, sys; print('all passed in', os.getcwd(), 'by', sys.prefix)"
+    assert on_gpus.record(out, "test", "right", "a commit", [sys.executable, "-c", told])
     assert not on_gpus.record(out, "test", "wrong", "a commit", [sys.executable, "-c", "raise SystemExit(3)"])
     lines = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
     assert [(line["exit_code"], line["last_lines"], line["commit"]) for line in lines] == [
-        (0, ["all passed"], "a commit"),
+        (0, ["all passed in . by PYTHON"], "a commit"),
         (3, [], "a commit"),
     ]
 

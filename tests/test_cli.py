@@ -205,6 +205,19 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
         assert capsys.readouterr().err.startswith(f"xmla: {message}")
 
 
+def test_softmax_scales_are_the_models() -> None:
+    """The scale is compiled in, so that a kernel with the last bit of another is not the one that the model calls."""
+    from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import yarn_apply_mscale
+
+    rope = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    released = DeepseekV32Config(qk_nope_head_dim=128, qk_rope_head_dim=64, rope_parameters=rope | {"rope_theta": 1e4})
+    scale = yarn_apply_mscale(released.rope_parameters, released.qk_head_dim**-0.5)
+    assert configure("deepseek_v32", None, None, None, None).softmax_scale == scale == pytest.approx(0.1352, abs=1e-4)
+    given = configure("deepseek_v4", None, None, None, None, softmax_scale=0.25)
+    assert given.softmax_scale == 0.25
+
+
 def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = ["--batch", "1", "--max-len", "64", "--heads", "8", "--k", "64"]

@@ -108,6 +108,7 @@ Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of this rank
 IndexHeads = Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")]
 TopK = Annotated[int | None, typer.Option("--k", min=1, help="Selected keys per token; default: the model's.")]
 PageSize = Annotated[int | None, typer.Option(min=1, help="Entries a page; default: the model's.")]
+Scale = Annotated[float | None, typer.Option(min=0, help="Compiled in; default: the released model's, with YaRN.")]
 Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
 Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
@@ -133,7 +134,8 @@ def plan(
 def warmup(
     model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
     prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
-    page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
+    page_size: PageSize = None, softmax_scale: Scale = None, mixed: Mixed = False, ranks: Ranks = 1,
+    device: Target = None,
 ) -> None:  # fmt: skip
     """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
     from xmla._warmup import warmup
@@ -141,7 +143,7 @@ def warmup(
 
     config = configure(
         model, batch, max_len, next_n, prefill, mixed, ranks, heads=heads, index_heads=index_heads, k=k,
-        page_size=page_size,
+        page_size=page_size, softmax_scale=softmax_scale,
     )  # fmt: skip
     warmup(config, None if device is None else find_device(device))
 

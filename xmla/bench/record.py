@@ -3,8 +3,10 @@
 import json
 import shlex
 import subprocess
+import sys
 import time
 from collections import deque
+from functools import reduce
 from pathlib import Path
 from typing import Annotated
 
@@ -26,12 +28,13 @@ def main(
 ) -> None:
     """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""
     start = time.monotonic()
+    places = (sys.prefix, "PYTHON"), (str(Path.cwd()), ".")  # where the tree and Python lie is the machine's own
     shown: deque[str] = deque(maxlen=lines)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         for line in running.stdout or ():
             print(line, end="", flush=True)
             if line.strip():
-                shown.append(line.rstrip())
+                shown.append(reduce(lambda text, place: text.replace(*place), places, line.rstrip()))
     seconds = round(time.monotonic() - start, 1)
     figures = {"exit_code": running.returncode, "seconds": seconds, "last_lines": [*shown]}
     with out.open("a") as file:

@@ -24,7 +24,7 @@ MODELS: dict[str, Callable[..., Model]] = {
 
 def configure(
     model: str, batches: list[int] | None, max_lens: list[int] | None, next_n: list[int] | None,
-    prefill: list[int] | None, mixed: bool = False, ranks: int = 1, **sizes: int | None,
+    prefill: list[int] | None, mixed: bool = False, ranks: int = 1, **sizes: float | None,
 ) -> Model:  # fmt: skip
     """A model with these sizes; lists that are not given are one typical value each, without prefill.
 

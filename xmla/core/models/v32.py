@@ -1,5 +1,6 @@
 """The calls that serving a DeepSeek-V3.2 model makes, as specs: one layer per step."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from xmla.core.models.base import Call, Model, layout_of, split
 from xmla.core.parallel import received_bytes
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
+
+YARN = 0.1 * math.log(40) + 1.0  # arXiv 2309.00071, section 3.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class ModelConfig(Model):
         shared_selection: Whether some layers attend over the selection of an earlier one, as GLM's do, by
             `sparse_mla_paged`.
         page_size: Entries per page of both caches, R.
-        softmax_scale, index_scale: As in `dsa_attention`; both are compiled in.
+        softmax_scale, index_scale: As in `dsa_attention`; both are compiled in. The default is DeepSeek-V3.2's as
+            released, 192**-0.5 and twice YaRN's factor for 40 times the context, to the last bit.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
         batches: Requests of a decode batch, every value that occurs (an engine's CUDA-graph sizes).
@@ -43,7 +47,7 @@ class ModelConfig(Model):
     k: int = 2048
     shared_selection: bool = False
     page_size: int = 64
-    softmax_scale: float = 192**-0.5
+    softmax_scale: float = 192**-0.5 * YARN * YARN
     index_scale: float | None = None
     dtype: str = "bfloat16"
     sink: bool = False
