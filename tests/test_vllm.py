@@ -10,8 +10,10 @@ import torch
 
 from xmla import UnsupportedError
 from xmla import torch_api as xt
+from xmla.core.device import KNOWN_DEVICES, find_device
+from xmla.core.formats.mla import PLAIN, V4, V32
 from xmla.core.parallel import Ownership
-from xmla.vllm import indexer, shards
+from xmla.vllm import indexer, memory, shards
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
@@ -247,3 +249,39 @@ def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, to
         refuse(indexer.unserved(served | changed, backend))
     message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(128, 2048), (64, 512), (32, 300)])
+def test_scratch_memory_of_steps_with_gathered_prefills(heads: int, tokens: int) -> None:
+    """Rows of the prefills' entries lie before what each call needs, the decodes' splits or rows among it."""
+    device, keys = find_device("H200"), 2048
+    reserved = memory.scratch_v32(heads, keys, tokens, device, gathers=True)
+    assert reserved < memory.gathered_bytes(keys, tokens) + (1 << 25)
+
+    def needed(layout: Any, tokens: int, pages: int) -> int:
+        return memory.attention(layout, heads, keys, tokens, pages).plan(device).workspace_bytes
+
+    split = dequantised = 0
+    for decodes in range(min(tokens, 130)):
+        rows = memory.gathered_bytes(keys, tokens - decodes)
+        assert rows + needed(PLAIN, tokens - decodes, memory.LARGE) <= reserved
+        for pages in (memory.LARGE, max(1, decodes * keys // (memory.REUSE * memory.PAGE))) if decodes else ():
+            own = needed(V32, decodes, pages)
+            assert rows + own <= reserved, (decodes, pages)
+            split += pages == memory.LARGE and own > 0
+            dequantised += pages < memory.LARGE and own > 0
+    assert split > 10 and dequantised > 10
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
+    """V4's layers that keep every 128th token attend to 8192 entries, whose splits up to two thousand tokens have."""
+    widths, tokens = (128, 512, 2048, 8192), 8192
+    reserved = memory.scratch_v4(64, 128, widths, tokens, device)
+    counts = [1, 57, 482, 1100, 1122, 1189, 1249, 1847, 1964, *range(2049, 4200, 61), tokens]
+    found = {
+        (count, width): memory.attention(V4, 64, 128, count, memory.LARGE, width).plan(device).workspace_bytes
+        for count in counts for width in widths
+    }  # fmt: skip
+    assert max(found.values()) <= reserved
+    assert not any(needed for (count, _), needed in found.items() if count > memory.SPLIT_TOKENS)

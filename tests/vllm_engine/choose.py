@@ -60,7 +60,7 @@ def v4_unserved() -> str:
     drafts, images = SimpleNamespace(use_dspark=lambda: True), SimpleNamespace(vision_n_layers=1)
     config = SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace(hf_config=images))
     config.attention_config = SimpleNamespace(backend=None)
-    config.parallel_config = SimpleNamespace(decode_context_parallel_size=2)
+    config.parallel_config = SimpleNamespace(decode_context_parallel_size=2, use_ubatching=True)
     from vllm.models.deepseek_v4.nvidia import model
 
     try:
@@ -78,12 +78,15 @@ def choose() -> None:
         "fp8": selector("fp8"), "bf16": selector("auto"), "dense": selector("auto", use_sparse=False),
         "ranks that share keys": selector("fp8", use_dcp=True),
     }  # fmt: skip
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(config):
         found = {
             name: {f"sm_{major}{minor}": refused((major, minor), asked) for major, minor in CAPABILITIES}
             for name, asked in cases.items()
         } | {"v4": {name: v4_layers(name) for name in ("None", "CUSTOM", "FLASHMLA_SPARSE_DSV4")}}
         found["unserved"], found["another"] = v4_unserved(), without_another()
+        config.parallel_config.enable_dbo = True
+        found["micro-batches"] = refused((9, 0), cases["fp8"])
     print(json.dumps(found))
 
 

@@ -69,9 +69,9 @@ def serve(
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        from xmla.vllm import backend
+        from xmla.vllm import backend, memory
 
-        backend.REUSE, backend.rows_are_faster = 1, lambda heads: True
+        memory.REUSE, backend.rows_are_faster = 1, lambda heads: True
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     page = PAGES[kind]

@@ -213,7 +213,8 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert "CUSTOM: [PCP not supported]" in refused["another"]
     own = "DeepseekV4FlashMLAAttention"
     assert refused["v4"] == {"None": "XmlaV4Attention", "CUSTOM": "XmlaV4Attention", "FLASHMLA_SPARSE_DSV4": own}
-    told = "DSpark, images of DeepSeek-V4, decode context parallelism of DeepSeek-V4"
+    assert refused["micro-batches"] == ["xmla does not serve two micro-batches at once"]
+    told = "DSpark, images of DeepSeek-V4, two micro-batches at once, decode context parallelism of DeepSeek-V4"
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert refused["unserved"] == f"xmla.vllm: not served: {told}; {without}"
 

@@ -4,11 +4,9 @@ Metadata, caches and their writers are vLLM's. V4's layers take no backend: each
 which is derived from here.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.models.deepseek_v4.nvidia import flashmla
@@ -16,8 +14,8 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
-from xmla.core.formats.mla import V4, VALUE_DIMS
-from xmla.vllm.backend import REUSE, SPLIT_TOKENS
+from xmla.torch_api._arrays import device_of
+from xmla.vllm.memory import scratch_v4
 from xmla.vllm.refusals import refuse
 
 log = init_logger("vllm.xmla")
@@ -26,8 +24,6 @@ LEFT = (
     "rotation and quantisation of queries, writers of all caches with the compressors, selection where top-k is all "
     "entries, slots of the window, the output's inverse rotation and projection, mHC"
 )
-PAGE = 64  # entries on a page of the window's cache in vLLM
-LARGE = 1 << 20  # pages
 # FlashMLA has a backend of its own for the window in 0.33, and that of other kernels in 0.26.
 WindowBackend: Any = getattr(flashmla, "DeepseekSparseSWAFlashMLABackend", sparse_swa.DeepseekSparseSWABackend)
 WindowBuilder: Any = WindowBackend.get_builder_cls()
@@ -56,7 +52,8 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
         self.entry_slots = max(widths)
-        self.reserved = workspace_bytes(self.padded_heads, self.window_size, widths, tokens, self.attn_sink.device)
+        device = device_of(self.attn_sink.device)
+        self.reserved = scratch_v4(self.padded_heads, self.window_size, widths, tokens, device)
         self.workspace(tokens)
 
     def entry_widths(self) -> tuple[int, ...]:
@@ -131,27 +128,6 @@ def unserved(vllm_config: Any) -> dict[str, bool]:
     return {
         "DSpark": drafts is not None and drafts.use_dspark(),
         "images of DeepSeek-V4": getattr(config, "vision_n_layers", 0) > 0,
+        "two micro-batches at once": vllm_config.parallel_config.use_ubatching,
         "decode context parallelism of DeepSeek-V4": vllm_config.parallel_config.decode_context_parallel_size > 1,
     }
-
-
-@lru_cache
-def workspace_bytes(heads: int, window: int, widths: tuple[int, ...], tokens: int, device: torch.device) -> int:
-    """The most scratch memory of `sparse_mla` with up to this many tokens, over pools of any size.
-
-    Memory grows with splits, which few tokens have. Without a second cache it also grows with the entries of a pool
-    small enough to be dequantised first.
-    """
-    sizes = [(count, LARGE) for count in range(1, min(tokens, SPLIT_TOKENS) + 1)]
-    sizes.append((tokens, max(1, tokens * window // (REUSE * PAGE))))
-    with FakeTensorMode():
-        return max(planned_bytes(count, heads, window, n, pages, device) for count, pages in sizes for n in widths)
-
-
-def planned_bytes(tokens: int, heads: int, window: int, entries: int, pages: int, device: torch.device) -> int:
-    q = torch.empty(tokens, heads, VALUE_DIMS, dtype=torch.bfloat16, device=device)
-    cache = torch.empty(pages, PAGE, V4.row, dtype=torch.uint8, device=device)
-    sink = torch.empty(heads, dtype=torch.float32, device=device)
-    slots, more = (torch.empty(tokens, width, dtype=torch.int32, device=device) for width in (window, entries))
-    extra = (cache, more) if entries else (None, None)
-    return xt.sparse_mla.plan(q, cache, slots, None, sink, *extra, softmax_scale=1.0).workspace_bytes

@@ -6,11 +6,9 @@ that it has, with the heads of all ranks, and vLLM merges.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -25,6 +23,8 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
+from xmla.torch_api._arrays import device_of
+from xmla.vllm import memory
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
@@ -34,11 +34,6 @@ LEFT = (
     "of queries, cache writes in fused kernels of the model"
 )
 LATENT, ENTRY = 512, 576  # dims of a value and of an entry
-PAGE = 64  # of the indexer's cache in vLLM, so of this one
-# Beyond this many tokens no plan splits a token's keys.
-SPLIT_TOKENS = 1024
-# Entries are gathered from this many references to each on: as in the op, which so dequantises a whole small pool.
-REUSE = 32
 
 
 class XmlaSparseBackend(FlashMLASparseBackend):
@@ -68,8 +63,11 @@ class XmlaSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
-        offloads = getattr(get_current_vllm_config().attention_config, "hisparse_config", None) is not None
-        return "xmla does not read a cache that HiSparse offloads" if offloads else None
+        config = get_current_vllm_config()
+        if getattr(config.attention_config, "hisparse_config", None) is not None:
+            return "xmla does not read a cache that HiSparse offloads"
+        # The second would have a workspace of its own, which nothing reserves.
+        return "xmla does not serve two micro-batches at once" if config.parallel_config.use_ubatching else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class Gathered:
         first, page, device = metadata.num_decodes, metadata.block_size, metadata.block_table.device
         pages = -(-lengths[first : first + metadata.num_prefills].long() // page)
         tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
-        if tokens * metadata.topk_tokens < REUSE * page * int(pages.sum()):
+        if tokens * metadata.topk_tokens < memory.REUSE * page * int(pages.sum()):
             return None
         start, place = pages.cumsum(0) - pages, torch.arange(int(pages.max()))
         table = torch.where(place < pages[:, None], start[:, None] + place, -1).int()
@@ -146,8 +144,9 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         config = get_current_vllm_config()
         tokens, self.parallel = config.scheduler_config.max_num_batched_tokens, config.parallel_config
         self.query_heads = self.num_heads * self.dcp_world_size
-        keys = self.topk_indices_buffer.shape[1]
-        self.reserved = workspace_bytes(self.query_heads, keys, tokens, self.topk_indices_buffer.device)
+        keys, device = self.topk_indices_buffer.shape[1], device_of(self.topk_indices_buffer.device)
+        gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1
+        self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, gathers)
         self.workspace(tokens, 1)
 
     def workspace(self, *tokens: int) -> list[torch.Tensor]:
@@ -184,7 +183,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         if prefilled != tokens - attn_metadata.num_decode_tokens:  # vLLM gave the prefills to dense attention
             prefilled = 0
         counts = [count for count in (tokens - prefilled, prefilled) if count]
-        queries, out, scratch, *memory = self.workspace(*counts)
+        queries, out, scratch, *others = self.workspace(*counts)
         q = joined(q[0], q[1], queries) if isinstance(q, tuple) else q
         pools = [(cache, attn_metadata.block_table, attn_metadata.req_id_per_token[: counts[0]])]
         if prefilled:
@@ -197,7 +196,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         first, lse = 0, None
         for count, (pool, table, requests) in zip(counts, pools, strict=True):
             part = slice(first, first + count)
-            lse, slots, lengths, *memory = memory
+            lse, slots, lengths, *others = others
             positions, compact = self.topk_indices_buffer[part], shards is not None
             if shards:
                 positions = shards.own(positions)
@@ -218,28 +217,3 @@ def joined(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch
         _custom_ops.concat_mla_q(latent, rope, out)
         return out
     return torch.cat((latent, rope), dim=-1, out=out)
-
-
-@lru_cache
-def workspace_bytes(heads: int, keys: int, tokens: int, device: torch.device) -> int:
-    """The most scratch memory of `sparse_mla` with up to this many tokens, over pools of any size.
-
-    Memory grows with splits, which few tokens have, and with the entries of a pool small enough to be dequantised
-    first, or that are gathered: at most one for REUSE slots.
-    """
-    sizes = {(count, 1 << 20) for count in range(1, min(tokens, SPLIT_TOKENS) + 1)}
-    sizes |= {(tokens, max(1, tokens * keys // (REUSE * PAGE)))}
-    with FakeTensorMode():
-        return max(planned_bytes(count, heads, keys, pages, device) for count, pages in sizes)
-
-
-def planned_bytes(tokens: int, heads: int, keys: int, pages: int, device: torch.device) -> int:
-    q = torch.empty(tokens, heads, ENTRY, dtype=torch.bfloat16, device=device)
-    slots, lengths = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((tokens, keys), (tokens,)))
-
-    def planned(row: int, dtype: torch.dtype) -> int:
-        cache = torch.empty((pages, PAGE, row), dtype=dtype, device=device)
-        return xt.sparse_mla.plan(q, cache, slots, lengths, softmax_scale=1.0).workspace_bytes
-
-    gathered = tokens * keys // REUSE * ENTRY * 2 if rows_are_faster(heads) else 0
-    return max(planned(656, torch.uint8), planned(ENTRY, torch.bfloat16) + gathered)

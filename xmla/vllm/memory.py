@@ -1,0 +1,74 @@
+"""Scratch memory of `sparse_mla` that the plugin reserves at start: the most that the calls of any step need."""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from xmla.core.device import Device
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.models.base import Call
+from xmla.core.spec import Spec
+
+PAGE = 64  # entries on a page of V3.2's cache, and of V4's window, in vLLM
+LARGE = 1 << 20  # pages
+# No plan divides the keys of more tokens, on any known device.
+SPLIT_TOKENS = 2048
+# Entries are gathered from this many references to each on: as in the op, which so dequantises a whole small pool.
+REUSE = 32
+
+
+def pool(layout: MlaLayout, pages: int) -> Spec:
+    return Spec((pages, PAGE, layout.row), "uint8" if layout.packed else "bfloat16")
+
+
+def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int, extra: int | None = None) -> Call:
+    """Attention of so many tokens to `keys` slots each, and to `extra` ones of a second pool of the same format."""
+    specs = {
+        "q": Spec((tokens, heads, layout.dims), "bfloat16"),
+        "cache": pool(layout, pages),
+        "slots": Spec((tokens, keys), "int32"),
+        "lengths": Spec((tokens,), "int32"),
+    }
+    if extra:
+        specs |= {"extra_cache": pool(layout, pages), "extra_slots": Spec((tokens, extra), "int32")}
+    return Call("sparse_mla", specs, {"softmax_scale": 1.0})
+
+
+def most(
+    calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, device: Device, gathered: int = 0
+) -> int:  # fmt: skip
+    """Bytes for any step of up to so many tokens, whose calls have some of them: `calls(tokens, pages)`.
+
+    Splits of the keys, which few tokens have, over pools of any size; and beside them rows of entries, of a pool that
+    is small enough to be dequantised first or `gathered` from a larger one. Both grow with the tokens that share them,
+    so that those of a step's decodes and prefills are together no more than those of all tokens.
+    """
+
+    def needed(tokens: int, pages: int) -> int:
+        return max(call.plan(device).workspace_bytes for call in calls(tokens, pages))
+
+    splits = max(needed(count, LARGE) for count in range(1, min(tokens, SPLIT_TOKENS) + 1))
+    return max(needed(tokens, max(1, tokens * keys // (REUSE * PAGE))), gathered) + splits
+
+
+def gathered_bytes(keys: int, tokens: int) -> int:
+    """Rows of as many entries as so many tokens may make a step gather."""
+    return tokens * keys // REUSE * PLAIN.dims * 2
+
+
+@lru_cache
+def scratch_v32(heads: int, keys: int, tokens: int, device: Device, gathers: bool) -> int:
+    def calls(tokens: int, pages: int) -> Iterable[Call]:
+        return (attention(layout, heads, keys, tokens, pages) for layout in (V32, PLAIN))
+
+    return most(calls, keys, tokens, device, gathered_bytes(keys, tokens) if gathers else 0)
+
+
+@lru_cache
+def scratch_v4(heads: int, window: int, widths: tuple[int, ...], tokens: int, device: Device) -> int:
+    """With as many compressed entries for a token as one of `widths` says, 0 in layers that have none."""
+
+    def calls(tokens: int, pages: int) -> Iterable[Call]:
+        layouts = (V4,) if all(widths) else (V4, PLAIN_V4)  # a second pool's entries stay packed
+        return (attention(layout, heads, window, tokens, pages, n) for layout in layouts for n in widths)
+
+    return most(calls, window, tokens, device)
