@@ -508,6 +508,7 @@ def test_errors_name_the_argument(device: str) -> None:
          f"{here}: kv_format is 'V5', expected None or one of V32, V32_NO_ROPE, V4, V41, V41_FP4"),
         ({"out": p.q[:1]}, f"{here}: out shape is (1, 2, 3, 512), expected (2, 2, 3, 512)"),
         ({"extra_k_cache": p.pool.expand(-1, -1, 2, -1)}, f"{here}: cache axis 2 is 2, expected 1"),
+        ({"topk_length": p.lengths[:, None]}, f"{here}: topk_length shape is (2, 1), expected (2,)"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as raised:
             call(**wrong)
@@ -596,21 +597,46 @@ assert deep_gemm is not xmla.compat.deep_gemm and deep_gemm.get_num_sms() == 77
 """
 
 
+def make_packages(folder: Path) -> None:
+    """Packages of the published names and a few of their functions."""
+    (folder / "flash_mla").mkdir()
+    (folder / "flash_mla/__init__.py").write_text("from flash_mla.flash_mla_interface import *")
+    (folder / "flash_mla/flash_mla_interface.py").write_text(FLASH_MLA)
+    (folder / "flash_mla/mega.py").write_text("import flash_mla.flash_mla_interface\nNAME = 'mega'")
+    (folder / "deep_gemm.py").write_text(DEEP_GEMM)
+
+
+def run_beside(folder: Path, code: str) -> None:
+    path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.usefixtures("device")
 def test_the_packages_serve_what_is_not_replaced(tmp_path: Path) -> None:
-    """Packages of the published names and a few of their functions, in a process that imports them as engines do."""
-    (tmp_path / "flash_mla").mkdir()
-    (tmp_path / "flash_mla/__init__.py").write_text("from flash_mla.flash_mla_interface import *")
-    (tmp_path / "flash_mla/flash_mla_interface.py").write_text(FLASH_MLA)
-    (tmp_path / "flash_mla/mega.py").write_text("import flash_mla.flash_mla_interface\nNAME = 'mega'")
-    (tmp_path / "deep_gemm.py").write_text(DEEP_GEMM)
-    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE], env=os.environ | {"PYTHONPATH": path} | cpu, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    """In a process that imports them as engines do."""
+    make_packages(tmp_path)
+    run_beside(tmp_path, ENGINE)
+
+
+INTERFACE = """
+import xmla.compat
+xmla.compat.install()
+import flash_mla.flash_mla_interface as module
+from flash_mla import flash_mla_interface
+import flash_mla
+from flash_mla.flash_mla_interface import flash_mla_sparse_fwd
+assert module is flash_mla_interface is flash_mla.flash_mla_interface is flash_mla is xmla.compat.flash_mla
+assert flash_mla_sparse_fwd is flash_mla.flash_mla_sparse_fwd
+"""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_interface_is_replaced_however_it_is_imported(there: bool, tmp_path: Path) -> None:
+    if there:
+        make_packages(tmp_path)
+    run_beside(tmp_path, INTERFACE)
 
 
 def test_is_supported(device: str) -> None:

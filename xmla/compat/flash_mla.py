@@ -4,6 +4,7 @@ Heads need no padding; any number of indices, page size and cache format of `spa
 cache is skipped. There is no schedule: what stands for it is never read. Other names are FlashMLA's own, if installed.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,8 @@ FlashMLASchedMeta: type = getattr(_interface, "FlashMLASchedMeta", _Schedule)
 
 
 def __getattr__(name: str) -> Any:
-    return _package.attribute(name)
+    # `import flash_mla.flash_mla_interface as …` reads the attribute, not sys.modules.
+    return sys.modules[__name__] if name == "flash_mla_interface" else _package.attribute(name)
 
 
 def is_flashmla_sparse_supported() -> tuple[bool, str | None]:
@@ -111,6 +113,8 @@ def flash_mla_with_kvcache(
     for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
         _require(here, f"{name} beside indices", None if scale is None else "given", None)
     requests, tokens, heads, dims = q.shape
+    for name, lengths in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
+        _require(here, f"{name} shape", (requests,) if lengths is None else tuple(lengths.shape), (requests,))
     cache_format, extra_format = _formats(here, kv_format, use_legacy, k_cache, extra_k_cache)
     result, lse = _attend(
         here, out, q, _pages(here, k_cache), _slots(indices), _each_token(topk_length, tokens), attn_sink,
