@@ -11,7 +11,8 @@ if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # wo
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Interpreted tiles are small: a second thread of BLAS mostly spins, on a core that the other worker needs.
+if not HAS_GPU or "XMLA_TEST_GPUS" in os.environ:
+    # Tiles are small: a second thread of BLAS mostly spins, on a core that another worker needs.
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 from collections.abc import Iterator  # noqa: E402

@@ -81,9 +81,8 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
     }
 
     def run(*names: str) -> bool:
-        """Parts one after the other. But for those of ranks a worker has one GPU, and one core."""
-        alone = {"XMLA_TEST_GPUS": visible, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        environments = [{} if name == "ranks" else alone for name in names]
+        """Parts one after the other. But for those of ranks a worker has one GPU."""
+        environments = [{} if name == "ranks" else {"XMLA_TEST_GPUS": visible} for name in names]
         succeeded = [
             record(out, "test", name, commit, [*pytest, *commands[name]], **environment)
             for name, environment in zip(names, environments, strict=True)

@@ -377,12 +377,12 @@ def decode(engine: Any, forwards: Forwards, prompts: list[Any], tokens: int) -> 
         rounds.append(round(statistics.median(steps), 1))
         cached += done.cached
     passes: list[float] = []
+    forwards.milliseconds()
+    forwards.ahead = True
     for _ in range(2):
-        forwards.milliseconds()
-        forwards.ahead = True
         drain(engine, prompts, tokens + WARM)
-        forwards.ahead = False
         passes += forwards.milliseconds()[-tokens:]
+    forwards.ahead = False
     return {
         "step_us": min(rounds), "step_us_by_round": rounds, "forward_us": round(1e3 * statistics.median(passes), 1),
         "cached_tokens": cached,

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from functools import reduce
 from pathlib import Path
 from typing import Annotated
 
@@ -28,13 +27,12 @@ def main(
 ) -> None:
     """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""
     start = time.monotonic()
-    places = (sys.prefix, "PYTHON"), (str(Path.cwd()), ".")  # where the tree and Python lie is the machine's own
     shown: deque[str] = deque(maxlen=lines)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         for line in running.stdout or ():
             print(line, end="", flush=True)
-            if line.strip():
-                shown.append(reduce(lambda text, place: text.replace(*place), places, line.rstrip()))
+            if line.strip():  # where Python and the tree lie is the machine's own
+                shown.append(line.rstrip().replace(sys.prefix, "PYTHON").replace(str(Path.cwd()), "."))
     seconds = round(time.monotonic() - start, 1)
     figures = {"exit_code": running.returncode, "seconds": seconds, "last_lines": [*shown]}
     with out.open("a") as file:

@@ -113,14 +113,13 @@ def flash_mla_with_kvcache(
     for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
         _require(here, f"{name} beside indices", None if scale is None else "given", None)
     requests, tokens, heads, dims = q.shape
-    for name, lengths in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
-        _require(here, f"{name} shape", (requests,) if lengths is None else tuple(lengths.shape), (requests,))
     cache_format, extra_format = _formats(here, kv_format, use_legacy, k_cache, extra_k_cache)
     result, lse = _attend(
-        here, out, q, _pages(here, k_cache), _slots(indices), _each_token(topk_length, tokens), attn_sink,
+        here, out, q, _pages(here, k_cache), _slots(indices), _each_token(here, "topk_length", topk_length, q),
+        attn_sink,
         None if extra_k_cache is None else _pages(here, extra_k_cache),
         None if extra_indices_in_kvcache is None else _slots(extra_indices_in_kvcache),
-        _each_token(extra_topk_length, tokens),
+        _each_token(here, "extra_topk_length", extra_topk_length, q),
         softmax_scale=dims**-0.5 if softmax_scale is None else softmax_scale, cache_format=cache_format,
         extra_cache_format=extra_format, batch_invariant=enable_batch_invariant,
     )  # fmt: skip
@@ -193,9 +192,12 @@ def _slots(indices: Tensor) -> Tensor:
     return as_int32(indices.flatten(0, 1))
 
 
-def _each_token(lengths: Tensor | None, tokens: int) -> Tensor | None:
-    """The length of each of a request's tokens, of the request's length."""
-    return None if lengths is None else as_int32(lengths)[:, None].expand(-1, tokens).reshape(-1)
+def _each_token(here: str, name: str, lengths: Tensor | None, q: Tensor) -> Tensor | None:
+    """The length of each of a request's tokens, of the requests' lengths [B]; q [B, S, H, D]."""
+    if lengths is None:
+        return None
+    _require(here, f"{name} shape", tuple(lengths.shape), (len(q),))
+    return as_int32(lengths)[:, None].expand(-1, q.shape[1]).reshape(-1)
 
 
 def _formats(

@@ -20,7 +20,7 @@ def pool(layout: MlaLayout, pages: int) -> Spec:
     return Spec((pages, PAGE, layout.row), "uint8" if layout.packed else "bfloat16")
 
 
-def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int, extra: int | None = None) -> Call:
+def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int, extra: int = 0) -> Call:
     """Attention of so many tokens to `keys` slots each, and to `extra` ones of a second pool of the same format."""
     specs = {
         "q": Spec((tokens, heads, layout.dims), "bfloat16"),
@@ -33,9 +33,7 @@ def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int,
     return Call("sparse_mla", specs, {"softmax_scale": 1.0})
 
 
-def most(
-    calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, device: Device, gathered: int = 0
-) -> int:  # fmt: skip
+def most(calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, device: Device, gathered: int = 0) -> int:
     """Bytes for any step of up to so many tokens, whose calls have some of them: `calls(tokens, pages)`.
 
     Splits of the keys, which few tokens have, over pools of any size; and beside them rows of entries, of a pool that

@@ -11,7 +11,7 @@ from xmla.core.parallel import received_bytes
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
-YARN = 0.1 * math.log(40) + 1.0  # arXiv 2309.00071, section 3.4
+YARN = 0.1 * math.log(40) + 1.0  # DeepSeek-V3.2's, of 40 times the context it was first trained on (arXiv 2309.00071)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class ModelConfig(Model):
         shared_selection: Whether some layers attend over the selection of an earlier one, as GLM's do, by
             `sparse_mla_paged`.
         page_size: Entries per page of both caches, R.
-        softmax_scale, index_scale: As in `dsa_attention`; both are compiled in. The default is DeepSeek-V3.2's as
-            released, 192**-0.5 and twice YaRN's factor for 40 times the context, to the last bit.
+        softmax_scale, index_scale: As in `dsa_attention`; both are compiled in. The first is by default that of
+            DeepSeek-V3.2 as released, 192**-0.5 times the square of YaRN's factor, in the order in which vLLM, SGLang
+            and transformers multiply: to the last bit.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
         batches: Requests of a decode batch, every value that occurs (an engine's CUDA-graph sizes).
