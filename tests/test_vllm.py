@@ -1,5 +1,7 @@
 """What the plugin makes of vLLM's metadata, without vLLM; tests/vllm_engine runs its engine."""
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ import torch
 
 from xmla import UnsupportedError
 from xmla import torch_api as xt
-from xmla.core.device import KNOWN_DEVICES, find_device
-from xmla.core.formats.mla import PLAIN, V4, V32
+from xmla.core.compile import Specialization
+from xmla.core.device import KNOWN_DEVICES, Device, find_device
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.models.base import Call
 from xmla.core.parallel import Ownership
-from xmla.vllm import indexer, memory, shards
+from xmla.core.spec import Spec
+from xmla.vllm import indexer, memory, shards, warmup
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
@@ -285,3 +290,118 @@ def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
     }  # fmt: skip
     assert max(found.values()) <= reserved
     assert not any(needed for (count, _), needed in found.items() if count > memory.SPLIT_TOKENS)
+
+
+SIZES = warmup.Sizes(tokens=8192, requests=512, new=3, max_len=163840, keys=40 * 163840, scratch=512 << 20, ranks=1)
+INDEX_POOL = Spec((40000, 64, 132), "uint8")
+
+
+def listed(calls: Iterable[Call], device: Device) -> set[Specialization]:
+    return {kernel for call in calls for kernel in call.specializations(device)}
+
+
+def any_size(rng: np.random.Generator, most: int) -> int:
+    """Each power of two as likely as another."""
+    return min(most, int(2 ** rng.uniform(0, np.log2(most + 1))))
+
+
+def unlisted(
+    rng: np.random.Generator, device: Device, found: set[Specialization], make: Callable[[], Call]
+) -> list[str]:
+    missing = []
+    for _ in range(400):
+        made = make()
+        missing += [f"{made}: {kernel}" for kernel in made.specializations(device) if kernel not in found]
+    return missing
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_warmup_of_selections(device: Device) -> None:
+    """Calls of any size that a step may have launch kernels of the list."""
+    rng = np.random.default_rng(0)
+    found = listed(warmup.select_calls(INDEX_POOL, 64, 2048, 1, SIZES, device), device)
+
+    def query(tokens: int) -> dict[str, Spec]:
+        rows = {name: Spec((tokens,), "int32") for name in ("starts", "ends")}
+        return {"q8": Spec((tokens, 64, 128), "float8_e4m3fn"), "weights": Spec((tokens, 64), "float32")} | rows
+
+    def prefill() -> Call:
+        tokens = any_size(rng, SIZES.tokens)
+        keys = any_size(rng, min(SIZES.keys, SIZES.scratch // (4 * tokens)))
+        gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
+        return Call("indexer_topk", query(tokens) | gathered, {"k": 2048, "workspace_bytes": SIZES.scratch})
+
+    def decode() -> Call:
+        requests, new = any_size(rng, SIZES.requests), int(rng.integers(1, 4))
+        specs = query(requests * new)
+        rows = {"lengths": specs.pop("starts"), "request_ids": specs.pop("ends")}
+        if rng.random() < 0.5:
+            del rows["request_ids"]
+        pages = {"cache": INDEX_POOL, "block_table": Spec((requests, 2560), "int32")}
+        return Call("indexer_topk_paged", specs | rows | pages, {"k": 2048, "workspace_bytes": SIZES.scratch})
+
+    for make in (prefill, decode):
+        missing = unlisted(rng, device, found, make)
+        assert not missing, missing[0]
+    assert len(found) < 110
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_warmup_of_attention(heads: int, device: Device) -> None:
+    rng = np.random.default_rng(heads)
+    impl = SimpleNamespace(
+        query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, gathers=device.arch == 90
+    )  # fmt: skip
+    pool, rows = (memory.pool(layout, 40000) for layout in (V32, PLAIN))
+    found = listed(warmup.attend_calls(impl, pool, SIZES, device), device)
+
+    def attend() -> Call:
+        q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN.dims), "bfloat16")
+        gathered = Spec((any_size(rng, 8000), *rows.shape[1:]), rows.dtype)
+        cache = gathered if impl.gathers and rng.random() < 0.5 else pool
+        return Call("sparse_mla", memory.arguments(q, cache, 2048), {"softmax_scale": 0.1})
+
+    missing = unlisted(rng, device, found, attend)
+    assert not missing, missing[0]
+
+    window, entries = (Spec((40000, rows, 584), "uint8", (47808, 584, 1)) for rows in (64, 2))
+    widths = (128, 512, 2048, 8192)
+    for extra, held in ((entries, widths), (None, (0,))):
+        layer = SimpleNamespace(
+            padded_heads=heads, window_size=128, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held
+        )  # fmt: skip
+        found = listed(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
+
+        def attend_v4(extra: Spec | None = extra, held: tuple[int, ...] = held) -> Call:
+            q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN_V4.dims), "bfloat16")
+            specs = memory.arguments(q, window, 128, extra, int(rng.choice(held)))
+            specs["sink"] = Spec((heads,), "float32")
+            if extra is not None:
+                specs["extra_lengths"] = specs["lengths"]
+            return Call("sparse_mla", specs, {"softmax_scale": 0.1})
+
+        missing = unlisted(rng, device, found, attend_v4)
+        assert not missing, missing[0]
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_warmup_of_ranks_that_share_keys(device: Device) -> None:
+    rng, sizes = np.random.default_rng(2), replace(SIZES, ranks=8)
+    found = listed(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)
+
+    def select() -> Call:
+        columns = 64 * any_size(rng, 30000)
+        tokens = any_size(rng, min(shards.ROWS, sizes.scratch // (4 * columns)))
+        rows = {name: Spec((tokens,), "int32") for name in ("ends", "starts")}
+        return Call("select_topk", {"logits": Spec((tokens, columns), "float32")} | rows, {"k": 2048})
+
+    missing = unlisted(rng, device, found, select)
+    assert not missing, missing[0]
+
+
+def test_warmup_of_every_place_of_rows() -> None:
+    """Requests' rows of a table whose width is no multiple of 4 do not start on 16 bytes."""
+    calls = warmup.at_any_place(Call("map_slots", warmup.mapped(64, 64, 3, SIZES), {"page_size": 64}), "block_table")
+    (first, second) = (call.specializations(find_device("H200")) for call in calls)
+    assert [kernel.unaligned for kernel in (*first, *second)] == [frozenset(), {"block_table_ptr"}]

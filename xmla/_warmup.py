@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -75,8 +76,18 @@ def warmup(config: Model, device: Device | None = None, *, workers: int | None =
     ordinal = None
     if device is None:
         device, ordinal = present_device()
+    return make_ready(config.specializations(device), device, ordinal, workers=workers, progress=progress)
+
+
+def make_ready(
+    wanted: Sequence[Specialization], device: Device, ordinal: int | None, *, workers: int | None, progress: bool
+) -> Warmup:
+    """Compile or load these kernels for `device`, and load them onto the GPU with this ordinal, if there is one.
+
+    Raises:
+        UnsupportedError: Kernels are interpreted in this process.
+    """
     start = time.perf_counter()
-    wanted = config.specializations(device)
     if any(isinstance(specialization.kernel, InterpretedFunction) for specialization in wanted):
         raise UnsupportedError("warmup: kernels are interpreted in this process; unset TRITON_INTERPRET")
 

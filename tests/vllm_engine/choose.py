@@ -87,6 +87,9 @@ def choose() -> None:
         found["unserved"], found["another"] = v4_unserved(), without_another()
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
+    from vllm.v1.worker import gpu_worker
+
+    found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:2]]
     print(json.dumps(found))
 
 

@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,8 +21,15 @@ from typing import Any
 import torch
 import typer
 
+import xmla
+
 LAYERS = 4
 JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a prompt: the step before which it comes
+# In chunks of 1024 tokens beside three decodes: steps that need most of the memory reserved for V3.2's rows and splits.
+LONG = {"700": 0, "2500": 0, "40": 0, "64000": 0}
+# In chunks of 2048 tokens, the last of which has 1249 with both prompts, to more than 4096 entries of 128 tokens: of
+# V4's steps with splits of the keys the largest.
+LONG_V4 = {"525497": 0, "40": 12}
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 WARM = 8  # tokens of each request before decode is timed
@@ -40,7 +47,7 @@ class Engine:
     """`sizes`: the batches that are captured as CUDA graphs; none: eager. `compiled`: as vLLM does without options.
 
     `ranks`: GPUs that share the heads, and with `keys` the keys too; `drafts`: tokens that a layer of the model drafts;
-    `v4`: of the model with DeepSeek-V4's attention.
+    `v4`: of the model with DeepSeek-V4's attention. It is asked `joins`, with `new` tokens for each.
     """
 
     plugin: bool
@@ -52,6 +59,10 @@ class Engine:
     keys: bool = False
     drafts: int = 0
     v4: bool = False
+    joins: Mapping[str, int] = field(default_factory=lambda: JOINS)
+    new: int = NEW_TOKENS
+    max_len: int = 8192
+    cache_gib: int = 1
 
     def environment(self) -> dict[str, str]:
         # Piecewise graphs without torch.compile.
@@ -96,12 +107,16 @@ ENGINES = {
     "xmla-drafts": Engine(plugin=True, drafts=1),
     "xmla-drafts-3": Engine(plugin=True, drafts=3),  # vLLM then makes a request of each token, on sm_90
     "xmla-drafts-graphs": Engine(plugin=True, sizes=(2, 4, 6, 8, 10), drafts=1),
+    "own-long": Engine(plugin=False, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
+    "xmla-long": Engine(plugin=True, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
     "v4-own": Engine(plugin=False, v4=True),
     "v4-own-chunks": Engine(plugin=False, chunk=768, v4=True),
     "v4-own-graphs": Engine(plugin=False, sizes=EXACT, v4=True),
     "v4-xmla": Engine(plugin=True, v4=True),
     "v4-xmla-chunks": Engine(plugin=True, chunk=768, v4=True),
     "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, v4=True),
+    "v4-own-long": Engine(plugin=False, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
+    "v4-xmla-long": Engine(plugin=True, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
 }
 
 
@@ -166,6 +181,11 @@ def told(worker: Any) -> dict[str, Any]:
     return {"attention": kinds, "calls": dict(getattr(sys.modules.get("serve"), "CALLS", {}))}
 
 
+def compiled(worker: Any) -> list[str]:
+    """What this worker has compiled of xmla's kernels, or loaded."""
+    return [str(made) for made in xmla.compiles()]
+
+
 def prompt(length: int, seed: int) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return {"prompt_token_ids": torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()}
@@ -181,19 +201,19 @@ def answer(name: str, model: Path, out: Path) -> None:
             setattr(serve.xt, op, serve.counted(op, None))
     from vllm import SamplingParams
 
-    begun = time.monotonic()
+    begun, asked = time.monotonic(), ENGINES[name]
     engine = start(
-        name, model, ENGINES[name].sizes, max_model_len=8192, max_num_seqs=8, kv_cache_memory_bytes=1 << 30,
-        max_num_batched_tokens=ENGINES[name].chunk, enable_prefix_caching=False, async_scheduling=False,
+        name, model, asked.sizes, max_model_len=asked.max_len, max_num_seqs=8, max_num_batched_tokens=asked.chunk,
+        kv_cache_memory_bytes=asked.cache_gib << 30, enable_prefix_caching=False, async_scheduling=False,
     )  # fmt: skip
-    ready = time.monotonic()
+    ready, before = time.monotonic(), engine.collective_rpc(compiled)
     parameters = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, prompt_logprobs=1, detokenize=False, ignore_eos=True
+        temperature=0, max_tokens=asked.new, prompt_logprobs=1, detokenize=False, ignore_eos=True
     )
     answers: dict[str, Any] = {}
     step = 0
-    while engine.has_unfinished_requests() or step <= max(JOINS.values()):
-        for length, joins in JOINS.items():
+    while engine.has_unfinished_requests() or step <= max(asked.joins.values()):
+        for length, joins in asked.joins.items():
             if joins == step:
                 engine.add_request(length, prompt(int(length), int(length)), parameters)
         step += 1
@@ -209,7 +229,10 @@ def answer(name: str, model: Path, out: Path) -> None:
     seconds = {"start": round(ready - begun, 1), "requests": round(time.monotonic() - ready, 1)}
     first, *others = engine.collective_rpc(told)
     assert all(other == first for other in others), [first, *others]
-    out.write_text(json.dumps({"answers": answers, "steps": step, "seconds": seconds} | first))
+    after = engine.collective_rpc(compiled)
+    late = [made for old, new in zip(before, after, strict=True) for made in new[len(old) :]]
+    counts = {"steps": step, "kernels": len(before[0]), "compiled_late": late}
+    out.write_text(json.dumps({"answers": answers, "seconds": seconds} | counts | first))
 
 
 def hook(of: type, name: str, first: Callable[[], Any] = lambda: None, last: Callable[[], Any] = lambda: None) -> None:

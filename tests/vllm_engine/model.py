@@ -38,7 +38,7 @@ LARGE_V4 = TINY_V4 | {
     "layer_types": [*TINY_V4["layer_types"], "compressed_sparse_attention"],
     "mlp_layer_types": [*TINY_V4["mlp_layer_types"], "moe"], "num_attention_heads": 64, "q_lora_rank": 1024,
     "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64, "index_topk": 512,
-    "max_position_embeddings": 65536,
+    "max_position_embeddings": 1 << 20,
 }  # fmt: skip
 
 # Standard deviations of weights; unit gain where there is none.

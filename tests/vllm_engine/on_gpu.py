@@ -5,7 +5,8 @@ python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by c
 python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 
 With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
-`v4-own,v4-xmla` and the like of a model with DeepSeek-V4's attention.
+`v4-own,v4-xmla` and the like of a model with DeepSeek-V4's attention, with `own-long,xmla-long` or
+`v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory.
 
 Needs vLLM and the package's own dependencies. All append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
@@ -46,6 +47,8 @@ PAIRS = (
     ("v4-xmla", "v4-own"),
     ("v4-own-graphs", "v4-own"),
     ("v4-xmla-graphs", "v4-xmla"),
+    ("xmla-long", "own-long"),
+    ("v4-xmla-long", "v4-own-long"),
 )
 CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"
 # Several GPUs and drafts change the order of sums; this share of a prompt's most likely tokens has to stay.
@@ -154,8 +157,9 @@ def verdicts(
             ops = CALLED if engine.v4 or not release.startswith("0.26") else CALLED | WRITERS
             counted = ops <= result["calls"].keys() or engine.ranks > 1  # other processes may not count
             wanted[f"{name}: attention and every op are xmla's"] = result["attention"] == [attention] and counted
+            wanted[f"{name}: no step waits for a kernel"] = not result["compiled_late"]
     for (name, other), figures in found.items():
-        if name.startswith(("xmla-ranks", "xmla-keys", "xmla-drafts", "v4-xmla")):
+        if name.startswith(("xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "v4-xmla")):
             wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
     if ("xmla-graphs", "xmla") in found:
         equal = found["xmla-graphs", "xmla"]["equal_tokens"]
@@ -186,7 +190,8 @@ def check(
         status = child(log, seconds, environment, "answer", name, model, file)
         answered = json.loads(file.read_text()) if file.exists() else None
         told = {"exit_code": status, "total_seconds": round(time.monotonic() - begun, 1)}
-        told |= {key: answered[key] for key in ("attention", "calls", "seconds", "steps")} if answered else {}
+        kept = "attention", "calls", "seconds", "steps", "kernels", "compiled_late"
+        told |= {key: answered[key] for key in kept} if answered else {}
         keep_log(out, name, log, status)
         write(out, {"engine": name} | told)
         print(f"    {told}", flush=True)
@@ -200,12 +205,13 @@ def check(
         for name, other in PAIRS
         if name in answers and other in answers
     }
-    print(f"{'':34}" + "".join(f"{length:>18}" for length in gpu_engine.JOINS))
     for (name, other), figures in found.items():
-        write(out, {"engine": name, "beside": other, "new_tokens": gpu_engine.NEW_TOKENS} | figures)
-        shown = zip(*(figures[key] for key in ("mean_abs_logprob", "same_likely", "equal_tokens")), strict=True)
-        cells = (f"{apart:.4f} {same:.3f} {equal:>2}" for apart, same, equal in shown)
-        print(f"{name:>14} beside {other:12}" + "".join(f"{cell:>18}" for cell in cells))
+        write(out, {"engine": name, "beside": other, "new_tokens": gpu_engine.ENGINES[name].new} | figures)
+        cells = (
+            f"{length}: {apart:.4f} {same:.3f} {equal:>2}"
+            for length, apart, same, equal in zip(*figures.values(), strict=True)
+        )
+        print(f"{name:>14} beside {other:12}" + "".join(f"{cell:>26}" for cell in cells))
     print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
     holds = verdicts(found, answers, version("vllm"))
     write(out, {"holds": holds})

@@ -13,8 +13,13 @@ from typing import Any
 import typer
 
 from xmla import torch_api as xt
+from xmla.core.device import KNOWN_DEVICES
+from xmla.core.models.base import Call
+from xmla.core.registry import registry
+from xmla.torch_api._arrays import spec_of
 
 CALLS: Counter[str] = Counter()
+MADE: dict[str, Call] = {}
 OPS = (
     "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
     "split_batch", "sparse_mla", "read_mla_cache", "indexer_logits_paged", "indexer_logits", "select_topk",
@@ -27,10 +32,26 @@ def counted(name: str, implementation: str | None) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         CALLS[name] += 1
+        tensors = dict(zip(registry()[name].tensors, args, strict=False))
+        specs = {argument: spec_of(tensor) for argument, tensor in tensors.items() if tensor is not None}
+        made = Call(name, specs, {key: value for key, value in kwargs.items() if key in registry()[name].defaults})
+        MADE[str(made)] = made
         return op(*args, implementation=implementation, **kwargs)
 
     call.plan = op.plan
     return call
+
+
+def unlisted(config: Any) -> list[str]:
+    """Kernels that the calls of this process launch on a known GPU and that the plugin's warm-up does not compile."""
+    from xmla.vllm.warmup import specializations
+
+    found: list[str] = []
+    for device in KNOWN_DEVICES:
+        listed = {*specializations(config, device)}
+        wanted = {kernel: made for made in MADE.values() for kernel in made.specializations(device)}
+        found += [f"{device.name}, {made}: {kernel}" for kernel, made in wanted.items() if kernel not in listed]
+    return found
 
 
 # By the model's type: tokens on a page, and where the streams of the prompts begin.
@@ -115,9 +136,8 @@ def serve(
     # V4's layers are attention themselves; what holds a cache for one has no `forward_mqa`.
     attention = [getattr(layer, "impl", layer) for layer in layers]
     kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
-    out.write_text(
-        json.dumps({"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds})
-    )
+    answered = {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
+    out.write_text(json.dumps(answered | {"unlisted": unlisted(engine.vllm_config)}))
 
 
 if __name__ == "__main__":

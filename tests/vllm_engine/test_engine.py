@@ -73,7 +73,9 @@ def serve(
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         log = done.stdout + done.stderr  # 0.26 logs on stdout, 0.33 on stderr
         assert log.count("DeepSeek sparse attention runs on xmla: ") == 1, log
-        return json.loads(out.read_text()) | {"log": log}
+        answered = json.loads(out.read_text())
+        assert not answered["unlisted"], answered["unlisted"]  # on no GPU would a step wait for a kernel
+        return answered | {"log": log}
 
     return served
 
@@ -211,6 +213,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
     assert refused["another"].startswith("No valid attention backend found"), refused["another"]
     assert "CUSTOM: [PCP not supported]" in refused["another"]
+    assert refused["worker"] == ["xmla.vllm.warmup", "vllm.v1.worker.gpu_worker"]
     own = "DeepseekV4FlashMLAAttention"
     assert refused["v4"] == {"None": "XmlaV4Attention", "CUSTOM": "XmlaV4Attention", "FLASHMLA_SPARSE_DSV4": own}
     assert refused["micro-batches"] == ["xmla does not serve two micro-batches at once"]

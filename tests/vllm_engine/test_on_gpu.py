@@ -31,18 +31,20 @@ def test_verdicts() -> None:
         ("xmla", "own-bf16"): near, ("own", "own-bf16"): near, ("own-chunks", "own"): near,
         ("xmla-graphs", "xmla"): all_equal,
     }  # fmt: skip
-    ran = {"xmla": {"attention": ["XmlaSparseImpl"], "calls": dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)}}
-    assert holds(found, ran) == [True] * 3
+    called = dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)
+    ran = {"xmla": {"attention": ["XmlaSparseImpl"], "calls": called, "compiled_late": []}}
+    assert holds(found, ran) == [True] * 4
+    assert holds({}, {"xmla": ran["xmla"] | {"compiled_late": ["a kernel"]}}) == [True, False]
     assert not all(holds(found | {("xmla", "own-bf16"): far}, ran))
     graphs = {("xmla-graphs", "xmla"): {"mean_abs_logprob": [0.0], "equal_tokens": [31]}}
     assert not all(holds(found | graphs, ran))
     own, ours, fused = (
-        {"attention": [kind], "calls": dict.fromkeys(called, 1)}
+        {"attention": [kind], "calls": dict.fromkeys(called, 1), "compiled_late": []}
         for kind, called in (("FlashMLASparseImpl", ()), ("XmlaSparseImpl", ()), ("XmlaSparseImpl", on_gpu.CALLED))
     )
-    assert holds({}, {"xmla": own}) == holds({}, {"xmla": ours}) == holds({}, {"xmla": fused}) == [False]
-    assert holds({}, {"xmla": fused}, "0.33.0") == holds({}, {"xmla-ranks": ours}) == [True]
-    assert holds({}, {"v4-xmla": fused | {"attention": ["XmlaV4Attention"]}}) == [True]
+    assert holds({}, {"xmla": own}) == holds({}, {"xmla": ours}) == holds({}, {"xmla": fused}) == [False, True]
+    assert holds({}, {"xmla": fused}, "0.33.0") == holds({}, {"xmla-ranks": ours}) == [True, True]
+    assert holds({}, {"v4-xmla": fused | {"attention": ["XmlaV4Attention"]}}) == [True, True]
     apart = {("xmla-drafts", "xmla"): {"same_likely": [1.0, 0.89]}}
     assert not all(holds(apart, {}))
 
@@ -116,6 +118,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[in
         attention = ["XmlaSparseImpl"] if environment["VLLM_PLUGINS"] else ["FlashMLASparseImpl"]
         calls = dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)
         answered = {"answers": given, "attention": attention, "calls": calls, "seconds": {}, "steps": 40}
+        answered |= {"kernels": 90, "compiled_late": []}
         times = dict.fromkeys(("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms"), 1.5)
         cases = [
             {"context": 4096, "requests": 1} | times,
@@ -142,7 +145,7 @@ def test_check_writes_what_every_engine_answered(monkeypatch: pytest.MonkeyPatch
     assert first["commit"] == "a commit" and first["vllm"] == "0.26.0"
     assert {line["engine"]: line["exit_code"] for line in lines if "exit_code" in line}["xmla-bf16"] == 1
     assert [line["equal_tokens"] for line in lines if "beside" in line] == [[32] * 5] * 6
-    assert all(last["holds"].values()) and len(last["holds"]) == 5
+    assert all(last["holds"].values()) and len(last["holds"]) == 8
     assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
 
 

@@ -145,8 +145,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         tokens, self.parallel = config.scheduler_config.max_num_batched_tokens, config.parallel_config
         self.query_heads = self.num_heads * self.dcp_world_size
         keys, device = self.topk_indices_buffer.shape[1], device_of(self.topk_indices_buffer.device)
-        gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1
-        self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, gathers)
+        self.gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1
+        self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers)
         self.workspace(tokens, 1)
 
     def workspace(self, *tokens: int) -> list[torch.Tensor]:

@@ -20,17 +20,17 @@ def pool(layout: MlaLayout, pages: int) -> Spec:
     return Spec((pages, PAGE, layout.row), "uint8" if layout.packed else "bfloat16")
 
 
+def arguments(q: Spec, cache: Spec, keys: int, extra: Spec | None = None, width: int = 0) -> dict[str, Spec]:
+    """Those of attention to `keys` slots for each token, and to `width` ones of a second pool."""
+    tokens = q.shape[0]
+    specs = {"q": q, "cache": cache, "slots": Spec((tokens, keys), "int32"), "lengths": Spec((tokens,), "int32")}
+    return specs if extra is None else specs | {"extra_cache": extra, "extra_slots": Spec((tokens, width), "int32")}
+
+
 def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int, extra: int = 0) -> Call:
     """Attention of so many tokens to `keys` slots each, and to `extra` ones of a second pool of the same format."""
-    specs = {
-        "q": Spec((tokens, heads, layout.dims), "bfloat16"),
-        "cache": pool(layout, pages),
-        "slots": Spec((tokens, keys), "int32"),
-        "lengths": Spec((tokens,), "int32"),
-    }
-    if extra:
-        specs |= {"extra_cache": pool(layout, pages), "extra_slots": Spec((tokens, extra), "int32")}
-    return Call("sparse_mla", specs, {"softmax_scale": 1.0})
+    q, cache = Spec((tokens, heads, layout.dims), "bfloat16"), pool(layout, pages)
+    return Call("sparse_mla", arguments(q, cache, keys, cache if extra else None, extra), {"softmax_scale": 1.0})
 
 
 def most(calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, device: Device, gathered: int = 0) -> int:

@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import indexer
+from xmla.vllm import indexer, warmup
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
@@ -105,6 +105,8 @@ CHANGES = (
         always(False),
         SpecifierSet(">=0.33"),
     ),
+    # Its own warm-up knows nothing of xmla's kernels, which a first step would wait for. The last: it imports models.
+    Change("vllm.v1.worker.gpu_worker", "Worker", warmup.warmed, on_gpu=True),
 )
 
 

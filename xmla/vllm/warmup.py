@@ -1,0 +1,259 @@
+"""Every kernel that steps of an engine launch, compiled before vLLM captures graphs and serves.
+
+The calls are those that `backend`, `attention_v4` and `indexer` make, over the caches that the engine has, at the sizes
+that its steps may have.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from xmla._warmup import make_ready
+from xmla.core.compile import Specialization, compiling_allowed
+from xmla.core.device import Device
+from xmla.core.formats.mla import PLAIN, PLAIN_V4
+from xmla.core.models.base import Call
+from xmla.core.plan import cdiv
+from xmla.core.spec import Spec
+from xmla.torch_api._arrays import device_of, spec_of
+from xmla.vllm import memory, shards
+from xmla.vllm.indexer import SERVED
+
+STEP = 8  # between numbers of tokens of which plans differ by how many waves programs fill
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What steps of an engine may have.
+
+    Attributes:
+        tokens: Tokens of a step, at most.
+        requests: Requests of a step, at most.
+        new: Most tokens of a request in a decode.
+        max_len: Tokens of a request, at most.
+        keys: Keys that a chunk of prefills gathers, at most.
+        scratch: Bytes of the indexer's scratch memory, which bounds the logits of a chunk.
+        ranks: Of decode context parallelism.
+    """
+
+    tokens: int
+    requests: int
+    new: int
+    max_len: int
+    keys: int
+    scratch: int
+    ranks: int
+
+    @classmethod
+    def of(cls, config: Any) -> "Sizes":
+        """From vLLM's configuration."""
+        from vllm import envs
+        from vllm.v1.attention.backends.mla.indexer import get_max_prefill_buffer_size
+
+        scheduler, drafts = config.scheduler_config, config.speculative_config
+        return cls(
+            tokens=scheduler.max_num_batched_tokens,
+            requests=scheduler.max_num_seqs,
+            new=1 + (0 if drafts is None else drafts.num_speculative_tokens),
+            max_len=config.model_config.max_model_len,
+            keys=get_max_prefill_buffer_size(config),
+            scratch=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+            ranks=config.parallel_config.decode_context_parallel_size,
+        )
+
+    def counts(self, device: Device, most: int | None = None) -> list[int]:
+        """Numbers of tokens at which plans are made: all of which a few waves of programs are, then every STEP-th."""
+        most = self.tokens if most is None else most
+        few, split = 2 * device.num_sms + 2, min(most, memory.SPLIT_TOKENS) + 1
+        found = {*range(1, min(few, most + 1)), *range(few, split, STEP), *powers_of_2(most), most}
+        return sorted(found)
+
+    def rows(self, device: Device) -> list[int]:
+        """Numbers of tokens at which selections are planned: those that 1, 2, 4, … programs for each fit the GPU."""
+        programs = 2 * device.num_sms
+        full = {programs // n for n in powers_of_2(programs)}
+        return sorted({n for n in {*full, *(n + 1 for n in full), *powers_of_2(self.tokens)} if n <= self.tokens})
+
+    def table(self, requests: int, tokens_a_page: int) -> Spec:
+        return Spec((requests, cdiv(self.max_len, tokens_a_page)), "int32")
+
+
+def powers_of_2(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length())]
+
+
+def at_any_place(call: Call, *names: str) -> Iterator[Call]:
+    """The call with each of these arguments on a multiple of 16 bytes or not: they are rows of vLLM's arrays."""
+    for alignments in product((16, 4), repeat=len(names)):
+        placed = {name: replace(call.specs[name], alignment=n) for name, n in zip(names, alignments, strict=True)}
+        yield replace(call, specs={**call.specs, **placed})
+
+
+def mapped(k: int, page: int, tokens: int, sizes: Sizes, ratio: int = 1) -> dict[str, Spec]:
+    """The arguments of `map_slots`."""
+    return {
+        "indices": Spec((tokens, k), "int32"),
+        "block_table": sizes.table(1, page * ratio),
+        "request_ids": Spec((tokens,), "int32"),
+    }
+
+
+def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, device: Device) -> Iterator[Call]:
+    """Those of `indexer`, over keys that stand for `ratio` tokens."""
+    page, dim = cache.shape[1], cache.shape[2] - 4
+
+    def query(tokens: int) -> dict[str, Spec]:
+        shape = tokens, heads, dim
+        return {"q8": Spec(shape, "float8_e4m3fn"), "weights": Spec(shape[:2], "float32")}
+
+    def a_token(tokens: int) -> Spec:
+        return Spec((tokens,), "int32")
+
+    if ratio == 1:
+        keys = {"keys": Spec((1, dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
+        yield Call("write_indexer_cache", keys, {})
+    yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
+    yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, {})
+    yield from at_any_place(Call("map_slots", mapped(1, page, 1, sizes, ratio), {"page_size": page}), "block_table")
+
+    topk = {"k": k, "workspace_bytes": sizes.scratch}
+    for new in range(1, sizes.new + 1):
+        for count in sizes.counts(device, min(sizes.requests, sizes.tokens // new)):
+            tokens = count * new
+            pages = {"cache": cache, "block_table": sizes.table(count, page * ratio * sizes.ranks)}
+            called = query(tokens) | pages | {"lengths": a_token(tokens)}
+            with_ids = called | {"request_ids": a_token(tokens)}
+            if sizes.ranks == 1:
+                yield Call("indexer_topk_paged", called, topk)
+                yield Call("indexer_topk_paged", with_ids, topk)
+            else:
+                yield from share_calls("indexer_logits_paged", with_ids, pages["block_table"].shape[1] * page, k, sizes)
+    for tokens in sizes.rows(device):
+        most = min(sizes.keys, sizes.scratch // (4 * tokens))
+        for count in sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)}):
+            gathered = {"keys": Spec((count, dim), "float8_e4m3fn"), "key_scales": Spec((count,), "float32")}
+            called = query(tokens) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
+            if sizes.ranks == 1:
+                yield Call("indexer_topk", called, topk)
+            else:
+                yield from share_calls("indexer_logits", called, count, k, sizes)
+
+
+def share_calls(op: str, called: dict[str, Spec], columns: int, k: int, sizes: Sizes) -> Iterator[Call]:
+    """Those of `shards`: of as many tokens at a time, the logits of this rank's keys and what is selected of them."""
+    tokens = min(len_of(called), shards.ROWS, sizes.scratch // (4 * columns))
+    part = {
+        name: spec if name in ("cache", "block_table", "keys", "key_scales") else cut(spec, tokens)
+        for name, spec in called.items()
+    }
+    yield Call(op, part, {})
+    rows = {"ends": part["ends"], "starts": part["starts"]} if "ends" in part else {"ends": part["lengths"]}
+    yield Call("select_topk", {"logits": Spec((tokens, columns), "float32")} | rows, {"k": k})
+    shape, strides = (sizes.ranks, tokens, k), (2 * tokens * k, k, 1)
+    candidates = {"values": Spec(shape, "float32", strides), "indices": Spec(shape, "int32", strides)}
+    yield Call("merge_topk", candidates, {"k": k})
+
+
+def len_of(called: dict[str, Spec]) -> int:
+    return called["q8"].shape[0]
+
+
+def cut(spec: Spec, tokens: int) -> Spec:
+    return replace(spec, shape=(tokens, *spec.shape[1:]))
+
+
+def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
+    """Those of `backend`, over its cache and over rows that prefills gather."""
+    page, heads, k = cache.shape[1], impl.query_heads, impl.topk_indices_buffer.shape[1]
+    slots, scale = Spec((1,), "int64"), {"softmax_scale": impl.scale}
+    latent, rope = (Spec((1, dims), "bfloat16") for dims in (PLAIN.latent, PLAIN.rope))
+    written = {"latent": latent, "rope": rope, "slots": slots, "cache": cache}
+    yield Call("write_mla_cache", written, {"scale_floor": "amax"})
+    pools = [cache]
+    if impl.gathers and cache.dtype == "uint8":
+        yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
+        pools.append(memory.pool(PLAIN, memory.LARGE))
+    yield Call("map_slots", mapped(k, page, 1, sizes), {"page_size": page, "compact": sizes.ranks > 1})
+    for tokens, pool in product(sizes.counts(device), pools):
+        q = Spec((tokens, heads, PLAIN.dims), "bfloat16")
+        yield Call("sparse_mla", memory.arguments(q, pool, k), scale)
+
+
+def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
+    """Those of `attention_v4`, over the window's cache and that of compressed entries."""
+    sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
+    for width, tokens in product(layer.entry_widths(), sizes.counts(device)):
+        q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
+        called = memory.arguments(q, window, layer.window_size, cache, width) | sink
+        if cache is not None:
+            called["extra_lengths"] = called["lengths"]
+        yield Call("sparse_mla", called, scale)
+    if cache is not None:
+        page = cache.shape[1]
+        for width in layer.entry_widths():
+            slots = Call("map_slots", mapped(width, page, 1, sizes, layer.compress_ratio), {"page_size": page})
+            yield from at_any_place(slots, "request_ids")
+
+
+def calls(config: Any, device: Device) -> Iterator[Call]:
+    """Those of an engine whose caches are made; layers of a kind have the same, but for where caches lie."""
+    from xmla.vllm.attention_v4 import XmlaV4Attention
+    from xmla.vllm.backend import XmlaSparseImpl
+
+    sizes, model = Sizes.of(config), config.model_config.hf_config
+    seen: set[tuple[Any, ...]] = set()
+
+    def is_new(*facts: Any) -> bool:
+        kind = tuple(replace(fact, device=None) if isinstance(fact, Spec) else fact for fact in facts)
+        return kind not in seen and not seen.add(kind)
+
+    for layer in config.compilation_config.static_forward_context.values():
+        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
+        pool = spec_of(cache) if isinstance(cache, torch.Tensor) and cache.numel() else None
+        if isinstance(layer, XmlaV4Attention):
+            window = spec_of(layer.swa_cache_layer.kv_cache)
+            if is_new("v4", window, pool, layer.entry_widths()):
+                yield from attend_calls_v4(layer, window, pool, sizes, device)
+        elif pool is None:  # a layer without a cache
+            continue
+        elif isinstance(impl, XmlaSparseImpl):
+            if is_new("v32", pool):
+                yield from attend_calls(impl, pool, sizes, device)
+        elif layer.get_attn_backend().get_name() in SERVED:
+            ratio = getattr(layer, "compress_ratio", 1)
+            if is_new("indexer", pool, ratio):
+                yield from select_calls(pool, model.index_n_heads, model.index_topk, ratio, sizes, device)
+
+
+def specializations(config: Any, device: Device) -> list[Specialization]:
+    """The kernels of these calls, each once."""
+    found: dict[Specialization, None] = {}
+    for call in calls(config, device):
+        found |= dict.fromkeys(call.specializations(device))
+    return list(found)
+
+
+def warmed(worker: type) -> type:
+    """vLLM's worker, which compiles before it captures graphs; what its memory profile compiles is not refused."""
+    from vllm.logger import init_logger
+
+    log = init_logger("vllm.xmla")
+
+    class Worker(worker):
+        def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
+            with compiling_allowed():  # it captures graphs over small caches
+                return super().determine_available_memory(*args, **kwargs)
+
+        def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+            device = device_of(self.device)
+            wanted = specializations(self.vllm_config, device)
+            workers = max(1, (os.cpu_count() or 1) // torch.cuda.device_count())  # every GPU's worker compiles them
+            ready = make_ready(wanted, device, self.device.index, workers=workers, progress=False)
+            log.info("xmla: %d kernels are ready, after %.1f s", len(wanted), ready.seconds)
+            return super().compile_or_warm_up_model(*args, **kwargs)
+
+    return Worker
