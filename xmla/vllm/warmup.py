@@ -78,6 +78,10 @@ class Sizes:
         full = {programs // n for n in powers_of_2(programs)}
         return sorted({n for n in {*full, *(n + 1 for n in full), *powers_of_2(self.tokens)} if n <= self.tokens})
 
+    def at_once(self, columns: int) -> int:
+        """Tokens of which ranks exchange candidates at a time, each with logits of so many keys."""
+        return self.tokens if self.ranks == 1 else min(shards.ROWS, self.scratch // (4 * columns))
+
     def table(self, requests: int, tokens_a_page: int) -> Spec:
         return Spec((requests, cdiv(self.max_len, tokens_a_page)), "int32")
 
@@ -120,50 +124,42 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
     yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, {})
     yield from at_any_place(Call("map_slots", mapped(1, page, 1, sizes, ratio), {"page_size": page}), "block_table")
 
-    topk = {"k": k, "workspace_bytes": sizes.scratch}
+    topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
+    table = sizes.table(1, page * ratio * sizes.ranks)
+    columns = table.shape[1] * page
     for new in range(1, sizes.new + 1):
         for count in sizes.counts(device, min(sizes.requests, sizes.tokens // new)):
-            tokens = count * new
-            pages = {"cache": cache, "block_table": sizes.table(count, page * ratio * sizes.ranks)}
+            tokens = min(count * new, sizes.at_once(columns))
+            pages = {"cache": cache, "block_table": replace(table, shape=(count, table.shape[1]))}
             called = query(tokens) | pages | {"lengths": a_token(tokens)}
             with_ids = called | {"request_ids": a_token(tokens)}
-            if sizes.ranks == 1:
+            if whole:
                 yield Call("indexer_topk_paged", called, topk)
                 yield Call("indexer_topk_paged", with_ids, topk)
             else:
-                yield from share_calls("indexer_logits_paged", with_ids, pages["block_table"].shape[1] * page, k, sizes)
-    for tokens in sizes.rows(device):
-        most = min(sizes.keys, sizes.scratch // (4 * tokens))
-        for count in sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)}):
-            gathered = {"keys": Spec((count, dim), "float8_e4m3fn"), "key_scales": Spec((count,), "float32")}
-            called = query(tokens) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-            if sizes.ranks == 1:
+                yield Call("indexer_logits_paged", with_ids, {})
+                yield from share_calls({"ends": a_token(tokens)}, columns, k, sizes.ranks)
+    for count in sizes.rows(device):
+        most = min(sizes.keys, sizes.scratch // (4 * count))
+        for columns in sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)}):
+            tokens = min(count, sizes.at_once(columns))
+            gathered = {"keys": Spec((columns, dim), "float8_e4m3fn"), "key_scales": Spec((columns,), "float32")}
+            rows = {"starts": a_token(tokens), "ends": a_token(tokens)}
+            called = query(tokens) | gathered | rows
+            if whole:
                 yield Call("indexer_topk", called, topk)
             else:
-                yield from share_calls("indexer_logits", called, count, k, sizes)
+                yield Call("indexer_logits", called, {})
+                yield from share_calls(rows, columns, k, sizes.ranks)
 
 
-def share_calls(op: str, called: dict[str, Spec], columns: int, k: int, sizes: Sizes) -> Iterator[Call]:
-    """Those of `shards`: of as many tokens at a time, the logits of this rank's keys and what is selected of them."""
-    tokens = min(len_of(called), shards.ROWS, sizes.scratch // (4 * columns))
-    part = {
-        name: spec if name in ("cache", "block_table", "keys", "key_scales") else cut(spec, tokens)
-        for name, spec in called.items()
-    }
-    yield Call(op, part, {})
-    rows = {"ends": part["ends"], "starts": part["starts"]} if "ends" in part else {"ends": part["lengths"]}
+def share_calls(rows: dict[str, Spec], columns: int, k: int, ranks: int) -> Iterator[Call]:
+    """Those of `shards` after the logits: the selection from this rank's keys, and from what all ranks select."""
+    tokens = rows["ends"].shape[0]
     yield Call("select_topk", {"logits": Spec((tokens, columns), "float32")} | rows, {"k": k})
-    shape, strides = (sizes.ranks, tokens, k), (2 * tokens * k, k, 1)
+    shape, strides = (ranks, tokens, k), (2 * tokens * k, k, 1)
     candidates = {"values": Spec(shape, "float32", strides), "indices": Spec(shape, "int32", strides)}
     yield Call("merge_topk", candidates, {"k": k})
-
-
-def len_of(called: dict[str, Spec]) -> int:
-    return called["q8"].shape[0]
-
-
-def cut(spec: Spec, tokens: int) -> Spec:
-    return replace(spec, shape=(tokens, *spec.shape[1:]))
 
 
 def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
@@ -201,9 +197,6 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
 
 def calls(config: Any, device: Device) -> Iterator[Call]:
     """Those of an engine whose caches are made; layers of a kind have the same, but for where caches lie."""
-    from xmla.vllm.attention_v4 import XmlaV4Attention
-    from xmla.vllm.backend import XmlaSparseImpl
-
     sizes, model = Sizes.of(config), config.model_config.hf_config
     seen: set[tuple[Any, ...]] = set()
 
@@ -212,17 +205,18 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
         return kind not in seen and not seen.add(kind)
 
     for layer in config.compilation_config.static_forward_context.values():
-        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
+        attention, cache = getattr(layer, "impl", layer), getattr(layer, "kv_cache", None)
+        kind = type(attention).__name__
         pool = spec_of(cache) if isinstance(cache, torch.Tensor) and cache.numel() else None
-        if isinstance(layer, XmlaV4Attention):
+        if kind == "XmlaV4Attention":
             window = spec_of(layer.swa_cache_layer.kv_cache)
-            if is_new("v4", window, pool, layer.entry_widths()):
+            if is_new(kind, window, pool, layer.entry_widths()):
                 yield from attend_calls_v4(layer, window, pool, sizes, device)
         elif pool is None:  # a layer without a cache
             continue
-        elif isinstance(impl, XmlaSparseImpl):
-            if is_new("v32", pool):
-                yield from attend_calls(impl, pool, sizes, device)
+        elif kind == "XmlaSparseImpl":
+            if is_new(kind, pool):
+                yield from attend_calls(attention, pool, sizes, device)
         elif layer.get_attn_backend().get_name() in SERVED:
             ratio = getattr(layer, "compress_ratio", 1)
             if is_new("indexer", pool, ratio):
@@ -251,9 +245,10 @@ def warmed(worker: type) -> type:
         def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
             device = device_of(self.device)
             wanted = specializations(self.vllm_config, device)
-            workers = max(1, (os.cpu_count() or 1) // torch.cuda.device_count())  # every GPU's worker compiles them
-            ready = make_ready(wanted, device, self.device.index, workers=workers, progress=False)
-            log.info("xmla: %d kernels are ready, after %.1f s", len(wanted), ready.seconds)
+            if wanted:
+                workers = max(1, (os.cpu_count() or 1) // torch.cuda.device_count())  # every GPU's worker compiles them
+                ready = make_ready(wanted, device, self.device.index, workers=workers, progress=False)
+                log.info("xmla: %d kernels are ready, after %.1f s", len(wanted), ready.seconds)
             return super().compile_or_warm_up_model(*args, **kwargs)
 
     return Worker
