@@ -19,6 +19,7 @@ from xmla.core.models.base import Call
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, memory, shards, warmup
+from xmla.vllm.gathered import Gathered
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
@@ -280,16 +281,42 @@ def test_scratch_memory_of_steps_with_gathered_prefills(heads: int, tokens: int)
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
 def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
-    """V4's layers that keep every 128th token attend to 8192 entries, whose splits up to two thousand tokens have."""
+    """V4's layers that keep every 128th token attend to 8192 entries, whose splits up to two thousand tokens have.
+
+    Rows of the entries that prefills gather lie before those of a call.
+    """
     widths, tokens = (128, 512, 2048, 8192), 8192
-    reserved = memory.scratch_v4(64, 128, widths, tokens, device)
+    reserved, with_rows = (memory.scratch_v4(64, 128, widths, tokens, device, rows) for rows in (0, 8 * tokens))
     counts = [1, 57, 482, 1100, 1122, 1189, 1249, 1847, 1964, *range(2049, 4200, 61), tokens]
     found = {
         (count, width): memory.attention(V4, 64, 128, count, memory.LARGE, width).plan(device).workspace_bytes
         for count in counts for width in widths
     }  # fmt: skip
-    assert max(found.values()) <= reserved
+    assert max(found.values()) <= reserved <= with_rows
+    for count, width in found:
+        attend = memory.attention(PLAIN_V4, 64, 128, count, memory.LARGE, width)
+        assert 8 * count * 1024 + attend.plan(device).workspace_bytes <= with_rows
     assert not any(needed for (count, _), needed in found.items() if count > memory.SPLIT_TOKENS)
+
+
+def test_gathered_pages(device: str) -> None:
+    """Two requests of 3 and 2 pages, of the first only the last two; the page that both have is gathered twice."""
+    table = ints(9, 4, 7, 0, 3, 7, 0, 0, device=device).view(2, 4)
+    requests, first, last = ints(0, 0, 1, device=device), torch.tensor([1, 0]), torch.tensor([3, 2])
+    assert Gathered.of(table, requests, first, last, page=4, most=15) is None
+    found = Gathered.of(table, requests, first, last, page=4, most=16)
+    assert found is not None
+    assert found.table.tolist() == [[-1, 0, 1], [2, 3, -1]]
+    pages = [4, 7, 3, 7]
+    assert found.slots.tolist() == [4 * page + offset for page in pages for offset in range(4)]
+    slots = ints(16, 19, -1, 30, 12, 15, device=device).view(2, 3)  # of pages 4, 7 and 3
+    own = found.places(slots, pages=10)
+    assert own.dtype == torch.int32 and own[0, 2] == -1
+    assert torch.equal(found.slots[own.clamp(min=0).long()][slots >= 0], slots[slots >= 0])
+
+    cache = torch.randn(10, 4, 512, device=device).bfloat16()
+    pool, rest = found.read(cache, 512, torch.zeros(16 * 1024 + 32, dtype=torch.uint8, device=device))
+    assert torch.equal(pool, cache[pages]) and rest.numel() == 32
 
 
 SIZES = warmup.Sizes(tokens=8192, requests=512, new=3, max_len=163840, keys=40 * 163840, scratch=512 << 20, ranks=1)
@@ -369,13 +396,17 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
     widths = (128, 512, 2048, 8192)
     for extra, held in ((entries, widths), (None, (0,))):
         layer = SimpleNamespace(
-            padded_heads=heads, window_size=128, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held
+            padded_heads=heads, window_size=128, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held,
+            gathers=impl.gathers,
         )  # fmt: skip
         found = listed(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
 
         def attend_v4(extra: Spec | None = extra, held: tuple[int, ...] = held) -> Call:
             q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN_V4.dims), "bfloat16")
-            specs = memory.arguments(q, window, 128, extra, int(rng.choice(held)))
+            pools = window, extra
+            if impl.gathers and rng.random() < 0.5:
+                pools = [pool and Spec((any_size(rng, 8000), pool.shape[1], 512), "bfloat16") for pool in pools]
+            specs = memory.arguments(q, pools[0], 128, pools[1], int(rng.choice(held)))
             specs["sink"] = Spec((heads,), "float32")
             if extra is not None:
                 specs["extra_lengths"] = specs["lengths"]

@@ -108,6 +108,7 @@ ENGINES = {
     "xmla-drafts-3": Engine(plugin=True, drafts=3),  # vLLM then makes a request of each token, on sm_90
     "xmla-drafts-graphs": Engine(plugin=True, sizes=(2, 4, 6, 8, 10), drafts=1),
     "own-long": Engine(plugin=False, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
+    "own-long-chunks": Engine(plugin=False, chunk=768, joins=LONG, new=96, max_len=1 << 16),
     "xmla-long": Engine(plugin=True, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
     "v4-own": Engine(plugin=False, v4=True),
     "v4-own-chunks": Engine(plugin=False, chunk=768, v4=True),
@@ -116,6 +117,7 @@ ENGINES = {
     "v4-xmla-chunks": Engine(plugin=True, chunk=768, v4=True),
     "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, v4=True),
     "v4-own-long": Engine(plugin=False, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
+    "v4-own-long-chunks": Engine(plugin=False, chunk=1024, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
     "v4-xmla-long": Engine(plugin=True, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
 }
 

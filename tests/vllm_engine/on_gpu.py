@@ -47,7 +47,9 @@ PAIRS = (
     ("v4-xmla", "v4-own"),
     ("v4-own-graphs", "v4-own"),
     ("v4-xmla-graphs", "v4-xmla"),
+    ("own-long-chunks", "own-long"),
     ("xmla-long", "own-long"),
+    ("v4-own-long-chunks", "v4-own-long"),
     ("v4-xmla-long", "v4-own-long"),
 )
 CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"

@@ -90,9 +90,9 @@ def serve(
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        from xmla.vllm import backend, memory
+        from xmla.vllm import gathered, memory
 
-        memory.REUSE, backend.rows_are_faster = 1, lambda heads: True
+        memory.REUSE, gathered.rows_are_faster = 1, lambda heads: True
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     page = PAGES[kind]

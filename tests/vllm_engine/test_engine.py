@@ -168,6 +168,16 @@ def test_v4_tokens_are_those_of_the_references(
     assert reference["tokens"] == v4_kernels["tokens"]
 
 
+def test_v4_tokens_of_gathered_prefills(
+    v4_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """As on Hopper: windows and compressed entries of a step's prefills as rows, one copy for all layers' tokens."""
+    gathered = serve("--gather", model=models["v4"])
+    assert gathered["tokens"] == v4_kernels["tokens"]
+    assert gathered["calls"]["read_mla_cache"] > 0
+    assert gathered["calls"]["sparse_mla"] == v4_kernels["calls"]["sparse_mla"]
+
+
 def test_v4_tokens_with_drafts(v4_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]) -> None:
     """Of a layer over the window alone; rejected ones leave entries that are written again."""
     drafted = serve("--drafts", "1", "--reference", model=models["v4"])

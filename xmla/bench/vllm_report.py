@@ -3,6 +3,7 @@
 The lines are those of `tests/vllm_engine/on_gpu.py`, runs of `check` and of `speed`.
 """
 
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,17 +29,17 @@ def origin(head: Line, lines: list[Line]) -> str:
 
 
 def alike(lines: list[Line]) -> list[str]:
-    """Of each pair of engines how far apart their answers are, by prompt."""
-    pairs = [line for line in lines if "beside" in line]
-    prompts, new = pairs[0]["prompt"], pairs[0]["new_tokens"]
-    shown = [
-        f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |",
-        "|---" * (2 + len(prompts)) + "|",
-    ]
-    for pair in pairs:
-        figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
-        cells = [f"{apart:.4f}, {same:.1%}, {equal} of {new}" for apart, same, equal in figures]
-        shown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")
+    """Of each pair of engines how far apart their answers are, by prompt; a table for each set of prompts."""
+    shown: list[str] = []
+    pairs = sorted((line for line in lines if "beside" in line), key=lambda pair: max(pair["prompt"]))
+    for prompts, alike in groupby(pairs, key=lambda pair: pair["prompt"]):
+        shown += [""] if shown else []
+        shown.append(f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |")
+        shown.append("|---" * (2 + len(prompts)) + "|")
+        for pair in alike:
+            figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
+            cells = [f"{apart:.4f}, {same:.1%}, {equal} of {pair['new_tokens']}" for apart, same, equal in figures]
+            shown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")
     return shown
 
 

@@ -4,6 +4,7 @@ Metadata, caches and their writers are vLLM's. V4's layers take no backend: each
 which is derived from here.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
+from xmla.core.formats.mla import VALUE_DIMS
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.memory import scratch_v4
+from xmla.vllm import memory
+from xmla.vllm.gathered import Gathered, rows_are_faster
 from xmla.vllm.refusals import refuse
 
 log = init_logger("vllm.xmla")
@@ -52,8 +55,10 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
         self.entry_slots = max(widths)
-        device = device_of(self.attn_sink.device)
-        self.reserved = scratch_v4(self.padded_heads, self.window_size, widths, tokens, device)
+        self.gathers, device = rows_are_faster(self.padded_heads), device_of(self.attn_sink.device)
+        self.reserved = memory.scratch_v4(
+            self.padded_heads, self.window_size, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0
+        )  # fmt: skip
         self.workspace(tokens)
 
     def entry_widths(self) -> tuple[int, ...]:
@@ -64,6 +69,10 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
             return (self.topk_indices_buffer.shape[1],)
         most = -(-self.max_model_len // (self.compress_ratio * 128)) * 128
         return (*(128 << i for i in range(most.bit_length()) if 128 << i < most), most)
+
+    def most_rows(self, tokens: int) -> int:
+        """Entries that prefills of so many tokens gather, at most."""
+        return tokens * (self.window_size + min(self.entry_widths())) // memory.REUSE
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -90,37 +99,84 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
             slots = step.decode_swa_indices, step.decode_swa_lens
             self.attend(q, output, slice(first), slots, compressed, decodes=True)
         if prefilled:
-            slots = step.prefill_swa_indices, step.prefill_swa_lens
-            self.attend(q, output, slice(first, first + prefilled), slots, compressed, decodes=False)
+            slots, part = (step.prefill_swa_indices, step.prefill_swa_lens), slice(first, first + prefilled)
+            rows = self.rows(step, compressed, part)
+            self.attend(q, output, part, slots, compressed, decodes=False, rows=rows)
+
+    def rows(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
+        """What this kind of layers gathers in a step, found by the first of them."""
+        if not self.gathers:
+            return None
+        found: dict[int, Rows | None] = vars(step).setdefault("rows", {})
+        if self.compress_ratio not in found:
+            found[self.compress_ratio] = self.gather(step, compressed, part)
+        return found[self.compress_ratio]
+
+    def gather(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
+        """The pages that windows may reach, and all of the compressed entries; None if these are too many."""
+        requests, of_prefills = step.token_to_req_indices[part] - step.num_decodes, slice(step.num_decodes, None)
+        lengths, new, page = step.prefill_seq_lens_cpu.long(), step.prefill_query_lens_cpu.long(), step.block_size
+        # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
+        first = ((lengths - new - self.window_size + 1) // page - 1).clamp(min=0)
+        most = self.most_rows(part.stop - part.start)
+        window = Gathered.of(step.block_table[of_prefills], requests, first, -(-lengths // page), page, most)
+        if window is None:
+            return None
+        slots = window.places(step.prefill_swa_indices, self.swa_cache_layer.kv_cache.shape[0])
+        if compressed is None:
+            return Rows(window, slots, None)
+        page, most = self.kv_cache.shape[1], most - len(window.slots)
+        last = -(-lengths // (self.compress_ratio * page))
+        table = compressed.block_table[of_prefills]
+        entries = Gathered.of(table, requests, torch.zeros_like(last), last, page, most)
+        return None if entries is None else Rows(window, slots, entries)
 
     def attend(
         self, q: torch.Tensor, output: torch.Tensor, part: slice, window: tuple[torch.Tensor, torch.Tensor],
-        compressed: Any, decodes: bool,
+        compressed: Any, decodes: bool, rows: "Rows | None" = None,
     ) -> None:  # fmt: skip
         """The tokens of `part`, with their slots in the window's cache [n, 1, K] and the number of them [n]."""
         slots, counts = window
         scratch, lse, *entries = self.workspace(len(counts))
         extra: tuple[torch.Tensor | None, ...] = None, None, None
+        cache, second, results = self.swa_cache_layer.kv_cache, self.kv_cache, (output[part], lse)
+        gathered = None if rows is None else rows.entries
+        if rows is not None:
+            cache, scratch = rows.window.read(cache, VALUE_DIMS, scratch)
+            slots = rows.slots
+        if gathered is not None:
+            second, scratch = gathered.read(second, VALUE_DIMS, scratch)
         if compressed is not None:
-            extra = self.kv_cache, *self.entries(compressed, part, decodes, *entries)
-        cache, results = self.swa_cache_layer.kv_cache, (output[part], lse)
+            extra = second, *self.entries(compressed, part, decodes, gathered, *entries)
         xt.sparse_mla(
             q[part], cache, slots.squeeze(1), counts, self.attn_sink, *extra, softmax_scale=self.scale, out=results,
             workspace=scratch,
         )  # fmt: skip
 
     def entries(
-        self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, compressed: Any, part: slice, decodes: bool, gathered: Gathered | None, slots: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Slots [n, K] of the compressed entries of each token and the number of them: the metadata's or the memory."""
         every = self.compress_ratio > 4
         if every and decodes:
             return compressed.c128a_global_decode_topk_indices.squeeze(1), compressed.c128a_decode_topk_lens
         positions = compressed.c128a_prefill_topk_indices if every else self.topk_indices_buffer[part]
         table, requests = compressed.block_table, compressed.req_id_per_token[part]
+        if gathered is not None:
+            table, requests = gathered.table, gathered.requests
         slots = slots.flatten()[: positions.numel()].view_as(positions)
         xt.map_slots(positions, table, requests, page_size=self.kv_cache.shape[1], out=(slots, counts))
         return slots, counts
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a layer's prefills attend to: of the window, with the tokens' slots, and of compressed entries."""
+
+    window: Gathered
+    slots: torch.Tensor  # [prefill tokens, 1, window]
+    entries: Gathered | None
 
 
 def unserved(vllm_config: Any) -> dict[str, bool]:

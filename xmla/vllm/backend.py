@@ -16,7 +16,6 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseMetadata
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -25,6 +24,7 @@ from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
 from xmla.torch_api._arrays import device_of
 from xmla.vllm import memory
+from xmla.vllm.gathered import Gathered, rows_are_faster
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
@@ -70,30 +70,6 @@ class XmlaSparseBackend(FlashMLASparseBackend):
         return "xmla does not serve two micro-batches at once" if config.parallel_config.use_ubatching else None
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The pages of a step's prefills as a pool of their own, whose entries attention reads as plain rows."""
-
-    slots: torch.Tensor  # [P·64] in the cache, of the pool's entries
-    table: torch.Tensor  # [prefills, M] pages of the pool
-    requests: torch.Tensor  # [prefill tokens] rows of the table
-
-    @classmethod
-    def of(cls, metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> "Gathered | None":
-        """From the most keys that each request has, on the host; None if too few tokens share an entry."""
-        first, page, device = metadata.num_decodes, metadata.block_size, metadata.block_table.device
-        pages = -(-lengths[first : first + metadata.num_prefills].long() // page)
-        tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
-        if tokens * metadata.topk_tokens < memory.REUSE * page * int(pages.sum()):
-            return None
-        start, place = pages.cumsum(0) - pages, torch.arange(int(pages.max()))
-        table = torch.where(place < pages[:, None], start[:, None] + place, -1).int()
-        named = (index.to(device, non_blocking=True) for index in (table >= 0).nonzero(as_tuple=True))
-        slots = metadata.block_table[first:][*named, None] * page + torch.arange(page, device=device)
-        requests = metadata.req_id_per_token[metadata.num_decode_tokens : metadata.num_actual_tokens] - first
-        return cls(slots.flatten().int(), table.to(device, non_blocking=True), requests)
-
-
 @dataclass
 class XmlaSparseMetadata(FlashMLASparseMetadata):
     """vLLM's, and what a step gathers."""
@@ -117,17 +93,19 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> XmlaSparseMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.gathers and metadata.num_prefills:
-            metadata.gathered = Gathered.of(metadata, common_attn_metadata.seq_lens_cpu_upper_bound)
+            metadata.gathered = gather(metadata, common_attn_metadata.seq_lens_cpu_upper_bound)
         return metadata
 
 
-def rows_are_faster(heads: int) -> bool:
-    """Whether prefill over plain rows is faster than over packed entries, by more than it costs to gather them.
-
-    Measured on Hopper alone, 4.1 against 6.4 ms for 4096 tokens of 128 heads; a tile of 16 heads unpacks for nothing.
-    """
-    capability = current_platform.get_device_capability()
-    return heads > 16 and capability is not None and capability.to_int() == 90
+def gather(metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> Gathered | None:
+    """All entries of the prefills, by the most keys that each request has, on the host; None if they are too many."""
+    first, page = metadata.num_decodes, metadata.block_size
+    rows = slice(first, first + metadata.num_prefills)
+    tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
+    requests = metadata.req_id_per_token[metadata.num_decode_tokens : metadata.num_actual_tokens] - first
+    last = -(-lengths[rows].long() // page)
+    most = tokens * metadata.topk_tokens // memory.REUSE
+    return Gathered.of(metadata.block_table[rows], requests, torch.zeros_like(last), last, page, most)
 
 
 class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
@@ -187,10 +165,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         q = joined(q[0], q[1], queries) if isinstance(q, tuple) else q
         pools = [(cache, attn_metadata.block_table, attn_metadata.req_id_per_token[: counts[0]])]
         if prefilled:
-            rows = scratch[: len(gathered.slots) * ENTRY * 2].view(torch.bfloat16).view(-1, ENTRY)
-            scratch = scratch[rows.nbytes :]
-            xt.read_mla_cache(cache, gathered.slots, out=rows)
-            pools = [*pools, (rows.view(-1, page, ENTRY), gathered.table, gathered.requests)][-len(counts) :]
+            rows, scratch = gathered.read(cache, ENTRY, scratch)
+            pools = [*pools, (rows, gathered.table, gathered.requests)][-len(counts) :]
         # Read in each step: for a connector that moves caches vLLM 0.33 changes it after layers are made.
         shards = Shards.of(self.dcp_world_size, self.dcp_rank, self.parallel.cp_kv_cache_interleave_size)
         first, lse = 0, None

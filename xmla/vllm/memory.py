@@ -49,7 +49,7 @@ def most(calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, de
 
 
 def gathered_bytes(keys: int, tokens: int) -> int:
-    """Rows of as many entries as so many tokens may make a step gather."""
+    """Rows of as many of V3.2's entries as so many tokens may make a step gather."""
     return tokens * keys // REUSE * PLAIN.dims * 2
 
 
@@ -62,11 +62,16 @@ def scratch_v32(heads: int, keys: int, tokens: int, device: Device, gathers: boo
 
 
 @lru_cache
-def scratch_v4(heads: int, window: int, widths: tuple[int, ...], tokens: int, device: Device) -> int:
-    """With as many compressed entries for a token as one of `widths` says, 0 in layers that have none."""
+def scratch_v4(
+    heads: int, window: int, widths: tuple[int, ...], tokens: int, device: Device, rows: int = 0
+) -> int:  # fmt: skip
+    """With as many compressed entries for a token as one of `widths` says, 0 in layers that have none.
+
+    Up to `rows` entries are gathered.
+    """
 
     def calls(tokens: int, pages: int) -> Iterable[Call]:
-        layouts = (V4,) if all(widths) else (V4, PLAIN_V4)  # a second pool's entries stay packed
+        layouts = (V4,) if all(widths) and not rows else (V4, PLAIN_V4)  # a second pool's entries stay packed
         return (attention(layout, heads, window, tokens, pages, n) for layout in layouts for n in widths)
 
-    return most(calls, window, tokens, device)
+    return most(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)

@@ -179,13 +179,22 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
         yield Call("sparse_mla", memory.arguments(q, pool, k), scale)
 
 
+def rows_of(pool: Spec) -> Spec:
+    return Spec((memory.LARGE, pool.shape[1], PLAIN_V4.row), "bfloat16")
+
+
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `attention_v4`, over the window's cache and that of compressed entries."""
+    """Those of `attention_v4`, over the window's cache and that of compressed entries, and over rows of both."""
     sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
-    for width, tokens in product(layer.entry_widths(), sizes.counts(device)):
+    pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
+    if layer.gathers:
+        pools.append((rows_of(window), None if cache is None else rows_of(cache)))
+        for pool in filter(None, pools[0]):
+            yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
+    for width, tokens, (first, second) in product(layer.entry_widths(), sizes.counts(device), pools):
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
-        called = memory.arguments(q, window, layer.window_size, cache, width) | sink
-        if cache is not None:
+        called = memory.arguments(q, first, layer.window_size, second, width) | sink
+        if second is not None:
             called["extra_lengths"] = called["lengths"]
         yield Call("sparse_mla", called, scale)
     if cache is not None:
