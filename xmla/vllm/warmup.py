@@ -90,11 +90,10 @@ def powers_of_2(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-def at_any_place(call: Call, *names: str) -> Iterator[Call]:
-    """The call with each of these arguments on a multiple of 16 bytes or not: they are rows of vLLM's arrays."""
-    for alignments in product((16, 4), repeat=len(names)):
-        placed = {name: replace(call.specs[name], alignment=n) for name, n in zip(names, alignments, strict=True)}
-        yield replace(call, specs={**call.specs, **placed})
+def at_any_place(call: Call, name: str) -> Iterator[Call]:
+    """The call with this argument on a multiple of 16 bytes or not: it is rows of an array of vLLM's."""
+    for alignment in (16, 4):
+        yield replace(call, specs={**call.specs, name: replace(call.specs[name], alignment=alignment)})
 
 
 def mapped(k: int, page: int, tokens: int, sizes: Sizes, ratio: int = 1) -> dict[str, Spec]:
