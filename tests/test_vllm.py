@@ -1,6 +1,6 @@
 """What the plugin makes of vLLM's metadata, without vLLM; tests/vllm_engine runs its engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from xmla import torch_api as xt
 from xmla.core.compile import Specialization
 from xmla.core.device import KNOWN_DEVICES, Device, find_device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
-from xmla.core.models.base import Call
+from xmla.core.models.base import Call, specializations
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, memory, shards, warmup
@@ -323,17 +323,13 @@ SIZES = warmup.Sizes(tokens=8192, requests=512, new=3, max_len=163840, keys=40 *
 INDEX_POOL = Spec((40000, 64, 132), "uint8")
 
 
-def listed(calls: Iterable[Call], device: Device) -> set[Specialization]:
-    return {kernel for call in calls for kernel in call.specializations(device)}
-
-
 def any_size(rng: np.random.Generator, most: int) -> int:
     """Each power of two as likely as another."""
     return min(most, int(2 ** rng.uniform(0, np.log2(most + 1))))
 
 
 def unlisted(
-    rng: np.random.Generator, device: Device, found: set[Specialization], make: Callable[[], Call]
+    rng: np.random.Generator, device: Device, found: list[Specialization], make: Callable[[], Call]
 ) -> list[str]:
     missing = []
     for _ in range(400):
@@ -346,7 +342,7 @@ def unlisted(
 def test_warmup_of_selections(device: Device) -> None:
     """Calls of any size that a step may have launch kernels of the list."""
     rng = np.random.default_rng(0)
-    found = listed(warmup.select_calls(INDEX_POOL, 64, 2048, 1, SIZES, device), device)
+    found = specializations(warmup.select_calls(INDEX_POOL, 64, 2048, 1, SIZES, device), device)
 
     def query(tokens: int) -> dict[str, Spec]:
         rows = {name: Spec((tokens,), "int32") for name in ("starts", "ends")}
@@ -381,7 +377,7 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
         query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, gathers=device.arch == 90
     )  # fmt: skip
     pool, rows = (memory.pool(layout, 40000) for layout in (V32, PLAIN))
-    found = listed(warmup.attend_calls(impl, pool, SIZES, device), device)
+    found = specializations(warmup.attend_calls(impl, pool, SIZES, device), device)
 
     def attend() -> Call:
         q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN.dims), "bfloat16")
@@ -399,7 +395,7 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
             padded_heads=heads, window_size=128, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held,
             gathers=impl.gathers,
         )  # fmt: skip
-        found = listed(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
+        found = specializations(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
 
         def attend_v4(extra: Spec | None = extra, held: tuple[int, ...] = held) -> Call:
             q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN_V4.dims), "bfloat16")
@@ -419,7 +415,7 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
 def test_warmup_of_ranks_that_share_keys(device: Device) -> None:
     rng, sizes = np.random.default_rng(2), replace(SIZES, ranks=8)
-    found = listed(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)
+    found = specializations(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)
 
     def select() -> Call:
         columns = 64 * any_size(rng, 30000)
@@ -433,6 +429,6 @@ def test_warmup_of_ranks_that_share_keys(device: Device) -> None:
 
 def test_warmup_of_every_place_of_rows() -> None:
     """Requests' rows of a table whose width is no multiple of 4 do not start on 16 bytes."""
-    calls = warmup.at_any_place(Call("map_slots", warmup.mapped(64, 64, 3, SIZES), {"page_size": 64}), "block_table")
+    calls = warmup.at_any_place(warmup.map_call(64, 64), "block_table")
     (first, second) = (call.specializations(find_device("H200")) for call in calls)
     assert [kernel.unaligned for kernel in (*first, *second)] == [frozenset(), {"block_table_ptr"}]

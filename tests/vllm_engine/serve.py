@@ -14,7 +14,7 @@ import typer
 
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
-from xmla.core.models.base import Call
+from xmla.core.models.base import Call, specializations
 from xmla.core.registry import registry
 from xmla.torch_api._arrays import spec_of
 
@@ -44,11 +44,11 @@ def counted(name: str, implementation: str | None) -> Any:
 
 def unlisted(config: Any) -> list[str]:
     """Kernels that the calls of this process launch on a known GPU and that the plugin's warm-up does not compile."""
-    from xmla.vllm.warmup import specializations
+    from xmla.vllm.warmup import calls
 
     found: list[str] = []
     for device in KNOWN_DEVICES:
-        listed = {*specializations(config, device)}
+        listed = {*specializations(calls(config, device), device)}
         wanted = {kernel: made for made in MADE.values() for kernel in made.specializations(device)}
         found += [f"{device.name}, {made}: {kernel}" for kernel, made in wanted.items() if kernel not in listed]
     return found

@@ -32,11 +32,11 @@ def alike(lines: list[Line]) -> list[str]:
     """Of each pair of engines how far apart their answers are, by prompt; a table for each set of prompts."""
     shown: list[str] = []
     pairs = sorted((line for line in lines if "beside" in line), key=lambda pair: max(pair["prompt"]))
-    for prompts, alike in groupby(pairs, key=lambda pair: pair["prompt"]):
+    for prompts, of_prompts in groupby(pairs, key=lambda pair: pair["prompt"]):
         shown += [""] if shown else []
         shown.append(f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |")
         shown.append("|---" * (2 + len(prompts)) + "|")
-        for pair in alike:
+        for pair in of_prompts:
             figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
             cells = [f"{apart:.4f}, {same:.1%}, {equal} of {pair['new_tokens']}" for apart, same, equal in figures]
             shown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")

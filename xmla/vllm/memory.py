@@ -16,8 +16,8 @@ SPLIT_TOKENS = 2048
 REUSE = 32
 
 
-def pool(layout: MlaLayout, pages: int) -> Spec:
-    return Spec((pages, PAGE, layout.row), "uint8" if layout.packed else "bfloat16")
+def pool(layout: MlaLayout, pages: int, page: int = PAGE) -> Spec:
+    return Spec((pages, page, layout.row), "uint8" if layout.packed else "bfloat16")
 
 
 def arguments(q: Spec, cache: Spec, keys: int, extra: Spec | None = None, width: int = 0) -> dict[str, Spec]:
@@ -71,7 +71,9 @@ def scratch_v4(
     """
 
     def calls(tokens: int, pages: int) -> Iterable[Call]:
-        layouts = (V4,) if all(widths) and not rows else (V4, PLAIN_V4)  # a second pool's entries stay packed
+        layouts = (
+            (V4,) if all(widths) and not rows else (V4, PLAIN_V4)
+        )  # beside a second pool entries stay packed, unless they are gathered
         return (attention(layout, heads, window, tokens, pages, n) for layout in layouts for n in widths)
 
     return most(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)

@@ -7,16 +7,17 @@ that its steps may have.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from xmla._warmup import make_ready
-from xmla.core.compile import Specialization, compiling_allowed
+from xmla.core.compile import compiling_allowed
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4
-from xmla.core.models.base import Call
+from xmla.core.models.base import Call, specializations
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
@@ -82,9 +83,6 @@ class Sizes:
         """Tokens of which ranks exchange candidates at a time, each with logits of so many keys."""
         return self.tokens if self.ranks == 1 else min(shards.ROWS, self.scratch // (4 * columns))
 
-    def table(self, requests: int, tokens_a_page: int) -> Spec:
-        return Spec((requests, cdiv(self.max_len, tokens_a_page)), "int32")
-
 
 def powers_of_2(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
@@ -96,13 +94,11 @@ def at_any_place(call: Call, name: str) -> Iterator[Call]:
         yield replace(call, specs={**call.specs, name: replace(call.specs[name], alignment=alignment)})
 
 
-def mapped(k: int, page: int, tokens: int, sizes: Sizes, ratio: int = 1) -> dict[str, Spec]:
-    """The arguments of `map_slots`."""
-    return {
-        "indices": Spec((tokens, k), "int32"),
-        "block_table": sizes.table(1, page * ratio),
-        "request_ids": Spec((tokens,), "int32"),
-    }
+def map_call(k: int, page: int, *, compact: bool = False) -> Call:
+    """That of `map_slots`, whose kernel is the same for any number of tokens and any table."""
+    shapes = {"indices": (1, k), "block_table": (1, 1), "request_ids": (1,)}
+    specs = {name: Spec(shape, "int32") for name, shape in shapes.items()}
+    return Call("map_slots", specs, {"page_size": page, "compact": compact})
 
 
 def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, device: Device) -> Iterator[Call]:
@@ -121,15 +117,15 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
         yield Call("write_indexer_cache", keys, {})
     yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
     yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, {})
-    yield from at_any_place(Call("map_slots", mapped(1, page, 1, sizes, ratio), {"page_size": page}), "block_table")
+    yield from at_any_place(map_call(1, page), "block_table")
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
-    table = sizes.table(1, page * ratio * sizes.ranks)
-    columns = table.shape[1] * page
+    width = cdiv(sizes.max_len, page * ratio * sizes.ranks)  # of a block table
+    columns = width * page
     for new in range(1, sizes.new + 1):
         for count in sizes.counts(device, min(sizes.requests, sizes.tokens // new)):
             tokens = min(count * new, sizes.at_once(columns))
-            pages = {"cache": cache, "block_table": replace(table, shape=(count, table.shape[1]))}
+            pages = {"cache": cache, "block_table": Spec((count, width), "int32")}
             called = query(tokens) | pages | {"lengths": a_token(tokens)}
             with_ids = called | {"request_ids": a_token(tokens)}
             if whole:
@@ -172,14 +168,10 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
     if impl.gathers and cache.dtype == "uint8":
         yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
         pools.append(memory.pool(PLAIN, memory.LARGE))
-    yield Call("map_slots", mapped(k, page, 1, sizes), {"page_size": page, "compact": sizes.ranks > 1})
+    yield map_call(k, page, compact=sizes.ranks > 1)
     for tokens, pool in product(sizes.counts(device), pools):
         q = Spec((tokens, heads, PLAIN.dims), "bfloat16")
         yield Call("sparse_mla", memory.arguments(q, pool, k), scale)
-
-
-def rows_of(pool: Spec) -> Spec:
-    return Spec((memory.LARGE, pool.shape[1], PLAIN_V4.row), "bfloat16")
 
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
@@ -187,7 +179,8 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
     sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
     pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
     if layer.gathers:
-        pools.append((rows_of(window), None if cache is None else rows_of(cache)))
+        rows = partial(memory.pool, PLAIN_V4, memory.LARGE)
+        pools.append((rows(window.shape[1]), None if cache is None else rows(cache.shape[1])))
         for pool in filter(None, pools[0]):
             yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
     for width, tokens, (first, second) in product(layer.entry_widths(), sizes.counts(device), pools):
@@ -197,10 +190,8 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
             called["extra_lengths"] = called["lengths"]
         yield Call("sparse_mla", called, scale)
     if cache is not None:
-        page = cache.shape[1]
         for width in layer.entry_widths():
-            slots = Call("map_slots", mapped(width, page, 1, sizes, layer.compress_ratio), {"page_size": page})
-            yield from at_any_place(slots, "request_ids")
+            yield from at_any_place(map_call(width, cache.shape[1]), "request_ids")
 
 
 def calls(config: Any, device: Device) -> Iterator[Call]:
@@ -208,8 +199,7 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
     sizes, model = Sizes.of(config), config.model_config.hf_config
     seen: set[tuple[Any, ...]] = set()
 
-    def is_new(*facts: Any) -> bool:
-        kind = tuple(replace(fact, device=None) if isinstance(fact, Spec) else fact for fact in facts)
+    def is_new(*kind: Any) -> bool:
         return kind not in seen and not seen.add(kind)
 
     for layer in config.compilation_config.static_forward_context.values():
@@ -231,14 +221,6 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
                 yield from select_calls(pool, model.index_n_heads, model.index_topk, ratio, sizes, device)
 
 
-def specializations(config: Any, device: Device) -> list[Specialization]:
-    """The kernels of these calls, each once."""
-    found: dict[Specialization, None] = {}
-    for call in calls(config, device):
-        found |= dict.fromkeys(call.specializations(device))
-    return list(found)
-
-
 def warmed(worker: type) -> type:
     """vLLM's worker, which compiles before it captures graphs; what its memory profile compiles is not refused."""
     from vllm.logger import init_logger
@@ -252,7 +234,7 @@ def warmed(worker: type) -> type:
 
         def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
             device = device_of(self.device)
-            wanted = specializations(self.vllm_config, device)
+            wanted = specializations(calls(self.vllm_config, device), device)
             if wanted:
                 workers = max(1, (os.cpu_count() or 1) // torch.cuda.device_count())  # every GPU's worker compiles them
                 ready = make_ready(wanted, device, self.device.index, workers=workers, progress=False)

@@ -1,7 +1,7 @@
 """The calls that serving a model makes, as specs: what `warmup` compiles and `xmla plan` prints."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -50,6 +50,14 @@ class Call:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
         op = registry()[self.op]
         return estimate(op.bind(self.specs, op.defaults | dict(self.attrs)), self.plan(device), device, keys)
+
+
+def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
+    """The kernels that these calls launch on `device`, each once, in order of first use."""
+    found: dict[Specialization, None] = {}
+    for call in calls:
+        found |= dict.fromkeys(call.specializations(device))
+    return list(found)
 
 
 def split(requests: int, next_n: int) -> Call:
@@ -119,8 +127,4 @@ class Model(ABC):
         """
         short = [tokens for tokens in LAST_CHUNKS if tokens < max(self.prefill_tokens, default=0)]
         steps = [calls for _, calls in replace(self, prefill_tokens=(*self.prefill_tokens, *short)).steps()]
-        found: dict[Specialization, None] = {}
-        for calls in steps:
-            for call in (call.over(pages) for call in calls for pages in POOLS):
-                found |= dict.fromkeys(call.specializations(device))
-        return list(found)
+        return specializations((call.over(pages) for calls in steps for call in calls for pages in POOLS), device)
