@@ -47,7 +47,8 @@ class Engine:
     """`sizes`: the batches that are captured as CUDA graphs; none: eager. `compiled`: as vLLM does without options.
 
     `ranks`: GPUs that share the heads, and with `keys` the keys too; `drafts`: tokens that a layer of the model drafts;
-    `v4`: of the model with DeepSeek-V4's attention. It is asked `joins`, with `new` tokens for each.
+    `v4`: of the model with DeepSeek-V4's attention. It is asked `joins`, with `new` tokens for each. If `cache_gib`
+    is 0, vLLM's memory profile, which captures graphs too, says how large the cache is: it needs the GPU alone.
     """
 
     plugin: bool
@@ -100,6 +101,7 @@ ENGINES = {
     "xmla-graphs": Engine(plugin=True, sizes=EXACT),
     "xmla-padded": Engine(plugin=True, sizes=PADDED),
     "xmla-compiled": Engine(plugin=True, sizes=EXACT, compiled=True),
+    "xmla-profiled": Engine(plugin=True, sizes=EXACT, cache_gib=0),
     "xmla-ranks": Engine(plugin=True, ranks=2),
     "xmla-ranks-graphs": Engine(plugin=True, sizes=EXACT, ranks=2),
     "xmla-keys": Engine(plugin=True, ranks=2, keys=True),
@@ -116,6 +118,7 @@ ENGINES = {
     "v4-xmla": Engine(plugin=True, v4=True),
     "v4-xmla-chunks": Engine(plugin=True, chunk=768, v4=True),
     "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, v4=True),
+    "v4-xmla-profiled": Engine(plugin=True, sizes=EXACT, v4=True, cache_gib=0),
     "v4-own-long": Engine(plugin=False, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
     "v4-own-long-chunks": Engine(plugin=False, chunk=1024, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
     "v4-xmla-long": Engine(plugin=True, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
@@ -168,9 +171,9 @@ def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> A
         arguments["kernel_config"] = {"enable_jit_warmup": False}  # what it compiles at start is partly replaced
     return LLMEngine.from_engine_args(
         EngineArgs(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.05,
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16",
             attention_config={"sparse_mla_force_mqa": True}, disable_log_stats=True,
-            **ENGINES[name].arguments(sizes), **arguments,
+            **{"gpu_memory_utilization": 0.05} | ENGINES[name].arguments(sizes) | arguments,
         )
     )  # fmt: skip
 
@@ -204,9 +207,10 @@ def answer(name: str, model: Path, out: Path) -> None:
     from vllm import SamplingParams
 
     begun, asked = time.monotonic(), ENGINES[name]
+    memory = {"kv_cache_memory_bytes": asked.cache_gib << 30} if asked.cache_gib else {"gpu_memory_utilization": 0.2}
     engine = start(
         name, model, asked.sizes, max_model_len=asked.max_len, max_num_seqs=8, max_num_batched_tokens=asked.chunk,
-        kv_cache_memory_bytes=asked.cache_gib << 30, enable_prefix_caching=False, async_scheduling=False,
+        **memory, enable_prefix_caching=False, async_scheduling=False,
     )  # fmt: skip
     ready, before = time.monotonic(), engine.collective_rpc(compiled)
     parameters = SamplingParams(

@@ -6,7 +6,8 @@ python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one pref
 
 With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
 `v4-own,v4-xmla` and the like of a model with DeepSeek-V4's attention, with `own-long,xmla-long` or
-`v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory.
+`v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory. With `--at-once 1` and
+`xmla,xmla-profiled` or `v4-xmla,v4-xmla-profiled` the cache is what vLLM's memory profile leaves.
 
 Needs vLLM and the package's own dependencies. All append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
@@ -38,6 +39,7 @@ PAIRS = (
     ("xmla-graphs", "xmla"),
     ("xmla-padded", "xmla"),
     ("xmla-compiled", "xmla"),
+    ("xmla-profiled", "xmla"),
     ("own-graphs", "own"),
     ("own-compiled", "own"),
     *((f"xmla-{name}", "xmla") for name in ("ranks", "keys", "drafts", "drafts-3")),
@@ -47,6 +49,7 @@ PAIRS = (
     ("v4-xmla", "v4-own"),
     ("v4-own-graphs", "v4-own"),
     ("v4-xmla-graphs", "v4-xmla"),
+    ("v4-xmla-profiled", "v4-xmla"),
     ("own-long-chunks", "own-long"),
     ("xmla-long", "own-long"),
     ("v4-own-long-chunks", "v4-own-long"),
@@ -161,7 +164,7 @@ def verdicts(
             wanted[f"{name}: attention and every op are xmla's"] = result["attention"] == [attention] and counted
             wanted[f"{name}: no step waits for a kernel"] = not result["compiled_late"]
     for (name, other), figures in found.items():
-        if name.startswith(("xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "v4-xmla")):
+        if name.startswith(("xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla")):
             wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
     if ("xmla-graphs", "xmla") in found:
         equal = found["xmla-graphs", "xmla"]["equal_tokens"]

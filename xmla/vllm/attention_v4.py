@@ -4,7 +4,7 @@ Metadata, caches and their writers are vLLM's. V4's layers take no backend: each
 which is derived from here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,32 +104,33 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
             self.attend(q, output, part, slots, compressed, decodes=False, rows=rows)
 
     def rows(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
-        """What this kind of layers gathers in a step, found by the first of them."""
+        """What this kind of layers gathers in a step: found by the first of them, its windows by the first layer."""
         if not self.gathers:
             return None
         found: dict[int, Rows | None] = vars(step).setdefault("rows", {})
-        if self.compress_ratio not in found:
-            found[self.compress_ratio] = self.gather(step, compressed, part)
-        return found[self.compress_ratio]
+        if 1 not in found:
+            found[1] = self.window_rows(step, part)
+        window, ratio = found[1], self.compress_ratio
+        if window is not None and ratio not in found:
+            page = self.kv_cache.shape[1]
+            last = -(-step.prefill_seq_lens_cpu.long() // (ratio * page))
+            most = (part.stop - part.start) * min(self.entry_widths()) // memory.REUSE
+            table, requests = compressed.block_table[step.num_decodes :], window.window.requests
+            entries = Gathered.of(table, requests, torch.zeros_like(last), last, page, most)
+            found[ratio] = None if entries is None else replace(window, entries=entries)
+        return None if window is None else found[ratio]
 
-    def gather(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
-        """The pages that windows may reach, and all of the compressed entries; None if these are too many."""
-        requests, of_prefills = step.token_to_req_indices[part] - step.num_decodes, slice(step.num_decodes, None)
+    def window_rows(self, step: Any, part: slice) -> "Rows | None":
+        """The pages that windows of prefills may reach, and the tokens' slots in them."""
         lengths, new, page = step.prefill_seq_lens_cpu.long(), step.prefill_query_lens_cpu.long(), step.block_size
         # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
         first = ((lengths - new - self.window_size + 1) // page - 1).clamp(min=0)
-        most = self.most_rows(part.stop - part.start)
-        window = Gathered.of(step.block_table[of_prefills], requests, first, -(-lengths // page), page, most)
+        most = (part.stop - part.start) * self.window_size // memory.REUSE
+        table, requests = step.block_table[step.num_decodes :], step.token_to_req_indices[part] - step.num_decodes
+        window = Gathered.of(table, requests, first, -(-lengths // page), page, most)
         if window is None:
             return None
-        slots = window.places(step.prefill_swa_indices, self.swa_cache_layer.kv_cache.shape[0])
-        if compressed is None:
-            return Rows(window, slots, None)
-        page, most = self.kv_cache.shape[1], most - len(window.slots)
-        last = -(-lengths // (self.compress_ratio * page))
-        table = compressed.block_table[of_prefills]
-        entries = Gathered.of(table, requests, torch.zeros_like(last), last, page, most)
-        return None if entries is None else Rows(window, slots, entries)
+        return Rows(window, window.places(step.prefill_swa_indices, self.swa_cache_layer.kv_cache.shape[0]))
 
     def attend(
         self, q: torch.Tensor, output: torch.Tensor, part: slice, window: tuple[torch.Tensor, torch.Tensor],
@@ -176,7 +177,7 @@ class Rows:
 
     window: Gathered
     slots: torch.Tensor  # [prefill tokens, 1, window]
-    entries: Gathered | None
+    entries: Gathered | None = None
 
 
 def unserved(vllm_config: Any) -> dict[str, bool]:
