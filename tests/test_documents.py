@@ -13,6 +13,7 @@ from conftest import require_tool
 
 import xmla
 from xmla.bench import layer_report, picture, ranks_report, vllm_report
+from xmla.bench.provenance import origin
 from xmla.bench.report import insert, read, report
 from xmla.command import app
 from xmla.core.registry import registry
@@ -109,7 +110,7 @@ def test_pictures_are_of_the_committed_results(tmp_path: Path) -> None:
     assert [len(bars) for bars in shown["bars"].values()] == [7, 3, 6]
     for suffix in ("", "-dark"):
         assert picture.described(ROOT / f"docs/images/speed{suffix}.svg") == shown
-        assert picture.described(ROOT / f"docs/images/run{suffix}.svg") == picture.origin(head)
+        assert picture.described(ROOT / f"docs/images/run{suffix}.svg") == origin(head)
     picture.draw_speeds(head, lines, tmp_path / "speed.svg")
     assert picture.described(tmp_path / "speed.svg") == shown
 

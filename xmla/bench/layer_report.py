@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from xmla.bench.provenance import origin
 from xmla.bench.report import read, show
 
 MARKERS = "<!-- layer -->\n", "<!-- /layer -->"
@@ -29,8 +30,7 @@ def report(file: Path) -> str:
     measured = [name for name in NAMES if name in lines[0]]
     packages = ["torch", "Triton", *(["JAX"] if "dense_in_jax" in measured else [])]
     shown = [
-        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, "
-        f"{', '.join(f'{name} {versions[name.lower()]}' for name in packages)}.",
+        f"{origin(head)}, {', '.join(f'{name} {versions[name.lower()]}' for name in packages)}.",
         "",
         f"| tokens | {' | '.join(NAMES[name] for name in measured)} | difference of gradients |",
         "|---" * (len(measured) + 2) + "|",

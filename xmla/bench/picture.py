@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xmla.bench.provenance import origin
+
 Line = dict[str, Any]
 Bar = tuple[str, float, float]  # what is timed, TFLOP/s here, the peer's
 PANELS = {
@@ -47,10 +49,6 @@ def _save(pyplot: Any, figure: Any, file: Path, dark: bool, shown: object = None
         options = {"transparent": True, "metadata": {"Date": None, "Creator": "xmla"} | described}
     figure.savefig(file, dpi=110, **options)
     pyplot.close(figure)
-
-
-def origin(head: Line) -> str:
-    return f"{', '.join(head['versions']['devices'])}, {head['date']}, commit {head['commit'][:12]}"
 
 
 def speeds(lines: list[Line]) -> dict[str, list[Bar]]:

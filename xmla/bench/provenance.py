@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections import Counter
 from typing import Any
 
 from xmla.machine.facts import collect
@@ -15,3 +16,9 @@ def provenance(command: str, commit: str | None = None) -> dict[str, Any]:
     facts = collect()
     versions = {name: value for name, value in facts.items() if name not in ("supported", "untested", "settings")}
     return {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": versions}
+
+
+def origin(head: dict[str, Any]) -> str:
+    """Devices, date and commit of a run, as documents and pictures tell them."""
+    devices = [f"{name} × {n}" if n > 1 else name for name, n in Counter(head["versions"]["devices"]).items()]
+    return f"{', '.join(devices)}, {head['date']}, commit {head['commit'][:12]}"

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from xmla.bench.provenance import origin
 from xmla.bench.report import show
 
 MARKERS = "<!-- ranks -->\n", "<!-- /ranks -->"
@@ -41,8 +42,7 @@ def _table(results: Results) -> str:
     columns = [f"{ranks} GPUs" for ranks in several]
     columns += ["exchange", "bytes, predicted", "by NVLink"]
     shown = [
-        f"{versions['devices'][0]} × {len(versions['devices'])}, {results.head['date']}, commit "
-        f"{results.head['commit'][:12]}, torch {versions['torch']}, Triton {versions['triton']}, NCCL.",
+        f"{origin(results.head)}, torch {versions['torch']}, Triton {versions['triton']}, NCCL.",
         "",
         f"| context | requests | 1 GPU | {' | '.join(columns)} |",
         "|" + "---|" * (3 + len(columns)),

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from xmla.bench import picture
+from xmla.bench.provenance import origin
 
 BEGIN, END = "<!-- numbers -->\n", "<!-- /numbers -->"
 
@@ -43,13 +44,13 @@ def host_rows(lines: list[dict[str, Any]]) -> list[str]:
     return table
 
 
-def origin(head: dict[str, Any]) -> str:
-    """Where the figures of one file come from."""
+def beginning(head: dict[str, Any]) -> str:
+    """Where the figures of one file come from, with the ceilings then."""
     limits, versions = head["ceilings"], head["versions"]
     peers = [head[name] for name in ("flash_mla", "cudnn") if head.get(name)]
     packages = [f"torch {versions['torch']}", f"Triton {versions['triton']}", *peers]
     return (
-        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, {', '.join(packages)}. "
+        f"{origin(head)}, {', '.join(packages)}. "
         f"Ceilings when the run began: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
     )
@@ -71,9 +72,9 @@ def report(files: list[Path]) -> str:
     shown: list[str] = []
     for head, *lines in runs:
         if any("us" in line for line in lines):
-            shown += [*([""] if shown else []), origin(head), "", *rows(lines)]
+            shown += [*([""] if shown else []), beginning(head), "", *rows(lines)]
     head, *hosts = next(lines for lines in reversed(runs) if host_rows(lines[1:]))
-    shown += ["", *([origin(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
+    shown += ["", *([beginning(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
     return "\n".join(shown) + "\n"
 
 

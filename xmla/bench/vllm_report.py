@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from xmla.bench.provenance import origin
 from xmla.bench.report import read, show
 
 MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
@@ -18,12 +19,13 @@ FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
 Line = dict[str, Any]
 
 
-def origin(head: Line, lines: list[Line]) -> str:
+def engine(head: Line, lines: list[Line]) -> str:
+    """Where the figures of a run come from, and of which model."""
     versions, model = head["versions"], head["model"]
     name = "V4" if lines[0]["engine"].startswith("v4-") else "V3.2"
     return (
-        f"{', '.join(versions['devices'])}, {head['date']}, commit {head['commit'][:12]}, vLLM {head['vllm']}, torch "
-        f"{versions['torch']}, Triton {versions['triton']}; DeepSeek-{name}, {model['num_hidden_layers']} layers, "
+        f"{origin(head)}, vLLM {head['vllm']}, torch {versions['torch']}, Triton {versions['triton']}; "
+        f"DeepSeek-{name}, {model['num_hidden_layers']} layers, "
         f"{model['num_attention_heads']} heads, top-k {model['index_topk']}."
     )
 
@@ -73,9 +75,9 @@ def report(files: list[Path], *, whole: bool = True) -> str:
     shown: list[str] = []
     for head, *lines in read(files):
         if any("step_us" in line for line in lines):
-            shown += [origin(head, lines), "", *speeds(lines), ""]
+            shown += [engine(head, lines), "", *speeds(lines), ""]
         elif whole and any("beside" in line for line in lines):
-            shown += [origin(head, lines), "", *alike(lines), ""]
+            shown += [engine(head, lines), "", *alike(lines), ""]
     return "\n".join(shown[:-1]) + "\n"
 
 
