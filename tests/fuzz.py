@@ -465,37 +465,41 @@ def run_named(name: str) -> list[str]:
     return [message for _, message in run_batch(target, [int(seed)])]
 
 
-def shapes_of(names: Iterable[str]) -> list[tuple[Target, int]]:
-    return [(target, shape) for target in targets(names) for shape in range(SHAPES)]
+def shapes_of(names: Iterable[str], first: int) -> list[tuple[Target, int]]:
+    """In an order that has some of every op at its beginning, and others with another `first`."""
+    found = [(target, shape) for target in targets(names) for shape in range(SHAPES)]
+    return [found[place] for place in np.random.default_rng(first).permutation(len(found))]
 
 
 def seeds_of(shape: int, batch: int) -> list[int]:
     return [shape + SHAPES * (batch * BATCH + i) for i in range(BATCH)]
 
 
-def work(names: list[str], index: int, workers: int, first: int, state: Any, reports: Any) -> None:
-    """Every `workers`-th batch of each shape, without end.
+def work(names: list[str], first: int, begun: Any, state: Any, reports: Any) -> None:
+    """The next batch that no worker has begun, without end: one of each shape, then another of each.
 
-    `state` becomes [shape, batch, processor time before it, its turn].
+    `state` becomes [shape, batch, processor time before it, whether this worker has compiled the shape].
     """
     torch.set_num_threads(1)
-    shapes = shapes_of(names)
-    for turn in count():
-        for place in range(len(shapes)):
-            chosen = (place + index * len(shapes) // workers) % len(shapes)
-            target, shape = shapes[chosen]
-            batch = first + turn * workers + index
-            seeds = seeds_of(shape, batch)
-            state[:] = [chosen, batch, time.process_time(), turn]
-            try:
-                found = list(run_batch(target, seeds))
-            except Exception:  # what no call may raise, a fault of the GPU among it
-                found = [(f"{target}/{seeds[0]}{AND_MORE}", traceback.format_exc(limit=-4))]
-                reports.put((target.op.name, len(seeds), found))
-                if DEVICE == "cuda":  # the context is lost; another process goes on
-                    return
-            else:
-                reports.put((target.op.name, len(seeds), found))
+    shapes = shapes_of(names, first)
+    compiled: set[int] = set()
+    while True:
+        with begun.get_lock():
+            turn, chosen = divmod(begun.value, len(shapes))
+            begun.value += 1
+        target, shape = shapes[chosen]
+        seeds = seeds_of(shape, first + turn)
+        state[:] = [chosen, first + turn, time.process_time(), chosen in compiled]
+        try:
+            found = list(run_batch(target, seeds))
+        except Exception:  # what no call may raise, a fault of the GPU among it
+            found = [(f"{target}/{seeds[0]}{AND_MORE}", traceback.format_exc(limit=-4))]
+            reports.put((chosen, len(seeds), found))
+            if DEVICE == "cuda":  # the context is lost; another process goes on
+                return
+        else:
+            reports.put((chosen, len(seeds), found))
+            compiled.add(chosen)
 
 
 @dataclass
@@ -515,36 +519,36 @@ def processor_time(process: int) -> float:
 
 def fuzz(
     names: list[str], seconds: float, cases: int, workers: int, first: int
-) -> tuple[Counter[str], dict[str, str], float]:
-    """Cases run by op, failures by name, and the seconds it took."""
+) -> tuple[Counter[int], dict[str, str], float]:
+    """Cases run by shape, failures by name, and the seconds it took."""
     context = multiprocessing.get_context("spawn")
-    reports = context.Queue()
-    shapes = shapes_of(names)
+    reports, begun = context.Queue(), context.Value("q", 0)
+    shapes = shapes_of(names, first)
 
-    def start(index: int, first: int) -> Worker:
+    def start() -> Worker:
         state = context.Array("d", [-1, 0, 0.0, 0], lock=False)
-        process = context.Process(target=work, args=(names, index, workers, first, state, reports), daemon=True)
+        process = context.Process(target=work, args=(names, first, begun, state, reports), daemon=True)
         process.start()
         return Worker(process, state)
 
     began = time.monotonic()
-    pool = [start(index, first) for index in range(workers)]
-    done: Counter[str] = Counter()
+    pool = [start() for _ in range(workers)]
+    done: Counter[int] = Counter()
     failures: dict[str, str] = {}
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("fuzzing", total=cases or seconds)
         while time.monotonic() - began < seconds and (not cases or done.total() < cases):
             try:
-                op_name, number, found = reports.get(timeout=0.5)
+                chosen, number, found = reports.get(timeout=0.5)
             except queue.Empty:
                 pass
             else:
-                done[op_name] += number
+                done[chosen] += number
                 failures |= found
             bar.update(task, completed=done.total() if cases else time.monotonic() - began)
             for index, worker in enumerate(pool):
-                chosen, batch, before, turn = worker.state[:]
-                limit = HANG_SECONDS if turn else COMPILE_SECONDS
+                chosen, batch, before, compiled = worker.state[:]
+                limit = HANG_SECONDS if compiled else COMPILE_SECONDS
                 hung = processor_time(worker.process.pid) - before > limit
                 if hung and chosen >= 0:
                     target, shape = shapes[int(chosen)]
@@ -552,7 +556,7 @@ def fuzz(
                     failures[name] = f"did not end within {limit} s of processor time"
                 if hung or not worker.process.is_alive():
                     worker.process.kill()
-                    pool[index] = start(index, int(batch) + workers)
+                    pool[index] = start()
             if len(failures) >= MANY:
                 break
     for worker in pool:
@@ -560,19 +564,18 @@ def fuzz(
     return done, failures, time.monotonic() - began
 
 
-def fuzz_here(names: list[str], seconds: float, cases: int, first: int) -> tuple[Counter[str], dict[str, str], float]:
+def fuzz_here(names: list[str], seconds: float, cases: int, first: int) -> tuple[Counter[int], dict[str, str], float]:
     """As `fuzz`, in this process, arrays apart and without a watchdog: for compute-sanitizer, which is one itself."""
     began = time.monotonic()
-    done: Counter[str] = Counter()
+    done: Counter[int] = Counter()
     failures: dict[str, str] = {}
-    shapes = shapes_of(names)
+    shapes = shapes_of(names, first)
     for batch in count(first):
-        for place in np.random.default_rng(batch).permutation(len(shapes)):  # of every op some, however short the time
-            target, shape = shapes[place]
+        for place, (target, shape) in enumerate(shapes):
             if time.monotonic() - began >= seconds or (cases and done.total() >= cases):
                 return done, failures, time.monotonic() - began
             failures |= run_batch(target, seeds_of(shape, batch)[:2], apart=True)
-            done[target.op.name] += 2
+            done[place] += 2
     raise RuntimeError("count() ended")
 
 
@@ -600,13 +603,17 @@ def main(
         console.print(f"{name}: {message}")
     if failures:
         console.print("one of them again: python tests/fuzz.py --rerun OP/CASE/SEED")
-    for name, number in sorted(done.items()):
+    shapes = shapes_of(op or [], first)
+    by_op: Counter[str] = Counter()
+    for place, (target, _) in enumerate(shapes):
+        by_op[target.op.name] += done[place]
+    for name, number in sorted(by_op.items()):
         wrong = sum(failure.startswith((f"{name}/", f"{name}@")) for failure in failures)
         console.print(f"{name}: {number} cases, {wrong} failures")
     rate = done.total() / took
     console.print(
-        f"{done.total()} cases of {len(shapes_of(op or []))} shapes from batch {first} on, {len(failures)} failures, "
-        f"{took:.0f} s, {rate:.0f} cases/s, {workers} processes on {DEVICE}"
+        f"{done.total()} cases of {len(+done)} of {len(shapes)} shapes from batch {first} on, {len(failures)} "
+        f"failures, {took:.0f} s, {rate:.0f} cases/s, {workers} processes on {DEVICE}"
     )
     raise typer.Exit(code=int(bool(failures)))
 
