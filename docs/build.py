@@ -142,7 +142,7 @@ def op_page(op: Op) -> str:
     page.append("## Definition\n\nThe NumPy reference that every implementation is compared with.")
     shown = os.path.relpath(folder / "reference.py", DOCS)
     page.append(f"```{{literalinclude}} {shown}\n:language: python\n```")
-    files = [file for name in ("__init__", "kernels", "plan") if (file := folder / f"{name}.py").exists()]
+    files = [file for file in sorted(folder.glob("*.py")) if file.stem not in ("reference", "cases")]
     files += sorted(folder.glob("gluon_*/*.py"))
     files = [file for file in files if file.stat().st_size]
     shown = [f"[`{file.relative_to(folder)}`](../{os.path.relpath(file, ROOT)})" for file in files]

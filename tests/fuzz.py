@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
+from itertools import count, zip_longest
 from math import ceil, floor, log2
 from pathlib import Path
 from typing import Annotated, Any
@@ -466,9 +466,14 @@ def run_named(name: str) -> list[str]:
 
 
 def shapes_of(names: Iterable[str], first: int) -> list[tuple[Target, int]]:
-    """In an order that has some of every op at its beginning, and others with another `first`."""
-    found = [(target, shape) for target in targets(names) for shape in range(SHAPES)]
-    return [found[place] for place in np.random.default_rng(first).permutation(len(found))]
+    """One of each op, then another of each that has more; which ones come first depends on `first`."""
+    rng = np.random.default_rng(first)
+    by_op: dict[str, list[tuple[Target, int]]] = {}
+    for target in targets(names):
+        by_op.setdefault(target.op.name, []).extend((target, shape) for shape in range(SHAPES))
+    for found in by_op.values():
+        rng.shuffle(found)
+    return [shape for of_each in zip_longest(*by_op.values()) for shape in of_each if shape is not None]
 
 
 def seeds_of(shape: int, batch: int) -> list[int]:

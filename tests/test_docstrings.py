@@ -77,3 +77,13 @@ def test_docstrings_say_what_becomes_of_updated_arrays(op: Op) -> None:
     torch_doc, jax_doc = (inspect.getdoc(getattr(module, op.name)) or "" for module in FRONT_ENDS.values())
     assert f"Updates {names} in place and returns None." in torch_doc and "jax.Ref" not in torch_doc
     assert f"returns the new {names}," in " ".join(jax_doc.split()) and "Given a `jax.Ref`" in " ".join(jax_doc.split())
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if not op.steps], ids=lambda op: op.name)
+def test_docstrings_end_with_the_conditions_of_every_implementation(op: Op) -> None:
+    """Of two with one name too."""
+    _, _, told = " ".join(op.doc.split()).partition("Implementations, best first: ")
+    for each in op.implementations:
+        line = f"{each.name}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
+        assert line in told
+        told = told.partition(line)[2]

@@ -16,6 +16,7 @@ from xmla.core.compile import Specialization
 from xmla.core.device import KNOWN_DEVICES, Device, find_device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.models.base import Call, specializations
+from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, memory, shards, warmup
@@ -297,6 +298,10 @@ def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
         attend = memory.attention(PLAIN_V4, 64, 128, count, memory.LARGE, width)
         assert 8 * count * 1024 + attend.plan(device).workspace_bytes <= with_rows
     assert not any(needed for (count, _), needed in found.items() if count > memory.SPLIT_TOKENS)
+
+
+def test_rows_are_gathered_where_the_op_unpacks_pools() -> None:
+    assert memory.REUSE == unpack.REUSE
 
 
 def test_gathered_pages(device: str) -> None:

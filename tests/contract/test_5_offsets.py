@@ -32,7 +32,6 @@ pytestmark = pytest.mark.xdist_group("device memory")
 SPACE = 24 << 30
 ORIGIN = 2**31  # elements
 FAREST = 2**31 - 2**21  # the largest stride; some are runtime sizes
-ENTRIES = {"R", "EXTRA_R", "SOURCE_R", "STATE_R"}  # axes of a page, which are dense
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ SPREAD = [
     for op in OPS.values()
     for name, tensor in op.tensors.items()
     for axis, label in enumerate(tensor.names[:-1])
-    if label not in ENTRIES
+    if label not in far_strides.ENTRIES
     for by in chosen(op)
 ]
 

@@ -117,7 +117,8 @@ def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
-    write(out, provenance(command, commit) | {"vllm": version("vllm"), "model": sizes})
+    settings = {name: value for name, value in os.environ.items() if name.startswith("XMLA_")}
+    write(out, provenance(command, commit) | {"environment": settings, "vllm": version("vllm"), "model": sizes})
 
 
 def write(out: Path, line: dict[str, Any]) -> None:

@@ -307,7 +307,7 @@ class Op:
 
     @property
     def pools(self) -> list[str]:
-        """The arguments that are paged caches, [pages, entries, bytes or elements]."""
+        """The arguments whose last axis is an entry's row: paged caches, and the indexer's keys one after the other."""
         return [name for name, tensor in self.tensors.items() if tensor.names[-1].endswith("ROW")]
 
     @property
@@ -323,11 +323,10 @@ class Op:
         if self.steps:
             told = ["those of " + ", ".join(step.name for step in self.steps if len(step.choices) > 1) + "."]
         else:
-            served = {
-                implementation.name: "; ".join(condition.supported for condition in implementation.conditions)
-                for implementation in self.implementations
-            }
-            told = [f"{name}: {conditions or 'every call'}." for name, conditions in served.items()]
+            told = [
+                f"{each.name}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
+                for each in self.implementations
+            ]
         lines = [line for text in told for line in wrap(text, 112, subsequent_indent="    ")]
         section = "\n".join(["    Implementations, best first:", *(f"        {line}" for line in lines)])
         if self.derivative is not None:
@@ -378,10 +377,10 @@ class Op:
         return problem
 
     def choose(self, problem: Problem, device: Device) -> Implementation:
-        """The first implementation that serves the call; if one was asked for by name, only that one.
+        """The first implementation that serves the call; if one was asked for by name, only those of that name.
 
         Raises:
-            UnsupportedError: The implementation asked for does not serve the call.
+            UnsupportedError: None of those asked for serves the call; the last, which serves most, says why.
         """
         asked = None if self.steps else problem.implementation
         unmet = None

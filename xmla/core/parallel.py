@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import indexer_layouts, indexer_rows
+from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.plan import cdiv
 
 
@@ -105,19 +106,16 @@ def heads_of(heads: int, ranks: int) -> int:
     return heads // ranks
 
 
-def received_bytes(
-    tokens: int, heads: int, k: int, ranks: int, *, latent: int = 512, itemsize: int = 2, scatter_heads: bool = False
-) -> dict[str, int]:
+def received_bytes(tokens: int, heads: int, k: int, ranks: int, *, scatter_heads: bool = False) -> dict[str, int]:
     """Bytes that each rank receives in one layer's context-parallel step, by their content.
 
     Args:
         tokens, heads, k: T, H and K of the step.
         ranks: W.
-        latent, itemsize: L, the dims of an output row, and the bytes of its dtype.
         scatter_heads: As in `ContextParallel.merge`: a rank merges H / W heads instead of all.
     """
     merged = heads_of(heads, ranks) if scatter_heads else heads
     return {
         "candidates": (ranks - 1) * tokens * k * (4 + 4),  # a value and an index
-        "partial attention": (ranks - 1) * tokens * merged * (latent * itemsize + 4),  # a row and its lse
+        "partial attention": (ranks - 1) * tokens * merged * (VALUE_DIMS * 2 + 4),  # a row in bfloat16 and its lse
     }

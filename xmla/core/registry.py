@@ -1,4 +1,4 @@
-"""Every op by name. A new op is one folder in `xmla.core.ops` and one line here."""
+"""Every op by name. A new op is one folder in `xmla.core.ops` and two lines here."""
 
 from xmla.core.op import Op
 from xmla.core.ops import (

@@ -1,4 +1,4 @@
-"""The JAX primitive of all ops, and its rules: shapes, Refs, lowering, vmap, no derivative.
+"""The JAX primitives of all ops, and their rules: shapes, Refs, lowering, vmap, reverse mode.
 
 The operands are the given tensors in the order of the declaration. A mutated operand is a Ref, which is updated in
 place, or an array, whose new value is an additional result.

@@ -1666,6 +1666,8 @@ def sparse_mla(
             float64 on the host.
 
     Implementations, best first:
+        gluon: compute capability 9.0; one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of
+            'v32'; entries that slots name 32 times on average; queries on multiples of 16 bytes.
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.

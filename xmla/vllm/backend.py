@@ -22,6 +22,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
+from xmla.core.formats.mla import PLAIN, VALUE_DIMS
 from xmla.torch_api._arrays import device_of
 from xmla.vllm import memory
 from xmla.vllm.gathered import Gathered, rows_are_faster
@@ -33,7 +34,6 @@ LEFT = (
     "dense attention of prefills no longer than top-k (sparse_mla_force_mqa turns it off), rotation and quantisation "
     "of queries, cache writes in fused kernels of the model"
 )
-LATENT, ENTRY = 512, 576  # dims of a value and of an entry
 
 
 class XmlaSparseBackend(FlashMLASparseBackend):
@@ -54,7 +54,7 @@ class XmlaSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [ENTRY]
+        return [PLAIN.dims]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -136,8 +136,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         dtypes = torch.float32, torch.int32, torch.int32
         sizes = [size for n in tokens for size in zip(((n, heads), (n, keys), (n,)), dtypes, strict=True)]
         return current_workspace_manager().get_simultaneous(
-            ((sum(tokens), heads, ENTRY), torch.bfloat16),
-            ((sum(tokens), heads, LATENT), torch.bfloat16),
+            ((sum(tokens), heads, PLAIN.dims), torch.bfloat16),
+            ((sum(tokens), heads, VALUE_DIMS), torch.bfloat16),
             ((self.reserved,), torch.uint8),
             *sizes,
         )
@@ -165,7 +165,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         q = joined(q[0], q[1], queries) if isinstance(q, tuple) else q
         pools = [(cache, attn_metadata.block_table, attn_metadata.req_id_per_token[: counts[0]])]
         if prefilled:
-            rows, scratch = gathered.read(cache, ENTRY, scratch)
+            rows, scratch = gathered.read(cache, PLAIN.dims, scratch)
             pools = [*pools, (rows, gathered.table, gathered.requests)][-len(counts) :]
         # Read in each step: for a connector that moves caches vLLM 0.33 changes it after layers are made.
         shards = Shards.of(self.dcp_world_size, self.dcp_rank, self.parallel.cp_kv_cache_interleave_size)

@@ -8,9 +8,9 @@ from xmla.core.op import Case
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
-def angles(positions: int, rope: int = 64, base: float = 160000.0) -> np.ndarray:
+def angles(positions: int, rope: int = 64) -> np.ndarray:
     """Cosines and sines [S, E] of a rope."""
-    angle = np.arange(positions)[:, None] * base ** (-np.arange(rope // 2) / (rope // 2))
+    angle = np.arange(positions)[:, None] * 160000.0 ** (-np.arange(rope // 2) / (rope // 2))
     return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
 """The Gluon kernel for Hopper over fp8 pages of a multiple of 64 keys: the portable kernel's bits.
 
 Work is divided among CTAs as there. A CTA keeps a group's queries and weights while it loops over tiles of the group's
-keys, as in indexer_logits/gluon_sm90.py. Its four warps copy tiles ahead, two warps for each half of a tile, which lies
+keys, as in indexer_logits/gluon_sm90. Its four warps copy tiles ahead, two warps for each half of a tile, which lies
 on one page. In shared memory the first 32 keys of both halves precede the last 32: a product leaves rows r and r + 64
 to the same warp, and so a warp has the keys of one page when it copies, scales and stores.
 """
