@@ -311,7 +311,7 @@ def test_gathered_pages(device: str) -> None:
     assert Gathered.of(table, requests, first, last, page=4, most=15) is None
     found = Gathered.of(table, requests, first, last, page=4, most=16)
     assert found is not None
-    assert found.table.tolist() == [[-1, 0, 1], [2, 3, -1]]
+    assert found.table.tolist() == [[0, 1], [2, 3]]
     pages = [4, 7, 3, 7]
     assert found.slots.tolist() == [4 * page + offset for page in pages for offset in range(4)]
     slots = ints(16, 19, -1, 30, 12, 15, device=device).view(2, 3)  # of pages 4, 7 and 3
@@ -324,7 +324,9 @@ def test_gathered_pages(device: str) -> None:
     assert torch.equal(pool, cache[pages]) and rest.numel() == 32
 
 
-SIZES = warmup.Sizes(tokens=8192, requests=512, new=3, max_len=163840, keys=40 * 163840, scratch=512 << 20, ranks=1)
+SIZES = warmup.Sizes(
+    tokens=8192, requests=512, new=3, max_len=163840, keys=40 * 163840, scratch=512 << 20, ranks=1, block=64
+)  # fmt: skip
 INDEX_POOL = Spec((40000, 64, 132), "uint8")
 
 
@@ -362,6 +364,8 @@ def test_warmup_of_selections(device: Device) -> None:
     def decode() -> Call:
         requests, new = any_size(rng, SIZES.requests), int(rng.integers(1, 4))
         specs = query(requests * new)
+        if rng.random() < 0.3:  # as vLLM passes drafted tokens that its kernels do not take together
+            requests *= new
         rows = {"lengths": specs.pop("starts"), "request_ids": specs.pop("ends")}
         if rng.random() < 0.5:
             del rows["request_ids"]
@@ -372,6 +376,29 @@ def test_warmup_of_selections(device: Device) -> None:
         missing = unlisted(rng, device, found, make)
         assert not missing, missing[0]
     assert len(found) < 110
+
+
+def test_width_of_tables() -> None:
+    """As vLLM's `get_block_table_width`: blocks of a rank, to a multiple of 128 tokens, each of several pages."""
+    widths = {
+        (16300, 64, 1): 256, (16300, 256, 1): 256, (16300, 64, 8): 32, (163840, 64, 1): 2560, (100, 32, 1): 2,
+    }  # fmt: skip
+    for (max_len, block, ranks), width in widths.items():
+        assert replace(SIZES, max_len=max_len, block=block, ranks=ranks).width(64) == width
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_warmup_of_a_table_that_is_longer_than_a_request(device: Device) -> None:
+    """Where it has as many keys as a power of two, and a request fewer, selections have more segments."""
+    sizes = replace(SIZES, max_len=16300)
+    found = {*specializations(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)}
+    for count in (1, 4, 32):
+        specs = {
+            "q8": Spec((count, 64, 128), "float8_e4m3fn"), "weights": Spec((count, 64), "float32"), "cache": INDEX_POOL,
+            "block_table": Spec((count, 256), "int32"), "lengths": Spec((count,), "int32"),
+        }  # fmt: skip
+        call = Call("indexer_topk_paged", specs, {"k": 2048, "workspace_bytes": SIZES.scratch})
+        assert found.issuperset(call.specializations(device)), call
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)

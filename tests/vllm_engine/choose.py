@@ -70,6 +70,13 @@ def v4_unserved() -> str:
     return ""
 
 
+def v4_graphs(config: VllmConfig) -> str:
+    """Of which steps DeepSeek-V4's attention may be in a graph."""
+    from xmla.vllm.attention_v4 import XmlaWindowBackend
+
+    return XmlaWindowBackend.get_builder_cls().get_cudagraph_support(config, None).name
+
+
 def choose() -> None:
     seam.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
     for _ in range(2):  # vLLM may load a plugin several times
@@ -87,6 +94,7 @@ def choose() -> None:
         found["unserved"], found["another"] = v4_unserved(), without_another()
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
+        found["graphs"] = v4_graphs(config)
     from vllm.v1.worker import gpu_worker
 
     found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:2]]

@@ -224,6 +224,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert refused["another"].startswith("No valid attention backend found"), refused["another"]
     assert "CUSTOM: [PCP not supported]" in refused["another"]
     assert refused["worker"] == ["xmla.vllm.warmup", "vllm.v1.worker.gpu_worker"]
+    assert refused["graphs"] == "UNIFORM_BATCH"  # not of a step with decodes and prefills
     own = "DeepseekV4FlashMLAAttention"
     assert refused["v4"] == {"None": "XmlaV4Attention", "CUSTOM": "XmlaV4Attention", "FLASHMLA_SPARSE_DSV4": own}
     assert refused["micro-batches"] == ["xmla does not serve two micro-batches at once"]

@@ -5,12 +5,13 @@ which is derived from here.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.models.deepseek_v4.nvidia import flashmla
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -33,7 +34,12 @@ WindowBuilder: Any = WindowBackend.get_builder_cls()
 
 
 class XmlaWindowBuilder(WindowBuilder):
-    """vLLM's metadata of the window, without FlashMLA's schedules, which only its own architectures have."""
+    """vLLM's metadata of the window, without FlashMLA's schedules, which only its own architectures have.
+
+    A graph holds a step's split into decodes and prefills, so that none of both is replayed for another step.
+    """
+
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
         return super().build_tile_scheduler(0)

@@ -22,13 +22,18 @@ def rows_are_faster(heads: int) -> bool:
     return heads > 16 and capability is not None and capability.to_int() == 90
 
 
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, for which the host does not wait: from pageable memory it may."""
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """Pages of the prefills' requests as a pool of their own."""
 
     page: int  # entries, R
     slots: torch.Tensor  # [P·R] in the cache, of the pool's entries
-    table: torch.Tensor  # [prefills, M] pages of the pool
+    table: torch.Tensor  # [prefills, M] pages of the pool, from each request's first one on
     requests: torch.Tensor  # [prefill tokens] rows of the table
 
     @classmethod
@@ -42,12 +47,13 @@ class Gathered:
         count = last - first
         if page * int(count.sum()) > most:
             return None
-        start, place = count.cumsum(0) - count, torch.arange(int(last.max()))
-        inside = (place >= first[:, None]) & (place < last[:, None])
-        own = torch.where(inside, (start - first)[:, None] + place, -1).int()
-        named = (index.to(table.device, non_blocking=True) for index in inside.nonzero(as_tuple=True))
-        slots = table[*named, None] * page + torch.arange(page, device=table.device)
-        return cls(page, slots.flatten().int(), own.to(table.device, non_blocking=True), requests)
+        place = torch.arange(int(count.max()))
+        inside = place < count[:, None]
+        own = torch.where(inside, (count.cumsum(0) - count)[:, None] + place, -1).int()
+        rows, places = inside.nonzero(as_tuple=True)
+        rows, columns, own = (sent(host, table.device) for host in (rows, first[rows] + places, own))
+        slots = table[rows, columns, None] * page + torch.arange(page, device=table.device)
+        return cls(page, slots.flatten().int(), own, requests)
 
     def read(self, cache: torch.Tensor, dims: int, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool [P, R, dims], in scratch memory, and what is left of that."""

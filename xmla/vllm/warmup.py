@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import gcd
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Sizes:
         keys: Keys that a chunk of prefills gathers, at most.
         scratch: Bytes of the indexer's scratch memory, which bounds the logits of a chunk.
         ranks: Of decode context parallelism.
+        block: Tokens of a block of vLLM's.
     """
 
     tokens: int
@@ -48,6 +50,7 @@ class Sizes:
     keys: int
     scratch: int
     ranks: int
+    block: int
 
     @classmethod
     def of(cls, config: Any) -> "Sizes":
@@ -64,6 +67,7 @@ class Sizes:
             keys=get_max_prefill_buffer_size(config),
             scratch=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
             ranks=config.parallel_config.decode_context_parallel_size,
+            block=config.cache_config.block_size,
         )
 
     def counts(self, device: Device, most: int | None = None) -> list[int]:
@@ -78,6 +82,12 @@ class Sizes:
         programs = 2 * device.num_sms
         full = {programs // n for n in powers_of_2(programs)}
         return sorted({n for n in {*full, *(n + 1 for n in full), *powers_of_2(self.tokens)} if n <= self.tokens})
+
+    def width(self, page: int) -> int:
+        """Pages, of so many tokens, in a row of a rank's block table: vLLM makes that a multiple of 128 tokens."""
+        block = max(self.block, page)
+        multiple = 128 // gcd(128, block)
+        return cdiv(cdiv(self.max_len, block * self.ranks), multiple) * multiple * (block // page)
 
     def at_once(self, columns: int) -> int:
         """Tokens of which ranks exchange candidates at a time, each with logits of so many keys."""
@@ -120,10 +130,11 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
     yield from at_any_place(map_call(1, page), "block_table")
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
-    width = cdiv(sizes.max_len, page * ratio * sizes.ranks)  # of a block table
+    width = sizes.width(page * ratio)
     columns = width * page
     for new in range(1, sizes.new + 1):
-        for count in sizes.counts(device, min(sizes.requests, sizes.tokens // new)):
+        requests = sizes.requests * (sizes.new if new == 1 else 1)  # vLLM may make a request of each drafted token
+        for count in sizes.counts(device, min(requests, sizes.tokens // new)):
             tokens = min(count * new, sizes.at_once(columns))
             pages = {"cache": cache, "block_table": Spec((count, width), "int32")}
             called = query(tokens) | pages | {"lengths": a_token(tokens)}
