@@ -152,7 +152,9 @@ def scatter_without_pynccl() -> None:
     CudaCommunicator.reduce_scatter = reduce_scatter
 
 
-def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> Any:
+def start(
+    name: str, model: Path, sizes: tuple[int, ...], gpu_memory_utilization: float = 0.05, **arguments: Any
+) -> Any:  # fmt: skip
     from vllm import EngineArgs, LLMEngine
 
     v4, new = ENGINES[name].v4, not version("vllm").startswith("0.26")
@@ -171,9 +173,9 @@ def start(name: str, model: Path, sizes: tuple[int, ...], **arguments: Any) -> A
         arguments["kernel_config"] = {"enable_jit_warmup": False}  # what it compiles at start is partly replaced
     return LLMEngine.from_engine_args(
         EngineArgs(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16",
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=gpu_memory_utilization,
             attention_config={"sparse_mla_force_mqa": True}, disable_log_stats=True,
-            **{"gpu_memory_utilization": 0.05} | ENGINES[name].arguments(sizes) | arguments,
+            **ENGINES[name].arguments(sizes), **arguments,
         )
     )  # fmt: skip
 

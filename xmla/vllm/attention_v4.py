@@ -36,7 +36,7 @@ WindowBuilder: Any = WindowBackend.get_builder_cls()
 class XmlaWindowBuilder(WindowBuilder):
     """vLLM's metadata of the window, without FlashMLA's schedules, which only its own architectures have.
 
-    A graph holds a step's split into decodes and prefills, so that none of both is replayed for another step.
+    A graph holds one split of a step into decodes and prefills, so it must not be replayed for a step with another.
     """
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
@@ -78,7 +78,7 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
 
     def most_rows(self, tokens: int) -> int:
         """Entries that prefills of so many tokens gather, at most."""
-        return tokens * (self.window_size + min(self.entry_widths())) // memory.REUSE
+        return memory.most_gathered(tokens, self.window_size + min(self.entry_widths()))
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -120,7 +120,7 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
         if window is not None and ratio not in found:
             page = self.kv_cache.shape[1]
             last = -(-step.prefill_seq_lens_cpu.long() // (ratio * page))
-            most = (part.stop - part.start) * min(self.entry_widths()) // memory.REUSE
+            most = memory.most_gathered(part.stop - part.start, min(self.entry_widths()))
             table, requests = compressed.block_table[step.num_decodes :], window.window.requests
             entries = Gathered.of(table, requests, torch.zeros_like(last), last, page, most)
             found[ratio] = None if entries is None else replace(window, entries=entries)
@@ -131,7 +131,7 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
         lengths, new, page = step.prefill_seq_lens_cpu.long(), step.prefill_query_lens_cpu.long(), step.block_size
         # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
         first = ((lengths - new - self.window_size + 1) // page - 1).clamp(min=0)
-        most = (part.stop - part.start) * self.window_size // memory.REUSE
+        most = memory.most_gathered(part.stop - part.start, self.window_size)
         table, requests = step.block_table[step.num_decodes :], step.token_to_req_indices[part] - step.num_decodes
         window = Gathered.of(table, requests, first, -(-lengths // page), page, most)
         if window is None:

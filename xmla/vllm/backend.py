@@ -104,7 +104,7 @@ def gather(metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> Gathered 
     tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
     requests = metadata.req_id_per_token[metadata.num_decode_tokens : metadata.num_actual_tokens] - first
     last = -(-lengths[rows].long() // page)
-    most = tokens * metadata.topk_tokens // memory.REUSE
+    most = memory.most_gathered(tokens, metadata.topk_tokens)
     return Gathered.of(metadata.block_table[rows], requests, torch.zeros_like(last), last, page, most)
 
 

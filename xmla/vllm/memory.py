@@ -16,6 +16,11 @@ SPLIT_TOKENS = 2048
 REUSE = 32
 
 
+def most_gathered(tokens: int, keys: int) -> int:
+    """The most entries that are gathered for so many tokens, each with so many slots."""
+    return tokens * keys // REUSE
+
+
 def pool(layout: MlaLayout, pages: int, page: int = PAGE) -> Spec:
     return Spec((pages, page, layout.row), "uint8" if layout.packed else "bfloat16")
 
@@ -45,12 +50,12 @@ def most(calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, de
         return max(call.plan(device).workspace_bytes for call in calls(tokens, pages))
 
     splits = max(needed(count, LARGE) for count in range(1, min(tokens, SPLIT_TOKENS) + 1))
-    return max(needed(tokens, max(1, tokens * keys // (REUSE * PAGE))), gathered) + splits
+    return max(needed(tokens, max(1, most_gathered(tokens, keys) // PAGE)), gathered) + splits
 
 
 def gathered_bytes(keys: int, tokens: int) -> int:
     """Rows of as many of V3.2's entries as so many tokens may make a step gather."""
-    return tokens * keys // REUSE * PLAIN.dims * 2
+    return most_gathered(tokens, keys) * PLAIN.dims * 2
 
 
 @lru_cache
@@ -71,9 +76,8 @@ def scratch_v4(
     """
 
     def calls(tokens: int, pages: int) -> Iterable[Call]:
-        layouts = (
-            (V4,) if all(widths) and not rows else (V4, PLAIN_V4)
-        )  # beside a second pool entries stay packed, unless they are gathered
+        # Beside a second pool entries stay packed, unless they are gathered.
+        layouts = (V4,) if all(widths) and not rows else (V4, PLAIN_V4)
         return (attention(layout, heads, window, tokens, pages, n) for layout in layouts for n in widths)
 
     return most(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)
