@@ -10,23 +10,29 @@ A script of its own: kernels compile only where TRITON_INTERPRET was not set whe
 """
 
 import argparse
+import ast
+import functools
 import hashlib
+import inspect
 import io
 import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -226,24 +232,69 @@ def reused_barriers(ptx: str) -> list[int]:
     return sorted(place for place in barriers if place < 0 or stored.intersection(range(place, place + 8)))
 
 
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def source(function: Any) -> str:
+    """A digest of a jitted function, and of the functions, classes and values that it names, of xmla.
+
+    Comments, docstrings and the places of lines and files change no instruction, and count in Triton's own `cache_key`.
+    What is named of Triton follows from its version.
+    """
+    kind = f"{type(function).__name__}, noinline={bool(getattr(function, 'noinline', False))}"
+    return digest(kind, body(getattr(function, "fn", function)))
+
+
+@functools.cache
+def body(python: Any) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(python))).body[0]
+    assert isinstance(tree, ast.FunctionDef | ast.ClassDef)
+    tree.decorator_list = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    module = vars(sys.modules[python.__module__])
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & module.keys() - {python.__name__}
+    return digest(ast.unparse(tree), *(f"{name}: {meaning(module[name])}" for name in sorted(names)))
+
+
+def meaning(value: Any) -> str:
+    """What a name in a kernel stands for."""
+    if isinstance(value, tl.constexpr | int | float | str | tuple):
+        return repr(value)
+    python = getattr(value, "fn", value)
+    place = f"{getattr(python, '__module__', '')}.{python.__name__}".removeprefix(".")
+    if not place.startswith("xmla."):
+        return place
+    if inspect.isfunction(python) or inspect.isclass(python):
+        return source(value)
+    raise TypeError(f"{place}: kernels name functions, classes and values, so that their digests follow them")
+
+
+def identity(kernel: Specialization, arch: int) -> str:
+    """All that a kernel's code for `arch` follows from: its source and what it is compiled for."""
+    objects = [value for _, value in kernel.constexprs if is_dataclass(value)]
+    derived = [
+        f"{name}={getattr(value, name)!r}"
+        for value in objects
+        for name, attribute in vars(type(value)).items()
+        if isinstance(attribute, property)
+    ]
+    return digest(triton.__version__, str(arch), source(kernel.kernel), str(kernel), *sorted(derived))
+
+
 def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:
-    """Of each kernel's function all that its code for `arch` follows from: its source and what it is compiled for."""
-    told: dict[str, list[str]] = {}
+    """Of each function of kernels one, of all that is compiled of it."""
+    found: dict[str, list[str]] = {}
     for kernel in kernels:
-        told.setdefault(kernel.kernel.__name__, []).append(f"{kernel.kernel.cache_key} {kernel}")
-    return {
-        name: hashlib.sha256("\n".join([triton.__version__, str(arch), *sorted(told[name])]).encode()).hexdigest()[:16]
-        for name in sorted(told)
-    }
+        found.setdefault(kernel.kernel.__name__, []).append(identity(kernel, arch))
+    return {name: digest(*sorted(found[name])) for name in sorted(found)}
 
 
 def sample(kernels: Iterable[Specialization], arch: int) -> list[Specialization]:
     """A few, others for each architecture and after each change of them."""
-
-    def place(kernel: Specialization) -> str:
-        return hashlib.sha256(f"{arch} {kernel.kernel.cache_key} {kernel}".encode()).hexdigest()
-
-    return sorted(kernels, key=place)[:SAMPLE]
+    return sorted(kernels, key=lambda kernel: identity(kernel, arch))[:SAMPLE]
 
 
 def specializations(call: Planned) -> list[Specialization]:

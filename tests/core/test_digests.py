@@ -1,0 +1,113 @@
+"""A kernel's digest changes with its code, and with nothing else: what it spares is not compiled again."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from compile_plans import identity, source
+from triton import knobs
+
+from xmla.core.compile import Specialization
+from xmla.core.formats.mla import V4, V32
+
+KERNEL = '''
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+STEP = tl.constexpr(2)
+
+
+class Pair(NamedTuple):
+    first: tl.tensor
+    second: tl.tensor
+
+
+@triton.jit
+def scaled(x):
+    """A helper."""
+    return x * STEP
+
+
+@triton.jit
+def kernel(x_ptr, N: tl.constexpr):
+    place = tl.arange(0, N)
+    pair = Pair(scaled(tl.load(x_ptr + place)), place)
+    tl.store(x_ptr + pair.second, pair.first)
+'''
+
+
+def loaded(folder: Path, text: str) -> ModuleType:
+    name = "xmla.core.ops.trial"
+    file = folder / f"{len(list(folder.iterdir()))}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\nSTEP", "\n# Why two.\n\n\nSTEP"),
+        ("A helper.", "A helper of the kernel.\n\n    At some length."),
+        ("    place = tl.arange(0, N)", "    # Each once.\n    place = tl.arange(0, N)  # one program"),
+        ("import triton\n", "import math\n\nimport triton\n\nOTHER = 3\n"),
+    ],
+)
+def test_what_the_compiler_does_not_see_leaves_the_digest(tmp_path: Path, old: str, new: str) -> None:
+    assert old in KERNEL
+    assert source(loaded(tmp_path, KERNEL.replace(old, new)).kernel) == source(loaded(tmp_path, KERNEL).kernel)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("constexpr(2)", "constexpr(3)"),
+        ("x * STEP", "x + STEP"),
+        ("tl.arange(0, N)", "tl.arange(0, N) + 1"),
+        ("first: tl.tensor\n    second", "second: tl.tensor\n    first"),
+        ("triton.jit\ndef scaled", "triton.jit(noinline=True)\ndef scaled"),
+        ("N: tl.constexpr", "N"),
+        ("import triton.language as tl", "import triton.experimental.gluon.language as tl"),
+    ],
+)
+def test_all_that_the_compiler_sees_changes_the_digest(tmp_path: Path, old: str, new: str) -> None:
+    assert old in KERNEL
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = False  # interpreted functions do not keep `noinline`
+        assert source(loaded(tmp_path, KERNEL.replace(old, new)).kernel) != source(loaded(tmp_path, KERNEL).kernel)
+
+
+def test_values_and_architecture_count(tmp_path: Path) -> None:
+    kernel = loaded(tmp_path, KERNEL).kernel
+    plain = Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 16),), 4, 3)
+    others = [
+        Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 32),), 4, 3),
+        Specialization(kernel, (("x_ptr", "*fp16"),), (("N", 16),), 4, 3),
+        Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 16),), 8, 3),
+        *(Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 16), ("LAYOUT", layout)), 4, 3) for layout in (V32, V4)),
+    ]
+    assert len({identity(kernel, arch) for kernel in (plain, *others) for arch in (90, 100)}) == 12
+
+
+def test_a_kernel_does_not_name_a_module_of_ours(tmp_path: Path) -> None:
+    """Its functions would not be found."""
+    text = KERNEL.replace("import triton\n", "import triton\n\nimport xmla.core.lang.offsets as helpers\n")
+    with pytest.raises(TypeError, match=r"xmla\.core\.lang\.offsets: kernels name functions, classes and values"):
+        source(loaded(tmp_path, text.replace("place = ", "helpers.offset_of\n    place = ")).kernel)
+
+
+def test_a_property_of_a_layout_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read what follows from a layout, too."""
+    kernel = loaded(tmp_path, KERNEL).kernel
+    made = Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 16), ("LAYOUT", V32)), 4, 3)
+    before = identity(made, 90)
+    monkeypatch.setattr(type(V32), "tail", property(lambda layout: 1))
+    assert identity(made, 90) != before
