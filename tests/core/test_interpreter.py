@@ -7,10 +7,12 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import triton
 import triton.language as tl
 from conftest import HAS_GPU
 
+from xmla import torch_api
 from xmla.core import interpreter
 
 # Without the shim: a dot of two bf16 tiles of ones, and casts that round up into the next exponent and to even.
@@ -59,13 +61,20 @@ def dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + offs, tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs)))
 
 
+@triton.jit
+def int_dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out_ptr + offs, tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs), out_dtype=tl.int32))
+
+
 @pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, np.float32])
 def test_dot_multiplies_values(dtype: type) -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((16, 16)).astype(dtype) for _ in range(2))
     out = np.full((16, 16), np.nan, np.float32)
-    dot_kernel[(1,)](*(interpreter._pointer(x) for x in (a, b, out)), N=16)
+    with interpreter.corrected():
+        dot_kernel[(1,)](*(interpreter._pointer(x) for x in (a, b, out)), N=16)
     assert np.allclose(out, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-5, atol=1e-5)
 
 
@@ -76,5 +85,73 @@ def test_a_rows_bits_do_not_depend_on_its_place() -> None:
     a, b = (rng.standard_normal((64, 64), np.float32).astype(ml_dtypes.bfloat16) for _ in range(2))
     first, second = (np.full((64, 64), np.nan, np.float32) for _ in range(2))
     for left, out in ((a, first), (np.roll(a, 3, axis=0), second)):
-        dot_kernel[(1,)](*(interpreter._pointer(x) for x in (left, b, out)), N=64)
+        with interpreter.corrected():
+            dot_kernel[(1,)](*(interpreter._pointer(x) for x in (left, b, out)), N=64)
     assert np.array_equal(np.roll(first, 3, axis=0), second)
+
+
+@triton.jit
+def cast_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(tl.float8e4b15).to(tl.float32))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+def test_other_kernels_are_interpreted_as_without_xmla(device: str) -> None:
+    """Products and casts of types that xmla has not, and of those that it corrects, before and after an op."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-5, 5, (16, 16)).astype(np.int8) for _ in range(2))
+    ones = np.ones((16, 16), ml_dtypes.bfloat16)
+    x = rng.uniform(-1.5, 1.5, 16).astype(np.float32)
+
+    def run() -> list[np.ndarray]:
+        product, raw, cast = np.zeros((16, 16), np.int32), np.zeros((16, 16), np.float32), np.zeros(16, np.float32)
+        int_dot_kernel[(1,)](*map(interpreter._pointer, (a, b, product)), N=16)
+        dot_kernel[(1,)](*map(interpreter._pointer, (ones, ones, raw)), N=16)
+        cast_kernel[(1,)](*map(interpreter._pointer, (x, cast)), N=16)
+        return [product, raw, cast]
+
+    before = run()
+    chosen = torch_api.select_topk(torch.arange(9.0)[None], torch.tensor([9], dtype=torch.int32), k=2)
+    assert chosen.tolist() == [[7, 8]]
+    after = run()
+    assert np.array_equal(after[0], a.astype(np.int32) @ b)
+    assert np.allclose(after[2], x, atol=0.25) and after[2].any()
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(after, before, strict=True))
+    assert not (after[1] == 16).all(), "Triton interprets bf16 right now: the shim is not needed"
+
+
+# A process forks, as a loader of data does, while another thread is in the interpreter.
+FORK = """
+import os, signal, threading
+import torch
+from triton.runtime import interpreter as tritons
+from xmla import torch_api
+from xmla.core import interpreter
+
+original, inside, leave = tritons._convert_float, threading.Event(), threading.Event()
+
+def stay():
+    with interpreter.corrected():
+        inside.set()
+        leave.wait()
+
+thread = threading.Thread(target=stay)
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    found = torch_api.select_topk(torch.arange(9.0)[None], torch.tensor([9], dtype=torch.int32), k=2)
+    os._exit(0 if found.tolist() == [[7, 8]] and tritons._convert_float is original else 1)
+leave.set()
+thread.join()
+assert tritons._convert_float is original
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_beside_an_op() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "0\n", done.stderr

@@ -4,14 +4,17 @@ Triton 3.6 to 3.9 interpret bf16 and fp8 wrongly in three ways, silently:
   - `tl.dot` multiplies the raw 16-bit patterns of bf16 operands;
   - casts to bf16 and fp8 round half away from zero and lose the carry out of the mantissa;
   - casts from e4m3 read NaN as 480.
-`_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a matmul. The matmul
-is in float64: some BLAS libraries add float32 in an order that depends on a row's position, so tensor-parallel ranks
-would differ.
+While a plan runs, `_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a
+matmul; other kernels of the process see Triton's own. The matmul is in float64: some BLAS libraries add float32 in an
+order that depends on a row's position, so tensor-parallel ranks would differ.
 tests/core/test_interpreter.py fails once upstream does all three right; then this shim is removed.
 """
 
+import os
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -35,6 +38,7 @@ _NUMPY = {
 }
 # The interpreter patches triton.language while it runs, so one plan runs at a time.
 _lock = threading.Lock()
+_replaced: list[tuple[Any, str, Any]] = []  # what `corrected` puts back
 
 
 def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -64,9 +68,39 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
-interpreter._convert_float = _convert_float  # pyrefly: ignore
-interpreter.InterpreterBuilder.create_dot = _create_dot  # pyrefly: ignore
-InterpretedFunction.__call__ = _call_device_function  # pyrefly: ignore
+_CORRECTIONS = (
+    (interpreter, "_convert_float", _convert_float),
+    (interpreter.InterpreterBuilder, "create_dot", _create_dot),
+    (InterpretedFunction, "__call__", _call_device_function),
+)
+
+
+@contextmanager
+def corrected() -> Iterator[None]:
+    """Triton's interpreter with the shim, for one thread at a time."""
+    with _lock:
+        try:
+            for owner, name, replacement in _CORRECTIONS:
+                _replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, replacement)
+            yield
+        finally:
+            _put_back()
+
+
+def _put_back() -> None:
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _start_in_a_child() -> None:
+    """Of a fork beside a plan that another thread runs: in the child that thread is gone, and its lock stays taken."""
+    global _lock
+    _lock = threading.Lock()
+    _put_back()
+
+
+os.register_at_fork(after_in_child=_start_in_a_child)
 
 
 def _pointer(array: np.ndarray) -> tl.tensor:
@@ -102,7 +136,7 @@ def run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         # Uninitialised memory on a GPU holds anything; 0xFF bytes are NaN in every float dtype and -1 in every integer.
         poison = np.full(spec.nbytes, 0xFF, np.uint8)
         arrays.setdefault(name, poison.view(DTYPES[spec.dtype][0]).reshape(spec.shape))
-    with _lock, np.errstate(all="ignore"), warnings.catch_warnings():
+    with corrected(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # a row of NaN, which kernels accept
         for launch in plan.active:
             _interpret(launch, arrays)
