@@ -11,10 +11,11 @@ import pytest
 from conftest import HAS_GPU
 from jax.experimental import pallas as pl
 
-from xmla import jax_api
+from xmla import UnsupportedError, jax_api
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.tolerance import ATTENTION_OUT, Tolerance
+from xmla.jax_api import _jax_triton
 
 OPS = list(registry().values())
 WRITERS = [op for op in OPS if op.mutates]
@@ -146,3 +147,10 @@ def test_triton_cache_dir_survives() -> None:
         "import sys; assert 'jax_triton' in sys.modules\nprint(os.environ.get('TRITON_CACHE_DIR'))"
     )
     assert run_python(code, JAX_PLATFORMS="cpu", TRITON_CACHE_DIR="/tmp/kept") == "/tmp/kept"
+
+
+def test_gpu_kernels_without_jaxs_cuda_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    _jax_triton._import()
+    monkeypatch.delattr("jaxlib.gpu_triton.TritonKernel")
+    with pytest.raises(UnsupportedError, match=r"GPU kernels under JAX need JAX's CUDA plugin, .*: pip install 'xmla"):
+        _jax_triton._import.__wrapped__()

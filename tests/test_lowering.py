@@ -34,3 +34,14 @@ def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path) -> 
         assert op["custom_calls"] >= op["launches"] > 0 and op["restored"], op
         assert op["jax"] == op["triton"], f"{op['op']}: the two front-ends compile other kernels"
         assert op["more"] == 0, f"{op['op']}: a kernel that is ready for torch is compiled for JAX again"
+
+
+def test_other_kernels_are_lowered_as_without_xmla() -> None:
+    """With their own options, whatever XMLA_FORBID_JIT says."""
+    require_assembler(90)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("foreign_kernel.py"))]
+    environment |= {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout) > 0

@@ -36,7 +36,7 @@ class Specialization:
 
     Attributes:
         types: Triton's type of each runtime parameter, by name.
-        constexprs: Values of the other parameters, in the kernel's order, in which jax-triton hands them back.
+        constexprs: Values of the other parameters, in the kernel's order.
         unaligned: Pointers that are not 16-byte aligned; every other pointer is. Runtime sizes are arbitrary.
     """
 

@@ -1,9 +1,10 @@
-"""The only file that imports jax-triton and depends on its version (0.4.x, with JAX 0.11.x).
+"""The only file that imports jax-triton and depends on its version (0.4.x, with JAX 0.11 and 0.12).
 
 `import jax_triton` deletes TRITON_CACHE_DIR from the environment (0.3.1 sets it to ""); it is restored here. Two
 behaviours of jax-triton would compile kernels that differ from torch's, or compile them again in every process:
   - it specialises on an integer argument that equals 1 (`_Size` equals no plain integer);
-  - it compiles without Triton's cache on disk (`_compile` replaces that by `xmla.core.compile`).
+  - it compiles without Triton's cache on disk: calls with the option `_SPECIALIZATION`, as all of xmla have, take
+    their kernel from `xmla.core.compile` instead (`_compile`).
 """
 
 import os
@@ -18,6 +19,8 @@ from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
+
+_SPECIALIZATION = "xmla_specialization"
 
 
 class _Size(int):
@@ -41,22 +44,27 @@ def _import() -> Any:
     finally:
         if cache_dir is not None:
             os.environ["TRITON_CACHE_DIR"] = cache_dir
-    if not hasattr(triton_lib.TritonFunction, "_compile_kernel"):
+    theirs = getattr(triton_lib.TritonFunction, "_compile_kernel", None)
+    if theirs is None:
         raise UnsupportedError(f"xmla knows jax-triton 0.4.x, this is {jax_triton.__version__}")
-    triton_lib.TritonFunction._compile_kernel = _compile  # pyrefly: ignore
+    if not hasattr(triton_lib.triton_kernel_call_lib, "TritonKernel"):
+        raise UnsupportedError(
+            "GPU kernels under JAX need JAX's CUDA plugin, also where no GPU is: pip install 'xmla[cuda]'"
+        )
+
+    def compile_kernel(function: Any, spec: Any, target: Any, backend: Any, options: Mapping[str, Any]) -> Any:
+        if _SPECIALIZATION in options:
+            return _compile(options[_SPECIALIZATION], target, backend, options)
+        return theirs(function, spec, target, backend, options)
+
+    triton_lib.TritonFunction._compile_kernel = compile_kernel  # pyrefly: ignore
     return jax_triton
 
 
-def _compile(function: Any, spec: Any, target: Any, backend: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Replaces jax-triton's `_compile_kernel`: returns the same, for a kernel that `xmla.core.compile` gives."""
+def _compile(specialization: Specialization, target: Any, backend: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What jax-triton's `_compile_kernel` returns, for a kernel that `xmla.core.compile` gives."""
     from jax_triton import triton_lib
 
-    fn = function.fn
-    types = tuple((name, kind) for name, kind in spec.signature.items() if kind != "constexpr")
-    constexprs = tuple((name, spec.constants[name]) for name in fn.arg_names if name in spec.constants)
-    specialization = Specialization(
-        fn, types, constexprs, options["num_warps"], options["num_stages"], options.get("maxnreg")
-    )
     made = compiled(specialization, target.arch)
     facts = made.metadata
     ir = made.asm["ttir" if "ttir" in made.asm else "ttgir"]  # Gluon starts one level lower
@@ -82,7 +90,6 @@ def launch(
     jax_triton = _import()
     specialization = specialize(launch, plan, specs)
     compiled(specialization, device.arch)  # here, so that an error names the user's line
-    options = specialization.options()
     outputs = [plan.buffers[name] for name in launch.writes[len(parts) :]]
     return jax_triton.triton_call(
         *inputs,
@@ -93,8 +100,6 @@ def launch(
         grid=launch.grid,
         name=launch.name,
         compute_capability=device.arch,
-        num_warps=options.pop("num_warps"),
-        num_stages=options.pop("num_stages"),
-        backend_options=options,
+        backend_options=specialization.options() | {_SPECIALIZATION: specialization},
         **launch.constexprs,
     )
