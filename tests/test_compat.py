@@ -506,15 +506,57 @@ def test_errors_name_the_argument(device: str) -> None:
         ({"descale_q": p.sink}, f"{here}: descale_q beside indices is given, expected None"),
         ({"kv_format": "V5"},
          f"{here}: kv_format is 'V5', expected None or one of V32, V32_NO_ROPE, V4, V41, V41_FP4"),
-        ({"out": p.q[:1]}, f"{here}: out shape is (1, 2, 3, 512), expected (2, 2, 3, 512)"),
-        ({"extra_k_cache": p.pool.expand(-1, -1, 2, -1)}, f"{here}: cache axis 2 is 2, expected 1"),
-        ({"topk_length": p.lengths[:, None]}, f"{here}: topk_length shape is (2, 1), expected (2,)"),
+        ({"out": p.q[:1]}, f"{here}: out axis B (axis 0) is 1, expected 2, as q"),
+        ({"out": p.q[..., :511]}, f"{here}: out axis 3 is 511, expected 512"),
+        ({"extra_k_cache": p.pool.expand(-1, -1, 2, -1)}, f"{here}: extra_k_cache axis 2 is 2, expected 1"),
+        ({"topk_length": p.lengths[:, None]}, f"{here}: topk_length rank is 2, expected 1 (B)"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as raised:
             call(**wrong)
         assert str(raised.value) == message
     with pytest.raises(ArgumentError, match="flash_mla_sparse_fwd: kv axis 1 is 2, expected 1"):
         flash_mla.flash_mla_sparse_fwd(r.q, r.kv.expand(-1, 2, -1), r.indices, 0.5)
+
+
+def test_errors_of_ranks_and_axes_name_the_function_and_the_argument_that_was_called(device: str) -> None:
+    p, r = decode_problem(device, v32_pool, 576), prefill_problem(device)
+    d, g = ragged_problem(device, False), paged_problem(device, False, 2)
+    keys, scales = d.kv
+    decode = lambda q=p.q, pool=p.pool, slots=p.slots: flash_mla.flash_mla_with_kvcache(
+        q, pool, None, None, 512, None, indices=slots
+    )
+    ragged = lambda q=d.q[0], kv=d.kv, weights=d.weights, starts=d.starts: deep_gemm.fp8_mqa_logits(
+        q, kv, weights, starts, d.ends
+    )
+    paged = lambda q=g.q[0], cache=g.cache, weights=g.weights, lengths=g.lengths, table=g.block_table: (
+        deep_gemm.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, g.width)
+    )
+    for call, message in (
+        (lambda: decode(q=p.q[:, 0]), "flash_mla_with_kvcache: q rank is 3, expected 4 (B, S, H, D)"),
+        (lambda: decode(pool=p.pool[:, :, 0]), "flash_mla_with_kvcache: k_cache rank is 3, expected 4 (P, R, 1, ROW)"),
+        (lambda: decode(slots=p.slots.transpose(0, 1)[:1]),
+         "flash_mla_with_kvcache: indices axis B (axis 0) is 1, expected 2, as q"),
+        (lambda: flash_mla.flash_mla_sparse_fwd(r.q, r.kv, r.indices[:, 0], 0.5),
+         "flash_mla_sparse_fwd: indices rank is 2, expected 3 (T, 1, K)"),
+        (lambda: flash_mla.flash_mla_sparse_fwd(r.q, r.kv, r.indices.tolist(), 0.5),
+         "flash_mla_sparse_fwd: indices is list, expected torch.Tensor"),
+        (lambda: ragged(kv=keys), "fp8_mqa_logits: kv is Tensor, expected a pair: keys [N, D], scales [N]"),
+        (lambda: ragged(kv=(keys, scales[:, None])), "fp8_mqa_logits: kv[1] rank is 2, expected 1 (N)"),
+        (lambda: ragged(weights=d.weights[..., None]), "fp8_mqa_logits: weights rank is 3, expected 2 (M, H)"),
+        (lambda: ragged(starts=d.starts[:2]),
+         "fp8_mqa_logits: cu_seq_len_k_start axis M (axis 0) is 2, expected 5, as q"),
+        (lambda: deep_gemm.fp8_fp4_mqa_logits(d.q, (keys[None], scales), d.weights, d.starts, d.ends),
+         "fp8_fp4_mqa_logits: kv[0] rank is 3, expected 2 (N, ROW)"),
+        (lambda: paged(q=g.q[0][:, 0]), "fp8_paged_mqa_logits: q rank is 3, expected 4 (B, next_n, H, D)"),
+        (lambda: paged(cache=g.cache[:, :, 0]), "fp8_paged_mqa_logits: kv_cache rank is 3, expected 4 (P, R, 1, ROW)"),
+        (lambda: paged(lengths=g.lengths[:, :1]),
+         "fp8_paged_mqa_logits: context_lens axis next_n (axis 1) is 1, expected 2, as q"),
+        (lambda: paged(table=g.block_table[:1]),
+         "fp8_paged_mqa_logits: block_table axis B (axis 0) is 1, expected 3, as q"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as raised:
+            call()
+        assert str(raised.value) == message
 
 
 def v41_pool_released(pages: int, entries: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,13 @@
 """What both modules share: the package that is stood in for, and conversions of arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from xmla.core.errors import UnsupportedError
+from xmla.core.errors import ArgumentError, UnsupportedError
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -64,6 +64,37 @@ class Published:
             return call
 
         return decorate
+
+
+def check_axes(
+    here: str, given: Mapping[str, tuple[object, str]], optional: Mapping[str, tuple[object, str]] | None = None
+) -> None:  # fmt: skip
+    """Refuse an argument whose axes are not those of its string, "B S H D": a letter is one size, a number itself.
+
+    The ops see arguments that are flattened already, by names of their own.
+
+    Args:
+        given: Arguments by name, each with its axes.
+        optional: More of them, which may be None.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    present = {name: pair for name, pair in (optional or {}).items() if pair[0] is not None}
+    for name, (tensor, axes) in {**given, **present}.items():
+        labels = axes.split()
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{here}: {name} is {type(tensor).__name__}, expected torch.Tensor")
+        if tensor.dim() != len(labels):
+            raise ArgumentError(f"{here}: {name} rank is {tensor.dim()}, expected {len(labels)} ({', '.join(labels)})")
+        for axis, (label, size) in enumerate(zip(labels, tensor.shape, strict=True)):
+            if label.isdecimal():
+                if size != int(label):
+                    raise ArgumentError(f"{here}: {name} axis {axis} is {size}, expected {label}")
+                continue
+            expected, first = sizes.setdefault(label, (size, name))
+            if size != expected:
+                raise ArgumentError(
+                    f"{here}: {name} axis {label} (axis {axis}) is {size}, expected {expected}, as {first}"
+                )
 
 
 def as_int32(integers: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from xmla import torch_api
-from xmla.compat._published import NotReplacedError, Published, as_int32
+from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes
+from xmla.core.errors import ArgumentError
 from xmla.core.plan import cdiv
 from xmla.torch_api._arrays import device_of
 
@@ -60,7 +61,8 @@ def fp8_mqa_logits(
     clean_logits: bool = True, max_seqlen_k: int = 0,
 ) -> Tensor:  # fmt: skip
     """`fp8_fp4_mqa_logits` of fp8 queries and keys, float32."""
-    return fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
+    here = "fp8_mqa_logits"
+    return _ragged(here, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
 
 @_package.otherwise()
@@ -88,9 +90,25 @@ def fp8_fp4_mqa_logits(
     Compressed logits are gathered from logits over all N keys, 64 MiB of them at a time. MXFP8, e4m3 queries with
     scales, is DeepGEMM's.
     """
+    here = "fp8_fp4_mqa_logits"
+    return _ragged(here, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype)
+
+
+def _ragged(
+    here: str, q: Query | Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor, clean_logits: bool, max_seqlen_k: int, logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Of the function `here`, which the caller knows."""
     if not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
-    query, (keys, scales) = _query("fp8_fp4_mqa_logits", q), kv
+    query = _query(here, q)
+    if not isinstance(kv, tuple | list) or len(kv) != 2:
+        raise ArgumentError(f"{here}: kv is {type(kv).__name__}, expected a pair: keys [N, D], scales [N]")
+    keys, scales = kv
+    check_axes(here, {
+        "q": (query, "M H D"), "kv[0]": (keys, "N ROW"), "kv[1]": (scales, "N"), "weights": (weights, "M H"),
+        "cu_seq_len_k_start": (cu_seq_len_k_start, "M"), "cu_seq_len_k_end": (cu_seq_len_k_end, "M"),
+    })  # fmt: skip
     weights, starts, ends = weights.float(), as_int32(cu_seq_len_k_start), as_int32(cu_seq_len_k_end)
     count = len(keys)
     if max_seqlen_k == 0:
@@ -112,10 +130,8 @@ def fp8_paged_mqa_logits(
     max_context_len: int, clean_logits: bool = False, indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`fp8_fp4_paged_mqa_logits` of fp8 queries and keys, float32."""
-    return fp8_fp4_paged_mqa_logits(
-        (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
-        indices=indices,
-    )  # fmt: skip
+    here = "fp8_paged_mqa_logits"
+    return _paged(here, q, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits)
 
 
 def _with_its_schedule(package: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -157,7 +173,21 @@ def fp8_fp4_paged_mqa_logits(
 
     MXFP8, e4m3 queries with scales, is DeepGEMM's.
     """
-    query = _query("fp8_fp4_paged_mqa_logits", q)
+    here = "fp8_fp4_paged_mqa_logits"
+    return _paged(here, q, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits, logits_dtype)
+
+
+def _paged(
+    here: str, q: Query | Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor,
+    max_context_len: int, clean_logits: bool, logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Of the function `here`, which the caller knows."""
+    query = _query(here, q)
+    check_axes(here, {
+        "q": (query, "B next_n H D"), "kv_cache": (kv_cache, "P R 1 ROW"), "weights": (weights, "B·next_n H"),
+        "context_lens": (context_lens, "B" if getattr(context_lens, "ndim", 2) == 1 else "B next_n"),
+        "block_table": (block_table, "B M"),
+    })  # fmt: skip
     next_n = query.shape[1]
     lengths = as_int32(context_lens)
     if lengths.dim() == 1:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xmla import torch_api
-from xmla.compat._published import NotReplacedError, Published, as_int32
+from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.support import supports
@@ -112,14 +112,21 @@ def flash_mla_with_kvcache(
     _require(here, "causal", causal, False)
     for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
         _require(here, f"{name} beside indices", None if scale is None else "given", None)
+    check_axes(
+        here, {"q": (q, "B S H D"), "k_cache": (k_cache, "P R 1 ROW"), "indices": (indices, "B S K")},
+        {
+            "attn_sink": (attn_sink, "H"), "extra_k_cache": (extra_k_cache, "P' R' 1 ROW'"),
+            "extra_indices_in_kvcache": (extra_indices_in_kvcache, "B S K'"), "topk_length": (topk_length, "B"),
+            "extra_topk_length": (extra_topk_length, "B"), "out": (out, f"B S H {VALUE_DIMS}"),
+        },
+    )  # fmt: skip
     requests, tokens, heads, dims = q.shape
     cache_format, extra_format = _formats(here, kv_format, use_legacy, k_cache, extra_k_cache)
     result, lse = _attend(
-        here, out, q, _pages(here, k_cache), _slots(indices), _each_token(here, "topk_length", topk_length, q),
-        attn_sink,
-        None if extra_k_cache is None else _pages(here, extra_k_cache),
+        out, q, k_cache[:, :, 0], _slots(indices), _each_token(topk_length, q), attn_sink,
+        None if extra_k_cache is None else extra_k_cache[:, :, 0],
         None if extra_indices_in_kvcache is None else _slots(extra_indices_in_kvcache),
-        _each_token(here, "extra_topk_length", extra_topk_length, q),
+        _each_token(extra_topk_length, q),
         softmax_scale=dims**-0.5 if softmax_scale is None else softmax_scale, cache_format=cache_format,
         extra_cache_format=extra_format, batch_invariant=enable_batch_invariant,
     )  # fmt: skip
@@ -153,10 +160,13 @@ def flash_mla_sparse_fwd(
     """
     here = "flash_mla_sparse_fwd"
     _require(here, "d_v", d_v, VALUE_DIMS)
-    _require(here, "kv axis 1", kv.shape[1], 1)
+    check_axes(
+        here, {"q": (q, "T H D"), "kv": (kv, "N 1 D"), "indices": (indices, "T 1 K")},
+        {"attn_sink": (attn_sink, "H"), "topk_length": (topk_length, "T"), "out": (out, f"T H {VALUE_DIMS}")},
+    )  # fmt: skip
     slots, lengths = _slots(indices), None if topk_length is None else as_int32(topk_length)
     lse_base = "2" if return_log2_lse else "e"
-    result, lse = _attend(here, out, q, kv, slots, lengths, attn_sink, softmax_scale=sm_scale, lse_base=lse_base)
+    result, lse = _attend(out, q, kv, slots, lengths, attn_sink, softmax_scale=sm_scale, lse_base=lse_base)
     if return_log2_lse is False:
         return result, None, None
     if not computes_max_logits:
@@ -166,25 +176,17 @@ def flash_mla_sparse_fwd(
 
 
 def _attend(
-    here: str, out: Tensor | None, q: Tensor, cache: Tensor, slots: Tensor, *others: Tensor | None, **attrs: Any
+    out: Tensor | None, q: Tensor, cache: Tensor, slots: Tensor, *others: Tensor | None, **attrs: Any
 ) -> tuple[Tensor, Tensor]:
     """`sparse_mla` with FlashMLA's lse of empty rows: [..., H, V] of q [..., H, D], in `out` if given; lse [T, H]."""
     shape, rows = (*q.shape[:-1], VALUE_DIMS), q.flatten(0, -3)
-    if out is not None:
-        _require(here, "out shape", tuple(out.shape), tuple(shape))
-        if out.is_contiguous():
-            lse = q.new_empty(rows.shape[:-1], dtype=torch.float32)
-            torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", out=(out.flatten(0, -3), lse), **attrs)
-            return out, lse
+    if out is not None and out.is_contiguous():
+        lse = q.new_empty(rows.shape[:-1], dtype=torch.float32)
+        torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", out=(out.flatten(0, -3), lse), **attrs)
+        return out, lse
     result, lse = torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", **attrs)
     result = result.view(shape)
     return (result if out is None else out.copy_(result)), lse
-
-
-def _pages(here: str, pool: Tensor) -> Tensor:
-    """A pool [P, R, 1, ROW] without its axis of one head."""
-    _require(here, "cache axis 2", pool.shape[2], 1)
-    return pool[:, :, 0]
 
 
 def _slots(indices: Tensor) -> Tensor:
@@ -192,11 +194,10 @@ def _slots(indices: Tensor) -> Tensor:
     return as_int32(indices.flatten(0, 1))
 
 
-def _each_token(here: str, name: str, lengths: Tensor | None, q: Tensor) -> Tensor | None:
+def _each_token(lengths: Tensor | None, q: Tensor) -> Tensor | None:
     """The length of each of a request's tokens, of the requests' lengths [B]; q [B, S, H, D]."""
     if lengths is None:
         return None
-    _require(here, f"{name} shape", tuple(lengths.shape), (len(q),))
     return as_int32(lengths)[:, None].expand(-1, q.shape[1]).reshape(-1)
 
 
