@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ import pytest
 from conftest import HAS_GPU
 from jax.experimental import pallas as pl
 
-from xmla import UnsupportedError, jax_api
+from xmla import ArgumentError, UnsupportedError, jax_api
+from xmla.core.device import B200, H200, assume_device
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.tolerance import ATTENTION_OUT, Tolerance
@@ -58,6 +61,171 @@ def test_ref_and_functional_forms_write_the_same(op: Op, jitted: bool) -> None:
         kit.assert_bits_equal(name, arrays[name], before[name])  # the functional form leaves its arguments
         kit.assert_bits_equal(name, refs[name][...], value)
         kit.assert_updated(op, case.attrs, inputs, name, value)
+
+
+@pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
+def test_a_ref_outside_jit_compiles_once(op: Op) -> None:
+    """Also while `jit` is told to do nothing."""
+    case = op.cases[1]
+    arrays = dict(zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True))
+
+    def step(caches: dict[str, object]) -> object:
+        return getattr(jax_api, op.name)(*(arrays | caches).values(), **case.attrs)
+
+    want = {name: arrays[name] for name in op.mutates}
+    for _ in range(3):
+        want = dict(zip(op.mutates, kit.as_tuple(step(want)), strict=True))
+    refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
+    step(refs)
+    with compiles() as counted:
+        step(refs)
+        with jax.disable_jit():
+            step(refs)
+    assert counted == []
+    for name, value in want.items():
+        kit.assert_bits_equal(name, refs[name][...], value)
+
+
+@contextmanager
+def compiles() -> Iterator[list[str]]:
+    """XLA's compilations inside."""
+    found: list[str] = []
+
+    def listen(event: str, *_: object, **__: object) -> None:
+        found.extend([event] * event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+LOGITS, ENDS = np.arange(40, dtype=np.float32).reshape(4, 10) % 11, np.full(4, 10, np.int32)
+CHOSEN = np.sort(np.argsort(LOGITS, axis=1)[:, -3:], axis=1)
+SHAPES = jax.ShapeDtypeStruct(LOGITS.shape, LOGITS.dtype), jax.ShapeDtypeStruct(ENDS.shape, ENDS.dtype)
+
+
+def select() -> Callable[..., jax.Array]:
+    """A function that JAX has not traced yet."""
+    return jax.jit(lambda logits, ends: jax_api.select_topk(logits, ends, k=3))
+
+
+def test_a_function_traced_for_another_device_runs_here() -> None:
+    """And the other way round: JAX keeps what it traced, and calls on either side must not find it."""
+    first, second = select(), select()
+    with assume_device(H200):
+        jax.eval_shape(first, LOGITS, ENDS)
+    assert np.array_equal(second(LOGITS, ENDS), CHOSEN)
+    programs = []
+    for function in (first, second):
+        assert np.array_equal(function(LOGITS, ENDS), CHOSEN)
+        for device in (H200, B200):
+            with assume_device(device):
+                programs.append(str(jax.make_jaxpr(function)(*SHAPES)))
+    assert ["H200" in program for program in programs] == [True, False] * 2
+    assert ["B200" in program for program in programs] == [False, True] * 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_default_device_by_name(platform: str, named: bool) -> None:
+    if platform == "gpu" and not HAS_GPU:
+        pytest.skip("needs a CUDA device")
+    device = jax.local_devices(backend=platform)[0]
+    implementation = "reference" if HAS_GPU and platform == "cpu" else None
+    with jax.default_device(platform if named else device):
+        for call in (jax_api.select_topk, jax.jit(jax_api.select_topk, static_argnames=("k", "implementation"))):
+            chosen = call(LOGITS, ENDS, k=3, implementation=implementation)
+            assert chosen.devices() == {device} and np.array_equal(chosen, CHOSEN)
+
+
+@pytest.mark.gpu
+def test_one_jitted_function_for_both_devices() -> None:
+    gpu, cpu = jax.devices()[0], jax.devices("cpu")[0]
+    for order in ((gpu, cpu), (cpu, gpu)):
+        function, by_reference = select(), jax.jit(lambda *a: jax_api.select_topk(*a, k=3, implementation="reference"))
+        for device in order:
+            arrays = jax.device_put((LOGITS, ENDS), device)
+            chosen = by_reference(*arrays)
+            assert chosen.devices() == {device} and np.array_equal(chosen, CHOSEN)
+            if device is gpu:
+                assert np.array_equal(function(*arrays), CHOSEN)
+            else:
+                with pytest.raises(UnsupportedError, match="select_topk: arrays on the CPU need Triton's interpreter"):
+                    function(*arrays)
+
+
+def test_a_platform_without_kernels_is_named() -> None:
+    for platform, message in (
+        ("tpu", "select_topk: platform is tpu, supported: cpu and cuda"),
+        ("rocm", "select_topk: platform is rocm, supported: cpu and cuda"),
+        ("cuda", "select_topk: platform is cuda without a GPU, supported: a GPU, or a device named by xmla.core.dev"),
+    ):
+        if platform == "cuda" and HAS_GPU:
+            continue
+        with pytest.raises(UnsupportedError, match=message):
+            jax.export.export(select(), platforms=[platform])(*SHAPES)
+
+
+def test_an_attribute_that_is_an_array_is_refused() -> None:
+    """Kernels are compiled for its value, which a trace does not know."""
+    message = "select_topk: k is {}, expected int: static_argnames='k' of jax.jit, or int(…) of a concrete array"
+    for call, got in (
+        (lambda: jax.jit(lambda k: jax_api.select_topk(LOGITS, ENDS, k=k))(3), "traced"),
+        (lambda: jax_api.select_topk(LOGITS, ENDS, k=jnp.int32(3)), "a jax.Array"),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            call()
+        assert str(refused.value) == message.format(got)
+    static = jax.jit(jax_api.select_topk, static_argnames="k")
+    assert np.array_equal(static(LOGITS, ENDS, k=3), CHOSEN)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_symbolic_sizes_are_refused_by_name(op: Op) -> None:
+    """The first axis of every argument: a plan needs numbers."""
+    case = op.cases[0]
+    arrays = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
+    (size,) = jax.export.symbolic_shape("size")
+    for name in arrays:
+        shapes = []
+        for other, array in arrays.items():
+            shape = (size, *array.shape[1:]) if other == name else array.shape
+            shapes.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(array.dtype)))
+
+        def call(*given: jax.Array) -> object:
+            by_name = dict(zip(arrays, given, strict=True))
+            return getattr(jax_api, op.name)(*[by_name.get(n) for n in op.tensors], **case.attrs)
+
+        with pytest.raises(UnsupportedError) as refused:
+            jax.export.export(jax.jit(call))(*shapes)
+        axis = f"{op.name}: {name} axis {op.tensors[name].names[0]} (axis 0)"
+        assert str(refused.value) == f"{axis} is size, supported: sizes that are numbers"
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_random_keys_are_refused(op: Op) -> None:
+    """An array of keys has a dtype that no other library knows."""
+    case = op.cases[0]
+    inputs = kit.make(case)
+    for name in inputs:
+        arrays = dict(zip(op.tensors, kit.jax_inputs(op, inputs), strict=True))
+        with pytest.raises(ArgumentError, match=rf"^{op.name}: {name} dtype is key<fry>, expected "):
+            keys = jax.random.wrap_key_data(jnp.zeros((*inputs[name].shape, 2), jnp.uint32))
+            getattr(jax_api, op.name)(*(arrays | {name: keys}).values(), **case.attrs)
+
+
+def test_what_a_write_through_a_ref_returned_is_no_cache() -> None:
+    keys, slots = jnp.ones((2, 128), jnp.bfloat16), jnp.arange(2, dtype=jnp.int32)
+    ref = jax.new_ref(jnp.zeros((1, 64, 132), jnp.uint8))
+    returned = jax_api.write_indexer_cache(keys, slots, ref)
+    for call in (
+        lambda: jax_api.write_indexer_cache(keys, slots, returned),
+        lambda: jax_api.read_indexer_cache(returned, slots),
+    ):
+        with pytest.raises(ArgumentError, match=r"cache is NoneType, expected jax\.Array; a write through a Ref"):
+            call()
 
 
 def test_pallas_kernels_around_an_op_in_one_jit() -> None:

@@ -1,9 +1,10 @@
 """Device facts as plain values: plans are made and kernels compiled on machines without a GPU."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from xmla.core.errors import ArgumentError
 
@@ -101,6 +102,8 @@ def find_device(name: str) -> Device:
 
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)
+# Contexts that `assume_device` enters too, for a framework that keeps what it traced.
+entered_with: list[Callable[[Device], AbstractContextManager[Any]]] = []
 
 
 @contextmanager
@@ -108,7 +111,10 @@ def assume_device(device: Device) -> Iterator[None]:
     """Plan and lower for `device` inside the block, whatever hardware is present (JAX lowering, `xmla plan`)."""
     token = _assumed.set(device)
     try:
-        yield
+        with ExitStack() as stack:
+            for context in entered_with:
+                stack.enter_context(context(device))
+            yield
     finally:
         _assumed.reset(token)
 

@@ -10,31 +10,42 @@ import numpy as np
 from xmla.core.config import settings
 from xmla.core.device import Device, assumed_device
 from xmla.core.documents import JAX, document
-from xmla.core.errors import ArgumentError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
 from xmla.core.op import Op, plan_call
 from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.jax_api._primitive import call, is_ref
-from xmla.jax_api._run import describe, on_host
+from xmla.jax_api._run import describe
 
 
-def _spec(array: Any) -> Spec:
+def _spec(op: Op, name: str, array: Any) -> Spec:
+    """The argument as it is given.
+
+    Raises:
+        UnsupportedError: A size is symbolic, as in an export of any size: a plan's grids and constants follow from it.
+    """
+    for axis, (label, size) in enumerate(zip(op.tensors[name].names, array.shape, strict=False)):
+        if not isinstance(size, int):
+            raise UnsupportedError(
+                f"{op.name}: {name} axis {label} (axis {axis}) is {size}, supported: sizes that are numbers"
+            )
     device = None
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not is_ref(array):
         device = ", ".join(sorted(str(d) for d in array.devices()))
-    return Spec(tuple(array.shape), jnp.dtype(array.dtype).name, None, device)
+    return Spec(tuple(array.shape), array.dtype.name, None, device)
 
 
-def _device(arrays: Mapping[str, Any]) -> Device:
-    """The device to run on: the assumed one, that of the first concrete array, or the default one (under a trace)."""
+def _known_device(arrays: Mapping[str, Any]) -> Device | None:
+    """The device of a call as far as it is known before lowering: the assumed one, or that of a concrete array."""
     if (assumed := assumed_device()) is not None:
         return assumed
-    concrete = [a for a in arrays.values() if not isinstance(a, jax.core.Tracer) and hasattr(a, "devices")]
-    return describe(
-        next(iter(concrete[0].devices())) if concrete else jax.config.jax_default_device or jax.devices()[0]
-    )
+    for array in arrays.values():
+        if not isinstance(array, jax.core.Tracer) and hasattr(array, "devices"):
+            device = next(iter(array.devices()))
+            return describe(device) if device.platform in ("cpu", "gpu") else None
+    return None
 
 
 def _as_jax(value: Any) -> Any:
@@ -56,18 +67,20 @@ def public(op: Op) -> Callable[..., Any]:
             if value is None and name in op.optional:
                 continue
             if not isinstance(value, jax.Array | np.ndarray) and not _is_jax_type(value):
-                raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array")
+                written = value is None and (name in op.pools or name in op.mutates)
+                remedy = "; a write through a Ref returns None, and the Ref is the cache" if written else ""
+                raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array{remedy}")
             arrays[name] = value
+        _refuse_arrays(op, attrs)
         values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
         attrs = tuple(values.values())
-        # Planned here, so that an error names the user's line.
-        device = _device(arrays)
-        specs = tuple(_spec(arrays[name]) if name in arrays else None for name in op.tensors)
-        plan, _ = plan_call(op, specs, attrs, device, None if implementation == "reference" else implementation)
-        if implementation != "reference" and on_host(implementation, device):
-            from xmla.core import interpreter
-
-            interpreter.require(op.name, plan)
+        # Checked here, so that an error names the user's line, and of arrays as they are given.
+        device = _known_device(arrays)
+        specs = {name: _spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
+        if device is None or implementation == "reference":
+            op.bind(specs, values)
+        else:
+            plan_call(op, tuple(specs.values()), attrs, device, implementation)
         arrays = {name: _as_jax(array) for name, array in arrays.items()}
         if settings.check:
             read = {name: array[...] if is_ref(array) else array for name, array in arrays.items()}
@@ -83,6 +96,17 @@ def public(op: Op) -> Callable[..., Any]:
     return define(op, function, ("implementation",), document(op, JAX))
 
 
+def _refuse_arrays(op: Op, attrs: tuple[Any, ...]) -> None:
+    """Refuse attributes that are JAX's: kernels are chosen and compiled by their values."""
+    for attr, value in zip(op.attrs, attrs, strict=True):
+        for element in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(element, jax.Array):
+                kind = attr.type.__name__
+                got = "traced" if isinstance(element, jax.core.Tracer) else "a jax.Array"
+                remedy = f"static_argnames={attr.name!r} of jax.jit, or {kind}(…) of a concrete array"
+                raise ArgumentError(f"{op.name}: {attr.name} is {got}, expected {kind}: {remedy}")
+
+
 def _to_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in arrays.items()}
 
@@ -95,7 +119,7 @@ def _sample(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> shad
     """XMLA_SHADOW's sample of an eager call. Under a trace there are no values, so the pages used are unknown."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
         return None
-    return shadow.sample(op, arrays, {name: _spec(array) for name, array in arrays.items()}, attrs, _take)
+    return shadow.sample(op, arrays, {name: _spec(op, name, array) for name, array in arrays.items()}, attrs, _take)
 
 
 def _is_jax_type(value: Any) -> bool:

@@ -5,7 +5,7 @@ place, or an array, whose new value is an additional result.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,14 +17,14 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from xmla.core.device import Device
+from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
 from xmla.jax_api import _batching, _private, _sharding
 from xmla.jax_api._private import AbstractRef
-from xmla.jax_api._run import execute, host_function, on_host
+from xmla.jax_api._run import execute, host_function, lowered_for
 
 call_p = Primitive("xmla")
 # The primitive of a call that `jit` may partition over devices. JAX passes the devices to its lowering, and then
@@ -34,7 +34,7 @@ jit_p = Primitive("xmla")
 
 
 def bind(*operands: Any, op: Op, given: tuple[str, ...], **params: Any) -> list[Any]:
-    """A call; params are attrs, implementation and device."""
+    """A call; params are attrs, implementation and device, the one that is known (None: the lowering finds it)."""
     split = _private.MESHES and _sharding.shared_axes(op, given) and not get_abstract_mesh().are_all_axes_manual
     return (jit_p if split else call_p).bind(*operands, op=op, given=given, **params)
 
@@ -43,10 +43,17 @@ def is_ref(value: Any) -> bool:
     return isinstance(jax.typeof(value), AbstractRef)
 
 
+@cache
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
+    return jax.jit(partial(primitive.bind, **params))
+
+
 def _impl(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    if any(map(is_ref, operands)):
-        return jax.jit(partial(primitive.bind, **params))(*operands)
-    return _private.apply_primitive(primitive, *operands, **params)
+    """A call outside any transformation. A Ref has no value before `jit` discharges it, whatever JAX is told."""
+    if _private.apply_primitive and not any(map(is_ref, operands)):
+        return _private.apply_primitive(primitive, *operands, **params)
+    with jax.disable_jit(False):
+        return _jitted(primitive, **params)(*operands)
 
 
 def _specs(given: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
@@ -102,13 +109,24 @@ def _compute(
     return execute(op, arrays, dict(zip(op.defaults, attrs, strict=True)), implementation, device, callback)
 
 
-def _lower(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _on(platform: str | None, context: mlir.LoweringRuleContext, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a call that is lowered for `platform`."""
+    names = context.platforms or context.module_context.platforms
+    return params | {"device": lowered_for(platform, params["op"], params["implementation"], params["device"], names)}
+
+
+def _lower(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(_compute)(context, *operands, **_on(platform, context, params))
+
+
+def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    if params["implementation"] == "reference" or not _sharding.over_a_mesh(context.module_context):
+        return _lower(platform, context, *operands, **params)
+    params = _on(platform, context, params)
     op, given, implementation = (params[name] for name in ("op", "given", "implementation"))
-    if implementation == "reference" or not _sharding.over_a_mesh(context.module_context):
-        return mlir.lower_fun(_compute)(context, *operands, **params)
     values = dict(zip(op.defaults, params["attrs"], strict=True))
     callback = None
-    if on_host(implementation, params["device"]):
+    if params["device"] == INTERPRETER:
         callback = _sharding.callback_of(context.module_context, host_function(op, given, values, implementation))
 
     def compute(*own: Any) -> tuple[Any, ...]:
@@ -211,7 +229,7 @@ def _tangent_shapes(*avals: Any, op: Op, given: tuple[str, ...], **_: Any) -> li
 
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, op: Op, given: tuple[str, ...], moving: tuple[str, ...],
-    attrs: tuple[Any, ...], implementation: str | None, device: Device,
+    attrs: tuple[Any, ...], implementation: str | None, device: Device | None,
 ) -> list[Any]:  # fmt: skip
     """The gradients of the arguments `moving`: a call of the op's derivative."""
     known = operands[: len(given) + len(op.outputs)]
@@ -240,13 +258,14 @@ for primitive in (call_p, jit_p):
     _private.register_discharge_rule(primitive, _discharge)
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _differentiate
-mlir.register_lowering(call_p, mlir.lower_fun(_compute))
-mlir.register_lowering(jit_p, _lower)
+for platform in ("cpu", "cuda", None):
+    mlir.register_lowering(call_p, partial(_lower, platform), platform)
+    mlir.register_lowering(jit_p, partial(_lower_in_parts, platform), platform)
 _private.require_devices_during_lowering(jit_p)
 
 
 def call(
-    op: Op, arrays: dict[str, Any], attrs: tuple[Any, ...], implementation: str | None, device: Device
+    op: Op, arrays: dict[str, Any], attrs: tuple[Any, ...], implementation: str | None, device: Device | None
 ) -> tuple[Any, ...]:
     """Results, then the new values of mutated arguments that are not Refs."""
     found = bind(

@@ -8,7 +8,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -51,13 +50,7 @@ def require_devices_during_lowering(primitive: Any) -> None:
 
 
 _apply = _found("dispatch", "apply_primitive")
-
-
-def apply_primitive(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """A call of `primitive` outside any transformation."""
-    return (
-        _apply[0](primitive, *operands, **params) if _apply else jax.jit(partial(primitive.bind, **params))(*operands)
-    )
+apply_primitive: Any = _apply[0] if _apply else None
 
 
 _manual = _found("core", "ManualAxisType")

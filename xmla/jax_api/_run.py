@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xmla.core import device as devices
 from xmla.core.device import INTERPRETER, Device
+from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.spec import DTYPES, Spec
 
 HostFunction = Callable[..., tuple[np.ndarray, ...]]
+devices.entered_with.append(jax.make_user_context())  # JAX traces and lowers anew for another assumed device
 
 
 def _spec(array: Any) -> Spec:
@@ -21,15 +24,33 @@ def _spec(array: Any) -> Spec:
 
 
 def describe(device: Any) -> Device:
-    """A JAX device as the planner sees it."""
+    """A CPU or a GPU of JAX as the planner sees it."""
     if device.platform == "cpu":
         return INTERPRETER
     return Device.of(device.device_kind, round(float(device.compute_capability) * 10), device.core_count)
 
 
-def on_host(implementation: str | None, device: Device) -> bool:
-    """Whether a call is computed in a callback, by the interpreter or the reference."""
-    return implementation == "reference" or device is INTERPRETER
+def lowered_for(
+    platform: str | None, op: Op, implementation: str | None, device: Device | None, names: Sequence[str]
+) -> Device:
+    """The device that a call is lowered for on `platform`, "cpu", "cuda" or None, of JAX's `names`.
+
+    `device` is what was known when the call was traced. A jitted function is traced once for all platforms.
+
+    Raises:
+        UnsupportedError: Nothing computes the call there.
+    """
+    if platform == "cpu" or implementation == "reference":
+        return INTERPRETER
+    if platform is None:
+        raise UnsupportedError(f"{op.name}: platform is {', '.join(names)}, supported: cpu and cuda")
+    if device is not None and device != INTERPRETER:
+        return device
+    try:
+        return describe(jax.local_devices(backend="gpu")[0])
+    except RuntimeError as error:
+        told = "a GPU, or a device named by xmla.core.device.assume_device"
+        raise UnsupportedError(f"{op.name}: platform is cuda without a GPU, supported: {told}") from error
 
 
 def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], device: Device) -> tuple[jax.Array, ...]:
@@ -78,15 +99,21 @@ def execute(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The computation of a call: results, then the new values of the mutated arguments.
 
-    On the host it is a callback of `host_function`; `callback(types, *arrays)` replaces `jax.pure_callback`.
+    On the host, by the interpreter or the reference, it is a callback of `host_function`; `callback(types, *arrays)`
+    replaces `jax.pure_callback`.
     """
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
-    kernels = None if implementation == "reference" else implementation
-    plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, kernels)
-    if not on_host(implementation, device):
-        refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
-        given = {name: spec for name, spec in specs.items() if spec is not None}
-        return *_run_on_gpu(plan, arrays | refs, given, device), *(ref[...] for ref in refs.values())
+    if implementation == "reference":
+        outputs = op.result_specs(op.bind(specs, attrs)).values()
+    else:
+        plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, implementation)
+        if device != INTERPRETER:
+            refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
+            given = {name: spec for name, spec in specs.items() if spec is not None}
+            return *_run_on_gpu(plan, arrays | refs, given, device), *(ref[...] for ref in refs.values())
+        from xmla.core import interpreter
+
+        interpreter.require(op.name, plan)
     results = [*outputs, *(_spec(arrays[name]) for name in op.mutates)]
     types = tuple(jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in results)
     if callback is None:
