@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xmla import interop
 from xmla.core.device import Device
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Case, Op, plan_call
@@ -80,6 +82,11 @@ def torch_inputs(op: Op, inputs: dict[str, np.ndarray], device: str) -> list[tor
 
 def jax_inputs(op: Op, inputs: dict[str, np.ndarray]) -> list[object]:
     return [jnp.asarray(np.ascontiguousarray(inputs[n])) if n in inputs else None for n in op.tensors]
+
+
+def torch_to_jax(tensor: torch.Tensor) -> jax.Array:
+    """JAX's own copy: memory that came from NumPy starts where JAX may not share it."""
+    return interop.to_jax(tensor.clone())
 
 
 def as_numpy(value: object) -> np.ndarray:

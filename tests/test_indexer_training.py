@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from xmla import UnsupportedError, interop, jax_api, torch_api
+from xmla import UnsupportedError, jax_api, torch_api
 from xmla.core.op import Case, Op
 from xmla.core.ops.indexer_scores.reference import valid_columns
 from xmla.core.registry import registry
@@ -170,7 +170,7 @@ def test_torch_and_jax_however_they_differentiate(loss: Callable[..., Any], chos
         assert_same(torch_gradients(way, given), wanted)
     assert_same(torch.func.grad(partial(loss, given), (0, 1, 2))(*leaves_of(given)), wanted)
 
-    arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
+    arrays = {name: kit.torch_to_jax(tensor) for name, tensor in given.items()}
     function = partial(loss, arrays, api=jax_api)
     gradient = jax.grad(function, (0, 1, 2))
     assert_same(gradient(*leaves_of(arrays)), wanted)
@@ -189,7 +189,7 @@ def test_torch_and_jax_however_they_differentiate(loss: Callable[..., Any], chos
 
 def test_a_scan_over_layers_is_differentiated(device: str) -> None:
     """The loss is summed in a scan's carry, the gradient taken through it."""
-    arrays = {name: interop.to_jax(tensor) for name, tensor in draw(device).items()}
+    arrays = {name: kit.torch_to_jax(tensor) for name, tensor in draw(device).items()}
 
     def total(weights: jax.Array) -> jax.Array:
         def layer(sum_: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -230,7 +230,7 @@ def test_a_second_derivative_and_forward_mode_are_refused(loss: Callable[..., An
     op, argument = NAMES[loss]
     with pytest.raises(UnsupportedError, match=f"{op}_backward: .* is differentiated, supported: no derivative"):
         first.float().sum().backward()
-    arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
+    arrays = {name: kit.torch_to_jax(tensor) for name, tensor in given.items()}
     function = lambda q: loss(arrays, q, *leaves_of(arrays)[1:], api=jax_api)
     with pytest.raises(UnsupportedError, match=f"{op}_backward: .* is differentiated, supported: no derivative"):
         jax.grad(lambda q: jax.grad(function)(q).astype(jnp.float32).sum())(arrays["index_q"])
@@ -241,7 +241,7 @@ def test_a_second_derivative_and_forward_mode_are_refused(loss: Callable[..., An
 
 def test_residuals_have_names(device: str) -> None:
     """A policy that keeps the loss's own gradients saves its second run."""
-    arrays = {name: interop.to_jax(tensor) for name, tensor in draw(device).items()}
+    arrays = {name: kit.torch_to_jax(tensor) for name, tensor in draw(device).items()}
     names = [f"indexer_loss_{name}" for name in LOSS.outputs]
     calls = []
     for policy in (None, jax.checkpoint_policies.save_only_these_names(*names)):
@@ -257,7 +257,7 @@ def test_gradients_of_the_loss_are_constants(device: str) -> None:
     moving = given | {name: given[name].clone().requires_grad_() for name in LOSS.gradients}
     loss, *gradients = torch_api.indexer_loss(**moving, softmax_scale=SCALE)
     assert loss.requires_grad and not any(gradient.requires_grad for gradient in gradients)
-    arrays = {name: interop.to_jax(tensor) for name, tensor in given.items()}
+    arrays = {name: kit.torch_to_jax(tensor) for name, tensor in given.items()}
 
     def second(weights: jax.Array) -> jax.Array:
         return jax_api.indexer_loss(**arrays | {"index_weights": weights}, softmax_scale=SCALE)[3].sum()
@@ -443,7 +443,7 @@ def test_the_loss_falls(chosen: int | None, device: str) -> None:
 def test_vmap_over_sequences(device: str) -> None:
     """Each element has its own keys, or all share them."""
     for chosen in (None, 10):
-        arrays = {name: interop.to_jax(tensor) for name, tensor in draw(device, chosen=chosen).items()}
+        arrays = {name: kit.torch_to_jax(tensor) for name, tensor in draw(device, chosen=chosen).items()}
         many = [jnp.stack([leaf, leaf[::-1]]) for leaf in leaves_of(arrays)]
         for axes in ((0, 0, 0), (0, None, 0)):
             operands = [a if at == 0 else a[0] for a, at in zip(many, axes, strict=True)]

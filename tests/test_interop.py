@@ -1,9 +1,14 @@
 """Arrays cross between the frameworks without a copy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from jax.experimental.layout import Format, Layout
+from jax.sharding import PartitionSpec as P
 
 from xmla import ArgumentError, interop
 
@@ -51,8 +56,122 @@ def test_a_tensor_of_another_gpu_than_the_current_one() -> None:
         assert pointer(interop.to_jax(tensor)) == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", ["int64", "float64"])
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
 def test_what_jax_would_copy_is_refused(dtype: str, device: str) -> None:
     tensor = torch.zeros(4, device=device, dtype=getattr(torch, dtype))
     with pytest.raises(ArgumentError, match=f"to_jax: tensor dtype is {dtype}, expected at most 32 bits without jax_"):
         interop.to_jax(tensor)
+
+
+OF_JAX = [name for name in dir(jnp) if re.fullmatch(r"bool|u?int\d+|b?float\d+(_e\w+)?|complex\d+", name)]
+EVERY = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dtypes that torch is about to add or to drop
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_every_dtype_shares_memory_or_is_refused(dtype: torch.dtype, device: str) -> None:
+    """In both directions; none arrives as another one."""
+    try:
+        tensor = torch.zeros(4, 64, dtype=torch.uint8, device=device).view(dtype)
+    except RuntimeError as error:
+        pytest.skip(f"torch makes no such tensor of bytes: {error}")
+    name = str(dtype).removeprefix("torch.")
+    try:
+        array = interop.to_jax(tensor)
+    except ArgumentError as error:
+        assert name not in DTYPES and f"{name}" in str(error)
+        return
+    assert pointer(array) == tensor.data_ptr() and array.dtype.name == name
+    back = interop.to_torch(array)
+    assert back.data_ptr() == tensor.data_ptr() and back.dtype == dtype and back.shape == tensor.shape
+
+
+@pytest.mark.parametrize("dtype", OF_JAX)
+def test_every_dtype_of_jax_shares_memory_or_is_refused(dtype: str) -> None:
+    with jax.enable_x64(True):
+        array = jnp.zeros((4, 64), dtype)
+    try:
+        tensor = interop.to_torch(array)
+    except ArgumentError as error:
+        assert dtype not in DTYPES and f"to_torch: array dtype is {array.dtype}, expected " in str(error)
+        return
+    assert tensor.data_ptr() == pointer(array) and str(tensor.dtype) == f"torch.{array.dtype}"
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 16, 32, 48, 63, 64, 128, 256])
+def test_a_tensor_at_any_address_shares_memory_or_is_refused(offset: int, device: str) -> None:
+    tensor = torch.zeros(4096, dtype=torch.uint8, device=device)[offset:]
+    past = tensor.data_ptr() % 64
+    try:
+        array = interop.to_jax(tensor)
+    except ArgumentError as error:
+        assert device == "cpu" and past, error
+        assert str(error) == (
+            f"to_jax: tensor starts {past} bytes past a multiple of 64, expected a multiple: JAX would copy it"
+        )
+        return
+    assert pointer(array) == tensor.data_ptr()
+    tensor[0] = 7
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert int(array[0]) == 7, "JAX does not see what torch wrote"
+
+
+def test_shapes_at_the_edge(device: str) -> None:
+    for tensor in (
+        torch.ones((), device=device),
+        torch.ones(0, 4, device=device),
+        torch.ones(1, 8, device=device)[:, :1],
+    ):
+        array = interop.to_jax(tensor)
+        assert array.shape == tensor.shape and (not array.size or pointer(array) == tensor.data_ptr())
+        assert interop.to_torch(array).shape == tensor.shape
+
+
+def test_what_is_no_dense_tensor_is_refused(device: str) -> None:
+    ones = torch.ones(4, 4, device=device)
+    lazy = "to_jax: tensor is a lazy negation or conjugate, expected one resolved in memory"
+    for tensor, message in (
+        (torch._neg_view(ones), lazy),
+        (torch.ones(4, dtype=torch.complex64, device=device).conj(), lazy),
+        (torch.ones(4, dtype=torch.complex64, device=device).conj().imag, lazy),
+        (ones.to_sparse(), "to_jax: tensor layout is torch.sparse_coo, expected torch.strided"),
+        (ones[:1].expand(4, 4), r"to_jax: tensor strides is \(0, 1\), expected contiguous"),
+        (ones[:, :2], r"to_jax: tensor strides is \(4, 1\), expected contiguous"),
+        (torch.ones(4, device="meta"), "to_jax: tensor is float32 on meta, expected what DLPack hands to JAX: "),
+        (jnp.ones(4), "to_jax: tensor is ArrayImpl, expected torch.Tensor"),
+        (np.ones(4), "to_jax: tensor is ndarray, expected torch.Tensor"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            interop.to_jax(tensor)
+    needs_grad = ones.clone().requires_grad_()
+    assert pointer(interop.to_jax(needs_grad)) == needs_grad.data_ptr()
+
+
+def test_what_is_no_array_of_one_device_is_refused() -> None:
+    deleted = jnp.ones(4)
+    deleted.delete()
+    for array, message in (
+        (deleted, "to_torch: array is deleted, as one that was donated, expected a live one"),
+        (np.ones(4), "to_torch: array is ndarray, expected a jax.Array with values"),
+        (torch.ones(4), "to_torch: array is Tensor, expected a jax.Array with values"),
+        (jax.new_ref(jnp.ones(4)), "to_torch: array is .*, expected a jax.Array with values"),
+        (jax.random.key(0), "to_torch: array dtype is key<fry>, expected what DLPack hands to torch: "),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            interop.to_torch(array)
+    with pytest.raises(ArgumentError, match=r"to_torch: array is DynamicJaxprTracer, expected a jax\.Array with"):
+        jax.jit(interop.to_torch)(jnp.ones(4))
+    devices = jax.devices()
+    if len(devices) > 1:
+        spread = jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((2,), "x", devices=devices[:2]), P()))
+        with pytest.raises(ArgumentError, match="to_torch: array is on 2 devices, expected one"):
+            interop.to_torch(spread)
+
+
+def test_an_array_with_a_layout_of_its_own_keeps_its_values() -> None:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array = jax.device_put(jnp.arange(24.0).reshape(4, 6), Format(Layout((1, 0)), device))
+    tensor = interop.to_torch(array)
+    assert tensor.data_ptr() == pointer(array)
+    assert torch.equal(tensor.cpu(), torch.arange(24.0).view(4, 6))

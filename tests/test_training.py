@@ -189,7 +189,7 @@ def test_a_packed_cache_has_no_derivative(device: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         torch_api.sparse_mla(q, cache, slots, softmax_scale=1.0)
     assert str(caught.value) == message
-    arrays = [interop.to_jax(tensor.detach()) for tensor in (q, cache, slots)]
+    arrays = [kit.torch_to_jax(tensor.detach()) for tensor in (q, cache, slots)]
     with pytest.raises(UnsupportedError) as caught:
         jax.grad(lambda q: jax_api.sparse_mla(q, *arrays[1:], softmax_scale=1.0)[1].sum())(arrays[0])
     assert str(caught.value) == message
@@ -207,7 +207,7 @@ def test_a_second_derivative_is_refused(arguments: dict[str, Any]) -> None:
 
 
 def in_jax(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if tensor is None else interop.to_jax(tensor) for name, tensor in given.items()}
+    return {name: None if tensor is None else kit.torch_to_jax(tensor) for name, tensor in given.items()}
 
 
 jax_loss = partial(loss_of, attend=jax_api.sparse_mla)

@@ -1,8 +1,8 @@
 """Pass arrays between the frameworks in both directions through DLPack, without a copy.
 
-The two arrays share memory: a write in place by one framework is visible in the other. Neither call waits for the
-device. Finish the writer's work first (`torch.cuda.synchronize()`, `jax.block_until_ready`) unless DLPack's stream
-exchange already orders it.
+The two arrays share memory: a write in place by one framework is visible in the other. What would be copied or read as
+other values is refused. Neither call waits for the device. Finish the writer's work first (`torch.cuda.synchronize()`,
+`jax.block_until_ready`) unless DLPack's stream exchange already orders it.
 """
 
 from typing import TYPE_CHECKING
@@ -13,29 +13,74 @@ if TYPE_CHECKING:
     import jax
     import torch
 
+# JAX copies a buffer of the CPU that starts elsewhere.
+ALIGNMENT = 64
+
 
 def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     """The torch tensor's memory as a jax.Array. JAX arrays are dense, so the tensor must be contiguous.
 
     Raises:
-        ArgumentError: The tensor is not contiguous, or has 64 bits and JAX would copy it to 32.
+        ArgumentError: The tensor is no dense one in memory (not contiguous, sparse, or a lazy negation or conjugate);
+            its numbers have 64 bits, which JAX would copy to 32; it is on the CPU and does not start on a multiple of
+            64 bytes, where JAX would copy it; or its dtype or device has no place in DLPack or in JAX.
     """
     import jax
     import torch
 
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"to_jax: tensor is {type(tensor).__name__}, expected torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise ArgumentError(f"to_jax: tensor layout is {tensor.layout}, expected torch.strided")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArgumentError("to_jax: tensor is a lazy negation or conjugate, expected one resolved in memory")
     if not tensor.is_contiguous():
         raise ArgumentError(f"to_jax: tensor strides is {tensor.stride()}, expected contiguous")
-    if tensor.dtype in (torch.int64, torch.uint64, torch.float64) and not jax.config.jax_enable_x64:
-        name = str(tensor.dtype).removeprefix("torch.")
+    name = str(tensor.dtype).removeprefix("torch.")
+    wide = (torch.int64, torch.uint64, torch.float64, torch.complex128)
+    if tensor.dtype in wide and not jax.config.jax_enable_x64:
         raise ArgumentError(f"to_jax: tensor dtype is {name}, expected at most 32 bits without jax_enable_x64")
-    with torch.cuda.device_of(tensor):
-        jax.devices()  # JAX makes another GPU current as it starts
-    with torch.cuda.device_of(tensor):  # torch exports from the current GPU alone
-        return jax.dlpack.from_dlpack(tensor.detach())
+    try:
+        with torch.cuda.device_of(tensor):
+            jax.devices()  # JAX makes another GPU current as it starts
+        with torch.cuda.device_of(tensor):  # torch exports from the current GPU alone
+            array = jax.dlpack.from_dlpack(tensor.detach())
+    except (BufferError, RuntimeError, ValueError) as error:
+        expected = f"what DLPack hands to JAX: {error}"
+        raise ArgumentError(f"to_jax: tensor is {name} on {tensor.device}, expected {expected}") from error
+    if array.dtype.name != name:
+        raise ArgumentError(f"to_jax: tensor dtype is {name}, expected one of JAX, which takes it for {array.dtype}")
+    if array.size and array.unsafe_buffer_pointer() != tensor.data_ptr():
+        past = f"{tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
+        raise ArgumentError(f"to_jax: tensor starts {past}, expected a multiple: JAX would copy it")
+    return array
 
 
 def to_torch(array: "jax.Array") -> "torch.Tensor":
-    """The jax.Array's memory as a torch tensor. Write to it only if JAX no longer uses the array."""
+    """The jax.Array's memory as a torch tensor. Write to it only if JAX no longer uses the array.
+
+    Raises:
+        ArgumentError: The array is traced, deleted, spread over several devices, or of a dtype that DLPack or torch has
+            not.
+    """
+    import jax
     import torch
 
-    return torch.from_dlpack(array)
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        raise ArgumentError(f"to_torch: array is {type(array).__name__}, expected a jax.Array with values")
+    if array.is_deleted():
+        raise ArgumentError("to_torch: array is deleted, as one that was donated, expected a live one")
+    if len(array.devices()) > 1:
+        raise ArgumentError(f"to_torch: array is on {len(array.devices())} devices, expected one")
+    try:
+        tensor = torch.from_dlpack(array)
+    except (BufferError, RuntimeError) as error:
+        expected = f"what DLPack hands to torch: {error}"
+        raise ArgumentError(f"to_torch: array dtype is {array.dtype}, expected {expected}") from error
+    if str(tensor.dtype) != f"torch.{array.dtype}":
+        raise ArgumentError(
+            f"to_torch: array dtype is {array.dtype}, expected one of torch, which takes it for {tensor.dtype}"
+        )
+    if array.size and tensor.data_ptr() != array.unsafe_buffer_pointer():
+        raise ArgumentError("to_torch: array would be copied, expected memory that torch can share")
+    return tensor

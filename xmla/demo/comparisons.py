@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
@@ -12,6 +13,9 @@ from xmla.demo.figures import Figure, errors, figure, identical, overlap
 from xmla.demo.paged import Call, PagedAttention
 from xmla.demo.passes import Run
 from xmla.machine.calls import as_tuple
+
+if TYPE_CHECKING:
+    import jax
 
 Results = tuple[torch.Tensor, ...]
 
@@ -50,11 +54,17 @@ def by_reference(call: Call) -> Results:
     return as_tuple(getattr(torch_api, call.op)(*call.tensors, **call.attrs, implementation="reference"))
 
 
+def _to_jax(tensor: torch.Tensor) -> "jax.Array":
+    """By DLPack; a view that JAX cannot share is copied."""
+    dense = tensor.contiguous()
+    return interop.to_jax(dense if dense.data_ptr() % interop.ALIGNMENT == 0 else dense.clone())
+
+
 def by_jax(call: Call) -> Results:
     """JAX's results of a call that writes nothing; tensors and results cross by DLPack."""
     from xmla import jax_api
 
-    arrays = [None if tensor is None else interop.to_jax(tensor.contiguous()) for tensor in call.tensors]
+    arrays = [None if tensor is None else _to_jax(tensor) for tensor in call.tensors]
     return tuple(map(interop.to_torch, as_tuple(getattr(jax_api, call.op)(*arrays, **call.attrs))))
 
 
@@ -120,9 +130,6 @@ def written_by_jax(layer: PagedAttention) -> list[torch.Tensor]:
 
     refs = {place: jax.new_ref(interop.to_jax(pages)) for place, pages in _empty(layer).items()}
     for call, tensors in _written(layer):
-        arrays = [
-            refs[place] if (place := tensor.data_ptr()) in refs else interop.to_jax(tensor.contiguous())
-            for tensor in tensors
-        ]
+        arrays = [refs[place] if (place := tensor.data_ptr()) in refs else _to_jax(tensor) for tensor in tensors]
         getattr(jax_api, call.op)(*arrays, **call.attrs)
     return [interop.to_torch(ref[...]) for ref in refs.values()]
