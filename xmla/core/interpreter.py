@@ -38,7 +38,8 @@ _NUMPY = {
 }
 # The interpreter patches triton.language while it runs, so one plan runs at a time.
 _lock = threading.Lock()
-_replaced: list[tuple[Any, str, Any]] = []  # what `corrected` puts back
+# A fork waits for it: the child would inherit it locked, and the interpreter and the language patched.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -68,7 +69,7 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
-_CORRECTIONS = (
+_CORRECTIONS: tuple[tuple[Any, str, Any], ...] = (
     (interpreter, "_convert_float", _convert_float),
     (interpreter.InterpreterBuilder, "create_dot", _create_dot),
     (InterpretedFunction, "__call__", _call_device_function),
@@ -79,28 +80,14 @@ _CORRECTIONS = (
 def corrected() -> Iterator[None]:
     """Triton's interpreter with the shim, for one thread at a time."""
     with _lock:
+        kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _CORRECTIONS]
         try:
-            for owner, name, replacement in _CORRECTIONS:
-                _replaced.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, replacement)
+            for correction in _CORRECTIONS:
+                setattr(*correction)
             yield
         finally:
-            _put_back()
-
-
-def _put_back() -> None:
-    while _replaced:
-        setattr(*_replaced.pop())
-
-
-def _start_in_a_child() -> None:
-    """Of a fork beside a plan that another thread runs: in the child that thread is gone, and its lock stays taken."""
-    global _lock
-    _lock = threading.Lock()
-    _put_back()
-
-
-os.register_at_fork(after_in_child=_start_in_a_child)
+            for original in kept:
+                setattr(*original)
 
 
 def _pointer(array: np.ndarray) -> tl.tensor:
