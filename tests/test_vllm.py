@@ -21,7 +21,7 @@ from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, memory, shards, warmup
 from xmla.vllm.gathered import Gathered
-from xmla.vllm.refusals import refuse
+from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
@@ -52,12 +52,13 @@ def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def selected(
-    step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1, shards: Shards | None = None
-) -> np.ndarray:
+    step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1, shards: Shards | None = None,
+    share: Any = None,
+) -> np.ndarray:  # fmt: skip
     found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
     keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
     buffers = keys, torch.empty(256, device=device), torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards)
+    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards, share)
     return found.cpu().numpy()
 
 
@@ -137,9 +138,11 @@ def test_decodes_that_vllm_made_a_request_of_each_token(device: str) -> None:
     assert np.array_equal(selected(step, cache, 5, device), wanted(tokens, cache, table, device))
 
 
-@pytest.mark.parametrize("beyond", [0, 5])
-def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: str) -> None:
-    """The host's sum of lengths may exceed the device's: keys beyond the last request are no one's."""
+def mixed(device: str, beyond: int = 0) -> tuple[SimpleNamespace, torch.Tensor, np.ndarray]:
+    """A decode and two prefills of 13 tokens, in parts of one gather; their cache, and what each token selects.
+
+    The host's sum of lengths is `beyond` more than the device's.
+    """
     lengths, new = [20, 30, 13], [1, 9, 4]
     cache, table = make(lengths, device)
     tokens = visible(lengths, new)
@@ -158,7 +161,36 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
     step = decodes([[20]], [1], table[:1], device)
     step.num_prefill_tokens = len(tokens) - 1
     step.num_prefills, step.prefill = 2, SimpleNamespace(chunks=[chunk(1, 7, False), chunk(7, 14, True)])
-    assert np.array_equal(selected(step, cache, 14, device), wanted(tokens, cache, table, device))
+    return step, cache, wanted(tokens, cache, table, device)
+
+
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: str) -> None:
+    """Keys beyond the last request are no one's."""
+    step, cache, want = mixed(device, beyond)
+    assert np.array_equal(selected(step, cache, 14, device), want)
+
+
+@pytest.mark.parametrize("sizes", [(13,), (4, 9), (1, 11, 1), (6, 2, 5)])
+def test_ranks_that_share_rows_of_prefills(sizes: tuple[int, ...], device: str) -> None:
+    """Each scores its own, of one part of the gather or two; decodes are every rank's. They are those of one rank."""
+    step, cache, want = mixed(device)
+    exchanged: list[int] = []
+    for rank, size in enumerate(sizes):
+        start = step.num_decode_tokens + sum(sizes[:rank])
+
+        def narrow(chunk: Any, start: int = start, stop: int = start + size) -> Any:
+            first, last = max(chunk.token_start, start), min(chunk.token_end, stop)
+            rows = slice(first - chunk.token_start, last - chunk.token_start)
+            return (first, last, chunk.cu_seqlen_ks[rows], chunk.cu_seqlen_ke[rows]) if first < last else None
+
+        share = SimpleNamespace(narrow=narrow, exchange_topk=lambda found, width: exchanged.append(width))
+        got = selected(step, cache, 14, device, share=share)
+        assert np.array_equal(got[:1], want[:1])
+        own = np.arange(14) - start
+        assert np.array_equal(got[(own >= 0) & (own < size)], want[(own >= 0) & (own < size)])
+        assert (got[(np.arange(14) >= 1) & ((own < 0) | (own >= size))] == -7).all()
+    assert exchanged == [K] * len(sizes)
 
 
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (2, 4), (3, 1)])
@@ -256,6 +288,47 @@ def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, to
         refuse(indexer.unserved(served | changed, backend))
     message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert str(raised.value) == message
+
+
+def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNamespace:
+    """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2."""
+    found = {"indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "use_ubatching": False} | changed
+    part = SimpleNamespace(**found)
+    text = SimpleNamespace(**({"model_type": "deepseek_v32", "index_topk": 2048} if model is None else model))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text), attention_config=part, parallel_config=part,
+        kernel_config=part,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (configured({"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}),
+         "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash"),
+        (configured({"model_type": "deepseek_v41", "index_topk": 512}), "DeepSeek-V4.1"),
+        (configured(indexer_kv_dtype="mxfp4"), "MXFP4 keys of the indexer"),
+        (configured(indexer_kv_dtype="bf16", use_fp4_indexer_cache=True), "MXFP4 keys of the indexer"),
+        (configured(prefill_context_parallel_size=2, use_ubatching=True),
+         "prefill context parallelism, two micro-batches at once"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str) -> None:
+    """All of it is known before weights are loaded, and whatever backend of attention is named."""
+    for model in ({"model_type": "deepseek_v4", "index_topk": 512}, {"model_type": "glm", "index_topk": 9}, None):
+        refuse(unserved(configured(model)))
+    for model in ({"model_type": "llama"}, {"model_type": "glm", "index_topk": None, "index_kpool": 4}):
+        assert unserved(configured(model, use_ubatching=True)) == {}
+    with pytest.raises(UnsupportedError) as raised:
+        refuse(unserved(config))
+    message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+    assert str(raised.value) == message
+
+
+def test_an_option_without_effect_is_named() -> None:
+    assert unused(configured()) is None and unused(configured(sparse_indexer_topk_backend="auto")) is None
+    assert unused(configured({"model_type": "llama"}, sparse_indexer_topk_backend="torch")) is None
+    assert unused(configured(sparse_indexer_topk_backend="torch")) == "sparse_indexer_topk_backend=torch"
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(128, 2048), (64, 512), (32, 300)])

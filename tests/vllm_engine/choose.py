@@ -77,6 +77,26 @@ def v4_graphs(config: VllmConfig) -> str:
     return XmlaWindowBackend.get_builder_cls().get_cudagraph_support(config, None).name
 
 
+def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
+    """What the worker says of engines that are not served, before it loads weights: two micro-batches are set already.
+
+    Of a model with pooled keys, of one whose keys are MXFP4, and of V4.1 under prefill context parallelism.
+    """
+    models = {"glm5_next_text": {"index_kpool": 4}, "deepseek_v32": {}, "deepseek_v41": {}}
+    said = []
+    for kind, more in models.items():
+        config.model_config = SimpleNamespace(
+            hf_text_config=SimpleNamespace(model_type=kind, index_topk=2048, **more), hf_config=None
+        )
+        config.attention_config.indexer_kv_dtype = "mxfp4" if kind == "deepseek_v32" else "bf16"
+        config.parallel_config.prefill_context_parallel_size = 2 if kind == "deepseek_v41" else 1
+        try:
+            worker.load_model(SimpleNamespace(vllm_config=config))
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
 def choose() -> None:
     seam.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
     for _ in range(2):  # vLLM may load a plugin several times
@@ -98,6 +118,7 @@ def choose() -> None:
     from vllm.v1.worker import gpu_worker
 
     found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:2]]
+    found["start"] = refused_at_start(config, gpu_worker.Worker)
     print(json.dumps(found))
 
 

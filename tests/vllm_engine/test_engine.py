@@ -119,9 +119,15 @@ def test_tokens_of_gathered_prefills(kernels: dict[str, Any], serve: Callable[..
 
 @pytest.mark.parametrize("drafts", ["1", "7"])
 def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
-    """With one draft vLLM hands over the tokens of a request together, with seven one by one."""
+    """The tokens of a request together; but seven drafts one by one before 0.33.
+
+    Drafts after the first take over the metadata of the step before.
+    """
     drafted = serve("--drafts", drafts, "--reference")
     assert drafted["tokens"] == kernels["tokens"]
+    if not OLD:
+        assert "use_flattening=False" in drafted["log"]
+        assert "cannot update draft decode metadata" not in drafted["log"]
     assert drafted["calls"]["sparse_mla"] != kernels["calls"]["sparse_mla"]
 
 
@@ -231,6 +237,22 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     told = "DSpark, images of DeepSeek-V4, two micro-batches at once, decode context parallelism of DeepSeek-V4"
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert refused["unserved"] == f"xmla.vllm: not served: {told}; {without}"
+    dbo = "two micro-batches at once"
+    assert refused["start"] == [f"xmla.vllm: not served: {told}, {dbo}; {without}" for told in (
+        "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash", "MXFP4 keys of the indexer",
+        "DeepSeek-V4.1, prefill context parallelism",
+    )]  # fmt: skip
+
+
+@pytest.mark.skipif(OLD, reason="new in 0.33")
+def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> None:
+    """Rows of prefills that ranks share, and prefills that dense attention takes: those write keys and select none."""
+    done = run("xmla", str(FOLDER / "parts.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rows"] == [True] * 3
+    assert found["dense"] == ["write_indexer_cache"]
+    assert found["sparse"] == [["indexer_topk", "indexer_topk_paged", "write_indexer_cache"]] * 5
 
 
 REGISTERED = """

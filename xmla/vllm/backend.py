@@ -89,12 +89,20 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
         heads = self.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
         packed = self.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
         self.gathers = packed and rows_are_faster(heads) and self.dcp_world_size == 1
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1  # read since 0.33
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> XmlaSparseMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.gathers and metadata.num_prefills:
             metadata.gathered = gather(metadata, common_attn_metadata.seq_lens_cpu_upper_bound)
         return metadata
+
+    def update_draft_decode_metadata(self, metadata: XmlaSparseMetadata) -> None:
+        """For the next drafted token, in place: all but the tokens' requests are views of what vLLM updates."""
+        from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
+
+        if tokens := metadata.num_decode_tokens:
+            compute_token_to_req_indices(metadata.query_start_loc, metadata.req_id_per_token, tokens, tokens)
 
 
 def gather(metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> Gathered | None:

@@ -30,16 +30,60 @@ def run(call: dict[str, Any]) -> torch.Tensor:
     layer = context.no_compile_layers[name]
     refuse(unserved(call, layer.get_attn_backend().get_name()))
     buffers = reserve(call["total_seq_lens"], call["head_dim"])
-    if isinstance(context.attn_metadata, dict):
+    if not isinstance(context.attn_metadata, dict):
+        reserve_exchange(call["topk_indices_buffer"])
+    else:
         step = context.attn_metadata[name]
         if not call["skip_k_cache_insert"]:
             tokens = step.slot_mapping.shape[0]  # the keys may be padded
             xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"])
+        if attends_to_all(context, call):
+            return call["topk_indices_buffer"]
         query = call["q_quant"], call["weights"].float()
         ratio = getattr(layer, "compress_ratio", 1)
         shards = Shards.of(call["dcp_world_size"], call["dcp_rank"], call["cp_kv_cache_interleave_size"])
-        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards)
+        select(
+            step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards, row_share(step)
+        )  # fmt: skip
     return call["topk_indices_buffer"]
+
+
+def attends_to_all(context: Any, call: dict[str, Any]) -> bool:
+    """Whether no token of the step reads what it selects: all are of prefills that vLLM's dense attention takes.
+
+    The metadata of a layer that has such attention tells; 0.26 names none. A graph is replayed for other steps too.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    layer = _resolve_layer_name(call.get("dense_mha_metadata_layer_name", ""))
+    if not layer or context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+        return False
+    attention = context.attn_metadata.get(layer)
+    if not getattr(getattr(attention, "prefill", None), "use_dense_mha", False) or attention.num_decode_tokens:
+        return False
+    return not (call["topk_indices_buffer"].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def row_share(step: Any) -> Any:
+    """The rows of the step's prefills that this rank scores, if ranks of tensor parallelism share them (from 0.32 on).
+
+    vLLM's `PrefillRowShard`: it narrows chunks to them, and exchanges what all ranks select.
+    """
+    if getattr(step.prefill, "row_shard_sizes", None) is None:
+        return None
+    from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
+
+    return PrefillRowShard.from_metadata(step.prefill, step.num_decode_tokens)
+
+
+def reserve_exchange(selected: torch.Tensor) -> None:
+    """What that exchange allocates, in the profile run, by vLLM's own function."""
+    from vllm.model_executor.layers import sparse_attn_indexer
+
+    allocate = getattr(sparse_attn_indexer, "_reserve_row_shard_exchange_transient", None)
+    if allocate is not None:
+        allocate(selected, selected.device)
 
 
 def unserved(call: dict[str, Any], backend: str) -> dict[str, bool]:
@@ -63,10 +107,12 @@ def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def select(
     step: Any, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, selected: torch.Tensor,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ratio: int = 1, shards: Shards | None = None,
+    share: Any = None,
 ) -> None:  # fmt: skip
     """Write the positions that each token of the step selects to its row of `selected` [T, K].
 
-    A key stands for `ratio` tokens. Lengths of the metadata count keys, but for `step.seq_lens`.
+    A key stands for `ratio` tokens. Lengths of the metadata count keys, but for `step.seq_lens`. With a `share` of the
+    prefills' rows the others' are other ranks'.
     """
     keys, key_scales, scratch = buffers
     memory = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}
@@ -83,15 +129,23 @@ def select(
     for chunk in step.prefill.chunks if step.num_prefills else ():
         if not chunk.skip_kv_gather:  # else the buffers hold them: more tokens of the same requests
             gather(chunk, cache, keys, key_scales)
-        rows = slice(chunk.token_start, chunk.token_end)
+        own = (chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke)
+        if share is not None:
+            own = share.narrow(chunk)
+        if own is None:
+            continue
+        first, last, starts, ends = own
+        rows = slice(first, last)
         total = chunk.max_local_total_seq_lens
         if shards:  # rows of logits start on whole vectors; no token sees what is beyond
             total = min(-(-total // 64) * 64, len(keys))
-        ragged = q8[rows], weights[rows], keys[:total], key_scales[:total], chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
+        ragged = q8[rows], weights[rows], keys[:total], key_scales[:total], starts, ends
         if shards:
             select_ragged(shards, *ragged, scratch, selected[rows])
         else:
             xt.indexer_topk(*ragged, out=selected[rows], **memory)
+    if share is not None:
+        share.exchange_topk(selected, selected.shape[1])
 
 
 def select_paged(

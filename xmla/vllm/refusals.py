@@ -1,6 +1,7 @@
 """What the plugin does not serve is refused at start: vLLM's own kernels cannot take over in the middle of a model."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from xmla.core.errors import UnsupportedError
 
@@ -12,3 +13,29 @@ def refuse(reasons: Mapping[str, bool]) -> None:
         raise UnsupportedError(
             f"xmla.vllm: not served: {', '.join(found)}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
         )
+
+
+def unserved(config: Any) -> dict[str, bool]:
+    """What an engine's configuration asks of the indexer and xmla's does not do; nothing of models without one.
+
+    The indexer is xmla's whatever backend of attention the user names.
+    """
+    model, attention, parallel = config.model_config.hf_text_config, config.attention_config, config.parallel_config
+    if getattr(model, "index_topk", None) is None:
+        return {}
+    return {
+        "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash": (getattr(model, "index_kpool", None) or 1) > 1,
+        "DeepSeek-V4.1": model.model_type == "deepseek_v41",
+        # 0.26 has a switch of its own for them.
+        "MXFP4 keys of the indexer": attention.indexer_kv_dtype == "mxfp4"
+        or getattr(attention, "use_fp4_indexer_cache", False),
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "two micro-batches at once": parallel.use_ubatching,
+    }
+
+
+def unused(config: Any) -> str | None:
+    """The user's choice of vLLM's kernel for top-k, which xmla's selection leaves without effect."""
+    chosen = getattr(config.kernel_config, "sparse_indexer_topk_backend", "auto")  # since 0.33
+    has_indexer = getattr(config.model_config.hf_text_config, "index_topk", None) is not None
+    return f"sparse_indexer_topk_backend={chosen}" if has_indexer and chosen != "auto" else None

@@ -75,7 +75,7 @@ def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def always(answer: bool) -> Callable[[Any], Any]:
-    return lambda _: lambda: answer
+    return lambda _: lambda *_: answer
 
 
 CHANGES = (
@@ -90,6 +90,9 @@ CHANGES = (
     Change(INDEXER, "has_deep_gemm", always(True)),
     # The metadata has a schedule of DeepGEMM's kernels in every step, if they are there.
     Change("vllm.v1.attention.backends.mla.indexer", "has_deep_gemm", always(False)),
+    # Without DeepGEMM vLLM makes a request of each token where a request has more than two, and each reads all keys.
+    # xmla's logits take any number of tokens together.
+    Change("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SpecifierSet(">=0.33")),
     # On sm_100 the fused writer stores a key's scale as four UE8M0 bytes, for DeepGEMM; xmla reads a float32.
     Change(
         "vllm.models.deepseek_v32.common.kernels",
@@ -105,7 +108,8 @@ CHANGES = (
         always(False),
         SpecifierSet(">=0.33"),
     ),
-    # Its own warm-up knows nothing of xmla's kernels, which a first step would wait for. The last: it imports models.
+    # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
+    # kernels, which a first step would wait for. The last: it imports models.
     Change("vllm.v1.worker.gpu_worker", "Worker", warmup.warmed, on_gpu=True),
 )
 

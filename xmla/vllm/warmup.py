@@ -24,6 +24,7 @@ from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
 from xmla.vllm import memory, shards
 from xmla.vllm.indexer import SERVED
+from xmla.vllm.refusals import refuse, unserved, unused
 
 STEP = 8  # between numbers of tokens of which plans differ by how many waves programs fill
 
@@ -233,12 +234,21 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
 
 
 def warmed(worker: type) -> type:
-    """vLLM's worker, which compiles before it captures graphs; what its memory profile compiles is not refused."""
+    """vLLM's worker, which refuses before it loads weights, and compiles before it captures graphs.
+
+    What its memory profile compiles is not refused.
+    """
     from vllm.logger import init_logger
 
     log = init_logger("vllm.xmla")
 
     class Worker(worker):
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            refuse(unserved(self.vllm_config))
+            if (option := unused(self.vllm_config)) is not None:
+                log.warning("xmla: %s is not used, the indexer's keys are selected by xmla", option)
+            return super().load_model(*args, **kwargs)
+
         def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
             with compiling_allowed():  # it captures graphs over small caches
                 return super().determine_available_memory(*args, **kwargs)

@@ -1,0 +1,90 @@
+"""`python parts.py`: steps of the indexer with vLLM's own classes, in the interpreter, without an engine.
+
+Prints whether ranks that share a prefill's rows select what one does, and the ops of steps whose selection no layer
+reads.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import forward_context
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers import sparse_attn_indexer
+from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
+from vllm.v1.worker import workspace
+
+sys.path.append(str(Path(__file__).parent.parent))
+import test_vllm as steps
+
+from xmla import torch_api as xt
+from xmla.vllm import indexer
+
+
+def shared_rows(sizes: list[int]) -> bool:
+    """Whether each rank has the same selection, by vLLM's exchange: all ranks' rows in turn."""
+    step, cache, want = steps.mixed("cpu")
+    step.prefill.row_shard_sizes = sizes
+    sent: list[torch.Tensor] = []
+
+    def select(rank: int, gather: Any) -> Any:
+        sparse_attn_indexer.get_tensor_model_parallel_rank = lambda: rank
+        sparse_attn_indexer.get_tp_group = lambda: SimpleNamespace(all_gatherv=gather)
+        share = indexer.row_share(step)
+        assert type(share) is PrefillRowShard
+        return steps.selected(step, cache, len(want), "cpu", share=share)
+
+    def keep(local: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        sent.append(local.clone())  # it is a view of what the exchange writes
+        return local.new_zeros(sum(sizes), local.shape[1])
+
+    for rank in range(len(sizes)):
+        select(rank, keep)
+    every = torch.cat(sent)
+    found = [select(rank, lambda local, dim, sizes: every) for rank in range(len(sizes))]
+    return all((got == want).all() for got in found)
+
+
+def ops_of(dense: bool, decodes: int, mode: CUDAGraphMode, layer: str) -> list[str]:
+    """The ops that the indexer calls in a step, whose main attention is vLLM's dense one or not."""
+    step, cache, want = steps.mixed("cpu")
+    count, called = len(want), []
+    step.slot_mapping = torch.full((count,), -1)
+    attention = SimpleNamespace(num_decode_tokens=decodes, prefill=SimpleNamespace(use_dense_mha=dense))
+    found = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER"))
+    context = SimpleNamespace(
+        no_compile_layers={"keys": found}, attn_metadata={"keys": step, "attention": attention},
+        cudagraph_runtime_mode=mode,
+    )  # fmt: skip
+    forward_context.get_forward_context = lambda: context
+    q8, weights = steps.query(count, "cpu")
+    kept = {name: getattr(xt, name) for name in ("write_indexer_cache", "indexer_topk", "indexer_topk_paged")}
+    for name, op in kept.items():
+        setattr(xt, name, lambda *args, name=name, op=op, **more: (called.append(name), op(*args, **more))[1])
+    indexer.run({
+        "k_cache_prefix": "keys", "kv_cache": cache, "q_quant": q8, "weights": weights, "head_dim": q8.shape[2],
+        "k": torch.zeros(count, q8.shape[2]), "total_seq_lens": 256, "skip_k_cache_insert": False, "use_pcp": False,
+        "topk_indices_buffer": torch.full((count, steps.K), -7, dtype=torch.int32), "use_fp4_cache": False,
+        "dcp_world_size": 1, "dcp_rank": 0, "cp_kv_cache_interleave_size": 1, "dense_mha_metadata_layer_name": layer,
+    })  # fmt: skip
+    for name, op in kept.items():
+        setattr(xt, name, op)
+    return sorted({*called})
+
+
+if __name__ == "__main__":
+    workspace.init_workspace_manager(torch.device("cpu"))
+    NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
+    print(
+        json.dumps({
+            "rows": [shared_rows(sizes) for sizes in ([13], [4, 9], [1, 11, 1])],
+            "dense": ops_of(True, 0, NONE, "attention"),
+            "sparse": [
+                ops_of(False, 0, NONE, "attention"), ops_of(True, 1, NONE, "attention"), ops_of(True, 0, NONE, ""),
+                ops_of(True, 0, FULL, "attention"), ops_of(True, 0, NONE, "another"),
+            ],
+        })
+    )  # fmt: skip
