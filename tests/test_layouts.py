@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 import kit
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from xmla import ArgumentError, layouts
 from xmla.core.cases import indexer_pool, mla_pool
@@ -107,6 +109,48 @@ def test_inspect_does_not_guess() -> None:
     assert found.format is None and found.reason.startswith("v32: ")
     with pytest.raises(ArgumentError, match=r"pool rank is 2, expected 3 \(P, R, ROW\)"):
         layouts.inspect(np.zeros((2, 656), np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_answers_for_every_dtype(kind: str, device: str) -> None:
+    """A dtype that no op takes is the reason, whatever the rows."""
+    dtypes = ["bool", "int16", "uint16", "int32", "float32", "float8_e5m2", "bfloat16", "float16", "int8", "uint8"]
+    for dtype in dtypes + ["int64", "uint64", "float64", "complex64"] * (kind != "jax"):
+        for row in (132, 512, 576, 656):
+            array = np.zeros((2, 4, row), getattr(ml_dtypes, dtype, dtype))
+            pool = (
+                torch.zeros(2, 4, row, dtype=getattr(torch, dtype), device=device)
+                if kind == "torch"
+                else KINDS[kind](array, device)
+            )
+            found = layouts.inspect(pool)
+            named = (
+                {576: "plain", 512: "plain_v4"} if dtype.endswith("float16") else {656: "v32", 132: "indexer_fp8_d128"}
+            )
+            wanted = named.get(row) if dtype in ("bfloat16", "float16", "int8", "uint8") else None
+            assert found.format == wanted, found.reason
+            if dtype not in ("bfloat16", "float16", "int8", "uint8"):
+                assert found.reason.startswith(f"no format has elements of {dtype}; known are uint8 or int8 or ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize("layout", [*MLA_LAYOUTS, *INDEXER_LAYOUTS], ids=lambda layout: layout.name)
+def test_inspect_a_pool_without_entries(
+    layout: MlaLayout | IndexerLayout, shape: tuple[int, int], kind: str, device: str
+) -> None:
+    """As one in which nothing is written: plain rows are told by their size, packed ones are not told."""
+    dtype = np.dtype(np.uint8 if layout.packed else ml_dtypes.bfloat16)
+    pool = KINDS[kind](np.zeros((*shape, layout.row), dtype), device)
+    found = layouts.inspect(pool)
+    alike = [
+        other for other in (*MLA_LAYOUTS, *INDEXER_LAYOUTS) if (other.row, other.packed) == (layout.row, layout.packed)
+    ]
+    assert found.format == (layout.name if len(alike) == 1 else None), found.reason
+    if layout.packed:
+        assert f"{layout.name}: nothing is written in the pages read" in found.reason
+    got = kit.as_numpy(layouts.convert(pool, layout.name, source_format=layout.name))
+    assert got.shape == (*shape, layout.row)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ import numpy as np
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
+from xmla.core.op import BYTES, HALVES
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
@@ -54,7 +55,11 @@ def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
         ArgumentError: The array has no three axes.
     """
     spec = _spec_of(pool)
-    sample = _to_host(pool, np.unique(np.linspace(0, max(spec.shape[0] - 1, 0), SAMPLED_PAGES).astype(np.int64)))
+    if spec.dtype not in (*BYTES, *HALVES):
+        known = " or ".join((*BYTES, *HALVES))
+        return Inspection(None, None, f"no format has elements of {spec.dtype}; known are {known}")
+    pages = np.linspace(0, spec.shape[0] - 1, SAMPLED_PAGES) if spec.shape[0] else np.zeros(0)
+    sample = _to_host(pool, np.unique(pages.astype(np.int64)))
     fitting, reasons = [], []
     indexers = indexer_layouts(spec.shape[2]) if spec.itemsize == 1 else []
     for layout in (*mla_layouts(spec), *indexers):
