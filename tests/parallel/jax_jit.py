@@ -92,6 +92,8 @@ def even(op: Op, case: Case, axis: str) -> dict[str, np.ndarray] | None:
                 if label == "T":
                     array = np.take(array, range(array.shape[place] // 2 * 2), axis=place)
             arrays[name] = np.ascontiguousarray(array)
+    if axis == "T" and "request_ids" in op.tensors and "request_ids" not in arrays:
+        return None  # check_requests_without_ids
     (size,) = {
         array.shape[op.tensors[name].names.index(axis)]
         for name, array in arrays.items()
@@ -158,7 +160,7 @@ def check_a_step(mesh: Mesh) -> None:
 
 
 def check_what_stays_whole(mesh: Mesh) -> None:
-    """Writes into replicated caches, as arrays, donated and through a Ref; requests without ids."""
+    """Writes into replicated caches, as arrays, donated and and through a Ref."""
     op = OPS["write_mla_cache"]
     case = next(case for case in op.cases if len(kit.make(case)["slots"]) > 1)
     *tokens, cache = (jnp.asarray(np.ascontiguousarray(array)) for array in kit.make(case).values())
@@ -177,16 +179,29 @@ def check_what_stays_whole(mesh: Mesh) -> None:
     check("Ref", through_a_ref, [*tokens, cache], mesh, specs, exact)
     check("donated", write, [*tokens, cache.copy()], mesh, specs, exact, donate_argnums=3)
 
-    op = OPS["window_slots"]
-    cases = ((case, kit.make(case)) for case in op.cases)
-    case, made = next((c, a) for c, a in cases if "request_ids" not in a and len(a["lengths"]) % 2 == 0)
-    arrays = {name: jnp.asarray(array) for name, array in made.items()}
-    specs = [P("x") if name == "lengths" else P() for name in arrays]
-    check("requests without ids", function_of(op, list(arrays), case.attrs), list(arrays.values()), mesh, specs, exact)
+
+def check_requests_without_ids(mesh: Mesh) -> None:
+    """Eight tokens, also where a device's begin or end inside a request."""
+    for name, requests in (("window_slots", 1), ("indexer_logits_paged", 2)):
+        op = OPS[name]
+        cases = ((case, kit.make(case)) for case in op.cases)
+        case, arrays = next((c, a) for c, a in cases if "request_ids" not in a and len(a["block_table"]) >= 2)
+        for label, array in arrays.items():
+            axes = op.tensors[label].names
+            if "T" in axes:
+                array = np.take(array, np.arange(8) % array.shape[axes.index("T")], axis=axes.index("T"))
+            elif "B" in axes:
+                array = array[:requests]
+            arrays[label] = np.ascontiguousarray(array)
+        specs = [P(*("x" if axis == "T" else None for axis in op.tensors[label].names)) for label in arrays]
+        given = [jnp.asarray(array) for array in arrays.values()]
+        call = f"{name} without ids, {mesh.axis_types[0].name.lower()}"
+        check(call, function_of(op, list(arrays), case.attrs), given, mesh, specs, comparison(op, case, arrays))
 
 
 if __name__ == "__main__":
     check_every_op(mesh_of(AxisType.Auto, x=2))
     for kind in (AxisType.Auto, AxisType.Explicit):
         check_a_step(mesh_of(kind, tokens=4, heads=2) if sys.argv[1] == "8" else mesh_of(kind, tokens=2, heads=1))
+        check_requests_without_ids(mesh_of(kind, x=int(sys.argv[1])))
     check_what_stays_whole(mesh_of(AxisType.Auto, x=2))

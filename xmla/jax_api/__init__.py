@@ -18,10 +18,10 @@ Ref and read it without a copy; `ref[...]` may copy the pool.
 
 Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) sharded as they are, through one
 op or many, with one mesh in the program. Each device computes its own part, nothing is exchanged, and every other axis
-is replicated. Also replicated are all axes of ops that update a cache, the tokens of requests without request_ids, and
-everything in an export and with `implementation="reference"`. An export over an AbstractMesh needs a `shard_map` around
-the ops. With `batch_invariant=True` a part of the heads has the same bits as in a call with all heads.
-`xmla.jax_api.parallel` divides requests by pages.
+is replicated. Also replicated are all axes of ops that update a cache, and everything in an export and with
+`implementation="reference"`. An export over an AbstractMesh needs a `shard_map` around the ops. With
+`batch_invariant=True` a part of the heads has the same bits as in a call with all heads. `xmla.jax_api.parallel`
+divides requests by pages.
 
 Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not present, use
 `xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.

@@ -125,15 +125,19 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
     params = _on(platform, context, params)
     op, given, implementation = (params[name] for name in ("op", "given", "implementation"))
     values = dict(zip(op.defaults, params["attrs"], strict=True))
-    callback = None
-    if params["device"] == INTERPRETER:
-        callback = _sharding.callback_of(context.module_context, host_function(op, given, values, implementation))
 
-    def compute(*own: Any) -> tuple[Any, ...]:
-        return _compute(*own, **params, callback=callback)
+    def function_of(names: tuple[str, ...]) -> Callable[..., Any]:
+        callback = None
+        if params["device"] == INTERPRETER:
+            callback = _sharding.callback_of(context.module_context, host_function(op, names, values, implementation))
+
+        def compute(*own: Any) -> tuple[Any, ...]:
+            return _compute(*own, **params | {"given": names}, callback=callback)
+
+        return compute
 
     problem = op.bind(_specs(given, context.avals_in), values)
-    return mlir.lower_fun(_sharding.partitioned(compute, problem))(context, *operands)
+    return mlir.lower_fun(_sharding.partitioned(function_of, problem))(context, *operands)
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):

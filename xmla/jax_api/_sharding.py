@@ -1,13 +1,14 @@
 """`jit` over several devices: if tokens or heads are sharded, each device computes its own, without an exchange.
 
 All other axes are replicated. So are all axes of an op that writes a cache, since every copy of the cache needs every
-token, and the tokens of requests without ids, whose request follows from the token's number.
+token. Tokens without request_ids get them, because on one device a token's request follows from its number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
@@ -24,10 +25,9 @@ Axes = Sequence[str | None]  # of an array; None for an axis of a result that is
 def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
     """The axes that can be sharded in a call with the operands `given`: not one that no result has, a sum over it."""
     names = {axis for name in given for axis in op.tensors[name].names}
-    names &= {"B"} | {axis for result in op.outputs.values() for axis in result.names}
-    counted = "B" in names and "request_ids" not in given
+    names &= {axis for result in op.outputs.values() for axis in result.names}
     whole = op.mutates or not op.rows_apart
-    return [axis for axis in ("T", "H") if axis in names and not whole and not (axis == "T" and counted)]
+    return [axis for axis in ("T", "H") if axis in names and not whole]
 
 
 def _result_axes(problem: Problem) -> list[Axes]:
@@ -87,10 +87,19 @@ def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[
     return callback
 
 
-def partitioned(function: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
-    """`function` of the operands of `problem`, applied to each device's own part along the sharded axes."""
+def partitioned(function_of: Callable[[tuple[str, ...]], Callable[..., Any]], problem: Problem) -> Callable[..., Any]:
+    """The call of `problem`, a function of its operands, on each device's own part along the sharded axes.
+
+    `function_of` takes the operands' names. Where tokens are sharded whose requests follow from their numbers, each
+    device gets the request ids of its own.
+    """
     shared = shared_axes(problem.op, list(problem.specs))
-    operands: list[Axes] = [problem.op.tensors[name].names for name in problem.specs]
+    given = tuple(problem.specs)
+    numbered = "T" in shared and "request_ids" in problem.op.tensors and "request_ids" not in given
+    function = function_of((*given, "request_ids") if numbered else given)
+    replicated = function_of(given) if numbered else function
+    operands: list[Axes] = [problem.op.tensors[name].names for name in given]
+    operands += [["T"]] * numbered
     results = _result_axes(problem)
     whole: list[str] = []
 
@@ -104,14 +113,22 @@ def partitioned(function: Callable[..., Any], problem: Problem) -> Callable[...,
         return ", ".join(" ".join(map(factor, axes)) for axes in arrays)
 
     def partition(mesh: Mesh, arguments: Sequence[Any], _: Any) -> tuple[Any, ...]:
-        found = _mesh_axes(problem, [argument.sharding.spec for argument in arguments])
+        found = _mesh_axes(problem, [argument.sharding.spec for argument in arguments[: len(given)]])
 
         def place(arrays: Sequence[Axes]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, _spec(axes, found)) for axes in arrays)
 
-        return mesh, function, place(results), place(operands)
+        own = function if "T" in found else lambda *arrays: replicated(*arrays[: len(given)])
+        return mesh, own, place(results), place(operands)
 
-    call = custom_partitioning(function)
+    divided = custom_partitioning(function)
     sharding_rule = f"{rule(operands)} -> {rule(results)}"
-    call.def_partition(partition, sharding_rule=sharding_rule, need_replication_factors=tuple(whole))
+    divided.def_partition(partition, sharding_rule=sharding_rule, need_replication_factors=tuple(whole))
+
+    def call(*arrays: Any) -> Any:
+        if not numbered:
+            return divided(*arrays)
+        tokens_each = max(problem["T"] // max(problem["B"], 1), 1)
+        return divided(*arrays, jnp.arange(problem["T"], dtype=jnp.int32) // tokens_each)
+
     return call
