@@ -246,3 +246,29 @@ def test_any_other_release_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         xmla.sglang.register()
     assert installed == ["0.5.23.post1", "0.6.0"]
     assert [record.getMessage() for record in caplog.records] == ["SGLang 0.6.0: xmla is tested with 0.5.23"]
+
+
+def test_required_it_ends_a_process_that_cannot_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang catches every Exception of a plugin, logs it and serves on."""
+
+    def refuse(_: str) -> None:
+        raise UnsupportedError("xmla.sglang: something is missing")
+
+    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", SimpleNamespace(install=refuse))
+    monkeypatch.setattr(xmla.sglang, "seam", SimpleNamespace(install=refuse), raising=False)
+    monkeypatch.setattr(xmla.sglang, "version", lambda _: "0.5.23")
+    monkeypatch.setenv("SGLANG_PLUGINS", "xmla")
+    for value in (None, "", "0"):
+        monkeypatch.delenv("XMLA_SGLANG_REQUIRED", raising=False)
+        if value is not None:
+            monkeypatch.setenv("XMLA_SGLANG_REQUIRED", value)
+        with pytest.raises(UnsupportedError):
+            xmla.sglang.register()
+    monkeypatch.setenv("XMLA_SGLANG_REQUIRED", "1")
+    with pytest.raises(SystemExit) as raised:
+        xmla.sglang.register()
+    assert str(raised.value) == ("XMLA_SGLANG_REQUIRED is set and xmla cannot serve: xmla.sglang: something is missing")
+    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", None)  # as where SGLang cannot be imported
+    monkeypatch.delattr(xmla.sglang, "seam")
+    with pytest.raises(SystemExit, match="XMLA_SGLANG_REQUIRED is set and xmla cannot serve: "):
+        xmla.sglang.register()

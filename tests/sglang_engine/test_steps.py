@@ -301,18 +301,29 @@ def named(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def test_what_is_not_there_is_told(sglang: SGLang) -> None:
+def test_what_is_not_there_is_told(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     seam, rest = sglang.seam, "SGLang serves with its own kernels"
     with pytest.raises(UnsupportedError) as raised:
         seam.check(seam.Change(seam.KERNELS, "gone", lambda: None), "0.6.0")
     assert str(raised.value) == (
-        f"xmla.sglang: SGLang 0.6.0 has no {seam.KERNELS}.gone, which xmla replaces (module '{seam.KERNELS}' has no "
-        f"attribute 'gone'); {rest}"
+        f"xmla.sglang: SGLang 0.6.0 has no {seam.KERNELS}.gone, which xmla replaces (AttributeError: module "
+        f"'{seam.KERNELS}' has no attribute 'gone'); {rest}"
     )
     with pytest.raises(UnsupportedError) as raised:
         seam.check(seam.Change(seam.KERNELS, "resolve_num_sms", lambda device: None), "0.6.0")
     assert str(raised.value) == (
         f"xmla.sglang: {seam.KERNELS}.resolve_num_sms of SGLang 0.6.0 has the parameters (), expected (device); {rest}"
+    )
+
+    def taken(name: str) -> None:  # as a module raises beside a newer transformers
+        raise ValueError("'qwen3_asr' is already used by a Transformers config")
+
+    monkeypatch.setattr(seam.importlib, "import_module", taken)
+    with pytest.raises(UnsupportedError) as raised:
+        seam.check(seam.Change(seam.KERNELS, "resolve_num_sms", lambda: None), "0.6.0")
+    assert str(raised.value) == (
+        f"xmla.sglang: SGLang 0.6.0 has no {seam.KERNELS}.resolve_num_sms, which xmla replaces (ValueError: "
+        f"'qwen3_asr' is already used by a Transformers config); {rest}"
     )
 
 

@@ -1,7 +1,8 @@
 """DeepSeek sparse attention of SGLang by xmla's ops: `SGLANG_PLUGINS=xmla sglang serve …`.
 
 `register` is xmla's entry point in the group `sglang.srt.plugins`, which SGLang calls in each of its processes. What it
-changes in SGLang is in `seam`; `indexer` selects keys, `attention` is the attention over them.
+changes in SGLang is in `seam`; `indexer` selects keys, `attention` is the attention over them. With
+XMLA_SGLANG_REQUIRED=1 a process that cannot have all of it ends.
 """
 
 import logging
@@ -21,9 +22,20 @@ def register() -> None:
     Raises:
         UnsupportedError: This release of SGLang lacks something that xmla replaces. SGLang logs it, and serves with its
             own kernels.
+        SystemExit: The same and anything else that goes wrong here, with XMLA_SGLANG_REQUIRED=1: SGLang catches every
+            Exception of a plugin.
     """
     if "xmla" not in (name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")):
         return
+    try:
+        install()
+    except Exception as error:
+        if os.environ.get("XMLA_SGLANG_REQUIRED", "") in ("", "0"):
+            raise
+        raise SystemExit(f"XMLA_SGLANG_REQUIRED is set and xmla cannot serve: {error}") from error
+
+
+def install() -> None:
     from xmla.sglang import seam
 
     release = version("sglang")

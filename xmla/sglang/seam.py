@@ -73,10 +73,10 @@ def check(change: Change, release: str) -> None:
     """Raise UnsupportedError unless the function is there, with the parameters of what is called in its place."""
     try:
         original = attrgetter(change.name)(importlib.import_module(change.module))
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module of SGLang raises anything beside versions of packages that it does not know
         raise UnsupportedError(
-            f"xmla.sglang: SGLang {release} has no {change.target}, which xmla replaces ({error}); "
-            "SGLang serves with its own kernels"
+            f"xmla.sglang: SGLang {release} has no {change.target}, which xmla replaces "
+            f"({type(error).__name__}: {error}); SGLang serves with its own kernels"
         ) from error
     found, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
     if change.hook is not HookType.AFTER and found != expected:
