@@ -15,18 +15,10 @@ import triton.language as tl
 from xmla.core.lang.indexer import head_scores, load_keys
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
-from xmla.core.ops.select_topk.kernels import (
-    COLUMNS_A_WARP,
-    KEY_OF_INF,
-    append_tile,
-    as_packed,
-    choose_candidates,
-    key_of,
-    kth_largest,
-    lanes_by_warp,
-    load_tile,
-    running_count,
-)
+from xmla.core.ops.select_topk.choose import choose_candidates, lanes_by_warp, running_count
+from xmla.core.ops.select_topk.pairs import KEY_OF_INF, as_packed, key_of
+from xmla.core.ops.select_topk.search import kth_largest
+from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP, append_tile, load_tile
 
 
 @triton.jit
@@ -83,9 +75,9 @@ def take_block(
         length = tl.sum(tl.where(member == g, lengths, 0))
         for at in tl.range(0, BLOCK, WARPS * COLUMNS_A_WARP):
             last = tl.minimum(length - first, BLOCK) - at
-            x, y, z, w = load_tile(scores + offset_of(g, BLOCK, GROUP) + at, last, False, WARPS, 1)
+            tile = load_tile(scores + offset_of(g, BLOCK, GROUP) + at, last, False, WARPS, 1)
             count = append_tile(
-                space, count, CAPACITY, x, y, z, w, first + at, -first - at, last, threshold, 0.0, False, True, WARPS
+                space, count, CAPACITY, tile, first + at, -first - at, last, threshold, 0.0, False, True, WARPS
             )
         counts = tl.where(member == g, count, counts)
         thresholds = tl.where(member == g, threshold, thresholds)

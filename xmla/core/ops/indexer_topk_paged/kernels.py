@@ -4,7 +4,7 @@ import triton.language as tl
 from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
-from xmla.core.ops.select_topk.kernels import as_packed
+from xmla.core.ops.select_topk.pairs import as_packed
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_pages", "table_stride", "capacity", "next_n", "groups_a_request"])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.offsets import multiple, offset_of
-from xmla.core.ops.select_topk.kernels import order_key
+from xmla.core.ops.select_topk.pairs import order_key
 
 
 @triton.jit

@@ -3,12 +3,8 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
-from xmla.core.ops.select_topk.kernels import (
-    COLUMNS_A_WARP,
-    SLACK_PART,
-    topk_candidates_kernel,
-    topk_select_kernel,
-)
+from xmla.core.ops.select_topk.kernels import SLACK_PART, topk_candidates_kernel, topk_select_kernel
+from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP
 from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
