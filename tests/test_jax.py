@@ -1,5 +1,6 @@
 """The JAX front-end as JAX users meet it: jit, Refs, donation, Pallas beside it, imports."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.tolerance import ATTENTION_OUT, Tolerance
 from xmla.jax_api import _jax_triton
+from xmla.jax_api._primitive import is_ref
 
 OPS = list(registry().values())
 WRITERS = [op for op in OPS if op.mutates]
@@ -99,6 +101,73 @@ def compiles() -> Iterator[list[str]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def strided(array: np.ndarray) -> np.ndarray:
+    """Every other element of each row of a larger array."""
+    wide = np.repeat(array, 2, axis=-1)
+    wide[..., 1::2] = 1
+    return wide[..., ::2]
+
+
+def readonly(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def on_a_mesh(array: np.ndarray) -> jax.Array:
+    mesh = jax.make_mesh((1,), "x", devices=jax.devices()[:1])
+    return jax.device_put(array, jax.NamedSharding(mesh, jax.P()))
+
+
+KINDS = (strided, np.asfortranarray, on_a_mesh, lambda array: array[::-1].copy()[::-1], jax.new_ref, readonly,
+         lambda array: array.view(Subclass), jnp.asarray)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_arrays_of_every_kind(op: Op) -> None:
+    """Each argument in another kind of array, and then in the next one: the same results."""
+    case = min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
+    inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
+    function = getattr(jax_api, op.name)
+
+    def call(arrays: dict[str, object]) -> tuple[object, ...]:
+        found = kit.as_tuple(function(*[arrays.get(name) for name in op.tensors], **case.attrs))
+        updated = iter(found[len(op.outputs) :])  # no results of those that are Refs
+        given = [arrays[name] for name in op.mutates]
+        return *found[: len(op.outputs)], *(next(updated) if not is_ref(a) else a[...] for a in given)
+
+    want = call({name: jnp.asarray(array) for name, array in inputs.items()})
+    where = None
+    if op.partial:
+        where = kit.written(op, op.reference(**kit.copies(inputs), **kit.attributes(op, case)))
+    for first in range(2):
+        kinds = {name: KINDS[(first + place) % len(KINDS)] for place, name in enumerate(inputs)}
+        got = call(
+            {name: kinds[name](jnp.asarray(a) if kinds[name] is jax.new_ref else a) for name, a in inputs.items()}
+        )
+        for name, mine, theirs in zip([*op.outputs, *op.mutates], got, want, strict=True):
+            kit.assert_bits_equal(name, mine, theirs, where)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_arrays_that_jax_would_read_otherwise_are_refused(op: Op) -> None:
+    """Those with a mask, and those of the other byte order."""
+    inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(op.cases[0]).items()}
+    for name, array in inputs.items():
+        wrong: list[tuple[np.ndarray, str]] = [(np.ma.array(array), "is MaskedArray, expected jax.Array")]
+        if array.dtype.kind in "iuf" and array.dtype.itemsize > 1:
+            other = array.astype(array.dtype.newbyteorder())
+            wrong.append((other, f"dtype is {other.dtype}, expected "))
+        for value, message in wrong:
+            with pytest.raises(ArgumentError, match=re.escape(f"{op.name}: {name} {message}")):
+                arguments = [(inputs | {name: value}).get(n) for n in op.tensors]
+                getattr(jax_api, op.name)(*arguments, **op.cases[0].attrs)
 
 
 LOGITS, ENDS = np.arange(40, dtype=np.float32).reshape(4, 10) % 11, np.full(4, 10, np.int32)

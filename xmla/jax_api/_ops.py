@@ -34,7 +34,8 @@ def _spec(op: Op, name: str, array: Any) -> Spec:
     device = None
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not is_ref(array):
         device = ", ".join(sorted(str(d) for d in array.devices()))
-    return Spec(tuple(array.shape), array.dtype.name, None, device)
+    dtype = array.dtype.name if getattr(array.dtype, "isnative", True) else str(array.dtype)  # ">f4" is no float32
+    return Spec(tuple(array.shape), dtype, None, device)
 
 
 def _known_device(arrays: Mapping[str, Any]) -> Device | None:
@@ -66,7 +67,7 @@ def public(op: Op) -> Callable[..., Any]:
         for name, value in zip(op.tensors, tensors, strict=True):
             if value is None and name in op.optional:
                 continue
-            if not isinstance(value, jax.Array | np.ndarray) and not _is_jax_type(value):
+            if not _is_array(value):
                 written = value is None and (name in op.pools or name in op.mutates)
                 remedy = "; a write through a Ref returns None, and the Ref is the cache" if written else ""
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array{remedy}")
@@ -122,7 +123,10 @@ def _sample(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> shad
     return shadow.sample(op, arrays, {name: _spec(op, name, array) for name, array in arrays.items()}, attrs, _take)
 
 
-def _is_jax_type(value: Any) -> bool:
+def _is_array(value: Any) -> bool:
+    """An array of JAX, a Ref, or an array of NumPy without a mask, which JAX has not."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return not isinstance(value, np.ma.MaskedArray)
     try:
         return is_ref(value)
     except TypeError:
