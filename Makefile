@@ -19,11 +19,16 @@ RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
 VLLM ?= 0.26.0 0.33.0
 SGLANG ?= 0.5.23
+JAX ?= 0.11.2 0.12.0.1
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py tests/core/test_imports.py \
+  tests/test_docstrings.py tests/test_indexer_training.py tests/test_interop.py tests/test_layouts.py tests/test_live.py \
+  tests/test_lowering.py tests/test_parallel.py tests/test_parity.py tests/test_private.py tests/test_settings.py \
+  tests/test_training.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast vllm sglang fuzz matrix mutants lint types docs report clean
+.PHONY: demo test test-fast jax vllm sglang fuzz matrix mutants lint types docs report clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -47,6 +52,17 @@ sglang: build/sglang/$(SGLANG)/ready
 
 build/sglang/%/ready: tests/sglang_engine/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/sglang/$* sglang==$* --requirement $<
+	touch $@
+
+# The tests that take JAX, with each release that is served, in an environment of its own (800 MB each).
+jax: $(JAX:%=build/jax/%/ready)
+	set -e; for release in $(JAX); do \
+	  $(ENV) PYTHONPATH=build/jax/$$release $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(OF_JAX); \
+	done
+
+build/jax/%/ready: $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target build/jax/$* jax==$* jaxlib==$* jax-cuda13-plugin==$* \
+	  jax-cuda13-pjrt==$*
 	touch $@
 
 fuzz: $(READY)

@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 TESTED = {
     "triton": SpecifierSet(">=3.7.1,<3.10"),
     "torch": SpecifierSet(">=2.12.1,<2.16"),
-    "jax": SpecifierSet(">=0.11,<0.12"),
+    "jax": SpecifierSet(">=0.11,<0.13"),
     "jax-triton": SpecifierSet(">=0.4.1,<0.5"),
 }
 FOLLOWS = {
