@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-# JAX copies a buffer of the CPU that starts elsewhere.
-ALIGNMENT = 64
+# Where JAX's buffers start, in bytes. Of others it makes copies on the CPU, and its programs refuse them on a GPU.
+ALIGNMENT = {"cpu": 64, "cuda": 16}
 
 
 def to_jax(tensor: "torch.Tensor") -> "jax.Array":
@@ -22,8 +22,8 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
 
     Raises:
         ArgumentError: The tensor is no dense one in memory (not contiguous, sparse, or a lazy negation or conjugate);
-            its numbers have 64 bits, which JAX would copy to 32; it is on the CPU and does not start on a multiple of
-            64 bytes, where JAX would copy it; or its dtype or device has no place in DLPack or in JAX.
+            its numbers have 64 bits, which JAX would copy to 32; it does not start on a multiple of 64 bytes on the CPU
+            or of 16 on a GPU; or its dtype or device has no place in DLPack or in JAX.
     """
     import jax
     import torch
@@ -40,6 +40,9 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     wide = (torch.int64, torch.uint64, torch.float64, torch.complex128)
     if tensor.dtype in wide and not jax.config.jax_enable_x64:
         raise ArgumentError(f"to_jax: tensor dtype is {name}, expected at most 32 bits without jax_enable_x64")
+    multiple = ALIGNMENT.get(tensor.device.type, 1)
+    if tensor.numel() and (past := tensor.data_ptr() % multiple):
+        raise ArgumentError(f"to_jax: tensor starts {past} bytes past a multiple of {multiple}, expected a multiple")
     try:
         with torch.cuda.device_of(tensor):
             jax.devices()  # JAX makes another GPU current as it starts
@@ -51,8 +54,7 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     if array.dtype.name != name:
         raise ArgumentError(f"to_jax: tensor dtype is {name}, expected one of JAX, which takes it for {array.dtype}")
     if array.size and array.unsafe_buffer_pointer() != tensor.data_ptr():
-        past = f"{tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
-        raise ArgumentError(f"to_jax: tensor starts {past}, expected a multiple: JAX would copy it")
+        raise ArgumentError("to_jax: tensor would be copied, expected memory that JAX can share")
     return array
 
 

@@ -57,7 +57,8 @@ def by_reference(call: Call) -> Results:
 def _to_jax(tensor: torch.Tensor) -> "jax.Array":
     """By DLPack; a view that JAX cannot share is copied."""
     dense = tensor.contiguous()
-    return interop.to_jax(dense if dense.data_ptr() % interop.ALIGNMENT == 0 else dense.clone())
+    shared = dense.data_ptr() % interop.ALIGNMENT[dense.device.type] == 0
+    return interop.to_jax(dense if shared else dense.clone())
 
 
 def by_jax(call: Call) -> Results:
