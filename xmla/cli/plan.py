@@ -53,7 +53,10 @@ def present_or_known(name: str | None) -> Device:
 
 
 def show_plan(config: Model, device_name: str | None) -> None:
-    """Print each step's launches, workspace and roofline with requests of the full length, and what the caches take."""
+    """Print each step's launches, workspace and roofline with requests of the full length, and what the caches take.
+
+    Below a step: which implementation each op takes, and why none that is better.
+    """
     device = present_or_known(device_name)
     console = Console()
     for name, calls in config.steps():
@@ -66,6 +69,8 @@ def show_plan(config: Model, device_name: str | None) -> None:
                 op, space, least = told if index == 0 else ("", "", "")
                 table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space, least)
         console.print(table)
+        for choice in dict.fromkeys(choice for call in calls for choice in call.plan(device).choices):
+            console.print(f"{choice}", soft_wrap=True)
     for name, spec in config.caches().items():
         entry, page = spec.shape[2] * spec.itemsize, spec.stride(0) * spec.itemsize
         console.print(f"{name}: {entry} bytes per entry and layer, {page:,} per page of {spec.shape[1]}")

@@ -6,7 +6,7 @@ The docstring of the package `xmla` has the glossary of axes.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from textwrap import wrap
@@ -19,7 +19,7 @@ from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats import Format
-from xmla.core.plan import Part, Plan, join
+from xmla.core.plan import Choice, Part, Plan, join
 from xmla.core.spec import Spec
 from xmla.core.tolerance import Agreement
 from xmla.core.work import Work
@@ -202,11 +202,19 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Kernels of an op and the calls that they serve: those that meet every condition."""
+    """Kernels of an op and the calls that they serve: those that meet every condition.
+
+    Attributes:
+        name: Its own, in plans.
+        asked: What `implementation` asks for; several implementations may have one.
+        tokens_a_program: Of ops whose calls are planned in parts: the tokens of a program, by which parts are rounded.
+    """
 
     name: str
     plan: Callable[[Problem, Device], Plan]
     conditions: tuple[Condition, ...] = ()
+    asked: str = "triton"
+    tokens_a_program: Callable[[Problem, Device], int] | None = None
 
     def unmet(self, problem: Problem, device: Device) -> tuple[str, str] | None:
         """The first condition that the call does not meet: what the call has, and what is supported."""
@@ -313,7 +321,7 @@ class Op:
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that `implementation` takes besides "reference", best first."""
-        own = [implementation.name for implementation in self.implementations]
+        own = [implementation.asked for implementation in self.implementations]
         names = [name for step in self.steps for name in step.choices] if self.steps else own
         return tuple(dict.fromkeys(names))
 
@@ -324,7 +332,7 @@ class Op:
             told = ["those of " + ", ".join(step.name for step in self.steps if len(step.choices) > 1) + "."]
         else:
             told = [
-                f"{each.name}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
+                f"{each.asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
                 for each in self.implementations
             ]
         lines = [line for text in told for line in wrap(text, 112, subsequent_indent="    ")]
@@ -376,24 +384,27 @@ class Op:
         self.check(problem)
         return problem
 
-    def choose(self, problem: Problem, device: Device) -> Implementation:
-        """The first implementation that serves the call; if one was asked for by name, only those of that name.
+    def choose(self, problem: Problem, device: Device) -> tuple[Implementation, Choice]:
+        """The first implementation that serves the call, of those asked for if some were; and why the first.
 
         Raises:
             UnsupportedError: None of those asked for serves the call; the last, which serves most, says why.
         """
         asked = None if self.steps else problem.implementation
-        unmet = None
+        passed_over: list[tuple[str, str, str]] = []
         for implementation in self.implementations:
-            if asked in (None, implementation.name):
+            if asked in (None, implementation.asked):
                 unmet = implementation.unmet(problem, device)
                 if unmet is None:
-                    return implementation
-        got, supported = unmet or ("", "")
+                    return implementation, Choice(self.name, implementation.name, tuple(passed_over))
+                passed_over.append((implementation.name, *unmet))
+        _, got, supported = passed_over[-1]
         problem.unsupported("implementation", "value", f"{asked!r} {got}", supported)
 
     def plan(self, problem: Problem, device: Device) -> Plan:
-        return self.choose(problem, device).plan(problem, device)
+        implementation, choice = self.choose(problem, device)
+        plan = implementation.plan(problem, device)
+        return replace(plan, choices=(choice, *plan.choices)) if len(self.implementations) > 1 else plan
 
     def plain_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes in Python's own types, in order.

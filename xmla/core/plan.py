@@ -1,7 +1,7 @@
 """A plan: the launches of one call, the buffers they need, the results. Plain data that both front-ends run."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -131,12 +131,35 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """Which of an op's implementations a call takes.
+
+    Attributes:
+        implementation: Its own name.
+        passed_over: Those that are better where they serve a call: name, what this call has, and what is supported.
+    """
+
+    op: str
+    implementation: str
+    passed_over: tuple[tuple[str, str, str], ...] = ()
+
+    def __str__(self) -> str:
+        reasons = [f"not {name}: {got}, supported: {supported}" for name, got, supported in self.passed_over]
+        return "; ".join([f"{self.op} by {self.implementation}", *reasons])
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Launches in order, the buffers to allocate (workspace and results) and the names of the results."""
+    """Launches in order, the buffers to allocate (workspace and results) and the names of the results.
+
+    Attributes:
+        choices: Of each op in it that has several implementations: the one whose launches these are, and why.
+    """
 
     launches: tuple[Launch, ...]
     buffers: Mapping[str, Spec] = field(hash=False)
     results: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
 
     def __post_init__(self) -> None:
         written = {name for launch in self.launches for name in launch.writes}
@@ -176,7 +199,7 @@ class Plan:
         return sum(cdiv(nbytes, ALIGNMENT) * ALIGNMENT for nbytes in kept)
 
     def __str__(self) -> str:
-        lines = [f"{self.workspace_bytes} bytes of workspace"]
+        lines = [f"{self.workspace_bytes} bytes of workspace", *(f"  {choice}" for choice in self.choices)]
         lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
         for launch in self.launches:
             lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.num_warps} warps, {launch.num_stages} stages")
@@ -199,7 +222,7 @@ class Part:
         return {name: self.names.get(name, f"{self.label}.{name}") for name in self.plan.buffers}
 
 
-def join(parts: Iterable[Part], results: tuple[str, ...]) -> Plan:
+def join(parts: Sequence[Part], results: tuple[str, ...]) -> Plan:
     """One plan that runs `parts` in order."""
     launches: list[Launch] = []
     buffers: dict[str, Spec] = {}
@@ -207,4 +230,9 @@ def join(parts: Iterable[Part], results: tuple[str, ...]) -> Plan:
         names = {**part.names, **part.renamed()}
         launches += [launch.renamed(names) for launch in part.plan.launches]
         buffers |= {names[name]: spec for name, spec in part.plan.buffers.items()}
-    return Plan(tuple(launches), buffers, results)
+    return Plan(tuple(launches), buffers, results, all_choices(part.plan for part in parts))
+
+
+def all_choices(plans: Iterable[Plan]) -> tuple[Choice, ...]:
+    """Those of several plans, each once."""
+    return tuple(dict.fromkeys(choice for plan in plans for choice in plan.choices))

@@ -18,7 +18,7 @@ class Support:
 
     ok: bool
     reason: str = ""
-    implementation: str = ""  # its name; empty for a composed op, whose steps have their own
+    implementation: str = ""  # what a call asks for it by; empty for a composed op, whose steps have their own
 
     def __bool__(self) -> bool:
         return self.ok
@@ -66,4 +66,4 @@ def supports(op: str, device: Device | str, /, **axes: int) -> Support:
     except (ArgumentError, UnsupportedError) as error:
         return Support(False, str(error))
     problem = declared.bind(dict(zip(declared.tensors, specs, strict=True)), attrs)
-    return Support(True, implementation="" if declared.steps else declared.choose(problem, device).name)
+    return Support(True, implementation="" if declared.steps else declared.choose(problem, device)[0].asked)

@@ -106,7 +106,7 @@ OP = Op(
     limits=partial(paged_limits, cache="indexer_cache"),
     work=work,
     steps=(quantize_indexer_query.OP, indexer_topk_paged.OP, map_slots.OP, sparse_mla.OP),
-    implementations=(Implementation("steps", plan),),
+    implementations=(Implementation("steps", plan, asked="steps"),),
     reference=reference,
     cases=CASES,
 )

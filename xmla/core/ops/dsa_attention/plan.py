@@ -6,7 +6,7 @@ from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.kernels import select_slots_kernel
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
-from xmla.core.ops.select_topk.kernels import topk_select_kernel
+from xmla.core.ops.select_topk.plan import going_on, may_go_on
 from xmla.core.plan import Launch, Plan
 
 # For errors: the arguments of the call from which the intermediate arguments of its steps are computed.
@@ -45,29 +45,33 @@ def selecting_slots(plan: Plan) -> Plan:
     """The plan in which the programs that select a row of few also map it to slots: a launch less."""
     launches = list(plan.launches)
     for place, (first, second) in enumerate(pairwise(plan.launches)):
-        if (first.kernel, second.kernel) == (topk_select_kernel, map_slots_kernel) and first.constexprs["PIECE"]:
+        if may_go_on(first) and second.kernel is map_slots_kernel:
             launches[place : place + 2] = [select_slots(first, second)]
     return replace(plan, launches=tuple(launches))
 
 
 def select_slots(select: Launch, mapping: Launch) -> Launch:
-    """One launch of what two do, by the parameters of both; the mapping has no lengths."""
-    mapped, selected = ({p.removesuffix("_ptr"): name for p, name in x.pointers.items()} for x in (mapping, select))
-    arrays = {
-        **selected,
-        "candidate_counts": selected["counts"],
-        "block_table": mapped["block_table"],
-        "request_ids": mapped["request_ids"] if mapping.constexprs["HAS_REQUEST_IDS"] else selected["ends"],
-        "slots": mapped["slots"],
-        "counts": mapped["counts"],
-    }
-    sizes, constexprs = {**mapping.sizes, **select.sizes}, {**mapping.constexprs, **select.constexprs}
-    names = select_slots_kernel.arg_names
-    return replace(
+    """One launch of what two do: of slots of all of a row's indices."""
+    keys = {mapping.sizes["num_keys"], mapping.sizes["index_stride"], select.sizes["k"]}
+    if mapping.constexprs["HAS_LENGTHS"] or len(keys) > 1:
+        raise RuntimeError(f"{select_slots_kernel.__name__} maps whole rows of k indices, the plan {mapping}")
+    # Without request ids the mapping's stand-in is the array that this launch writes.
+    requests = (
+        mapping.pointers["request_ids_ptr"] if mapping.constexprs["HAS_REQUEST_IDS"] else select.pointers["ends_ptr"]
+    )
+    return going_on(
         select,
-        kernel=select_slots_kernel,
-        outputs=(*select.outputs, "slots", "counts"),
-        arrays={name: array for name, array in arrays.items() if name != array},
-        sizes={name: size for name, size in sizes.items() if name in names},
-        constexprs={name: value for name, value in constexprs.items() if name in names},
+        select_slots_kernel,
+        outputs=("slots", "counts"),
+        arrays={
+            "block_table": mapping.pointers["block_table_ptr"],
+            "request_ids": requests,
+            "slots": mapping.pointers["slots_ptr"],
+            "counts": mapping.pointers["counts_ptr"],
+        },
+        sizes={name: mapping.sizes[name] for name in ("num_requests", "table_stride", "table_width", "next_n")},
+        constexprs={
+            name: mapping.constexprs[name]
+            for name in ("PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K", "ONE_STEP")
+        },
     )

@@ -53,9 +53,10 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
 
 def tokens_a_program(problem: Problem, device: Device) -> int:
     """Tokens per program: a call with one more token may cost as much as a call with this many more."""
-    if OP.choose(problem, device) is gluon_sm90.IMPLEMENTATION:
-        return gluon_sm90.tokens_a_program(problem)
-    return portable.tokens_a_program(problem, device)
+    implementation, _ = OP.choose(problem, device)
+    if implementation.tokens_a_program is None:
+        raise RuntimeError(f"{OP.name}: {implementation.name} does not say how many tokens a program has")
+    return implementation.tokens_a_program(problem, device)
 
 
 def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, ...]:

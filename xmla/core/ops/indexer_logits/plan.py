@@ -55,4 +55,4 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((launch,), problem.op.result_specs(problem), ("logits",))
 
 
-IMPLEMENTATION = Implementation("triton", plan)
+IMPLEMENTATION = Implementation("triton", plan, tokens_a_program=tokens_a_program)

@@ -53,7 +53,7 @@ OP = Op(
     check=check,
     work=selection_work,
     steps=(indexer_logits.OP, select_topk.OP),
-    implementations=(Implementation("steps", plan),),
+    implementations=(Implementation("steps", plan, asked="steps"),),
     reference=reference,
     cases=CASES,
 )

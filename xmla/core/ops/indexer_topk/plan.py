@@ -6,7 +6,7 @@ from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp
 from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits, select_topk
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
-from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.plan import Launch, Plan, all_choices, cdiv, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 BLOCKS = (2048, 1024, 512)  # keys that are scored before candidates are appended, best first
@@ -74,7 +74,8 @@ def join_parts(problem: Problem, device: Device, size: int) -> Plan:
     buffers: dict[str, Spec] = {}
     for name, spec in (item for part in parts.values() for item in part.buffers.items()):
         buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
-    return Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",))
+    chosen = all_choices(parts.values())
+    return Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",), chosen)
 
 
 def of_tokens(problem: Problem, tokens: int) -> Problem:

@@ -58,7 +58,7 @@ OP = Op(
     limits=paged_limits,
     work=selection_work,
     steps=(indexer_logits_paged.OP, select_topk.OP),
-    implementations=(Implementation("steps", plan),),
+    implementations=(Implementation("steps", plan, asked="steps"),),
     reference=reference,
     cases=CASES,
 )

@@ -1,11 +1,12 @@
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 
 from xmla.core.device import Device
 from xmla.core.op import Problem
 from xmla.core.ops.select_topk.kernels import SLACK_PART, topk_candidates_kernel, topk_select_kernel
 from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP
-from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
+from xmla.core.plan import Kernel, Launch, Plan, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
@@ -178,6 +179,34 @@ def plan(problem: Problem, device: Device) -> Plan:
         max_registers=128 if many else most_registers(warps),
     )
     return Plan((candidates, select), workspace | results, ("indices",))
+
+
+def may_go_on(select: Launch) -> bool:
+    """Whether a launch selects rows of few, whose programs have time to go on with the row that they selected."""
+    return select.kernel is topk_select_kernel and bool(select.constexprs["PIECE"])
+
+
+def going_on(
+    select: Launch, kernel: Kernel, *, outputs: tuple[str, ...], arrays: Mapping[str, str], sizes: Mapping[str, int],
+    constexprs: Mapping[str, Hashable],
+) -> Launch:  # fmt: skip
+    """A launch of `kernel`, whose programs select as those of `select` and go on with what is given here besides.
+
+    The kernel has the parameters of `topk_select_kernel`, in which `candidate_counts` stands for `counts`.
+    """
+    own = {pointer.removesuffix("_ptr"): array for pointer, array in select.pointers.items()}
+    own["candidate_counts"] = own.pop("counts")
+    again = [*own.keys() & arrays, *select.sizes.keys() & sizes, *select.constexprs.keys() & constexprs]
+    if again:
+        raise RuntimeError(f"{kernel.__name__}: {again} are of {select.name} already")
+    return replace(
+        select,
+        kernel=kernel,
+        outputs=(*select.outputs, *outputs),
+        arrays={name: array for name, array in {**own, **arrays}.items() if name != array},
+        sizes={**select.sizes, **sizes},
+        constexprs={**select.constexprs, **constexprs},
+    )
 
 
 def choosing_warps(candidates: int, rows: int, device: Device) -> int:

@@ -106,4 +106,4 @@ CONDITIONS = (
     Condition(f"entries that slots name {REUSE} times on average", _seldom),
     Condition("queries on multiples of 16 bytes", _rows_unserved),
 )
-IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)
+IMPLEMENTATION = Implementation("gluon_sm90_unpacked", plan, CONDITIONS, "gluon")

@@ -85,7 +85,7 @@ OP = Op(
     limits=limits,
     work=work,
     steps=(map_slots.OP, sparse_mla.OP),
-    implementations=(Implementation("steps", plan),),
+    implementations=(Implementation("steps", plan, asked="steps"),),
     reference=reference,
     cases=CASES,
 )

@@ -10,13 +10,13 @@ PROGRAMS_A_SM = 3
 REGISTERS = 168  # per thread, so that they fit
 
 
-def tokens_a_program(problem: Problem) -> int:
+def tokens_a_program(problem: Problem, device: Device) -> int:
     return ROWS.value // head_rows(problem)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     tokens, keys = problem["T"], problem["N"]
-    groups = cdiv(tokens, tokens_a_program(problem))
+    groups = cdiv(tokens, tokens_a_program(problem, device))
 
     def steps(chunk: int) -> int:
         """Sequential products: in each wave of CTAs those of one CTA, and about two for its queries."""
@@ -41,4 +41,4 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((launch,), problem.op.result_specs(problem), ("logits",))
 
 
-IMPLEMENTATION = Implementation("gluon", plan, SM90_CONDITIONS)
+IMPLEMENTATION = Implementation("gluon_sm90", plan, SM90_CONDITIONS, "gluon", tokens_a_program)

@@ -39,4 +39,4 @@ PAGES = Condition(
     f"pages of a multiple of {HALF.value} keys",
     lambda problem, device: f"over pages of {problem['R']} keys" if problem["R"] % HALF.value else None,
 )
-IMPLEMENTATION = Implementation("gluon", plan, (*SM90_CONDITIONS, PAGES))
+IMPLEMENTATION = Implementation("gluon_sm90", plan, (*SM90_CONDITIONS, PAGES), "gluon")

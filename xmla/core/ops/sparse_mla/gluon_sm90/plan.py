@@ -75,4 +75,4 @@ CONDITIONS = (
     Condition("one source, or two of one format but 'v32'", _mixed_sources),
     Condition("rows on multiples of 16 bytes, or 4 for queries over packed entries", _between_rows),
 )
-IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)
+IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")

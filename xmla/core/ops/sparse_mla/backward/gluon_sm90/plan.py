@@ -52,4 +52,4 @@ CONDITIONS = (
     Condition("a cache with entries", _without_entries),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
-IMPLEMENTATION = Implementation("gluon", plan, CONDITIONS)
+IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")

@@ -1,0 +1,111 @@
+"""Plans say which implementation they take and why, and an architecture that is added finds its place."""
+
+from dataclasses import replace
+
+import kit
+import numpy as np
+import pytest
+
+from xmla.core.device import B200, H200, Device
+from xmla.core.op import Condition, Implementation, Op, plan_call
+from xmla.core.ops import indexer_logits
+from xmla.core.ops.dsa_attention.kernels import select_slots_kernel
+from xmla.core.ops.dsa_attention.plan import select_slots
+from xmla.core.ops.select_topk.plan import going_on
+from xmla.core.plan import Choice, Plan
+from xmla.core.registry import registry
+from xmla.core.spec import Spec
+
+LOGITS = indexer_logits.OP
+
+
+def of_case(op: Op) -> tuple[tuple[Spec | None, ...], tuple[object, ...]]:
+    case = op.cases[0]
+    given = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
+    return tuple(given.get(argument) for argument in op.tensors), tuple((op.defaults | dict(case.attrs)).values())
+
+
+def test_a_plan_says_which_implementation_it_takes_and_why() -> None:
+    op = registry()["sparse_mla"]
+    specs, attrs = of_case(op)
+    half = tuple(
+        spec and replace(spec, dtype="float16") if n == "q" else spec for n, spec in zip(op.tensors, specs, strict=True)
+    )
+    plan, _ = plan_call(op, half, attrs, H200)
+    (choice,) = plan.choices
+    assert (choice.op, choice.implementation) == ("sparse_mla", "triton")
+    assert [name for name, _, _ in choice.passed_over] == ["gluon_sm90_unpacked", "gluon_sm90"]
+    line = "not gluon_sm90: for float16 queries, supported: bfloat16 queries over packed entries"
+    assert line in str(choice) and line in str(plan)
+    asked, _ = plan_call(op, half, attrs, H200, "triton")
+    assert asked.choices == (Choice("sparse_mla", "triton"),), "asked for, it is passed over for nothing"
+
+
+@pytest.mark.parametrize("op", [op for op in registry().values() if len(op.choices) > 1], ids=lambda op: op.name)
+@pytest.mark.parametrize("device", [H200, B200], ids=lambda device: device.name)
+def test_every_choice_among_implementations_is_told(op: Op, device: Device) -> None:
+    choices = kit.plan_of(op, op.cases[0], device).choices
+    expected = {step.name for step in op.steps if len(step.implementations) > 1} or {op.name}
+    assert expected <= {choice.op for choice in choices}
+    for choice in choices:
+        names = [each.name for each in registry()[choice.op].implementations]
+        passed = [name for name, _, _ in choice.passed_over]
+        assert names[: len(passed)] == passed and names[len(passed)] == choice.implementation
+
+
+def test_implementations_have_names_of_their_own() -> None:
+    for op in registry().values():
+        names = [each.name for each in op.implementations]
+        assert len(set(names)) == len(names), op
+
+
+def test_parts_of_indexer_topk_are_rounded_to_the_programs_of_a_new_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose implementation stands first, as CONTRIBUTING says: nothing else knows of it."""
+    topk = registry()["indexer_topk"]
+    tokens, keys = 4096, 1 << 18
+    specs = {
+        "q8": Spec((tokens, 64, 128), "float8_e4m3fn"),
+        "weights": Spec((tokens, 64), "float32"),
+        "keys": Spec((keys, 128), "float8_e4m3fn"),
+        "key_scales": Spec((keys,), "float32"),
+        "starts": Spec((tokens,), "int32"),
+        "ends": Spec((tokens,), "int32"),
+    }
+
+    def part(op: Op) -> int:
+        problem = op.bind(specs, op.defaults | {"k": 2048, "workspace_bytes": 1 << 30})
+        plan: Plan = op.plan(problem, B200)
+        return sorted({launch.sizes["first_row"] for launch in plan.launches})[1]  # of the second part
+
+    assert part(topk) % 64 == 0 and part(topk) % 37 != 0
+    theirs = Implementation(
+        "gluon_sm100",
+        indexer_logits.portable.plan,
+        (Condition("compute capability 10.0", lambda problem, device: None if device.arch == 100 else "elsewhere"),),
+        "gluon",
+        lambda problem, device: 37,
+    )
+    monkeypatch.setitem(LOGITS.__dict__, "implementations", (theirs, *LOGITS.implementations))
+    assert part(topk) % 37 == 0
+    monkeypatch.setitem(LOGITS.__dict__, "implementations", (replace(theirs, tokens_a_program=None),))
+    with pytest.raises(RuntimeError, match="indexer_logits: gluon_sm100 does not say how many tokens a program has"):
+        part(topk)
+
+
+def test_selection_and_mapping_are_one_launch_only_where_they_name_different_things() -> None:
+    plan = kit.plan_of(registry()["select_topk"], registry()["select_topk"].cases[0], H200)
+    select = plan.launches[-1]
+    rows, k = select.grid[0], select.sizes["k"]
+    mapping_op = registry()["map_slots"]
+    specs = (Spec((rows, k), "int32"), Spec((1, 4), "int32"), None, None)
+    attrs = tuple((mapping_op.defaults | {"page_size": 64}).values())
+    (mapping,) = plan_call(mapping_op, specs, attrs, H200)[0].launches
+    both = select_slots(select, mapping)
+    assert both.constexprs["UNIT"] == select.constexprs["UNIT"] and both.sizes["k"] == k
+    with pytest.raises(RuntimeError, match="maps whole rows of k indices"):
+        select_slots(select, mapping.with_sizes(index_stride=k + 1))
+    clash = {"outputs": (), "arrays": {}, "sizes": {"k": 1}, "constexprs": {"UNIT": 1}}
+    with pytest.raises(RuntimeError, match=r"\['k', 'UNIT'\] are of topk_select_kernel already"):
+        going_on(select, select_slots_kernel, **clash)
