@@ -30,6 +30,24 @@ FORMATS = "<!-- formats -->"
 GLOSSARY = "<!-- glossary -->"
 OPS = "<!-- ops -->"
 PACKAGE = "<!-- package -->"
+GROUPS = {
+    "A step: new tokens select their keys and attend to them": (
+        "dsa_attention", "indexer_topk_paged", "indexer_topk", "sparse_mla_paged", "sparse_mla",
+    ),
+    "Its parts": (
+        "split_batch", "quantize_indexer_query", "indexer_logits_paged", "indexer_logits", "select_topk", "map_slots",
+        "window_slots",
+    ),
+    "Caches: what writes, reads and converts them": (
+        "write_mla_cache", "write_indexer_cache", "compress_kv", "read_mla_cache", "read_indexer_cache",
+        "convert_mla_cache", "convert_indexer_cache",
+    ),
+    "Several GPUs": ("merge_topk", "merge_attention"),
+    "Training the indexer": ("indexer_scores", "indexer_target", "indexer_loss"),
+    "Derivatives, which autograd and `jax.grad` call": (
+        "sparse_mla_backward", "indexer_scores_backward", "indexer_loss_backward",
+    ),
+}  # fmt: skip
 HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".jsonl": "json", ".toml": "toml"}
 
@@ -151,13 +169,19 @@ def op_page(op: Op) -> str:
 
 
 def op_table() -> str:
-    """All ops with their first sentence."""
-    rows = []
-    for op in registry().values():
-        summary = " ".join(inspect.cleandoc(op.doc).partition("\n\n")[0].split())
-        rows.append(f"| [`{op.name}`](/ops/{op.name}.md) | {plain(summary)} |")
-    listed = "\n".join(f"ops/{name}" for name in registry())
-    return table("op | what it does", rows) + f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+    """All ops by purpose, with their first sentence."""
+    listed = [name for names in GROUPS.values() for name in names]
+    if sorted(listed) != sorted(registry()):
+        raise RuntimeError(f"docs/build.py: GROUPS and the registry differ in {', '.join({*listed} ^ {*registry()})}")
+    shown = []
+    for title, names in GROUPS.items():
+        rows = []
+        for name in names:
+            summary = " ".join(inspect.cleandoc(registry()[name].doc).partition("\n\n")[0].split())
+            rows.append(f"| [`{name}`](/ops/{name}.md) | {plain(summary)} |")
+        shown.append(f"## {title}\n\n{table('op | what it does', rows)}")
+    pages = "\n".join(f"ops/{name}" for name in listed)
+    return "\n".join(shown) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
 def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
