@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from xmla import ArgumentError, ModelConfig, __version__, torch_api
 from xmla.bench import parallel, picture, record, run
 from xmla.cli.plan import configure, find_device
-from xmla.cli.verify import compare, largest_error
+from xmla.cli.verify import chosen, compare, largest_error
 from xmla.command import app, main
 from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.parallel import received_bytes
@@ -37,6 +37,10 @@ def test_info() -> None:
     plain, as_json = (CliRunner().invoke(app, ["info", *extra]) for extra in ((), ("--json",)))
     assert plain.exit_code == as_json.exit_code == 0
     found = json.loads(as_json.output)
+    if not HAS_GPU:
+        assert [line.partition(":")[0] for line in found["your programs must set"]] == [
+            "TRITON_INTERPRET=1", "JAX_PLATFORMS=cpu",
+        ]  # fmt: skip
     assert found["xmla"] == __version__ and found["kernels"] == ("compiled" if HAS_GPU else "interpreted")
     assert found["triton"] in plain.output and len(found["devices"]) >= 1
 
@@ -65,6 +69,26 @@ def test_verify_passes() -> None:
     assert result.exit_code == 0, result.output
     cases = sum(len(registry()[name].cases) for name in names)
     assert result.output.count("identical") == cases and "DIFFERS" not in result.output
+    assert f"all {cases} cases agree\n" in result.output
+
+
+def test_verify_takes_a_case_of_every_op_and_format_by_default() -> None:
+    quick, every = chosen(None, False), chosen(None, True)
+    assert [*quick] == [*every] == [*registry()]
+    assert all(0 < len(cases) <= len(op.cases) for op, cases in quick.values())
+    assert len(quick["select_topk"][1]) == 1 and len(quick["read_mla_cache"][1]) >= 8
+    assert sum(len(cases) for _, cases in quick.values()) * 2 < sum(len(cases) for _, cases in every.values())
+    assert all(cases == op.cases for op, cases in every.values())
+
+
+@pytest.mark.usefixtures("device")
+def test_verify_tells_each_op_and_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry()["map_slots"]
+    monkeypatch.setattr("xmla.cli.verify.chosen", lambda *_: {op.name: (op, op.cases[:1])})
+    result = CliRunner().invoke(app, ["verify"], env=WIDE)
+    whole = len(op.cases)
+    assert f"map_slots: 1 of {whole} cases" in result.output
+    assert f"all 1 cases agree; of {whole} cases --all runs the other {whole - 1} too\n" in result.output
 
 
 @pytest.mark.usefixtures("device")
@@ -73,6 +97,8 @@ def test_verify_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_api, "map_slots", lambda *a, **k: tuple(r + 1 for r in real(*a, **k)))
     result = CliRunner().invoke(app, ["verify", "--op", "map_slots"])
     assert result.exit_code == 1 and "DIFFERS" in result.output
+    cases = len(registry()["map_slots"].cases)
+    assert f"{cases} of {cases} cases DIFFER\n" in result.output
 
 
 def test_verify_takes_every_case(device: str) -> None:
@@ -117,6 +143,11 @@ def test_supports_answers_for_every_device() -> None:
     (example,) = re.findall(r"`xmla (supports [^`]*)`", SERVING)
     yes = CliRunner().invoke(app, example.split())
     assert yes.exit_code == 0 and yes.output.count("yes") == len(KNOWN_DEVICES)
+    assert yes.output.startswith(
+        "sparse_mla: q bfloat16[1, 16, 576], cache uint8[6, 64, 656] (v32), slots int32[1, 204"
+    )
+    plain = CliRunner().invoke(app, ["supports", "sparse_mla", "H=16", "cache=plain", "--device", "A100"])
+    assert plain.exit_code == 0 and "cache bfloat16[201, 1, 576] (plain)" in plain.output
     assert "NVIDIA A100 has compute capability 8.0" in yes.output
     no = CliRunner().invoke(app, ["supports", "sparse_mla", "H=129", "--device", "GB10"])
     assert no.exit_code == 1 and "at most 128 heads" in no.output and "H200" not in no.output
@@ -186,14 +217,20 @@ def test_completion() -> None:
 
 def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
-        (["plan", "--device", "V100"], "device is 'V100', expected a part of one name of: NVIDIA H100"),
+        (["plan", "--device", "V100"], "device is 'V100', expected a part of the name of one of: NVIDIA H100"),
         (["plan", "--model", "deepseek_v4", "--ranks", "2"], "ranks is 2, expected 1 for deepseek_v4"),
-        (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected a part of one name of: NVIDIA H100"),
-        (["supports", "sparse_mla", "H:3"], "size is 'H:3', expected AXIS=NUMBER"),
+        (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected a part of the name of one of: NVIDIA H100"),
+        (
+            ["supports", "sparse_mla", "H:3"],
+            "asked is 'H:3', expected AXIS=NUMBER, such as H=16, or ARGUMENT=FORMAT or ",
+        ),
+        (["supports", "sparse_mla", "H=two"], "asked is 'H=two', expected AXIS=NUMBER, such as H=16, or ARGUMENT="),
+        (["supports", "sparse_mla", "cache=7"], "asked is 'cache=7', expected AXIS=NUMBER, such as H=16, or ARGUMENT="),
+        (["supports", "sparse_mla", "cache=v9"], "supports: cache is 'v9', expected one of bfloat16, float16, nope, "),
         (["supports", "sparse_mla", "Z=3"], "supports: axis is 'Z', expected one of"),
         (
             ["supports", "sparse_mla", "--device", "H200", "--device", "V100"],
-            "device is 'V100', expected a part of one of the names: NVIDIA H100, NVIDIA H200, NVIDIA B200, NVIDIA B300",
+            "device is 'V100', expected a part of the name of one of: NVIDIA H100, NVIDIA H200, NVIDIA B200, NVIDIA B",
         ),
         (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, convert_indexer_"),
         (["bench", "--op", "nothing"], "bench: no op nothing; there are sparse_mla, sparse_mla_backward, "),
@@ -203,6 +240,45 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
             main()
         assert ended.value.code == 2
         assert capsys.readouterr().err.startswith(f"xmla: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (
+            ["verify", "--op", "sparse_mal"],
+            "write_mla_cache; did you mean sparse_mla or sparse_mla_paged or sparse_mla_b",
+        ),
+        (["supports", "selct_topk"], "write_mla_cache; did you mean select_topk or "),
+        (["supports", "sparse_mla", "h=16"], "S, T; did you mean H?"),
+        (["supports", "sparse_mla", "cache=palin"], "v41_footer; did you mean plain or plain_v4?"),
+        (["supports", "sparse_mla", "q=flaot16"], "uint8; did you mean float16 or bfloat16 or float64?"),
+    ],
+)
+def test_names_that_may_have_been_meant(
+    words: list[str], end: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["xmla", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert end in capsys.readouterr().err
+
+
+@pytest.mark.skipif(HAS_GPU, reason="without a GPU")
+def test_a_missing_gpu_is_told_before_anything_slow_is_imported() -> None:
+    code = (
+        "import sys; from xmla.command import main; sys.argv = ['xmla', *sys.argv[1:]]\n"
+        "try:\n    main()\n"
+        "finally:\n    print(*{'torch', 'jax'} & {*sys.modules})"
+    )
+    for words, message in (
+        (["bench"], "bench: no GPU is present; times of interpreted kernels mean nothing"),
+        (["bench", "--op", "sparse_mla", "--op", "host"], "bench: no GPU is present; times of "),
+        (["warmup"], "warmup: no GPU is present; --device H200 fills the cache on disk for that device"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and done.stderr.startswith(f"xmla: {message}")
+        assert not done.stdout.strip()
 
 
 def test_softmax_scales_are_the_models() -> None:
@@ -225,7 +301,8 @@ def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "150"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "kernels ready for NVIDIA H200 in" in done.stderr and "sparse_mla_sm90_kernel(q_ptr: *bf16" in done.stderr
+    assert "kernels ready for NVIDIA H200 in" in done.stderr and "sparse_mla_sm90_kernel × 1: " in done.stderr
+    assert "q_ptr" not in done.stderr and "nanobind" not in done.stderr
     assert len(list(tmp_path.glob("*/*.cubin"))) >= 7
 
 

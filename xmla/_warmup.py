@@ -17,6 +17,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Model
 
 log = logging.getLogger("xmla")
+ANOTHER = "name a device to fill the cache on disk for it: device=find_device('H200'), --device H200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def present_device() -> tuple[Device, int]:
         gpus = [device for device in jax.devices() if device.platform == "gpu"]
         if gpus:
             return describe(gpus[0]), gpus[0].local_hardware_id or 0
-    raise UnsupportedError("warmup: no GPU is present; name a device to fill the cache on disk for it")
+    raise UnsupportedError(f"warmup: no GPU is present; {ANOTHER}")
 
 
 def warmup(config: Model, device: Device | None = None, *, workers: int | None = None, progress: bool = True) -> Warmup:
@@ -68,7 +69,8 @@ def warmup(config: Model, device: Device | None = None, *, workers: int | None =
         device: Fill the cache on disk for this device, which need not be present. Default: the current GPU; the kernels
             are then also loaded onto it.
         workers: Threads, by default one per CPU core.
-        progress: Show a progress bar and the list of kernels.
+        progress: Show a progress bar and then the kernels by name, with the seconds that compiling took. The logger
+            `xmla` tells each one's whole specialisation, at INFO.
 
     Raises:
         UnsupportedError: There is no GPU and no device is named; kernels are interpreted in this process.
@@ -91,16 +93,19 @@ def make_ready(
     if any(isinstance(specialization.kernel, InterpretedFunction) for specialization in wanted):
         raise UnsupportedError("warmup: kernels are interpreted in this process; unset TRITON_INTERPRET")
 
-    def prepare(specialization: Specialization) -> Specialization:
+    def prepare(specialization: Specialization) -> tuple[str, float]:
+        begun = time.perf_counter()
         with compiling_allowed():
             compiled(specialization, device.arch, ordinal or 0)
-        return specialization
+        return specialization.kernel.__name__, time.perf_counter() - begun
 
+    took: dict[str, list[float]] = {}
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool, Progress(transient=True, disable=not progress) as bar:
         task = bar.add_task(f"compiling for {device.name}", total=len(wanted))
         try:
             for future in as_completed([pool.submit(prepare, specialization) for specialization in wanted]):
-                future.result()
+                name, seconds = future.result()
+                took.setdefault(name, []).append(seconds)
                 bar.advance(task)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -111,7 +116,7 @@ def make_ready(
     report = Warmup(tuple(wanted), time.perf_counter() - start)
     if progress:
         console = Console(stderr=True, soft_wrap=True)
-        for specialization in wanted:
-            console.print(str(specialization), highlight=False, markup=False)
+        for name, each in sorted(took.items()):
+            console.print(f"{name} × {len(each)}: {sum(each):.1f} s", highlight=False, markup=False)
         console.print(f"{len(wanted)} kernels ready for {device.name} in {report.seconds:.1f} s")
     return report

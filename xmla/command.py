@@ -4,6 +4,8 @@ A subcommand imports what it needs when it runs, so that `xmla --help` is quick.
 """
 
 import json
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -48,13 +50,16 @@ def demo(
     details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Train the model, and as shipped beside it.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the curves of the training into this file.", callback=drawable)
+        Path | None, typer.Option(help="With --train: draw its curves into this file.", callback=drawable)
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
     ] = None,
 ) -> None:
-    """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX."""
+    """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX.
+
+    Some minutes where kernels are interpreted, most of them with --train.
+    """
     from xmla.demo import run
 
     figures = run(model, details, train, picture)
@@ -64,11 +69,17 @@ def demo(
 
 
 @app.command()
-def verify(op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None) -> None:
-    """Every op against its reference, and the two front-ends against each other, on this machine."""
+def verify(
+    op: Annotated[list[str] | None, typer.Option(help="Every case of these ops, and no other.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every case of every op: minutes without a GPU.")] = False,
+) -> None:
+    """Every op against its reference, and the two front-ends against each other, on this machine.
+
+    One case for each format of an op's caches: a minute where kernels are interpreted.
+    """
     from xmla.cli.verify import run
 
-    raise typer.Exit(code=0 if run(op) else 1)
+    raise typer.Exit(code=0 if run(op, every) else 1)
 
 
 @app.command()
@@ -82,13 +93,19 @@ def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.
 @app.command()
 def supports(
     op: Annotated[str, typer.Argument(help="An op's name.")],
-    sizes: Annotated[list[str] | None, typer.Argument(help="Axes and sizes, such as H=16 K=2048.")] = None,
+    asked: Annotated[
+        list[str] | None,
+        typer.Argument(help="Sizes of axes, formats and dtypes of arguments, such as H=16 K=2048 cache=plain."),
+    ] = None,
     device: Annotated[list[str] | None, typer.Option(help="Only devices whose names contain this.")] = None,
 ) -> None:
-    """Whether an op runs at these sizes, on each known device; needs no GPU. Exit 1 if it does on none of them."""
+    """Whether an op runs at these sizes and formats, on each known device; needs no GPU. Exit 1 if on none of them.
+
+    What is not asked for is that of one of the op's cases, which the first line of the answer tells.
+    """
     from xmla.cli.plan import show_support
 
-    raise typer.Exit(code=0 if show_support(op, sizes or [], device) else 1)
+    raise typer.Exit(code=0 if show_support(op, asked or [], device) else 1)
 
 
 class Layers(StrEnum):
@@ -100,10 +117,16 @@ class Layers(StrEnum):
 
 
 Served = Annotated[Layers, typer.Option(help="Whose layers are served.")]
-Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step.")]
-Contexts = Annotated[list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys.")]
-NextN = Annotated[list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once.")]
-Prefills = Annotated[list[int] | None, typer.Option("--prefill", min=1, help="Tokens of a prefill step.")]
+Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step; default: 64.")]
+Contexts = Annotated[
+    list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys; default: 65536.")
+]
+NextN = Annotated[
+    list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once; default: 1.")
+]
+Prefills = Annotated[
+    list[int] | None, typer.Option("--prefill", min=1, help="Tokens of a prefill step; default: no prefill.")
+]
 Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of this rank; default: all of the model.")]
 IndexHeads = Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")]
 TopK = Annotated[int | None, typer.Option("--k", min=1, help="Selected keys per token; default: the model's.")]
@@ -120,7 +143,7 @@ def plan(
     prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
     page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
 ) -> None:  # fmt: skip
-    """What a model's steps launch, and the bytes of workspace and caches they need; needs no GPU."""
+    """What a model's steps launch, and the bytes of workspace and caches they need; without a GPU for the H200."""
     from xmla.cli.plan import configure, show_plan
 
     config = configure(
@@ -138,6 +161,8 @@ def warmup(
     device: Target = None,
 ) -> None:  # fmt: skip
     """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
+    if device is None:
+        environment.require_gpu("warmup", "--device H200 fills the cache on disk for that device")
     from xmla._warmup import warmup
     from xmla.cli.plan import configure, find_device
 
@@ -158,9 +183,17 @@ def bench(
     picture: Annotated[
         Path | None, typer.Option(help="Draw times and roofline into this file.", callback=drawable)
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit to record, where the tree is not a git checkout.")
+    ] = None,
 ) -> None:
     """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong."""
+    from xmla._frameworks import missing
+    from xmla.core.registry import registry
+
+    # Of another name, or without torch, the message lists what is timed.
+    if set(op or ()) <= {*registry(), "host"} and not missing("torch"):
+        environment.require_gpu("bench", "times of interpreted kernels mean nothing")
     from xmla.bench.run import run
 
     raise typer.Exit(code=0 if run(op, out, compare, picture, commit) else 1)
@@ -175,3 +208,14 @@ def main() -> None:
     except (ArgumentError, CompileError, UnsupportedError) as error:
         typer.echo(f"xmla: {error}", err=True)
         raise SystemExit(2) from None
+    except SystemExit as end:
+        if "triton" in sys.modules and end.code in (0, 1):
+            leave(end.code)
+        raise
+
+
+def leave(code: int) -> None:
+    """End the process at once: at a usual end Triton's bindings report functions as leaked once it has compiled."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -44,8 +44,30 @@ def test_questions_that_make_no_sense() -> None:
         supports("sparse_mla", KNOWN_DEVICES[0], H=1.5)
     with pytest.raises(ArgumentError, match=r"^supports: device is int, expected a Device or a part of its name$"):
         supports("sparse_mla", 90)
-    with pytest.raises(ArgumentError, match=r"^device is 'V2', expected a part of one name of: NVIDIA H100, NVIDIA H"):
+    with pytest.raises(ArgumentError, match=r"^device is 'V2', expected a part of the name of one of: NVIDIA H100, N"):
         supports("sparse_mla", "V2")
+
+
+def test_the_format_of_a_cache_and_the_dtype_of_an_argument() -> None:
+    """The answer names the call that it is for."""
+    assert supports("sparse_mla", A100, cache="plain") and not supports("sparse_mla", A100, cache="v32")
+    assert "cache uint8[6, 64, 584] (v4)" in supports("sparse_mla", H200, cache="v4", T=9, H=3).call
+    assert supports("sparse_mla", H200, cache="v4", T=9, H=3).call.startswith("q bfloat16[9, 3, 512], ")
+    assert supports("indexer_logits_paged", H200, cache="mxfp4").call.startswith("q8 float8_e4m3fn[")
+    for name in registry():
+        assert supports(name, H200).call
+    wrong = supports("sparse_mla", H200, cache="plain", q="float16")
+    assert wrong.reason == "sparse_mla: cache dtype is bfloat16, expected float16, as q" and "q float16" in wrong.call
+    with pytest.raises(
+        ArgumentError, match=r"^supports: cache is 'v9', expected one of bfloat16, float16, nope, nvfp4"
+    ):
+        supports("sparse_mla", H200, cache="v9")
+    with pytest.raises(
+        ArgumentError, match=r"^supports: sparse_mla has no case with cache v32 and extra_cache v4 toge"
+    ):
+        supports("sparse_mla", H200, cache="v32", extra_cache="v4")
+    with pytest.raises(ArgumentError, match=r"^supports: q is 'half', expected one of float64, "):
+        supports("sparse_mla", H200, q="half")
 
 
 def test_a_device_by_its_name() -> None:

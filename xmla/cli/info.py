@@ -16,5 +16,5 @@ def show_info(as_json: bool) -> None:
         return
     table = Table("", "", show_header=False)
     for name, value in facts.items():
-        table.add_row(name, ", ".join(value) if isinstance(value, list) else value)
+        table.add_row(name, "\n".join(value) if isinstance(value, list) else value)
     Console(markup=False).print(table)

@@ -4,17 +4,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from xmla._warmup import present_device
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
-from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.errors import ArgumentError, UnsupportedError, meant
 from xmla.core.models.base import Model
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
+from xmla.core.registry import registry
 from xmla.core.support import supports
 
+ARGUMENTS = {name for op in registry().values() for name in op.tensors}
 MODELS: dict[str, Callable[..., Model]] = {
     "deepseek_v32": ModelConfig,
     "deepseek_v4": ModelConfigV4,
@@ -42,14 +45,16 @@ def configure(
     )  # fmt: skip
 
 
-def present_or_known(name: str | None) -> Device:
-    """The device of that name; without one the GPU present, else the H200."""
+def present_or_known(name: str | None, console: Console) -> Device:
+    """The device of that name; without one the GPU present, else the H200, which a line tells."""
     if name is not None:
         return find_device(name)
     try:
         return present_device()[0]
     except UnsupportedError:
-        return find_device("H200")
+        assumed = find_device("H200")
+        console.print(f"no GPU is present: planned for {assumed.name}; --device names another", soft_wrap=True)
+        return assumed
 
 
 def show_plan(config: Model, device_name: str | None) -> None:
@@ -57,17 +62,21 @@ def show_plan(config: Model, device_name: str | None) -> None:
 
     Below a step: which implementation each op takes, and why none that is better.
     """
-    device = present_or_known(device_name)
     console = Console()
+    device = present_or_known(device_name, console)
     for name, calls in config.steps():
-        table = Table("op", "launch", "programs", "warps", "workspace", "≥ µs", title=f"{name}, on {device.name}")
+        table = Table(
+            "op, and its launches", "programs", "warps", "workspace", "≥ µs", title=f"{name}, on {device.name}",
+            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for column in table.columns[1:]:
+            column.justify = "right"
         for call in calls:
-            plan = call.plan(device)
-            seconds = call.estimate(device)
-            told = call.op, f"{plan.workspace_bytes:,} B", "" if seconds is None else f"{seconds * 1e6:.1f}"
-            for index, launch in enumerate(plan.active):
-                op, space, least = told if index == 0 else ("", "", "")
-                table.add_row(op, launch.name, str(launch.grid[0]), str(launch.num_warps), space, least)
+            plan, seconds = call.plan(device), call.estimate(device)
+            least = "" if seconds is None else f"{seconds * 1e6:.1f}"
+            table.add_row(call.op, "", "", f"{plan.workspace_bytes:,} B", least)
+            for launch in plan.active:
+                table.add_row(f"  {launch.name}", str(launch.grid[0]), str(launch.num_warps))
         console.print(table)
         for choice in dict.fromkeys(choice for call in calls for choice in call.plan(device).choices):
             console.print(f"{choice}", soft_wrap=True)
@@ -79,39 +88,41 @@ def show_plan(config: Model, device_name: str | None) -> None:
         for name, parts in config.exchanged():
             shown = ", ".join(f"{what} {count:,} B" for what, count in parts.items())
             console.print(f"  {name}: {sum(parts.values()):,} B ({shown})", soft_wrap=True)
-    console.print(f"{len(config.specializations(device))} kernels in all")
+    count = len(config.specializations(device))
+    console.print(
+        f"{count} kernels are compiled for these steps, ahead by `xmla warmup`: a launch has more than one where "
+        "the plan depends on the length of a context or the size of a pool", soft_wrap=True,
+    )  # fmt: skip
 
 
-def show_support(op: str, sizes: list[str], devices: list[str] | None = None) -> bool:
+def show_support(op: str, wanted: list[str], devices: list[str] | None = None) -> bool:
     """Print the answer for every known device, or those whose names contain one of `devices`; True if one is yes.
 
     Raises:
-        ArgumentError: There is no such op, axis or device, or a size is none.
+        ArgumentError: There is no such op, axis, argument, format or device, or a size is none.
     """
-    axes = {}
-    for size in sizes:
-        name, _, value = size.partition("=")
-        if not value.isdecimal():
-            raise ArgumentError(f"size is {size!r}, expected AXIS=NUMBER")
-        axes[name] = int(value)
+    asked: dict[str, int | str] = {}
+    for word in wanted:
+        name, _, value = word.partition("=")
+        if not value or value.isdecimal() != (name not in ARGUMENTS):
+            raise ArgumentError(f"asked is {word!r}, expected AXIS=NUMBER, such as H=16, or ARGUMENT=FORMAT or =DTYPE")
+        asked[name] = int(value) if value.isdecimal() else value
     known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
     named = {part: [device for device in known if part.lower() in device.name.lower()] for part in devices or [""]}
     for part, found in named.items():
         if not found:
-            names = ", ".join(device.name for device in known)
-            raise ArgumentError(f"device is {part!r}, expected a part of one of the names: {names}")
-    table = Table("device", "compute capability", "", "implementation", "why not")
-    answers = []
-    for device in known:
-        if any(device in found for found in named.values()):
-            answer = supports(op, device, **axes)
-            answers.append(answer.ok)
-            table.add_row(
-                device.name,
-                f"{device.arch / 10}",
-                "yes" if answer.ok else "[red]no",
-                answer.implementation,
-                answer.reason,
+            names = [device.name for device in known]
+            raise ArgumentError(
+                f"device is {part!r}, expected a part of the name of one of: {', '.join(names)}{meant(part, names)}"
             )
-    Console(width=160).print(table)
-    return any(answers)
+    answers = {d: supports(op, d, **asked) for d in known if any(d in found for found in named.values())}
+    table = Table("device", "compute capability", "", "implementation")
+    for device, answer in answers.items():
+        table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.implementation)
+    console = Console()
+    console.print(f"{op}: {next(iter(answers.values())).call}", soft_wrap=True, markup=False)
+    console.print(table)
+    for answer in answers.values():
+        if not answer.ok:
+            console.print(answer.reason, soft_wrap=True, markup=False)
+    return any(answers.values())

@@ -5,11 +5,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from xmla.core.errors import ArgumentError
 from xmla.core.live.checks import find_violation
 from xmla.core.live.reproducer import load
 from xmla.core.live.shadow import drifts
-from xmla.core.registry import registry
+from xmla.core.registry import find_op
 from xmla.machine import calls
 
 
@@ -25,11 +24,9 @@ def run(file: Path) -> bool:
     console = Console(width=150)
     front_ends = calls.installed("replay", console)
     call = load(file)
-    ops = registry()
-    if call.op not in ops:
-        raise ArgumentError(f"replay: op is {call.op!r}, expected one of {', '.join(ops)}")
-    op = ops[call.op]
-    table = Table(call.op, "", title=f"{call.by}: {call.failure}")
+    op = find_op(call.op, "replay")
+    console.print(f"{call.by}: {call.failure}", soft_wrap=True, markup=False)
+    table = Table(call.op, "")
     for name, array in call.arrays.items():
         table.add_row(name, f"{array.dtype.name}{list(array.shape)}")
     for name, value in (*call.attrs.items(), *call.versions.items()):
@@ -44,4 +41,6 @@ def run(file: Path) -> bool:
             shown = f"{framework}, {drift.result}: {drift.kind} {drift.value:.3g}, at most {drift.bound:g}"
             console.print(shown, style=None if drift.ok else "red")
             well &= drift.ok
+    verdict = "FAILS here: the lines in red" if not well else "does not fail here: values and results are within limits"
+    console.print(f"the call {verdict}", style=None if well else "red")
     return well

@@ -5,12 +5,12 @@ from itertools import combinations
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
-from xmla.core.errors import ArgumentError
 from xmla.core.op import Case, Op
-from xmla.core.registry import registry
+from xmla.core.registry import find_op, registry
+from xmla.core.support import kinds_of
 from xmla.core.tolerance import difference
 from xmla.machine import calls
 from xmla.machine.environment import HAS_GPU
@@ -48,29 +48,56 @@ def compare(op: Op, case: Case, front_ends: Mapping[str, calls.Call]) -> tuple[f
     return error, right, identical
 
 
-def run(names: Iterable[str] | None = None) -> bool:
-    """Print a table; True if everything agrees.
+def chosen(names: Iterable[str] | None, every: bool) -> dict[str, tuple[Op, tuple[Case, ...]]]:
+    """The cases to run by op: every one of the ops that are named, or of all with `every`, else one for each format.
+
+    Raises:
+        ArgumentError: There is no op of a name.
+    """
+    if names:
+        return {name: (op, op.cases) for name in names for op in [find_op(name, "verify")]}
+    return {name: (op, op.cases if every else of_formats(op)) for name, op in registry().items()}
+
+
+def of_formats(op: Op) -> tuple[Case, ...]:
+    """The first case with each of the formats that the op's caches have together."""
+    found: dict[tuple[str, ...], Case] = {}
+    for number, case in enumerate(op.cases):
+        kinds = kinds_of(op.name, number)
+        found.setdefault(tuple(kinds[name][0] for name in op.pools if name in kinds), case)
+    return tuple(found.values())
+
+
+def run(names: Iterable[str] | None = None, every: bool = False) -> bool:
+    """Print a table and a verdict, and on the way each op on stderr; True if everything agrees.
 
     Raises:
         ArgumentError: There is no op of a name.
         UnsupportedError: No front-end is installed.
     """
-    ops = registry()
-    if unknown := set(names or ()) - set(ops):
-        raise ArgumentError(f"verify: op is {min(unknown)!r}, expected one of {', '.join(ops)}")
-    console = Console()
+    wanted = chosen(names, every)
+    console, told = Console(), Console(stderr=True)
     front_ends = calls.installed("verify", console)
-    cases = [(op, case) for op in ops.values() for case in op.cases if not names or op.name in names]
     kernels = "compiled" if HAS_GPU else "interpreted"
-    table = Table("op", "case", "error", "reference", title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
-    both = len(front_ends) > 1
-    if both:
-        table.add_column("torch = JAX")
-    passed = True
-    for op, case in track(cases, "verifying", transient=True):
-        error, right, identical = compare(op, case, front_ends)
-        passed &= right and identical
-        row = [op.name, case.name, f"{error:.1e}", "agrees" if right else "[red]DIFFERS"]
-        table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if both else []))
+    table = Table(title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
+    for name in ("op", "case", "error", "reference", *(["torch = JAX"] if len(front_ends) > 1 else [])):
+        table.add_column(name, overflow="fold")
+    count, wrong = sum(len(cases) for _, cases in wanted.values()), 0
+    with Progress(console=told, transient=True, disable=not told.is_terminal) as bar:
+        task = bar.add_task("", total=count)
+        for name, (op, cases) in wanted.items():
+            bar.update(task, description=name)
+            if not told.is_terminal:
+                told.print(f"{name}: {len(cases)} of {len(op.cases)} cases", highlight=False)
+            for case in cases:
+                error, right, identical = compare(op, case, front_ends)
+                wrong += not (right and identical)
+                row = [name, case.name, f"{error:.1e}", "agrees" if right else "[red]DIFFERS"]
+                table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if len(front_ends) > 1 else []))
+                bar.advance(task)
     console.print(table)
-    return passed
+    whole = sum(len(op.cases) for op, _ in wanted.values())
+    rest = "" if count == whole else f"; of {whole} cases --all runs the other {whole - count} too"
+    verdict = f"all {count} cases agree{rest}" if not wrong else f"{wrong} of {count} cases DIFFER{rest}"
+    console.print(verdict, style="red" if wrong else "green", highlight=False, soft_wrap=True)
+    return not wrong

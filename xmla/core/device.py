@@ -97,7 +97,7 @@ def find_device(name: str) -> Device:
     found = [device for device in known if name.lower() in device.name.lower()]
     if len(found) != 1:
         names = ", ".join(device.name for device in found or known)
-        raise ArgumentError(f"device is {name!r}, expected a part of one name of: {names}")
+        raise ArgumentError(f"device is {name!r}, expected a part of the name of one of: {names}")
     return found[0]
 
 

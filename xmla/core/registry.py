@@ -1,5 +1,6 @@
 """Every op by name. A new op is one folder in `xmla.core.ops` and two lines here."""
 
+from xmla.core.errors import ArgumentError, meant
 from xmla.core.op import Op
 from xmla.core.ops import (
     compress_kv,
@@ -65,3 +66,14 @@ _OPS = {
 def registry() -> dict[str, Op]:
     """The ops by name."""
     return dict(_OPS)
+
+
+def find_op(name: str, asked_by: str) -> Op:
+    """The op of that name.
+
+    Raises:
+        ArgumentError: There is none; the message starts with `asked_by`.
+    """
+    if name not in _OPS:
+        raise ArgumentError(f"{asked_by}: op is {name!r}, expected one of {', '.join(_OPS)}{meant(name, _OPS)}")
+    return _OPS[name]

@@ -1,15 +1,17 @@
 """Whether a device supports a call, answered without a GPU."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from xmla.core.attribute import Attr
 from xmla.core.device import Device, find_device
-from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import plan_call
-from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.errors import ArgumentError, UnsupportedError, meant
+from xmla.core.op import Op, plan_call
+from xmla.core.registry import find_op, registry
+from xmla.core.spec import DTYPES, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,51 +21,95 @@ class Support:
     ok: bool
     reason: str = ""
     implementation: str = ""  # what a call asks for it by; empty for a composed op, whose steps have their own
+    call: str = ""  # the arguments that the answer is for: dtype, shape, and a cache's format
 
     def __bool__(self) -> bool:
         return self.ok
 
 
-def supports(op: str, device: Device | str, /, **axes: int) -> Support:
-    """Whether `op` runs on `device` at these sizes, according to the declaration and planner that serve the call.
+def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
+    """Whether `op` runs on `device` in this call, according to the declaration and planner that serve it.
 
-        supports("sparse_mla", RTX_PRO_6000, H=16, K=2048)
+        supports("sparse_mla", RTX_PRO_6000, H=16, K=2048, cache="plain")
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
         device: One of `xmla.core.device.KNOWN_DEVICES` or `LIMITED_DEVICES`, any other `Device`, or a part of the
             name of a device in those lists, such as "H200".
-        axes: Sizes by the declaration's axis names. Other sizes, and the attributes, are those of the op's first case.
+        asked: Sizes by the declaration's axis names; by the name of a cache its format, and of any argument its dtype.
+            Everything else, attributes too, is that of the op's first case, among those with the caches asked for.
 
     Raises:
-        ArgumentError: There is no such op or device, the op has no such axis, or a size is not an integer.
+        ArgumentError: There is no such op or device; the op has no such axis or argument, or no case with such a cache;
+            a size is not an integer.
     """
     if isinstance(device, str):
         device = find_device(device)
     elif not isinstance(device, Device):
         raise ArgumentError(f"supports: device is {type(device).__name__}, expected a Device or a part of its name")
-    axes = {axis: Attr(axis, int, False, None).plain("supports", size) for axis, size in axes.items()}
-    ops = registry()
-    if op not in ops:
-        raise ArgumentError(f"supports: op is {op!r}, expected one of {', '.join(ops)}")
-    declared = ops[op]
-    known = {name for tensor in declared.tensors.values() for name in tensor.names}
-    if unknown := set(axes) - known:
-        raise ArgumentError(f"supports: axis is {min(unknown)!r}, expected one of {', '.join(sorted(known))}")
-    case = declared.cases[0]
+    declared = find_op(op, "supports")
+    kinds = {name: kind for name, kind in asked.items() if name in declared.tensors}
+    sizes = {name: size for name, size in asked.items() if name not in kinds}
+    axes = {axis: Attr(axis, int, False, None).plain("supports", size) for axis, size in sizes.items()}
+    known = sorted({name for tensor in declared.tensors.values() for name in tensor.names})
+    if unknown := set(axes) - set(known):
+        name = min(unknown)
+        raise ArgumentError(f"supports: axis is {name!r}, expected one of {', '.join(known)}{meant(name, known)}")
+    number, dtypes = _case_with(declared, kinds)
+    case = declared.cases[number]
     inputs = case.make(np.random.default_rng(0))
-    specs = []
+    specs = {}
     for name, tensor in declared.tensors.items():
-        array = inputs.get(name)
-        if array is None:
-            specs.append(None)
-            continue
-        shape = tuple(axes.get(axis, size) for axis, size in zip(tensor.names, array.shape, strict=True))
-        specs.append(Spec(shape, array.dtype.name))
+        if name in inputs:
+            array = inputs[name]
+            shape = tuple(axes.get(axis, size) for axis, size in zip(tensor.names, array.shape, strict=True))
+            specs[name] = Spec(shape, dtypes.get(name, array.dtype.name))
     attrs = declared.defaults | dict(case.attrs)
+    call = _told(specs, kinds_of(op, number))
     try:
-        plan_call(declared, tuple(specs), tuple(attrs.values()), device)
+        plan_call(declared, tuple(map(specs.get, declared.tensors)), tuple(attrs.values()), device)
     except (ArgumentError, UnsupportedError) as error:
-        return Support(False, str(error))
-    problem = declared.bind(dict(zip(declared.tensors, specs, strict=True)), attrs)
-    return Support(True, implementation="" if declared.steps else declared.choose(problem, device)[0].asked)
+        return Support(False, str(error), call=call)
+    problem = declared.bind(specs, attrs)
+    return Support(True, implementation="" if declared.steps else declared.choose(problem, device)[0].asked, call=call)
+
+
+@cache
+def kinds_of(op: str, number: int) -> Mapping[str, tuple[str, ...]]:
+    """What each argument of an op's case is: the format of a cache, and the dtype."""
+    declared = registry()[op]
+    case = declared.cases[number]
+    specs = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
+    formats = declared.bind(specs, declared.defaults | dict(case.attrs)).formats
+    named = {name: getattr(layout, "format", layout.name) for name, layout in formats.items()}
+    return {name: (*filter(None, [named.get(name)]), spec.dtype) for name, spec in specs.items()}
+
+
+def _case_with(op: Op, kinds: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    """The first case with caches of these formats, and the dtypes that other arguments have instead of its own."""
+    every = range(len(op.cases))
+    caches = {name: kind for name, kind in kinds.items() if op.tensors[name].format is not None}
+    dtypes = {name: kind for name, kind in kinds.items() if name not in caches}
+    for name, kind in dtypes.items():
+        if kind not in DTYPES:
+            raise ArgumentError(
+                f"supports: {name} is {kind!r}, expected one of {', '.join(DTYPES)}{meant(kind, DTYPES)}"
+            )
+    for number in every:
+        if all(kind in kinds_of(op.name, number).get(name, ()) for name, kind in caches.items()):
+            return number, dtypes
+    for name, kind in caches.items():
+        there = sorted({known for number in every for known in kinds_of(op.name, number).get(name, ())})
+        if kind not in there:
+            raise ArgumentError(f"supports: {name} is {kind!r}, expected one of {', '.join(there)}{meant(kind, there)}")
+    together = " and ".join(f"{name} {kind}" for name, kind in caches.items())
+    raise ArgumentError(f"supports: {op.name} has no case with {together} together")
+
+
+def _told(specs: Mapping[str, Spec], kinds: Mapping[str, tuple[str, ...]]) -> str:
+    """Each argument: its dtype, its shape, and the format of a cache."""
+    shown = [
+        f"{name} {spec.dtype}{list(spec.shape)}" + (f" ({kinds[name][0]})" if len(kinds[name]) > 1 else "")
+        for name, spec in specs.items()
+    ]
+    return ", ".join(shown)

@@ -3,7 +3,15 @@
 import os
 from pathlib import Path
 
+from xmla.core.errors import UnsupportedError
+
 HAS_GPU = Path("/dev/nvidiactl").exists()
+
+
+def require_gpu(command: str, otherwise: str) -> None:
+    """Raise UnsupportedError where there is no GPU, before anything slow is imported."""
+    if not HAS_GPU:
+        raise UnsupportedError(f"{command}: no GPU is present; {otherwise}")
 
 
 def prepare(interpret: bool = True) -> None:

@@ -39,7 +39,7 @@ def _devices() -> list[str]:
 def _supported() -> list[str]:
     """What works here beside the ops themselves, and why what does not."""
     facts = [f"{framework}: {f'no, {needed(framework)}' if missing(framework) else 'yes'}" for framework in FRAMEWORKS]
-    facts.append(f"compiled kernels: {'yes' if HAS_GPU else 'no, no GPU; CPU arrays are interpreted'}")
+    facts.append(f"compiled kernels: {'yes' if HAS_GPU else 'no, there is no GPU'}")
     peer = find_spec("flash_mla") is not None
     ops = [op for op in registry().values() if len(op.implementations) > 1]
     for device in _present():
@@ -47,6 +47,16 @@ def _supported() -> list[str]:
         facts.append(f"kernels on {device.name}: {chosen}")
     facts.append(f"FlashMLA as a baseline: {'yes' if peer else 'no, flash_mla not installed'}")
     return facts
+
+
+def _needed_of_programs() -> list[str]:
+    """What this command sets for itself and a program must set before it imports triton and jax."""
+    if HAS_GPU:
+        return ["nothing"]
+    wanted = ["TRITON_INTERPRET=1: without a GPU kernels are interpreted, calls with CPU arrays raise otherwise"]
+    if not missing("jax"):
+        wanted.append("JAX_PLATFORMS=cpu: JAX's CUDA plugin, if it is installed, crashes the process without a GPU")
+    return wanted
 
 
 def collect() -> dict[str, str | list[str]]:
@@ -58,7 +68,10 @@ def collect() -> dict[str, str | list[str]]:
         **versions,
         "devices": _devices() or ["none"],
         "kernels": "compiled" if HAS_GPU else "interpreted",
+        "your programs must set": _needed_of_programs(),
         "supported": _supported(),
-        "untested": untested() or ["none: every version is one that xmla is tested with"],
-        "settings": [f"{variable}={value}" for variable, _, value in variables()],
+        "untested": untested() or ["nothing: every version is one that xmla is tested with"],
+        "settings": [
+            f"{variable}={'' if value is None else value}" for variable, _, value in variables() if value != ""
+        ],
     }

@@ -155,5 +155,7 @@ def load(file: Path) -> Reproducer:
             arrays[entry["name"]] = _with_strides(dense, entry["strides"])
             at += nbytes
         return Reproducer(facts["by"], facts["op"], arrays, facts["attrs"], facts["failure"], facts["versions"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(f"replay: {file} is no reproducer: {error}") from None
+    except OSError as error:
+        raise ArgumentError(f"replay: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ArgumentError(f"replay: {file} is no reproducer: not what XMLA_CHECK or XMLA_SHADOW writes") from None
