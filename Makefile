@@ -28,7 +28,7 @@ OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast jax vllm sglang fuzz matrix mutants lint types docs report clean
+.PHONY: demo test test-fast jax vllm sglang fuzz matrix mutants lint types docs report wheel clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -90,6 +90,11 @@ report: $(READY)
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl $(RESULTS)/vllm_026.jsonl --into docs/vllm.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl --into README.md --no-whole
+
+# What a release is. setuptools would also pack what an earlier build left.
+wheel: $(READY)
+	rm -rf build/lib build/bdist.*
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -1,6 +1,6 @@
 """The front-ends' `.pyi` files: each op's signature as an editor and a type checker see it.
 
-python tests/stubs.py       (writes them; some seconds)
+python tests/stubs.py [--check]       (writes them, or fails if they are others; some seconds)
 
 The front-ends make their functions from the declarations at import, so their source tells a type checker nothing. The
 stubs come from the same declarations, and need neither torch nor JAX. test_stubs.py compares.
@@ -131,6 +131,14 @@ def _function(name: str, tensors: Iterable[str], keywords: Iterable[str], return
     return f"def {name}({', '.join([*tensors, '*', *keywords])}) -> {returns}:\n{indent(body, '    ')}\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    check = sys.argv[1:] == ["--check"]
     for file, text in stubs().items():
-        file.write_text(text)
+        if not check:
+            file.write_text(text)
+        elif file.read_text() != text:
+            sys.exit(f"{file.relative_to(ROOT)} is another: run python tests/stubs.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Set
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from xmla.core.registry import registry
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/h200"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w*|\{[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -185,3 +189,21 @@ def test_one_name_means_one_thing() -> None:
     found = {name_of(file): wrong.findall(file.read_text()) for file in files}
     assert len(found) > 100
     assert {file: names for file, names in found.items() if names} == {}
+
+
+def paths(text: str) -> list[str]:
+    """`a/{b,c}.py` is two paths; <name> stands for any."""
+    parts = re.split(r"\{([^}]*)\}", text)
+    choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
+    return [re.sub(r"<\w+>", "*", "".join(chosen)) for chosen in product(*choices)]
+
+
+def test_contributing_names_real_files() -> None:
+    """Of paths from the root; of names alone, some file of an op."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = [path for quoted in re.findall(r"`([^`\n]+)`", text) for path in paths(quoted)]
+    files = [path for path in named if re.fullmatch(r"[\w./*-]+(\.(py|md|txt|toml|pyi)|/)", path)]
+    assert len(files) > 60
+    folders = ("", "xmla/", "xmla/core/ops/**/", "xmla/torch_api/", "xmla/vllm/", "xmla/sglang/", "tests/")
+    missing = [path for path in files if not any(any(ROOT.glob(folder + path)) for folder in folders)]
+    assert missing == []

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import copytree
 from threading import Timer
 from typing import Any
 
 import pytest
 from conftest import require_tool
+from test_wheel import make_wheel
 
 from xmla.core.registry import registry
 
@@ -88,16 +88,9 @@ ERRORS = {
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project, in whose environment xmla is installed from its wheel."""
     require_tool("pyrefly")
-    source, project = (tmp_path_factory.mktemp(name) for name in ("source", "project"))
+    project = tmp_path_factory.mktemp("project")
     installed = project / "site-packages"  # the server looks from there too for what a stub imports
-    copytree(ROOT / "xmla", source / "xmla", ignore=lambda _, names: [name for name in names if name == "__pycache__"])
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        (source / name).write_text((ROOT / name).read_text())
-    build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (source / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(make_wheel(tmp_path_factory.mktemp("source"))) as archive:
         archive.extractall(installed)
     others = [find_spec(name) for name in ("jax", "numpy", "torch", "triton")]
     paths = [str(Path(spec.origin).parent.parent) for spec in others if spec and spec.origin]
