@@ -22,7 +22,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
-from xmla.jax_api import _batching, _private, _sharding
+from xmla.jax_api import _batching, _launcher, _private, _sharding
 from xmla.jax_api._private import AbstractRef
 from xmla.jax_api._run import execute, host_function, lowered_for
 
@@ -103,10 +103,10 @@ def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **p
 
 def _compute(
     *operands: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], implementation: str | None, device: Device,
-    callback: Callable[..., Any] | None = None,
+    callback: Callable[..., Any] | None = None, launch: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     arrays = dict(zip(given, operands, strict=True))
-    return execute(op, arrays, dict(zip(op.defaults, attrs, strict=True)), implementation, device, callback)
+    return execute(op, arrays, dict(zip(op.defaults, attrs, strict=True)), implementation, device, callback, launch)
 
 
 def _on(platform: str | None, context: mlir.LoweringRuleContext, params: dict[str, Any]) -> dict[str, Any]:
@@ -115,8 +115,15 @@ def _on(platform: str | None, context: mlir.LoweringRuleContext, params: dict[st
     return params | {"device": lowered_for(platform, params["op"], params["implementation"], params["device"], names)}
 
 
+def _launch(context: mlir.LoweringRuleContext, once: bool) -> Callable[..., Any] | None:
+    """How a plan is launched on a GPU; None by jaxlib, as in exports, which run where xmla is not installed."""
+    exported = context.module_context.lowering_parameters.for_export
+    return None if exported or _launcher.library() is None else partial(_launcher.run, once=once)
+
+
 def _lower(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(_compute)(context, *operands, **_on(platform, context, params))
+    launch = _launch(context, once=not _sharding.over_devices(context.module_context))
+    return mlir.lower_fun(_compute)(context, *operands, **_on(platform, context, params), launch=launch)
 
 
 def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -125,6 +132,7 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
     params = _on(platform, context, params)
     op, given, implementation = (params[name] for name in ("op", "given", "implementation"))
     values = dict(zip(op.defaults, params["attrs"], strict=True))
+    launch = _launch(context, once=True)
 
     def function_of(names: tuple[str, ...]) -> Callable[..., Any]:
         callback = None
@@ -132,7 +140,7 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
             callback = _sharding.callback_of(context.module_context, host_function(op, names, values, implementation))
 
         def compute(*own: Any) -> tuple[Any, ...]:
-            return _compute(*own, **params | {"given": names}, callback=callback)
+            return _compute(*own, **params | {"given": names}, callback=callback, launch=launch)
 
         return compute
 

@@ -95,12 +95,13 @@ def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implem
 
 def execute(
     op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None, device: Device,
-    callback: Callable[..., Any] | None = None,
+    callback: Callable[..., Any] | None = None, launch: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The computation of a call: results, then the new values of the mutated arguments.
 
     On the host, by the interpreter or the reference, it is a callback of `host_function`; `callback(types, *arrays)`
-    replaces `jax.pure_callback`.
+    replaces `jax.pure_callback`. On a GPU it is one custom call by `launch`, which is `_launcher.run`, or without it
+    jaxlib's for each kernel.
     """
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     if implementation == "reference":
@@ -108,8 +109,10 @@ def execute(
     else:
         plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, implementation)
         if device != INTERPRETER:
-            refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
             given = {name: spec for name, spec in specs.items() if spec is not None}
+            if plan.active and launch is not None:
+                return launch(plan, arrays, given, op.mutates, device)
+            refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
             return *_run_on_gpu(plan, arrays | refs, given, device), *(ref[...] for ref in refs.values())
         from xmla.core import interpreter
 

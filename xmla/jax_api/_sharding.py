@@ -60,12 +60,18 @@ def result_specs(problem: Problem, specs: Sequence[P]) -> list[P]:
     return [_spec(axes, found) for axes in _result_axes(problem)]
 
 
+def over_devices(module: mlir.ModuleContext) -> bool:
+    """Whether `jit` lowers `module` over several devices, outside a `shard_map`."""
+    where = module.axis_context
+    return isinstance(where, ShardingContext) and where.num_devices > 1
+
+
 def over_a_mesh(module: mlir.ModuleContext) -> bool:
-    """Whether `jit` lowers `module` over several devices of a known mesh; an export cannot name its partitioning."""
+    """Whether these are of a known mesh; an export cannot name its partitioning."""
     where = module.axis_context
     return (
-        isinstance(where, ShardingContext)
-        and where.num_devices > 1
+        over_devices(module)
+        and isinstance(where, ShardingContext)
         and where.abstract_mesh is not None
         and not module.lowering_parameters.for_export
         and jax.config.jax_use_shardy_partitioner

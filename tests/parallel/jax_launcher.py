@@ -1,0 +1,81 @@
+"""Programs of every kind run through JAX's launcher, above a driver that makes no launches, on four CPU devices.
+
+    JAX_PLATFORMS=cpu python tests/parallel/jax_launcher.py LIBRARY
+LIBRARY is tests/launcher_on_host.cc, compiled. What is told here is that XLA takes the programs, not what they compute.
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from noting import Noting
+
+from xmla import jax_api
+from xmla.core.device import H100, assume_device
+from xmla.jax_api import _launcher
+
+TOKENS, HEADS, K = 8, 64, 128
+
+
+def attend(q: jax.Array, cache: jax.Array, slots: jax.Array) -> jax.Array:
+    return jax_api.sparse_mla(q, cache, slots, softmax_scale=0.1)[0]
+
+
+def write(cache: jax.Array, latent: jax.Array, rope: jax.Array, slots: jax.Array) -> jax.Array:
+    return jax_api.write_mla_cache(latent, rope, slots, cache)
+
+
+def attend_in_turn(q: jax.Array, cache: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Layers in a scan: a layer's output is stacked, and is also what the next one adds to its query."""
+
+    def layer(before: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = attend(q + before[..., :1], cache, slots)
+        return out, out
+
+    return jax.lax.scan(layer, jnp.zeros((TOKENS, HEADS, 512), q.dtype), jnp.arange(3))
+
+
+def main() -> None:
+    noting = Noting(sys.argv[1])
+    _launcher.library = lambda: noting.library
+    _launcher.compiled = noting.compiled
+    mesh = Mesh(np.array(jax.devices()).reshape(4), ("x",))
+    sharded, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    q, slots = jnp.zeros((TOKENS, HEADS, 576), jnp.bfloat16), jnp.zeros((TOKENS, K), jnp.int32)
+    rows, cache = jnp.zeros((K, 1, 576), jnp.bfloat16), jnp.zeros((4, 64, 656), jnp.uint8)
+    entries = jnp.zeros((TOKENS, 512), jnp.bfloat16), jnp.zeros((TOKENS, 64), jnp.bfloat16), slots[:, 0]
+    on_mesh = jax.device_put(q, sharded), jax.device_put(cache, whole), jax.device_put(slots, sharded)
+
+    once = "has_side_effect = true"
+    for name, function, arguments, makes_once in (
+        ("one device", jax.jit(attend), (q, cache, slots), True),
+        ("scan", jax.jit(attend_in_turn), (q, cache, slots), True),
+        ("gradient", jax.jit(jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum())), (q, rows, slots), True),
+        ("vmap", jax.jit(jax.vmap(attend, (0, None, 0))), (q[None], cache, slots[None]), True),
+        ("write", jax.jit(write), (cache, *entries), True),
+        ("write over devices", jax.jit(write), (on_mesh[1], *entries), False),
+        ("sharded tokens", jax.jit(attend), on_mesh, None),
+        ("shard_map", jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=P("x"))),
+         on_mesh, True),
+    ):  # fmt: skip
+        text = function.lower(*arguments).as_text()
+        assert makes_once is None or (_launcher.TARGET in text and (once in text) == makes_once), (name, text)
+        found = jax.block_until_ready(function(*arguments))
+        assert name != "sharded tokens" or found.sharding == sharded, found.sharding
+        assert noting.launches(), name
+        print(name)
+    unused = jax.jit(lambda q: (attend(q, cache, slots), q + 1)[1]).lower(q).as_text()
+    assert _launcher.TARGET not in unused
+
+
+if __name__ == "__main__":
+    with assume_device(H100):
+        main()

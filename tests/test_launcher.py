@@ -1,0 +1,115 @@
+"""JAX's launcher (xmla/jax_api/launcher.cc) above a driver that notes launches: no GPU is needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import kit
+import noting as stand_in
+import pytest
+from noting import WARPS, Noting
+
+from xmla.core.device import H100, Device
+from xmla.core.op import Case, Op, plan_call
+from xmla.core.plan import Plan
+from xmla.core.registry import registry
+from xmla.jax_api import _launcher
+from xmla.jax_api._run import _spec
+
+# More than 48 KB of shared memory has to be asked for, which the driver of the tests adds to a kernel's name.
+SHARED = {"small": 1 << 10, "large": 100 << 10}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("launcher") / "noting.so"
+    stand_in.build(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def registered(library: Path) -> Noting:
+    return Noting(library)
+
+
+@pytest.fixture(params=SHARED)
+def noting(request: pytest.FixtureRequest, registered: Noting, monkeypatch: pytest.MonkeyPatch) -> Noting:
+    """The launcher with kernels of some shared memory, none of which is compiled."""
+    registered.shared_bytes = SHARED[request.param]
+    monkeypatch.setattr(_launcher, "compiled", registered.compiled)
+    monkeypatch.setattr(_launcher, "library", lambda: registered.library)
+    return registered
+
+
+def run(op: Op, case: Case, device: Device) -> tuple[Plan, dict[str, int]]:
+    """A case's plan, run on the CPU by the launcher, and the address of each of its arrays that has elements."""
+    given = {n: a for n, a in zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True) if a is not None}
+    specs = {name: _spec(array) for name, array in given.items()}
+    attrs = kit.attributes(op, case)
+    values = tuple(attrs[attr.name] for attr in op.attrs)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device)
+    if not plan.active:
+        pytest.skip("the call launches nothing")
+    found = jax.jit(lambda arrays: _launcher.run(plan, arrays, specs, op.mutates, device, once=True))(given)
+    arrays = given | dict(zip([*plan.results, *op.mutates], found, strict=True))
+    return plan, {name: array.unsafe_buffer_pointer() for name, array in arrays.items() if array.size}
+
+
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_a_plans_launches_reach_the_driver(op: Op, case: Case, noting: Noting) -> None:
+    plan, addresses = run(op, case, H100)
+    noted = noting.launches()
+    assert len(noted) == len(plan.active)
+    starts = set()  # of the workspace, as each of its buffers has it
+    for place, (launch, line) in enumerate(zip(plan.active, noted, strict=True)):
+        name = launch.name if noting.shared_bytes == SHARED["small"] else f"{launch.name}+{noting.shared_bytes}"
+        early = int(launch.waits and place > 0)
+        assert line[:5] == [name, *map(str, (launch.grid[0], 32 * WARPS, noting.shared_bytes, early))]
+        arguments = [int(value) for value in line[5:]]
+        assert len(arguments) == len(launch.reads) + len(launch.sizes) + len(launch.writes) + 2
+        assert arguments[-2:] == [0, 0]  # scratch memory
+        sizes = len(launch.reads), len(launch.reads) + len(launch.sizes)
+        assert tuple(arguments[slice(*sizes)]) == launch.size_values
+        pointers = [*arguments[: sizes[0]], *arguments[sizes[1] : -2]]
+        for array, pointer in zip([*launch.reads, *launch.writes], pointers, strict=True):
+            if array in plan.workspace:
+                starts.add(pointer - plan.workspace[array])
+            elif array in addresses:
+                assert pointer == addresses[array], f"{launch.name}: {array}"
+    assert len(starts) == bool(plan.workspace_bytes)
+    assert not starts & set(addresses.values())
+
+
+def test_the_driver_failing_and_an_unknown_kernel_are_told(noting: Noting) -> None:
+    op = registry()["map_slots"]
+    noting.library.fail_with(1)
+    try:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="xmla: launch of map_slots_kernel on device 0: CUDA_ERROR"
+        ):
+            run(op, op.cases[1], H100)
+    finally:
+        noting.library.fail_with(0)
+
+
+def test_a_program_of_another_process_is_refused(noting: Noting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*_: object) -> int:
+        return 1
+
+    monkeypatch.setattr(_launcher, "_number", other)
+    op = registry()["map_slots"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another process has compiled the program"):
+        run(op, op.cases[1], H100)
+
+
+def test_programs_of_every_kind_are_taken(library: Path) -> None:
+    """Over one device a call is made once; unused ones are dropped; over several devices XLA partitions it."""
+    script = Path(__file__).parent / "parallel/jax_launcher.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(script), str(library)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == 8

@@ -1,0 +1,130 @@
+"""A plan's launches as one XLA custom call, of a library in C++ that is built once per machine (launcher.cc).
+
+jaxlib's own custom call of a Triton kernel launches one kernel, after everything before it has ended, and copies the
+kernel's text on every launch. It remains for exports, which run where xmla is not installed, and for machines without
+a C++ compiler (`_jax_triton`).
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+import triton
+from triton.runtime.cache import get_cache_manager
+
+from xmla.core.compile import compiled, specialize
+from xmla.core.device import Device
+from xmla.core.errors import CompileError
+from xmla.core.plan import Launch, Plan
+from xmla.core.spec import DTYPES, Spec
+
+log = logging.getLogger("xmla")
+
+TARGET = "xmla_launch"
+SOURCE = "launcher.cc"
+
+
+def _build(compiler: str) -> str:
+    """The path of the library, from Triton's cache on disk or the compiler."""
+    source = files("xmla.jax_api") / SOURCE
+    versions = [compiler, jaxlib.__version__, triton.__version__]
+    manager = get_cache_manager(hashlib.sha256(repr([source.read_text(), versions]).encode()).hexdigest())
+    if (path := manager.get_file("launcher.so")) is not None:
+        return path
+    headers = [jax.ffi.include_dir(), str(files("triton.backends.nvidia") / "include")]
+    with as_file(source) as text, tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "launcher.so")
+        command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *(f"-I{path}" for path in headers)]
+        done = subprocess.run([*command, str(text), "-o", str(made)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"{compiler} failed on {SOURCE}, which launches kernels from JAX:\n{done.stderr}")
+        return manager.put(made.read_bytes(), "launcher.so", binary=True)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the types of the library's functions."""
+    library.xmla_add_kernel.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64,
+                                        ctypes.c_uint32, ctypes.c_uint32]  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, built and registered with XLA; None without CUDA's driver or (with a warning) a compiler."""
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # the library takes the driver's functions from there
+    except OSError:
+        return None
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        log.warning(
+            "no C++ compiler is installed, nor named by CXX: JAX launches every kernel by itself, which is slower"
+        )
+        return None
+    found = ctypes.CDLL(_build(compiler))
+    declare(found)
+    stages = {stage: jax.ffi.pycapsule(found[f"xmla_{stage}"]) for stage in ("initialize", "execute")}
+    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+    return found
+
+
+def _number(launch: Launch, plan: Plan, specs: Mapping[str, Spec], device: Device) -> int:
+    """Make a launch's kernel known to the library; the number that programs name it by, the same in any process."""
+    kernel = compiled(specialize(launch, plan, specs), device.arch)
+    facts, cubin = kernel.metadata, kernel.asm["cubin"]
+    if facts.global_scratch_size or facts.num_ctas != 1:
+        raise RuntimeError(f"{launch.name} needs scratch memory or a cluster, which JAX's launcher does not give it")
+    properties = facts.name.encode(), cubin, facts.num_warps, facts.shared
+    number = int.from_bytes(hashlib.sha256(repr(properties).encode()).digest()[:8], "little", signed=True)
+    name, cubin, warps, shared = properties
+    library().xmla_add_kernel(number, name, cubin, len(cubin), warps, shared)  # pyrefly: ignore
+    return number
+
+
+def run(
+    plan: Plan, arrays: Mapping[str, Any], specs: Mapping[str, Spec], mutated: Sequence[str], device: Device, once: bool
+) -> tuple[jax.Array, ...]:
+    """The results of a plan on `arrays`, then the new values of those that it updates in place, `mutated`.
+
+    With `once` XLA makes the call just once. Else it may make it again where a part of a stack takes a result that is
+    also used elsewhere, as in a scan; but a call that it is to partition over devices cannot be so.
+    """
+    made = [*(plan.buffers[name] for name in plan.results), *(specs[name] for name in mutated)]
+    types = [jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in made]
+    operands = [*arrays]
+    places = {name: (place, 0) for place, name in enumerate([*operands, *plan.results])}
+    if plan.workspace_bytes:
+        whole = len(operands) + len(types)
+        places |= {name: (whole, offset) for name, offset in plan.workspace.items()}
+        types.append(jax.ShapeDtypeStruct((plan.workspace_bytes,), np.uint8))
+    arguments = [
+        [*(places[name] for name in launch.reads), *((-1, size) for size in launch.size_values),
+         *(places[name] for name in launch.writes)]
+        for launch in plan.active
+    ]  # fmt: skip
+    call = jax.ffi.ffi_call(
+        TARGET, types,
+        input_output_aliases={operands.index(name): len(plan.results) + i for i, name in enumerate(mutated)},
+        has_side_effect=once,
+    )  # fmt: skip
+    found = call(
+        *arrays.values(),
+        kernels=np.array([_number(launch, plan, specs, device) for launch in plan.active], np.int64),
+        programs=np.array([launch.grid[0] for launch in plan.active], np.int32),
+        early=np.array([launch.waits and place > 0 for place, launch in enumerate(plan.active)], np.int32),
+        counts=np.array([len(each) for each in arguments], np.int32),
+        places=np.array([place for each in arguments for place, _ in each], np.int32),
+        values=np.array([value for each in arguments for _, value in each], np.int64),
+    )
+    return tuple(found[: len(plan.results) + len(mutated)])
