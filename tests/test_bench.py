@@ -14,8 +14,9 @@ import torch
 from kit import to_torch
 
 from xmla import torch_api
-from xmla.bench import baselines, families, layer, layer_jax, layer_report, run, timing
-from xmla.bench.families import Benchmark, attention_error, gradient_error, sampled, step_error
+from xmla.bench import baselines, cases, layer, layer_jax, layer_report, run, timing, timing_jax
+from xmla.bench.benchmark import Benchmark
+from xmla.bench.errors import attention_error, gradient_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
@@ -52,13 +53,14 @@ def test_a_run_outlives_a_peer(fails: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     def case() -> Any:
         yield Benchmark(
-            "an op", "a case", lambda _: None, lambda: 0.0, {"cuDNN": peer}, 1.0, 1.0, peer_checks={"cuDNN": compared}
-        )
+            op="an op", case="a case", call=lambda _: None, inputs=[()], check=lambda: 0.0, peers={"cuDNN": peer},
+            peer_checks={"cuDNN": compared}, flops=1.0, bytes=1.0,
+        )  # fmt: skip
 
-    monkeypatch.setattr(families, "BENCHMARKS", {"an op": (case,)})
+    monkeypatch.setattr(cases, "BENCHMARKS", {"an op": (case,)})
     monkeypatch.setattr(timing, "measure", measured)
     monkeypatch.setattr(baselines, "rates", lambda limits: {"copy_bytes_per_s": 1e12})
-    (line,) = run.time_cases(["an op"], {"copy": None})  # type: ignore[dict-item]
+    (line,) = run.time_cases(["an op"], {"copy": None}, False)  # type: ignore[dict-item]
     assert line["us"]["xmla"] == [2.0, 1.0, 5.0]
     if fails == "nowhere":
         assert line["ratio_to_peer"] == {"cuDNN": 2.0} and "failed_peers" not in line
@@ -66,6 +68,73 @@ def test_a_run_outlives_a_peer(fails: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert line["ratio_to_peer"] == {} and line["failed_peers"] == {"cuDNN": "RuntimeError: of no use"}
         assert "cuDNN failed" in list(run.table_of([line], {}).columns[6].cells)
     assert ("relative_error_of_peer" in line) == (fails != "when it is compared")
+
+
+def written_and_read(device: str) -> Benchmark:
+    """Two sets of inputs: a call writes entries and reads them together with others."""
+    torch.manual_seed(0)
+    cache, slots = pool(V32, device), torch.tensor([3, 40, 17], dtype=torch.int32, device=device)
+
+    def call(ops: Any, latent: Any, rope: Any, slots: Any, cache: Any) -> Any:
+        written = ops.write_mla_cache(latent, rope, slots, cache)
+        cache = cache if written is None else written
+        return ops.read_mla_cache(cache, slots - 1), cache
+
+    latent, rope = (torch.randn(2, 3, dims, device=device).bfloat16() for dims in (512, 64))
+    inputs = [(latent[i], rope[i], slots, cache) for i in range(2)]
+    return Benchmark(op="an op", case="a case", call=call, inputs=inputs, check=lambda: 0.0, updates=(3,))
+
+
+def test_jax_makes_a_cases_calls(device: str) -> None:
+    """On copies of what they update, one after the other in a program, with the bits that PyTorch has."""
+    benchmark = written_and_read(device)
+    case = timing_jax.Case(benchmark)
+    before = benchmark.inputs[0][3]
+    assert before is not None
+    unwritten = before.clone()
+    results = case.program(3)()
+    assert torch.equal(before, unwritten) and len(results) == 3 + 1
+    by_torch = [benchmark.ours(index % 2) for index in range(3)]
+    for (read, _), found in zip(by_torch, results[:3], strict=True):
+        assert timing_jax.same_bits(benchmark, read, [found])
+    assert timing_jax.same_bits(benchmark, by_torch[-1][1], results[3:])
+    assert not timing_jax.same_bits(benchmark, unwritten, results[3:])
+    assert not timing_jax.same_bits(benchmark, by_torch[0], [results[0]])
+    assert timing_jax.same_bits(benchmark, benchmark.ours(0), case.program(1)())
+
+
+def test_elements_that_an_op_leaves_are_not_compared(device: str) -> None:
+    arrays = torch.tensor([[1.0, 2.0, torch.nan]], device=device)
+    benchmark = Benchmark(
+        op="an op", case="a case", call=lambda ops, x: x, inputs=[(arrays,)], check=lambda: 0.0,
+        written=lambda result: result[:, :2],
+    )  # fmt: skip
+    other = timing_jax.as_jax(torch.tensor([[1.0, 2.0, 3.0]], device=device))
+    assert timing_jax.same_bits(benchmark, arrays, [other])
+    assert not timing_jax.same_bits(benchmark, arrays, [other + 1])
+
+
+def test_other_bits_and_failures_by_jax_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = Benchmark(
+        op="an op", case="a case", call=lambda _: None, inputs=[()], check=lambda: 0.0, flops=1.0, bytes=1.0
+    )
+    found = {"us": [3.0, 1.0, 5.0], "host_us": 4.0, "waited_us": 9.0, "same_bits": False}
+    monkeypatch.setattr(timing, "measure", lambda *_: {"xmla": timing.Timing(2.0, 1.0, 5.0)})
+    monkeypatch.setattr(timing_jax, "beside_torch", lambda *_: {"torch": {}, "jax": found})
+    monkeypatch.setattr(baselines, "rates", lambda limits: {"copy_bytes_per_s": 1e12})
+    line = run.time_case(benchmark, {"copy": None}, True)  # type: ignore[dict-item]
+    assert line["wrong"] and line["jax"] == found
+    assert "OTHER BITS" in next(iter(run.table_of([line], {}).columns[9].cells))
+    monkeypatch.setitem(found, "same_bits", True)
+    line = run.time_case(benchmark, {"copy": None}, True)  # type: ignore[dict-item]
+    assert "wrong" not in line and list(run.table_of([line], {}).columns[9].cells) == ["3.0"]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("of\n no use")
+
+    monkeypatch.setattr(timing_jax, "beside_torch", fails)
+    line = run.time_case(benchmark, {"copy": None}, True)  # type: ignore[dict-item]
+    assert line["wrong"] and "FAILED: RuntimeError: of no use" in next(iter(run.table_of([line], {}).columns[9].cells))
 
 
 def pool(layout: MlaLayout, device: str) -> torch.Tensor:

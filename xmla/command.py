@@ -176,6 +176,9 @@ def warmup(
 @app.command()
 def bench(
     op: Annotated[list[str] | None, typer.Option(help="Only these ops; `host` is the host time of calls.")] = None,
+    framework: Annotated[
+        str, typer.Option(help="Compare and time in these frameworks; PyTorch makes the inputs.")
+    ] = "torch,jax",
     out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.", callback=writable)] = None,
     compare: Annotated[
         Path | None, typer.Option(help="Show speed against this earlier file.", exists=True, dir_okay=False)
@@ -187,7 +190,10 @@ def bench(
         str | None, typer.Option(help="The commit to record, where the tree is not a git checkout.")
     ] = None,
 ) -> None:
-    """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong."""
+    """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong.
+
+    JAX makes the same calls on the same arrays: exit 1, too, if its bits are others.
+    """
     from xmla._frameworks import missing
     from xmla.core.registry import registry
 
@@ -196,7 +202,7 @@ def bench(
         environment.require_gpu("bench", "times of interpreted kernels mean nothing")
     from xmla.bench.run import run
 
-    raise typer.Exit(code=0 if run(op, out, compare, picture, commit) else 1)
+    raise typer.Exit(code=0 if run(op, out, compare, picture, commit, framework.split(",")) else 1)
 
 
 def main() -> None:

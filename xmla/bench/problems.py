@@ -51,3 +51,18 @@ def block_table(requests: int, tokens: int, entries: int = 64) -> torch.Tensor:
 
 def e4m3(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
+
+
+def bfloat16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def causal(tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """starts and ends [T] of the last `tokens` of a sequence of `keys`."""
+    ends = torch.arange(keys - tokens + 1, keys + 1, device=DEVICE, dtype=torch.int32)
+    return torch.zeros_like(ends), ends
+
+
+def shuffled(table: torch.Tensor, sets: int) -> list[torch.Tensor]:
+    """The requests of a block table in so many other orders."""
+    return [table[torch.randperm(len(table), device=DEVICE)].contiguous() for _ in range(sets)]

@@ -3,19 +3,23 @@
 Every figure is a median of CUDA-graph replays over inputs rotated past the L2 cache. Before a case is timed its result
 is compared with the peer's, or on sampled rows with the formula in plain torch, and a wrong one is not timed. Its
 ceiling is timed right after it, since clocks fall while a GPU works: ceilings of the run's beginning would be those of
-a cool one. PyTorch times the ops; JAX adds the host time of a jitted step.
+a cool one. PyTorch makes the inputs and times peers and ceilings. JAX, where it is asked for, makes the same calls on
+the same arrays: its results are compared bit by bit, its GPU time stands beside PyTorch's, and apart from it the host's
+part of a call by either.
 Results are JSON lines: the first names command, commit, versions, device and ceilings, each further one is a case.
 """
 
 import json
+import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -27,7 +31,7 @@ from xmla.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from xmla.bench.baselines import Ceiling
-    from xmla.bench.families import Benchmark
+    from xmla.bench.benchmark import Benchmark
     from xmla.bench.timing import Timing
 
 Line = dict[str, Any]
@@ -71,12 +75,12 @@ def beside_peers(benchmark: "Benchmark") -> tuple[dict[str, "Timing"], dict[str,
             failures[name] = told(failure)
     peers = {name: call for name, call in benchmark.peers.items() if name not in failures}
     try:
-        times = measure({"xmla": benchmark.ours, **peers}, benchmark.sets)
+        times = measure({"xmla": benchmark.ours, **peers}, len(benchmark.inputs))
     except Exception as failure:
         # Without peers there is nobody else to blame.
         if not peers:
             raise
-        times = measure({"xmla": benchmark.ours}, benchmark.sets)
+        times = measure({"xmla": benchmark.ours}, len(benchmark.inputs))
         failures |= dict.fromkeys(peers, told(failure))
     return times, errors, failures
 
@@ -86,28 +90,42 @@ def told(failure: Exception) -> str:
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
-def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"]) -> Iterator[Line]:
+def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"], with_jax: bool) -> Iterator[Line]:
     """A line per case; of a wrong one it tells the error and no time."""
     import torch
 
-    from xmla.bench import baselines
-    from xmla.bench.families import BENCHMARKS
+    from xmla.bench.cases import BENCHMARKS
 
     for name in names:
         for family in BENCHMARKS.get(name, ()):
             for benchmark in family():
-                error = benchmark.check()
-                if error <= benchmark.tolerance:
-                    times, peer_errors, failures = beside_peers(benchmark)
-                    (ceiling,) = baselines.rates({benchmark.bound: limits[benchmark.bound]}).values()
-                    yield record(benchmark, times, error, peer_errors, failures, ceiling)
-                else:
-                    yield {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}
+                yield time_case(benchmark, limits, with_jax)
             torch.cuda.empty_cache()
 
 
+def time_case(benchmark: "Benchmark", limits: Mapping[str, "Ceiling"], with_jax: bool) -> Line:
+    from xmla.bench import baselines
+
+    error = benchmark.check()
+    if not error <= benchmark.tolerance:
+        return {"op": benchmark.op, "case": benchmark.case, "relative_error": error, "wrong": True}
+    times, peer_errors, failures = beside_peers(benchmark)
+    (ceiling,) = baselines.rates({benchmark.bound: limits[benchmark.bound]}).values()
+    line = record(benchmark, times, error, peer_errors, failures, ceiling)
+    if not with_jax:
+        return line
+    from xmla.bench.timing_jax import beside_torch
+
+    try:
+        found = beside_torch(benchmark, times["xmla"].median)
+    except Exception as failure:  # told at the end, after the other cases
+        found = {"jax": {"failed": told(failure)}}
+    return line | found | ({} if found["jax"].get("same_bits") else {"wrong": True})
+
+
 def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> Table:
-    table = Table("op", "case", "µs", "TFLOP/s", "GB/s", "share of ceiling", "× peer", "× earlier", "error")
+    columns = "op", "case", "µs", "TFLOP/s", "GB/s", "share of ceiling", "× peer", "× earlier", "error", "µs by JAX"
+    table = Table(*columns)
     for line in lines:
         if "us" not in line:
             shown = "[red]WRONG, not timed" if line.get("wrong") else f"{line['host_us']} of host time"
@@ -121,9 +139,19 @@ def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> 
                 [*(f"{ratio} {peer}" for peer, ratio in line["ratio_to_peer"].items()),
                  *(f"{peer} failed" for peer in line.get("failed_peers", ()))]
             ),
-            f"{before[0] / line['us']['xmla'][0]:.2f}" if before else "", f"{line['relative_error']:.1e}",
+            f"{before[0] / line['us']['xmla'][0]:.2f}" if before else "", f"{line['relative_error']:.1e}", by_jax(line),
         )  # fmt: skip
     return table
+
+
+def by_jax(line: Line) -> str:
+    """JAX's GPU time of a case, or why there is none."""
+    found = line.get("jax")
+    if found is None:
+        return ""
+    if "failed" in found:
+        return f"[red]FAILED: {escape(found['failed'])}"
+    return str(found["us"][0]) if found["same_bits"] else "[red]OTHER BITS"
 
 
 def read_lines(file: Path) -> list[Line]:
@@ -142,18 +170,23 @@ def host_lines() -> Iterator[Line]:
         yield from host_jax.lines()
 
 
-def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Path | None, commit: str | None) -> bool:
+def run(
+    ops: list[str] | None, out: Path | None, compare: Path | None, image: Path | None, commit: str | None,
+    frameworks: Sequence[str] = tuple(PACKAGES),
+) -> bool:  # fmt: skip
     """Time, print, and write what is asked for; False if a result was wrong.
 
     Raises:
         UnsupportedError: There is no GPU, no framework is installed, or none that can time an op that is asked for.
     """
+    if unknown := set(frameworks) - set(PACKAGES):
+        raise UnsupportedError(f"bench: no framework {min(unknown)}; there are {', '.join(PACKAGES)}")
     absent = [framework for framework in PACKAGES if missing(framework)]
     if len(absent) == len(PACKAGES):
         raise UnsupportedError(f"bench: {'; '.join(map(needed, absent))}")
     known = [HOST]
     if "torch" not in absent:
-        from xmla.bench.families import BENCHMARKS
+        from xmla.bench.cases import BENCHMARKS
 
         known = [*BENCHMARKS, HOST]
     chosen = ops or known
@@ -166,6 +199,8 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
         present_device()
     except UnsupportedError:
         raise UnsupportedError("bench: no GPU is present; times of interpreted kernels mean nothing") from None
+    # What JAX allocates it keeps, so that it must not begin with most of the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     limits: Mapping[str, Ceiling] = {}
     first: dict[str, float] = {}
     peers: Mapping[str, str | None] = {}
@@ -178,7 +213,9 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
         limits = baselines.ceilings()
         peers = baselines.peers()
         first = baselines.rates(limits)
-    command = shlex.join(["xmla", "bench", *(word for op in ops or () for word in ("--op", op))])
+    with_jax = "jax" in frameworks and "jax" not in absent
+    words = [word for op in ops or () for word in ("--op", op)]
+    command = shlex.join(["xmla", "bench", "--framework", ",".join(frameworks), *words])
     head = provenance(command, commit) | {**peers, "ceilings": first}
     lines: list[Line] = []
     with (
@@ -193,7 +230,9 @@ def run(ops: list[str] | None, out: Path | None, compare: Path | None, image: Pa
 
         keep(head)
         task = bar.add_task("timing", total=len(chosen))
-        for line in chain(time_cases(chosen, limits) if limits else (), host_lines() if HOST in chosen else ()):
+        for line in chain(
+            time_cases(chosen, limits, with_jax) if limits else (), host_lines() if HOST in chosen else ()
+        ):
             keep(line)
             lines.append(line)
             begun = chosen.index(HOST if "host_us" in line else line["op"])

@@ -1,0 +1,55 @@
+"""What a case of `xmla bench` states: a call that either front-end makes, its inputs, what it is compared with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from xmla import torch_api
+
+L2_BYTES = 60 << 20
+
+Arrays = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One case: a call on several sets of inputs, which together pass the L2 cache where a call's own do not.
+
+    Attributes:
+        call: The call by a front-end, `call(ops, *arrays)` with `ops` either `xmla.torch_api` or `xmla.jax_api`.
+            Returns its results, then the new values of the arrays at `updates`.
+        inputs: The arrays of each set.
+        updates: The places of the arrays that the call updates in place. They are the same in all sets.
+        check: The error of `ours(0)` against something that shares no kernel with it.
+        peers: Other calls on the same inputs, functions of a set's index.
+        peer_checks: The errors of peers against the same.
+        written: The part of the first result that the op writes, where it leaves the rest as it was.
+        flops, bytes: Of a call, as the model counts.
+        bound: The ceiling that `flops` or `bytes` are compared with: copy, bf16 or fp8.
+        tolerance: The largest error of a right result.
+    """
+
+    op: str
+    case: str
+    call: Callable[..., Any]
+    inputs: Sequence[Arrays]
+    check: Callable[[], float]
+    updates: tuple[int, ...] = ()
+    peers: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    peer_checks: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    written: Callable[[torch.Tensor], torch.Tensor] | None = None
+    flops: float = 0.0
+    bytes: float = 0.0
+    bound: str = "copy"
+    tolerance: float = 1e-2
+
+    def ours(self, index: int) -> Any:
+        """The call by PyTorch, on one set of inputs."""
+        return self.call(torch_api, *self.inputs[index])
+
+
+def rotation(bytes_a_set: float) -> int:
+    """Input sets that together pass twice the L2 cache."""
+    return max(2, min(8, int(2 * L2_BYTES // max(bytes_a_set, 1)) + 1))

@@ -1,0 +1,21 @@
+"""What is timed: ops at serving size, each beside peers, ceilings or itself at another size.
+
+A function of a module here makes one case, a `Benchmark`; another, without arguments, yields all cases of its kind.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from xmla.bench.benchmark import Benchmark
+from xmla.bench.cases import attention, compression, logits, selection, steps, training
+
+BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
+    "sparse_mla": (attention.decode, attention.decode_v4, attention.prefill),
+    "sparse_mla_backward": (training.attention_backward,),
+    "indexer_logits": (logits.ragged,),
+    "indexer_logits_paged": (logits.paged,),
+    "select_topk": (selection.topk,),
+    "indexer_topk": (selection.bounded,),
+    "indexer_topk_paged": (selection.paged,),
+    "compress_kv": (compression.compressors,),
+    "dsa_attention": (steps.one_layer, steps.long_tables, steps.layers),
+}

@@ -1,0 +1,195 @@
+"""Sparse attention at the shapes of FlashMLA's benchmark, beside FlashMLA where it is installed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from xmla import torch_api
+from xmla.bench import baselines, problems
+from xmla.bench.benchmark import Benchmark, rotation
+from xmla.bench.errors import attention_error, relative_error
+from xmla.core.formats.mla import V4, V32, MlaLayout
+
+SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
+KEYS = 32768  # of a request, from which its tokens' keys are drawn
+MOST = 128  # requests
+K = 2048
+DECODE = (
+    *((requests, 128, s_q) for requests in (1, 2, 4, 8, 16, 64, MOST) for s_q in (1, 2)),
+    *((requests, heads, 1) for requests in (1, 64, MOST) for heads in (16, 32, 64)),
+)
+
+
+def own_keys(requests: int, s_q: int, keys: int) -> torch.Tensor:
+    """The first slot of each token's request [T, 1], where every request owns so many."""
+    return torch.arange(requests, device=problems.DEVICE, dtype=torch.int32).repeat_interleave(s_q)[:, None] * keys
+
+
+def decode_case(pool: torch.Tensor, requests: int, heads: int, s_q: int) -> Benchmark:
+    tokens = requests * s_q
+    sets = range(rotation(tokens * K * V32.row))
+    q = torch.randn(len(sets), tokens, heads, 576, device=problems.DEVICE, dtype=torch.bfloat16) * 0.3
+    owner = own_keys(requests, s_q, KEYS)
+    slots = [problems.chosen_keys(tokens, KEYS, K) + owner for _ in sets]
+
+    def call(ops: Any, q: Any, pool: Any, slots: Any) -> Any:
+        return ops.sparse_mla(q, pool, slots, softmax_scale=SCALE)[0]
+
+    def invariant(i: int) -> torch.Tensor:
+        return torch_api.sparse_mla(q[i], pool, slots[i], softmax_scale=SCALE, batch_invariant=True)[0]
+
+    peers: dict[str, Callable[[int], Any]] = {}
+    if baselines.flash_mla() is not None:
+        calls = [baselines.flash_mla_decode(q[i], pool, slots[i], requests, SCALE) for i in sets]
+        peers["FlashMLA"] = lambda i: calls[i]()
+
+    def check() -> float:
+        out = call(torch_api, q[0], pool, slots[0])
+        if "FlashMLA" in peers:
+            return relative_error(out, peers["FlashMLA"](0))
+        return attention_error(out, q[0], [(pool, slots[0], None)], SCALE)
+
+    return Benchmark(
+        op="sparse_mla",
+        case=f"decode b={requests} h={heads} s_q={s_q} k={K}",
+        call=call,
+        inputs=[(q[i], pool, slots[i]) for i in sets],
+        check=check,
+        peers={**peers, "itself with batch_invariant": invariant},
+        flops=2 * tokens * heads * K * (576 + 512),
+        bytes=tokens * K * V32.row,
+        bound="bf16",
+    )
+
+
+def decode() -> Iterator[Benchmark]:
+    """Decode over the fp8 cache of V3.2."""
+    pool = problems.latent_pool(MOST * KEYS)
+    for requests, heads, s_q in DECODE:
+        yield decode_case(pool, requests, heads, s_q)
+
+
+# Heads, compressed entries per token, their page size and whether they have lengths: FlashMLA's benchmark of V4 decode,
+# 128 keys of the window in pages of 256 beside them. V4-Flash and V4-Pro, layers of ratio 4 and of ratio 128.
+MODEL1 = (
+    ("M1-1", 64, 512, 64, False),
+    ("M1-2", 128, 1024, 64, False),
+    ("M1-3", 64, 1024, 2, True),
+    ("M1-4", 128, 1024, 2, True),
+)
+V4_KEYS, V4_WINDOW, V4_S_Q, V4_SCALE = 16384, 128, 2, 512**-0.5
+
+
+def decode_v4_case(
+    name: str, requests: int, heads: int, extra_k: int, pool: torch.Tensor, extra_pool: torch.Tensor, with_lengths: bool
+) -> Benchmark:
+    tokens = requests * V4_S_Q
+    sets = range(rotation(tokens * (V4_WINDOW + extra_k) * V4.row))
+    q = torch.randn(len(sets), tokens, heads, 512, device=problems.DEVICE, dtype=torch.bfloat16) * 0.3
+    sink = torch.randn(heads, device=problems.DEVICE)
+    owner = own_keys(requests, V4_S_Q, V4_KEYS)
+    slots, extra = ([problems.chosen_keys(tokens, V4_KEYS, k) + owner for _ in sets] for k in (V4_WINDOW, extra_k))
+    lengths = None
+    if with_lengths:
+        lengths = torch.randint(extra_k + 1, (requests,), device=problems.DEVICE, dtype=torch.int32)
+        lengths = lengths.repeat_interleave(V4_S_Q)
+    attended = tokens * V4_WINDOW + (tokens * extra_k if lengths is None else int(lengths.sum()))
+    inputs = [(q[i], pool, slots[i], None, sink, extra_pool, extra[i], lengths) for i in sets]
+
+    def call(ops: Any, *arrays: Any) -> Any:
+        return ops.sparse_mla(*arrays, softmax_scale=V4_SCALE)[0]
+
+    peers: dict[str, Callable[[int], Any]] = {}
+    if baselines.flash_mla() is not None:
+        calls = [
+            baselines.flash_mla_decode(q[i], pool, slots[i], requests, V4_SCALE, sink, extra_pool, extra[i], lengths)
+            for i in sets
+        ]
+        peers["FlashMLA"] = lambda i: calls[i]()
+
+    def check() -> float:
+        out = call(torch_api, *inputs[0])
+        if "FlashMLA" in peers:
+            return relative_error(out, peers["FlashMLA"](0))
+        sources = [(pool, slots[0], None), (extra_pool, extra[0], lengths)]
+        return attention_error(out, q[0], sources, V4_SCALE, sink)
+
+    pages = f"pages {pool.shape[1]}, {extra_pool.shape[1]}"
+    return Benchmark(
+        op="sparse_mla",
+        case=f"{name} b={requests} h={heads} s_q={V4_S_Q} k={V4_WINDOW}+{extra_k} {pages}",
+        call=call,
+        inputs=inputs,
+        check=check,
+        peers=peers,
+        flops=2 * heads * attended * (512 + 512),
+        bytes=attended * V4.row,
+        bound="bf16",
+    )
+
+
+def decode_v4() -> Iterator[Benchmark]:
+    """V4 decode over two sources with a sink: keys drawn from 16384 of each request's own in either."""
+    pool = problems.latent_pool(MOST * V4_KEYS, 256, V4)
+    for name, heads, extra_k, extra_page, with_lengths in MODEL1:
+        extra_pool = problems.latent_pool(MOST * V4_KEYS, extra_page, V4)
+        for requests in (2, 64, MOST):
+            yield decode_v4_case(name, requests, heads, extra_k, pool, extra_pool, with_lengths)
+
+
+# Format, heads, keys per token and keys there are: FlashMLA's benchmark of prefill.
+PREFILL = (
+    (V32, 128, 2048, 8192),
+    (V32, 128, 2048, 32768),
+    (V32, 128, 2048, 131072),
+    (V32, 64, 2048, 32768),
+    (V4, 64, 512, 32768),
+    (V4, 128, 1024, 32768),
+)
+PREFILL_TOKENS = 4096
+
+
+def prefill_case(
+    kind: str, layout: MlaLayout, k: int, q: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
+) -> Benchmark:
+    """Prefill over `cache`, which is the plain `rows` or pages of the same entries."""
+    tokens, heads, scale = len(q), q.shape[1], SCALE if layout == V32 else layout.dims**-0.5
+
+    def call(ops: Any, q: Any, cache: Any, slots: Any) -> Any:
+        return ops.sparse_mla(q, cache, slots, softmax_scale=scale)[0]
+
+    peers: dict[str, Callable[[int], Any]] = {}
+    if baselines.flash_mla() is not None:
+        by_flash_mla = baselines.flash_mla_prefill(q, rows, slots, scale)
+        peers["FlashMLA on bf16 rows"] = lambda _: by_flash_mla()
+
+    def check() -> float:
+        out = call(torch_api, q, cache, slots)
+        if peers:
+            return relative_error(out, peers["FlashMLA on bf16 rows"](0))
+        return attention_error(out, q, [(cache, slots, None)], scale)
+
+    version = "" if layout == V32 else f"{layout.name} "
+    return Benchmark(
+        op="sparse_mla",
+        case=f"prefill {kind} {version}s_q={tokens} h={heads} k={k} s_kv={len(rows)}",
+        call=call,
+        inputs=[(q, cache, slots)],
+        check=check,
+        peers=peers,
+        flops=2 * tokens * heads * k * (layout.dims + 512),
+        bytes=tokens * k * layout.row,
+        bound="bf16",
+    )
+
+
+def prefill() -> Iterator[Benchmark]:
+    """Prefill of 4096 tokens, over plain bf16 rows and straight from the fp8 pages."""
+    for layout, heads, k, keys in PREFILL:
+        q = torch.randn(PREFILL_TOKENS, heads, layout.dims, device=problems.DEVICE, dtype=torch.bfloat16) * 0.3
+        slots = problems.chosen_keys(PREFILL_TOKENS, keys, k)
+        pool = problems.latent_pool(keys, layout=layout)
+        rows = torch_api.read_mla_cache(pool, torch.arange(keys, device=problems.DEVICE, dtype=torch.int32))
+        yield prefill_case("bf16 rows", layout, k, q, rows[:, None], rows, slots)
+        yield prefill_case("fp8 pages", layout, k, q, pool, rows, slots)

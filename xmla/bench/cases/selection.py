@@ -1,0 +1,120 @@
+"""Selection of keys: top-k of stored logits, and logits and selection in one op."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from xmla import torch_api
+from xmla.bench import problems
+from xmla.bench.benchmark import Benchmark, rotation
+from xmla.bench.cases.logits import DIMS, HEADS
+
+K = 2048
+TOPK = (
+    *((rows, columns) for columns in (32768, 131072, 1048576) for rows in (1, 8)),
+    (64, 65536), (2048, 65536), (8192, 32768),
+)  # fmt: skip
+
+
+def unlike(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The share of indices that differ."""
+    return float((got != want).float().mean())
+
+
+def topk_case(rows: int, columns: int) -> Benchmark:
+    sets = rotation(rows * columns * 4)
+    logits = torch.randn(sets, rows, columns, device=problems.DEVICE)
+    ends = torch.full((rows,), columns, device=problems.DEVICE, dtype=torch.int32)
+
+    def call(ops: Any, logits: Any, ends: Any) -> Any:
+        return ops.select_topk(logits, ends, k=K)
+
+    def torch_topk(i: int) -> torch.Tensor:
+        return torch.topk(logits[i], K, sorted=False)[1]
+
+    def check() -> float:
+        found = call(torch_api, logits[0], ends).sort(1)[0]
+        return float((found != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
+
+    return Benchmark(
+        op="select_topk",
+        case=f"{rows} × {columns} k={K}",
+        call=call,
+        inputs=[(logits[i], ends) for i in range(sets)],
+        check=check,
+        peers={"torch.topk": torch_topk},
+        bytes=rows * columns * 4,
+    )
+
+
+def topk() -> Iterator[Benchmark]:
+    for rows, columns in TOPK:
+        yield topk_case(rows, columns)
+
+
+WIDEST = 131072
+PAGED = ((1, 1, 65536), (1, 1, WIDEST), (64, 1, 65536), (64, 1, WIDEST), (64, 4, 65536))
+
+
+def paged_case(pool: torch.Tensor, requests: int, next_n: int, keys: int) -> Benchmark:
+    tokens = requests * next_n
+    q8, weights = problems.e4m3(tokens, HEADS, DIMS), torch.randn(tokens, HEADS, device=problems.DEVICE)
+    tables = problems.shuffled(problems.block_table(requests, keys), rotation(requests * keys * 132))
+    lengths = torch.full((tokens,), keys, device=problems.DEVICE, dtype=torch.int32)
+    inputs = [(q8, weights, pool, table, lengths) for table in tables]
+
+    def call(ops: Any, *arrays: Any) -> Any:
+        return ops.indexer_topk_paged(*arrays, k=K)
+
+    def apart(i: int) -> torch.Tensor:
+        return torch_api.select_topk(torch_api.indexer_logits_paged(*inputs[i]), lengths, k=K)
+
+    return Benchmark(
+        op="indexer_topk_paged",
+        case=f"b={requests} next_n={next_n} keys={keys} k={K}",
+        call=call,
+        inputs=inputs,
+        check=lambda: unlike(call(torch_api, *inputs[0]), apart(0)),
+        peers={"its ops apart": apart},
+        flops=2 * tokens * keys * HEADS * DIMS,
+        bytes=requests * keys * 132,
+    )
+
+
+def paged() -> Iterator[Benchmark]:
+    """Logits and selection of a decode step, beside the two ops apart."""
+    pool = problems.indexer_pool(64 * WIDEST)
+    for requests, next_n, keys in PAGED:
+        yield paged_case(pool, requests, next_n, keys)
+
+
+def bounded_case(tokens: int, keys: int, mib: int) -> Benchmark:
+    q8, weights = problems.e4m3(tokens, HEADS, DIMS), torch.randn(tokens, HEADS, device=problems.DEVICE)
+    k8, scales = problems.e4m3(keys, DIMS), torch.rand(keys, device=problems.DEVICE) + 0.1
+    starts, ends = problems.causal(tokens, keys)
+    arguments = q8, weights, k8, scales, starts, ends
+
+    def call(ops: Any, *arrays: Any) -> Any:
+        return ops.indexer_topk(*arrays, k=K, workspace_bytes=mib << 20)
+
+    def stored(_: int) -> torch.Tensor:
+        return torch_api.select_topk(torch_api.indexer_logits(*arguments), ends, starts, k=K)
+
+    return Benchmark(
+        op="indexer_topk",
+        case=f"i={HEADS} s_q={tokens} s_kv={keys} k={K} in {mib} MiB",
+        call=call,
+        inputs=[arguments],
+        check=lambda: unlike(call(torch_api, *arguments), stored(0)),
+        peers={"stored logits": stored},
+        flops=2 * int(ends.sum()) * HEADS * DIMS,
+        bound="fp8",
+        tolerance=1e-3,
+    )
+
+
+def bounded() -> Iterator[Benchmark]:
+    """Prefill selection within 64 MiB and 512 MiB, beside the ops that store all logits (32 GiB at 8192 × 1M)."""
+    for tokens, keys, mib in ((2048, 65536, 64), (2048, 65536, 512), (8192, 1 << 20, 64), (8192, 1 << 20, 512)):
+        yield bounded_case(tokens, keys, mib)

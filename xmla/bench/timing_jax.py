@@ -1,0 +1,154 @@
+"""The timer of JAX: GPU time of a case's calls, and the host's part of one.
+
+A program is some calls of a case in one `jit`. The GPU's time is the time by which several programs more prolong work
+that was queued before them: it keeps the GPU busy until the host has queued all, so that the host's time does not
+count, as it does not in a CUDA graph's replay.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from xmla import interop, jax_api
+from xmla.bench.benchmark import Benchmark
+from xmla.bench.timing import Timing
+
+PROGRAM_US = 300.0  # of the calls in a program, at least, but for the most of them
+MOST_CALLS = 16
+PROGRAMS_US = 12000.0  # of the programs that are queued, at most
+MOST_PROGRAMS = 24  # XLA lets the host queue 32 of them
+ROUNDS = 5
+
+
+def as_jax(array: torch.Tensor | None) -> jax.Array | None:
+    """The same memory, but for arrays with strides, which JAX does not have."""
+    return None if array is None else interop.to_jax(array.contiguous())
+
+
+@cache
+def _busy() -> Callable[[], jax.Array]:
+    """A program that keeps the GPU busy for some 20 ms, by reading and writing memory."""
+    array = jnp.ones(1 << 28, jnp.float32)  # 1 GiB
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 24, lambda _, y: y + 1, x))
+    return lambda: program(array)
+
+
+class Case:
+    """A benchmark's calls by JAX."""
+
+    def __init__(self, benchmark: Benchmark) -> None:
+        self.benchmark = benchmark
+        shared: dict[int, jax.Array | None] = {}  # an array that several sets have is converted once
+        for array in (array for arrays in benchmark.inputs for array in arrays):
+            if id(array) not in shared:
+                shared[id(array)] = as_jax(array)
+        self.inputs = [[shared[id(array)] for array in arrays] for arrays in benchmark.inputs]
+        # Copies: JAX updates in place what it has allocated.
+        self.updated = [jnp.array(self.inputs[0][place], copy=True) for place in benchmark.updates]
+
+    def call(self, updated: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The results of a call, and the new values of the arrays that it updates."""
+        given = list(arrays)
+        for place, array in zip(self.benchmark.updates, updated, strict=True):
+            given[place] = array
+        found = self.benchmark.call(jax_api, *given)
+        found = list(found) if isinstance(found, tuple | list) else [found]
+        results = len(found) - len(updated)
+        return found[:results], found[results:]
+
+    def program(self, calls: int) -> Callable[[], list[Any]]:
+        """A function that starts so many calls in one program.
+
+        Each has a first argument of its own: XLA would make two calls on the same arguments once.
+        """
+        sets = [self.inputs[index % len(self.inputs)] for index in range(calls)]
+
+        def run(updated: Sequence[Any], firsts: Sequence[Any], rests: Sequence[Sequence[Any]]) -> Any:
+            every = []
+            for index, first in enumerate(firsts):
+                results, updated = self.call(updated, [first, *rests[index % len(rests)]])
+                every += results
+            return every, updated
+
+        jitted = jax.jit(run, donate_argnums=0)
+        firsts, rests = [arrays[0] for arrays in sets], [arrays[1:] for arrays in self.inputs[:calls]]
+
+        def start() -> list[Any]:
+            results, self.updated = jitted(self.updated, firsts, rests)
+            return [*results, *self.updated]
+
+        return start
+
+
+def gpu_time(case: Case, us: float) -> Timing:
+    """Microseconds of GPU time a call, which is expected to take some `us`."""
+    calls = min(MOST_CALLS, max(1, len(case.inputs), round(PROGRAM_US / us)))
+    programs = min(MOST_PROGRAMS, max(2, round(PROGRAMS_US / (calls * us))))
+    start, busy = case.program(calls), _busy()
+
+    def elapsed(count: int) -> float:
+        """Microseconds of work queued before and so many programs."""
+        found = jax.block_until_ready(start())
+        begun = time.perf_counter()
+        busy()
+        for _ in range(count):
+            found = start()
+        jax.block_until_ready(found)
+        return (time.perf_counter() - begun) * 1e6
+
+    elapsed(2)
+    each = [(elapsed(1 + programs) - elapsed(1)) / (programs * calls) for _ in range(ROUNDS)]
+    return Timing(statistics.median(each), min(each), max(each))
+
+
+def waited(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int = 15) -> tuple[float, float]:
+    """Microseconds until a call returns and until its results are there, with nothing queued before it: medians."""
+    returned, ready = [], []
+    for _ in range(repeats + 3):
+        begun = time.perf_counter()
+        found = call()
+        returned.append((time.perf_counter() - begun) * 1e6)
+        wait(found)
+        ready.append((time.perf_counter() - begun) * 1e6)
+    return round(statistics.median(returned[3:]), 1), round(statistics.median(ready[3:]), 1)
+
+
+def same_bits(benchmark: Benchmark, by_torch: Any, by_jax: Sequence[jax.Array]) -> bool:
+    """Whether a call's results have the same bits by both frameworks, where the op writes them."""
+    ours = list(by_torch) if isinstance(by_torch, tuple | list) else [by_torch]
+    theirs = [interop.to_torch(array) for array in by_jax]
+    if benchmark.written is not None:
+        ours[0], theirs[0] = benchmark.written(ours[0]), benchmark.written(theirs[0])
+    return len(ours) == len(theirs) and all(
+        a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def beside_torch(benchmark: Benchmark, us: float) -> dict[str, Any]:
+    """What a case's line has of the two frameworks: bits, the host's part of a call, GPU time by JAX."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    case = Case(benchmark)
+    one = case.program(1)
+    by_jax = jax.block_until_ready(one())
+    by_torch = benchmark.ours(0)
+    torch.cuda.synchronize()
+    equal = same_bits(benchmark, by_torch, by_jax)
+    del by_torch, by_jax
+    eager = waited(partial(benchmark.ours, 0), lambda _: torch.cuda.synchronize())
+    jitted = waited(one, jax.block_until_ready)
+    found = gpu_time(case, us)
+    return {
+        "torch": {"host_us": eager[0], "waited_us": eager[1]},
+        "jax": {
+            "us": [round(found.median, 2), round(found.minimum, 2), round(found.maximum, 2)],
+            "host_us": jitted[0], "waited_us": jitted[1], "same_bits": equal,
+        },
+    }  # fmt: skip
