@@ -1,0 +1,221 @@
+"""`python -m xmla.bench.megatron`: a step of Megatron-Core's own `DSAttention`, by Megatron's code and by xmla.
+
+A step is forward and backward of one layer of DeepSeek-V3.2's sizes between its projections, with the indexer and its
+loss, in training. Megatron's layer runs with `dsa_kernel_backend` "none", its PyTorch operations, and "xmla"; outputs
+and gradients of both are compared. Each run appends a JSON line. Several GPUs, whose layer is divided by heads or by
+tokens:
+
+    torchrun --nproc-per-node 2 -m xmla.bench.megatron --tensor-parallel 2 --out FILE
+
+Two of Megatron's parts have no wheel and are PyTorch's here, in both runs: linear layers (Transformer Engine's there)
+and the Hadamard transform of the indexer's queries and keys.
+"""
+
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+import xmla.megatron
+from xmla.bench.layer import difference
+from xmla.bench.provenance import provenance
+from xmla.core.versions import installed
+from xmla.machine.files import writable
+
+ROUNDS = 3
+BACKENDS = ("none", "xmla")
+Tensors = dict[str, torch.Tensor]
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a layer; by default DeepSeek-V3.2's."""
+
+    tokens: int = 4096
+    heads: int = 128
+    hidden: int = 7168
+    q_latent: int = 1536
+    values: int = 128  # of a head
+    index_heads: int = 64
+    index_dims: int = 128
+    k: int = 2048
+    scale: float = 0.1352
+
+
+def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """`fast_hadamard_transform`'s function: x · H · scale, H of Sylvester's construction."""
+    matrix = torch.ones(1, 1, device=x.device)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return ((x.float() @ matrix) * scale).to(x.dtype)
+
+
+class Linear(torch.nn.Linear):
+    """As Megatron builds and calls its linear layers."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype, device=torch.cuda.current_device())
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore
+        return super().forward(input), None
+
+
+class Norm(torch.nn.LayerNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+
+
+@contextmanager
+def ranks(tensor_parallel: int, context_parallel: int) -> Iterator[None]:
+    """Megatron's process groups, of torchrun's processes or of this one."""
+    from megatron.core import parallel_state
+
+    module = ModuleType("fast_hadamard_transform")
+    module.hadamard_transform = hadamard_transform  # pyrefly: ignore
+    sys.modules.setdefault("fast_hadamard_transform", module)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **alone)
+    parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@dataclass
+class Step:
+    """A rank's share of a layer, and its inputs: leaves q, k and up, and what the indexer reads."""
+
+    layer: Any
+    q: torch.Tensor  # [S, 1, H, 576]
+    k: torch.Tensor  # [S, 1, 1, 576]
+    hidden: torch.Tensor  # [S, 1, HIDDEN]
+    q_latent: torch.Tensor  # [S, 1, 1536]
+    up: torch.Tensor  # [H, VALUES, 512]
+
+    @classmethod
+    def random(cls, sizes: Sizes, backend: Any, sparse_loss: bool) -> "Step":
+        """The same for every backend: parameters and inputs of seed 0."""
+        from megatron.core import parallel_state as state
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.experimental_attention_variant import dsa
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+        tp, cp = state.get_tensor_model_parallel_world_size(), state.get_context_parallel_world_size()
+        config = MLATransformerConfig(
+            num_layers=1, hidden_size=sizes.hidden, num_attention_heads=sizes.heads, q_lora_rank=sizes.q_latent,
+            kv_lora_rank=512, qk_head_dim=64, qk_pos_emb_head_dim=64, v_head_dim=sizes.values, rope_type="rope",
+            experimental_attention_variant="dsa", dsa_indexer_n_heads=sizes.index_heads,
+            dsa_indexer_head_dim=sizes.index_dims, dsa_indexer_topk=sizes.k, dsa_indexer_loss_coeff=1.0,
+            dsa_indexer_use_sparse_loss=sparse_loss, dsa_kernel_backend=backend, tensor_model_parallel_size=tp,
+            context_parallel_size=cp, cp_comm_type="allgather", bf16=True, params_dtype=torch.bfloat16,
+            add_bias_linear=False, apply_rope_fusion=False,
+        )  # fmt: skip
+        indexer = dsa.DSAIndexerSubmodules(
+            linear_wq_b=Linear, linear_wk=Linear, k_norm=Norm, linear_weights_proj=Linear
+        )
+        submodules = dsa.DSAttentionSubmodules(ModuleSpec(module=dsa.DSAIndexer, submodules=indexer))
+        torch.manual_seed(0)
+        layer = dsa.DSAttention(
+            config, submodules, 1, AttnMaskType.causal, "self", softmax_scale=sizes.scale, cp_comm_type="allgather"
+        ).train()
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=torch.bfloat16, device=torch.cuda.current_device())
+
+        tokens = normal(sizes.tokens, 1, sizes.heads * 576 + 576 + sizes.hidden + sizes.q_latent)
+        up = normal(sizes.heads, sizes.values, 512) * 512**-0.5
+        if cp > 1:  # Megatron's order: a rank has one part from either end
+            parts, rank = tokens.chunk(2 * cp), state.get_context_parallel_rank()
+            tokens = torch.cat([parts[rank], parts[-1 - rank]])
+        q, k, hidden, q_latent = tokens.split([sizes.heads * 576, 576, sizes.hidden, sizes.q_latent], -1)
+        rank = state.get_tensor_model_parallel_rank()
+        q, up = q.unflatten(-1, (sizes.heads, 576)).chunk(tp, 2)[rank], up.chunk(tp)[rank]
+        made = cls(layer, *[x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up)])
+        for leaf in (made.q, made.k, made.up):
+            leaf.requires_grad_()
+        return made
+
+    def run(self) -> Tensors:
+        """Forward and backward: the output, and every gradient."""
+        from megatron.core.transformer.enums import AttnMaskType
+
+        leaves = {"q": self.q, "k": self.k, "up": self.up, **dict(self.layer.named_parameters())}
+        for leaf in leaves.values():
+            leaf.grad = None
+        out = self.layer(
+            self.q, self.k, None, None, self.hidden, self.q_latent, attn_mask_type=AttnMaskType.causal,
+            up_v_weight=self.up,
+        )  # fmt: skip
+        out.float().square().sum().backward()
+        return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    def measure(self) -> tuple[dict[str, Any], Tensors]:
+        """Milliseconds of a step and the most memory that was allocated; its results, in the host's memory."""
+        try:
+            found = {name: tensor.cpu() for name, tensor in self.run().items()}
+            torch.cuda.reset_peak_memory_stats()
+            times = []
+            for _ in range(ROUNDS):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                self.run()
+                torch.cuda.synchronize()
+                times.append(1e3 * (time.perf_counter() - start))
+        except torch.OutOfMemoryError:
+            return {"out_of_memory": True}, {}
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak, 2)}, found
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="Append to this file.", dir_okay=False, callback=writable)],
+    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of a step, of one sequence.")] = 4096,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share the tokens.")] = 1,
+    sparse_loss: Annotated[bool, typer.Option(help="The indexer's loss over selected keys alone.")] = True,
+    backend: Annotated[list[str], typer.Option(help="Of Megatron's dsa_kernel_backend.")] = list(BACKENDS),  # noqa: B006
+) -> None:
+    """Time a step by each backend, and compare their results."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    xmla.megatron.install()
+    line: dict[str, Any] = {
+        "tokens": tokens, "tensor_parallel": tensor_parallel, "context_parallel": context_parallel,
+        "sparse_loss": sparse_loss, "megatron_core": installed("megatron-core"),
+    }  # fmt: skip
+    results = {}
+    with ranks(tensor_parallel, context_parallel):
+        for name in backend:
+            line[name], results[name] = Step.random(Sizes(tokens), name, sparse_loss).measure()
+            torch.cuda.empty_cache()
+        first, *others = results.values()
+        if first and others and others[0]:
+            apart = [difference({n: others[0][n].cuda()}, {n: own.cuda()}) for n, own in first.items()]
+            line["difference"] = {name: float(f"{d:.2e}") for each in apart for name, d in each.items()}
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+            head = provenance(shlex.join(["python", "-m", "xmla.bench.megatron", *sys.argv[1:]]), commit)
+            with out.open("a") as file:
+                file.write(json.dumps(head | line) + "\n")
+
+
+if __name__ == "__main__":
+    app()
