@@ -2,12 +2,13 @@
 
 import types
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 
 from xmla.core.errors import ArgumentError
+
+LARGEST_FACTOR = 2.0**126  # kernels take the float32 of a factor, and of a factor times log2(e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Attr:
         """`value` in Python's own type. A NumPy scalar or an array without axes is taken as the value that it holds.
 
         Raises:
-            ArgumentError: The value does not have the declared type, or is a float that is not finite.
+            ArgumentError: The value does not have the declared type, or is a float that kernels cannot hold.
         """
         if value is None and self.optional:
             return None
@@ -44,11 +45,18 @@ class Attr:
 
     def _one(self, owner: str, value: Any) -> Any:
         given = type(value).__name__
+        if given == "SymInt" and self.type is int:  # torch.compile's, of a framework that is not imported here
+            return value
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
             value = value.item()
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             raise ArgumentError(f"{owner}: {self.name} type is {given}, expected {self.type.__name__}")
-        if self.type is float and not -inf < value < inf:  # unlike isfinite, torch.compile traces this
-            raise ArgumentError(f"{owner}: {self.name} value is {value}, expected a finite number")
-        return value
+        if self.type is not float:
+            return value
+        if not -LARGEST_FACTOR <= value <= LARGEST_FACTOR:  # unlike isfinite, torch.compile traces this
+            beyond = isinstance(value, int) or abs(value) < float("inf")  # not NaN either
+            got = f"2**{value.bit_length() - 1} or more" if isinstance(value, int) else value
+            expected = f"a number from {-LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}" if beyond else "a finite number"
+            raise ArgumentError(f"{owner}: {self.name} value is {got}, expected {expected}")
+        return value or 0.0  # without a sign: memos take 0.0 for −0.0

@@ -12,6 +12,7 @@ from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_powe
 from xmla.core.spec import Spec
 
 INVARIANT_SPLIT_KEYS = 512
+MOST_SPLITS = 4096  # more cost the combination more than they save
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def count_splits(programs: int, keys: int, config: Config, device: Device) -> in
         step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
         return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / programs_a_tile if splits > 1 else 0)
 
-    return min(range(1, max(tiles, 1) + 1), key=steps)
+    return min(range(1, min(max(tiles, 1), MOST_SPLITS) + 1), key=steps)
 
 
 def count_keys(problem: Problem, config: Config) -> int:

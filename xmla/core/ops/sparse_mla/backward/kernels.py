@@ -184,7 +184,7 @@ def prepare_kernel(
         dlse *= LOG2E / LSE_UNIT
     reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
     slope = norm(dout) * reach + tl.abs(delta) + tl.abs(dlse)
-    slope *= SCALE
+    slope = tl.abs(slope * SCALE)  # a negative scale bounds as much as a positive one
     bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
     row = offset_of(token, HEADS) + offs_h
     if HAS_SINK:

@@ -47,7 +47,7 @@ def reference(
             reach = np.linalg.norm(np.where(np.isfinite(values), values, 0.0), axis=1).max(initial=0)
             norm = np.linalg.norm(upstream, axis=1)
             reaches = norm * reach + np.abs(delta) + np.abs(dlog)
-            slope = softmax_scale * reaches
+            slope = abs(softmax_scale) * reaches
             bound = slope * np.abs(query).max(axis=1) + np.abs(upstream).max(axis=1)
             greatest = np.maximum.reduce([norm, np.full(heads, reach), reaches, slope, bound])
             total = np.where(greatest <= np.finfo(np.float32).max, total, np.nan)

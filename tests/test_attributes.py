@@ -1,0 +1,149 @@
+"""Attributes at their edges, found in the registry: factors below, at and near 0, at their limits and beyond."""
+
+from collections.abc import Callable
+from typing import Any
+
+import kit
+import numpy as np
+import pytest
+import torch
+from conftest import HAS_GPU
+
+from xmla import torch_api
+from xmla.core.attribute import LARGEST_FACTOR
+from xmla.core.device import H200
+from xmla.core.op import LARGEST_SIZE, Case, Op
+from xmla.core.ops.sparse_mla.splits import MOST_SPLITS, Config, count_splits
+from xmla.core.registry import registry
+from xmla.core.tolerance import GRADIENT, cosine_difference
+
+OPS = registry()
+FACTORS = [(op, attr.name) for op in OPS.values() for attr in op.attrs if attr.type is float]
+Tensors = dict[str, torch.Tensor]
+
+
+def normal(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape))
+
+
+def attention(rng: np.random.Generator, factor: float) -> tuple[Tensors, Tensors]:
+    """Queries by which scores are of order 1 at a limit, and gradients whose products do not overflow."""
+    q, entry = (4 / abs(factor), 1 / 64) if factor in LIMITS else (1.0, 1.0)
+    arguments = {"q": normal(rng, 3, 5, 576) * q, "cache": normal(rng, 2, 4, 576) * entry}
+    slots = torch.from_numpy(rng.integers(-1, 8, (3, 6)).astype(np.int32))
+    slots[:, 0] = torch.tensor([0, 3, 5])
+    upstream = 2.0**-16 if factor in LIMITS else 1.0
+    gradients = {"out": normal(rng, 3, 5, 512) * upstream, "lse": normal(rng, 3, 5) * upstream}
+    return arguments | {"slots": slots}, gradients
+
+
+def attend(given: Tensors, softmax_scale: float) -> Tensors:
+    outs, lses = [], []
+    for q, slots in zip(given["q"], given["slots"], strict=True):
+        entries = given["cache"].flatten(0, 1)[slots[slots >= 0].long()]
+        scores = softmax_scale * (q @ entries.T)
+        outs.append(scores.softmax(1) @ entries[:, :512])
+        lses.append(scores.logsumexp(1))
+    return {"out": torch.stack(outs), "lse": torch.stack(lses)}
+
+
+def training(rng: np.random.Generator, factor: float) -> tuple[Tensors, Tensors]:
+    arguments = {
+        "index_q": normal(rng, 4, 3, 32), "index_k": normal(rng, 9, 32), "index_weights": normal(rng, 4, 3) / 4,
+        "q": normal(rng, 4, 2, 64), "rows": normal(rng, 9, 64), "lse": torch.zeros(4, 2, dtype=torch.float64),
+    }  # fmt: skip
+    return arguments, {"loss": torch.full((1,), 2.0**-16 if factor in LIMITS else 3.0, dtype=torch.float64)}
+
+
+def loss(given: Tensors, softmax_scale: float, coeff: float = 1.0) -> Tensors:
+    logits = softmax_scale * torch.einsum("thd,nd->thn", given["q"], given["rows"])
+    target = (logits - given["lse"][..., None]).exp().sum(1)
+    target = target / target.sum(1, keepdim=True)
+    dots = torch.einsum("tid,nd->tin", given["index_q"], given["index_k"]).relu()
+    logs = torch.einsum("ti,tin->tn", given["index_weights"], dots).log_softmax(1)
+    each = (target * (target.clamp(min=1e-10).log() - logs)).sum(1)
+    return {"loss": coeff * each.mean()[None]}
+
+
+# Of each op that has a derivative and a factor: arguments and the gradients of results, and the formula for autograd.
+FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "sparse_mla": (attention, attend), "indexer_loss": (training, loss),
+}  # fmt: skip
+DIFFERENTIATED = [(op, name) for op, name in FACTORS if op.derivative is not None]
+NEAR_1 = (-1.0, -0.05, -0.001, 0.0, 0.05)
+LIMITS = (-LARGEST_FACTOR, LARGEST_FACTOR, -(2.0**-100), 2.0**-100)
+
+
+def test_each_factor_of_a_derivative_has_its_formula() -> None:
+    assert {op.name for op, _ in DIFFERENTIATED} == FORMULAS.keys()
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"] if HAS_GPU else [None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [*NEAR_1, *LIMITS])
+@pytest.mark.parametrize(("op", "name"), DIFFERENTIATED, ids=kit.case_id)
+def test_gradients_of_any_factor(
+    op: Op, name: str, factor: float, dtype: torch.dtype, implementation: str | None, device: str
+) -> None:
+    """Against torch's own autograd of the formula, in float64."""
+    if factor in LIMITS and (dtype == torch.float16 or (op.name, name) == ("indexer_loss", "softmax_scale")):
+        pytest.skip("float16 holds no gradients, or queries, that differ so much from 1")
+    if implementation is not None and implementation not in op.choices:
+        pytest.skip(f"no {implementation}")
+    draw, formula = FORMULAS[op.name]
+    given, upstream = draw(np.random.default_rng(0), factor)
+    attrs: dict[str, float] = {a.name: 0.05 for a in op.attrs if a.type is float} | {"coeff": 1.0} | {name: factor}
+    attrs = {a.name: attrs[a.name] for a in op.attrs if a.name in attrs}
+    halves = {n for n in given if "bfloat16" in op.tensors[n].dtypes}
+    made = {n: t if n in ("slots",) else t.to(dtype if n in halves else torch.float32) for n, t in given.items()}
+    wide = {n: t if n in ("slots",) else t.double().requires_grad_(n in op.gradients) for n, t in made.items()}
+    made = {n: t.to(device).requires_grad_(n in op.gradients) for n, t in made.items()}
+    own = formula(wide, **attrs)
+    found = kit.as_tuple(getattr(torch_api, op.name)(**made, **attrs, implementation=implementation))
+    results = dict(zip(op.outputs, found, strict=True))
+    sum((own[n] * g).sum() for n, g in upstream.items()).backward()
+    sum((results[n].cpu().double() * g).sum() for n, g in upstream.items()).backward()
+    for argument in op.gradients:
+        if argument in given:
+            got, want = made[argument].grad.cpu().double().numpy(), wide[argument].grad.numpy()
+            scale = np.abs(want).max() or 1.0  # so that squares neither overflow nor vanish
+            assert cosine_difference(got / scale, want / scale) <= GRADIENT.cosine, argument
+            assert want.any() or not got.any()
+
+
+def smallest(op: Op, name: str) -> Case:
+    """Of the cases that give the attribute, or of all if none does."""
+    giving = [case for case in op.cases if case.attrs.get(name) is not None] or op.cases
+    return min(giving, key=lambda case: sum(array.size for array in kit.make(case).values()))
+
+
+# A derivative's gradients are those of a call, for which autograd is the measure above.
+DERIVATIVES = [op.derivative for op in OPS.values()]
+OF_RESULTS = [(op, name) for op, name in FACTORS if op not in DERIVATIVES]
+
+
+@pytest.mark.parametrize("factor", [-1.0, -0.05, 0.0])
+@pytest.mark.parametrize(("op", "name"), OF_RESULTS, ids=kit.case_id)
+def test_results_of_any_factor(op: Op, name: str, factor: float, device: str) -> None:
+    case = smallest(op, name)
+    inputs, attrs = kit.make(case), dict(case.attrs) | {name: factor}
+    arguments = kit.torch_inputs(op, kit.copies(inputs), device)
+    found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    with np.errstate(all="ignore"):
+        want = op.reference(**inputs, **op.defaults | attrs)
+    for (result, declared), got, value in zip(op.outputs.items(), found, want, strict=True):
+        kit.assert_close(result, got, value, declared.agreement, declared.written(np.asarray(value)))
+
+
+def test_a_zero_has_no_sign(device: str) -> None:
+    """A call's bits do not follow from an earlier one whose factor is equal, but for the sign of 0."""
+    q, weights = torch.ones(2, 1, 32, device=device), torch.ones(2, 1, device=device)
+    for scale in (-0.0, 0.0, -0.0, 0):
+        _, folded = torch_api.quantize_indexer_query(q, weights, scale=scale)
+        assert not folded.any() and not folded.signbit().any()
+
+
+def test_as_many_keys_as_can_be_counted_are_planned_at_once() -> None:
+    config = Config(block_h=64, block_n=64, num_warps=4, num_stages=2)
+    for programs in (1, 2, 500):
+        assert 1 <= count_splits(programs, LARGEST_SIZE, config, H200) <= MOST_SPLITS
