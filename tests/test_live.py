@@ -8,6 +8,7 @@ import jax
 import kit
 import numpy as np
 import pytest
+import torch
 from conftest import HAS_GPU
 from typer.testing import CliRunner
 
@@ -128,6 +129,26 @@ def test_shadow_reports_a_wrong_result(
     assert list(head) == ["op", "by", "failure", "attrs", "versions", "arrays"] and head["op"] == "sparse_mla"
     call = reproducer.load(file)
     assert [s // a.itemsize for a in [call.arrays["q"]] for s in a.strides] == head["arrays"][0]["strides"]
+
+
+def test_a_reference_that_fails_is_told_not_raised(
+    device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = registry()["map_slots"]
+    monkeypatch.setattr(settings, "shadow", 1.0)
+    right = op.reference
+    object.__setattr__(op, "reference", lambda **_: [][0])
+    try:
+        slots = torch.zeros(2, 3, dtype=torch.int32, device=device)
+        found, _ = torch_api.map_slots(slots, slots[:, :1] + 2, page_size=4)
+    finally:
+        object.__setattr__(op, "reference", right)
+    (error,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    (file,) = folder.iterdir()
+    assert (
+        error == f"shadow map_slots: the reference raised {IndexError('list index out of range')!r}; xmla replay {file}"
+    )
+    assert found.tolist() == [[8] * 3] * 2
 
 
 def test_shadow_takes_the_share_it_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
 from xmla.core.device import B200, H200, Device, assume_device
 from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
-from xmla.core.op import INDEX, Op
+from xmla.core.op import INDEX, LARGEST_SIZE, Op
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
@@ -297,6 +297,25 @@ MISTAKES = [
     Mistake("quantize_indexer_query", "quantize_indexer_query: scale value is -inf, expected a finite number",
             attrs={"scale": -np.inf}),
     Mistake("compress_kv", "compress_kv: eps value is nan, expected a finite number", attrs={"eps": np.nan}),
+    *(
+        Mistake(op, f"{op}: {name} value is {got}, expected a number from -8.50706e+37 to 8.50706e+37",
+                attrs={name: value})
+        for op, name in (("sparse_mla", "softmax_scale"), ("quantize_indexer_query", "scale"), ("compress_kv", "eps"))
+        for got, value in (("1e+39", 1e39), ("-1e+300", -1e300), ("2**1328 or more", 10**400))
+    ),
+    *(
+        Mistake(op, f"{op}: {name} value is {2**31}, supported: at most {LARGEST_SIZE}", attrs={name: 2**31},
+                error=UnsupportedError)
+        for op, name in (
+            ("map_slots", "page_size"), ("window_slots", "page_size"), ("window_slots", "ratio"),
+            ("window_slots", "window"), ("split_batch", "decode_threshold"), ("split_batch", "num_tokens"),
+            ("select_topk", "k"), ("merge_topk", "k"), ("dsa_attention", "k"), ("indexer_topk", "k"),
+            ("indexer_topk_paged", "k"), ("indexer_logits_paged", "max_len"),
+        )
+    ),
+    # the argument that is another's size, not the first that differs from it
+    Mistake("dsa_attention", "dsa_attention: q axis T (axis 0) is 8, expected 2, as index_q",
+            lambda a: {"q": np.zeros((8, 2, 576), ml_dtypes.bfloat16)}),
 ]  # fmt: skip
 
 

@@ -47,8 +47,7 @@ def check_keys(problem: Problem) -> None:
 
 def check_selection(problem: Problem) -> None:
     """Rules of a selection in bounded memory."""
-    if problem.attrs["k"] < 1:
-        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    problem.require_count("k")
     if problem.attrs["workspace_bytes"] < 0:
         problem.refuse("workspace_bytes", "value", problem.attrs["workspace_bytes"], "at least 0")
 

@@ -161,10 +161,18 @@ class Problem:
         """The caller's name of an argument."""
         return argument if self.whole is None else self.whole.names.get(argument, argument)
 
+    def require_count(self, attribute: str, least: int = 1) -> None:
+        """An attribute that counts something is at least `least`, and no more than kernels count."""
+        value = self.attrs[attribute]
+        if value < least:
+            self.refuse(attribute, "value", value, f"at least {least}")
+        if value > LARGEST_SIZE:
+            self.unsupported(attribute, "value", value, f"at most {LARGEST_SIZE}")
+
     def require_dense_entries(self, cache: str) -> None:
         """Entries of a page are dense; only the page stride is free."""
         spec = self.specs[cache]
-        if spec.shape[1] > 1 and spec.stride(1) != spec.shape[2]:
+        if not spec.has_stride(1, spec.shape[2]):
             self.refuse(cache, "stride of axis R (axis 1)", spec.stride(1), f"{spec.shape[2]} (dense entries)")
 
     def require_pages(self, cache: str, alignment: int) -> None:
@@ -382,6 +390,8 @@ class Op:
             if tensor.format is not None and name in given:
                 formats[name] = tensor.format(problem, name)
         self.check(problem)
+        if implementation == "reference" and self.steps:  # their rules, which their own references do not check
+            self.plan(problem, INTERPRETER)
         return problem
 
     def choose(self, problem: Problem, device: Device) -> tuple[Implementation, Choice]:
@@ -410,7 +420,7 @@ class Op:
         """The attributes in Python's own types, in order.
 
         Raises:
-            ArgumentError: A value does not have the declared type, or is a float that is not finite.
+            ArgumentError: A value does not have the declared type, or is a float that kernels cannot hold.
         """
         return {attr.name: attr.plain(self.name, attrs[attr.name]) for attr in self.attrs}
 
@@ -426,16 +436,33 @@ class Op:
             problem.refuse(
                 name, "dtype", spec.dtype, " or ".join(tensor.dtypes) + narrowed * ("int32" in tensor.dtypes)
             )
-        for axis, (label, size) in enumerate(zip(tensor.names, spec.shape, strict=True)):
+        for label, size in zip(tensor.names, spec.shape, strict=True):
             if axes.setdefault(label, size) != size:
-                expected = f"{axes[label]}, as {problem.called(first[label])}"
-                problem.refuse(name, f"axis {label} (axis {axis})", size, expected)
+                self._refuse_axis(problem, label, first[label], name)
             first.setdefault(label, name)
-        if spec.shape[-1] > 1 and spec.stride(-1) != 1:
+        if not spec.has_stride(-1, 1):
             problem.refuse(name, f"stride of axis {tensor.names[-1]} (the last)", spec.stride(-1), "1 (dense)")
+        if name in self.mutates and spec.strides is not None:
+            page = prod(spec.shape[1:])
+            if spec.strides[0] < page and not spec.has_stride(0, page):
+                expected = f"at least {page}: pages that are written lie apart"
+                problem.refuse(name, f"stride of axis {tensor.names[0]} (axis 0)", spec.strides[0], expected)
         other, leading = next(iter(problem.specs.items()))
         if None not in (spec.device, leading.device) and spec.device != leading.device:
             problem.refuse(name, "device", spec.device, f"{leading.device}, as {problem.called(other)}")
+
+    def _refuse_axis(self, problem: Problem, label: str, earlier: str, later: str) -> NoReturn:
+        """Refuse one of two arguments with other sizes of an axis: the later one, unless more have its size."""
+        sizes = {
+            name: spec.shape[tensor.names.index(label)]
+            for name, tensor in self.tensors.items()
+            if (spec := problem.specs.get(name)) and label in tensor.names and len(spec.shape) == len(tensor.names)
+        }
+        of_later, of_earlier = (sum(size == sizes[one] for size in sizes.values()) for one in (later, earlier))
+        wrong, right = (earlier, later) if of_later > of_earlier else (later, earlier)
+        axis = self.tensors[wrong].names.index(label)
+        expected = f"{sizes[right]}, as {problem.called(right)}"
+        problem.refuse(wrong, f"axis {label} (axis {axis})", sizes[wrong], expected)
 
     def result_specs(self, problem: Problem) -> dict[str, Spec]:
         return {name: result.spec(problem) for name, result in self.outputs.items()}
@@ -479,7 +506,13 @@ class Op:
 
     def refuse_derivative(self, argument: str, constant: str) -> NoReturn:
         """Raise for an argument that is differentiated in a way that has no derivative, whatever the op has."""
-        self._refuse_derivative(f"{argument} is differentiated", "no derivative", constant)
+        self._refuse_derivative(f"{argument} is differentiated", self._without_derivative, constant)
+
+    @property
+    def _without_derivative(self) -> str:
+        """What an argument without one has to be, and which steps of a composed op have derivatives."""
+        steps = [step.name for step in self.steps if step.derivative is not None]
+        return "constants" + (f" (its step {', '.join(steps)} has derivatives)" if steps else "")
 
     def check_derivative(
         self, constants: Mapping[str, str], specs: Mapping[str, Spec | None], attrs: Mapping[str, Any],
@@ -493,7 +526,7 @@ class Op:
             UnsupportedError: The op or the argument has no derivative, or the derivative does not take an argument or a
                 format of the call.
         """
-        supported = f"derivatives of {', '.join(self.gradients)}" if self.gradients else "no derivative"
+        supported = f"derivatives of {', '.join(self.gradients)}" if self.gradients else self._without_derivative
         for argument, constant in constants.items():
             if argument not in self.gradients:
                 self._refuse_derivative(f"{argument} is differentiated", supported, constant)

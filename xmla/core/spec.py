@@ -54,6 +54,29 @@ class Spec:
             return self.stride(axis + 1) * self.shape[axis + 1] if axis + 1 < len(self.shape) else 1
         return (self.strides or row_major(self.shape))[axis]
 
+    def has_stride(self, axis: int, stride: int) -> bool:
+        """Whether neighbours along `axis`, if there are any, are `stride` elements apart."""
+        found = (self.strides or row_major(self.shape))[axis]
+        return bool(found == stride) or self.shape[axis] < 2 or 0 in self.shape
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to past the last element, 0 without elements."""
+        strides = self.strides or row_major(self.shape)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.itemsize
+
+    def overlaps(self, address: int, other: "Spec", other_address: int) -> bool:
+        """Whether arrays at these addresses have a byte in common."""
+        return np.shares_memory(self._bytes_at(address), other._bytes_at(other_address))
+
+    def _bytes_at(self, address: int) -> np.ndarray:
+        """An array of bytes at an address, which need not be the host's: none is read."""
+        steps = [stride * self.itemsize for stride in self.strides or row_major(self.shape)]
+        shape, strides = (*self.shape, self.itemsize), (*steps, 1)
+        facts = {"version": 3, "typestr": "|u1", "data": (address, True), "shape": shape, "strides": strides}
+        return np.asarray(type("Bytes", (), {"__array_interface__": facts})())
+
     def on_multiples(self, unit: int, axes: tuple[int, ...]) -> bool:
         """Whether every element at an index of these axes starts on a multiple of `unit` bytes."""
         steps = (self.alignment, *(self.stride(axis) * self.itemsize for axis in axes))

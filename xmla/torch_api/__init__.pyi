@@ -1599,6 +1599,8 @@ def sparse_mla(
         out[t,h] = Σ_k exp(s[h,k]) · value(slots[t,k]) / (Σ_k exp(s[h,k]) + exp(sink[h]))            k over S[t]
         lse[t,h] = ln Σ_k exp(s[h,k])                                               without the sink
 
+    A row whose scores are all −inf, as q · k of finite numbers may be in float32, counts as one without valid keys.
+
     A value is the entry's first 512 dims: the latent in V3.2's formats, all of it in V4's.
 
     Args:
@@ -1730,12 +1732,12 @@ def sparse_mla_backward(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
         UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128. More than 2**30 slots.
 
-    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = softmax_scale ·
+    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = |softmax_scale| ·
     (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
     summand is rounded to a multiple of 2**−29 of the greatest Σ_h B of the tokens that name the entry, or less, or of
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
     finite in float32; dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
-    exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse.
+    exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

@@ -78,14 +78,20 @@ def sample(
 def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], take: Take) -> list[Drift]:
     """Compare the sampled rows of `results` (and of updated caches in `arrays`) with the reference, and log the drift.
 
-    A call beyond its bounds is logged as an error with the command that repeats it; nothing is raised.
+    A call beyond its bounds is logged as an error with the command that repeats it, and so is a reference that fails;
+    nothing is raised.
     """
     op = taken.op
     got = {name: take(result, taken.rows) for name, result in zip(op.outputs, results, strict=True)}
     if op.mutates:
         after, _ = shrink(op, arrays, None, take)
         got |= {name: after[name] for name in op.mutates}
-    found = drifts(op, taken.arrays, taken.attrs, got)
+    try:
+        found = drifts(op, taken.arrays, taken.attrs, got)
+    except Exception as error:
+        repeat = save("XMLA_SHADOW", op.name, taken.arrays, taken.attrs, f"reference: {error!r}", taken.strides)
+        log.error("shadow %s: the reference raised %r; %s", op.name, error, repeat)
+        return []
     with _lock:
         _rows[op.name] += 1 if taken.rows is None else len(taken.rows)
         for drift in found:

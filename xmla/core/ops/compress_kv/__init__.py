@@ -129,13 +129,13 @@ def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     owner = requests_of(arrays, len(positions), requests)
     known = (positions >= 0) & (owner >= 0) & (owner < requests)
     completes = known & (positions % ratio == ratio - 1)
-    for table, pages, rows, columns in (
-        ("state_table", problem["STATE_P"], owner[known], positions[known] // problem["STATE_R"]),
-        ("block_table", problem["P"], owner[completes], positions[completes] // ratio // problem["R"]),
+    for table, pages, size, rows, places in (
+        ("state_table", problem["STATE_P"], problem["STATE_R"], owner[known], positions[known]),
+        ("block_table", problem["P"], problem["R"], owner[completes], positions[completes] // ratio),
     ):
         used = np.zeros(arrays[table].shape, bool)
-        inside = columns < used.shape[1]
-        used[rows[inside], columns[inside]] = True
+        inside = places < used.shape[1] * size
+        used[rows[inside], places[inside] // max(size, 1)] = True
         yield Limit(table, 0, pages - 1, used)
 
 

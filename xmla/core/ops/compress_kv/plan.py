@@ -17,12 +17,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         min_exponent, num_warps = layout.min_exponent(attrs["scale_floor"]), 8
     dim, width, ratio = problem["D"], problem["C·D"], problem["r"]
     arrays = problem.stand_ins(request_ids="positions")
+    # Pages without entries hold nothing, as if there were none, and kernels divide by the size of a page.
+    state_size, page_size = (max(problem[axis], 1) for axis in ("STATE_R", "R"))
     sizes = {
         "num_requests": problem["B"],
         "next_n": tokens_a_request(problem),
         "state_stride": specs["state_table"].stride(0),
         "state_width": problem["STATE_M"],
-        "state_pages": problem["STATE_P"],
+        "state_pages": problem["STATE_P"] if problem["STATE_R"] else 0,
     }
     keep = Launch(
         keep_states_kernel,
@@ -34,7 +36,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "SCORE_STRIDE": specs["score"].stride(0),
             "APE_STRIDE": specs["ape"].stride(0),
             "PAGE_STRIDE": specs["state"].stride(0),
-            "PAGE_SIZE": problem["STATE_R"],
+            "PAGE_SIZE": state_size,
             "RATIO": ratio,
             "WIDTH": width,
             "HAS_REQUEST_IDS": problem.has("request_ids"),
@@ -48,15 +50,15 @@ def plan(problem: Problem, device: Device) -> Plan:
             **sizes,
             "table_stride": specs["block_table"].stride(0),
             "table_width": problem["M"],
-            "num_pages": problem["P"],
+            "num_pages": problem["P"] if problem["R"] else 0,
             "num_angles": problem["S"],
         },
         constexprs={
             "ANGLE_STRIDE": specs["cos_sin"].stride(0),
             "STATE_PAGE_STRIDE": specs["state"].stride(0),
-            "STATE_PAGE_SIZE": problem["STATE_R"],
+            "STATE_PAGE_SIZE": state_size,
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": page_size,
             "RATIO": ratio,
             "SERIES": width // dim,
             "D": dim,

@@ -28,8 +28,8 @@ def reference(
 
     def place(table: np.ndarray, request: int, index: int, pool: np.ndarray) -> tuple[int, int] | None:
         """Page and offset of a position or entry, if it has a page."""
-        column, offset = divmod(index, pool.shape[1])
-        if index < 0 or column >= table.shape[1] or not 0 <= table[request, column] < len(pool):
+        column, offset = divmod(index, max(pool.shape[1], 1))
+        if not pool.size or index < 0 or column >= table.shape[1] or not 0 <= table[request, column] < len(pool):
             return None
         return int(table[request, column]), offset
 
@@ -74,6 +74,7 @@ def _entry(rows: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: 
     pooled = (weights * kv).sum(axis=0) / weights.sum(axis=0)
     normed = pooled / np.sqrt((pooled**2).mean() + eps) * norm_weight
     cos, sin = np.split(cos_sin.astype(np.float64), 2)
-    even, odd = normed[-len(cos_sin) :: 2].copy(), normed[1 - len(cos_sin) :: 2].copy()
-    normed[-len(cos_sin) :: 2], normed[1 - len(cos_sin) :: 2] = even * cos - odd * sin, even * sin + odd * cos
+    roped = normed[len(normed) - len(cos_sin) :]
+    even, odd = roped[::2].copy(), roped[1::2].copy()
+    roped[::2], roped[1::2] = even * cos - odd * sin, even * sin + odd * cos
     return normed

@@ -74,8 +74,7 @@ def dsa_attention(
 
 def check(problem: Problem) -> None:
     """Check what a fake tensor's shape needs; the steps check the rest when the call is planned."""
-    if problem.attrs["k"] < 1:
-        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    problem.require_count("k")
     check_requests(problem, "q")
 
 

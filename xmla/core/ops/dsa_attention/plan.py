@@ -33,7 +33,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         {"weights": "folded_weights", "cache": "indexer_cache"}, k=attrs["k"],
         workspace_bytes=attrs["workspace_bytes"],
     )  # fmt: skip
-    steps.call(map_slots.OP, "indices block_table request_ids", page_size=problem["R"])
+    steps.call(map_slots.OP, "indices block_table request_ids", page_size=max(problem["R"], 1))
     steps.call(
         sparse_mla.OP, "q slots sink", {"cache": "mla_cache"}, softmax_scale=attrs["softmax_scale"],
         cache_format=attrs["mla_cache_format"], batch_invariant=attrs["batch_invariant"],

@@ -29,6 +29,6 @@ def reference(
     (layout,) = indexer_layouts(indexer_cache.shape[2], index_q.shape[2])
     q8, weights = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=layout.format)
     (indices,) = indexer_topk_paged(q8, weights, indexer_cache, block_table, lengths, request_ids, k=k)
-    slots, _ = map_slots(indices, block_table, request_ids, page_size=mla_cache.shape[1])
+    slots, _ = map_slots(indices, block_table, request_ids, page_size=max(mla_cache.shape[1], 1))
     out, lse = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale, cache_format=mla_cache_format)
     return out, lse, indices

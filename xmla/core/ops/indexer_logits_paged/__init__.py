@@ -58,9 +58,8 @@ def indexer_logits_paged(
 def check(problem: Problem) -> None:
     check_query(problem)
     check_requests(problem, "q8")
-    max_len = problem.attrs["max_len"]
-    if max_len is not None and max_len < 1:
-        problem.refuse("max_len", "value", max_len, "at least 1")
+    if problem.attrs["max_len"] is not None:
+        problem.require_count("max_len")
 
 
 OP = Op(

@@ -47,8 +47,7 @@ def map_slots(
 
 def check(problem: Problem) -> None:
     check_requests(problem, "indices")
-    if problem.attrs["page_size"] < 1:
-        problem.refuse("page_size", "value", problem.attrs["page_size"], "at least 1")
+    problem.require_count("page_size")
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:

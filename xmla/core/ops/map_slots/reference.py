@@ -15,7 +15,7 @@ def reference(
     slots = np.full(indices.shape, -1, np.int32)
     for token in range(tokens):
         request = token // (tokens // requests) if request_ids is None else request_ids[token]
-        if not 0 <= request < requests:
+        if not 0 <= request < requests or not width:
             continue
         index = indices[token]
         inside = (index >= 0) & (index // page_size < width)

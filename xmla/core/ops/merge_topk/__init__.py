@@ -35,8 +35,7 @@ def merge_topk(values, indices, *, k: int) -> Any:
 
 
 def check(problem: Problem) -> None:
-    if problem.attrs["k"] < 1:
-        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    problem.require_count("k")
 
 
 OP = Op(

@@ -23,7 +23,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "WEIGHT_STRIDE": problem.specs["weights"].stride(0),
             "HEADS": problem["I"],
             "D": problem["D"],
-            "SCALE": float(scale) if scale is not None else (problem["D"] * problem["I"]) ** -0.5,
+            "SCALE": float(scale) if scale is not None else max(problem["D"] * problem["I"], 1) ** -0.5,
             "MXFP4": layout.format == "mxfp4",
             "MIN_EXPONENT": layout.min_exponent,
             "BLOCK": BLOCK,

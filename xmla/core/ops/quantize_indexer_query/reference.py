@@ -9,7 +9,7 @@ def reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reference of `quantize_indexer_query`."""
     heads, dim = q.shape[1:]
-    factor = scale if scale is not None else (dim * heads) ** -0.5
+    factor = scale if scale is not None else max(dim * heads, 1) ** -0.5
     layout = IndexerLayout(dim, format)
     values, scales = layout.quantize(q)
     if format == "mxfp4":

@@ -36,8 +36,7 @@ def select_topk(logits, ends, starts=None, *, k: int) -> Any:
 
 
 def check(problem: Problem) -> None:
-    if problem.attrs["k"] < 1:
-        problem.refuse("k", "value", problem.attrs["k"], "at least 1")
+    problem.require_count("k")
 
 
 OP = Op(

@@ -31,6 +31,8 @@ def sparse_mla(
         out[t,h] = Σ_k exp(s[h,k]) · value(slots[t,k]) / (Σ_k exp(s[h,k]) + exp(sink[h]))            k over S[t]
         lse[t,h] = ln Σ_k exp(s[h,k])                                               without the sink
 
+    A row whose scores are all −inf, as q · k of finite numbers may be in float32, counts as one without valid keys.
+
     A value is the entry's first 512 dims: the latent in V3.2's formats, all of it in V4's.
 
     Args:

@@ -41,8 +41,9 @@ def reference(
         scores = softmax_scale * (q[token].astype(np.float64) @ keys.T)
         lse[token] = np.logaddexp.reduce(scores, axis=1)
         # exp(s) / (Σ exp(s) + exp(sink)), through the logarithm of the whole denominator
-        weights = np.exp(scores - np.logaddexp(lse[token], sink_logit)[:, None])
-        out[token] = weights @ keys[:, :VALUE_DIMS]
+        whole, has_keys = np.logaddexp(lse[token], sink_logit), lse[token] != -np.inf
+        weights = np.exp(scores[has_keys] - whole[has_keys, None])
+        out[token, has_keys] = weights @ keys[:, :VALUE_DIMS]
         if cos_sin is not None and positions is not None and 0 <= positions[token] < len(cos_sin):
             cos, sin = np.split(cos_sin[positions[token]].astype(np.float64), 2)
             roped = out[token, :, layout.latent :]

@@ -18,5 +18,5 @@ def reference(
     batch_invariant: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reference of `sparse_mla_paged`: its two ops one after the other."""
-    slots, _ = map_slots(indices, block_table, request_ids, lengths, page_size=cache.shape[1])
+    slots, _ = map_slots(indices, block_table, request_ids, lengths, page_size=max(cache.shape[1], 1))
     return sparse_mla(q, cache, slots, sink=sink, softmax_scale=softmax_scale, cache_format=cache_format)

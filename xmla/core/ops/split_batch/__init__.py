@@ -53,10 +53,8 @@ def check(problem: Problem) -> None:
         problem.refuse(
             "query_starts", "axis B+1 (axis 0)", problem["B+1"], f"{problem['B'] + 1}, one more than lengths"
         )
-    if problem.attrs["num_tokens"] < 0:
-        problem.refuse("num_tokens", "value", problem.attrs["num_tokens"], "at least 0")
-    if problem.attrs["decode_threshold"] < 1:
-        problem.refuse("decode_threshold", "value", problem.attrs["decode_threshold"], "at least 1")
+    problem.require_count("num_tokens", least=0)
+    problem.require_count("decode_threshold")
 
 
 OP = Op(

@@ -48,8 +48,7 @@ def window_slots(block_table, lengths, request_ids=None, *, window: int, page_si
 def check(problem: Problem) -> None:
     check_requests(problem, "lengths")
     for name in ("window", "page_size", "ratio"):
-        if problem.attrs[name] < 1:
-            problem.refuse(name, "value", problem.attrs[name], "at least 1")
+        problem.require_count(name)
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:

@@ -139,9 +139,12 @@ def sum_in_threads(x):
 
 @gluon.jit
 def close_sums(maximum, denominator, seen, rows, task, C: gl.constexpr):
-    """The factor of P·V, −1 for a head without valid keys, and the lse. `seen` > 0: there is a valid key."""
+    """The factor of P·V, −1 for a head without keys, and the lse. `seen` > 0: there is a valid key.
+
+    The denominator is 0 where all scores are −inf; without a valid key it may be NaN, that of the query.
+    """
     head_ok = rows < C.HEADS
-    has_keys = (seen > 0) & head_ok
+    has_keys = (seen > 0) & (denominator != 0.0) & head_ok
     if C.SPLIT:
         inverse = gl.where(has_keys, 1.0 / denominator, -1.0)
         lse = gl.where(has_keys, maximum + gl.log2(denominator), float("-inf"))

@@ -5,9 +5,12 @@ from xmla.core.lang.gluon import gl, gluon
 
 @gluon.jit
 def exponent_of(x):
-    """The largest integer e with 2**e ≤ |x|, from the bits of float32 `x`, clamped to ±100."""
+    """The largest integer e with 2**e ≤ |x|, from the bits of float32 `x`, clamped to −100 … 112.
+
+    float16 holds every finite bf16 over 2**112: an infinity times the zeros of an invalid key would be NaN.
+    """
     bits = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    return gl.minimum(gl.maximum((bits >> 23) - 127, -100), 100)
+    return gl.minimum(gl.maximum((bits >> 23) - 127, -100), 112)
 
 
 @gluon.jit

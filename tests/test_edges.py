@@ -1,0 +1,114 @@
+"""Every op with each axis at 0 and at 1: refused by name, or as the reference defines it, and within its memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import kit
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from conftest import HAS_GPU
+
+from xmla import ArgumentError, UnsupportedError, torch_api
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.op import Case, Op
+from xmla.core.registry import registry
+from xmla.core.tolerance import Tolerance
+
+OPS = registry()
+ATTENTION = OPS["sparse_mla"]
+# Axes whose sizes follow from another's.
+FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2)}
+
+
+def smallest(op: Op) -> Case:
+    return min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
+
+
+def with_axis(op: Op, inputs: dict[str, np.ndarray], axis: str, size: int) -> dict[str, np.ndarray]:
+    """The first `size` along an axis; what has no elements keeps no strides, as arrays from NumPy."""
+    follows, factor = FOLLOWS.get(axis, ("", 1))
+    sizes = {axis: size, follows: size + 1 if follows == "B+1" else size * factor}
+    found = {}
+    for name, array in inputs.items():
+        cut = array[tuple(slice(sizes.get(label)) for label in op.tensors[name].names)]
+        found[name] = np.ascontiguousarray(cut)
+    return found
+
+
+def outcome(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any], device: str, by: str | None) -> Any:
+    """Results and updated arguments, or the refusal."""
+    arguments = [None if n not in inputs else tensor_of(inputs[n], device) for n in op.tensors]
+    try:
+        found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs, implementation=by))
+    except (ArgumentError, UnsupportedError) as refused:
+        return str(refused)
+    updated = dict(zip(op.tensors, arguments, strict=True))
+    return {**dict(zip(op.outputs, found, strict=True)), **{name: updated[name] for name in op.mutates}}
+
+
+def tensor_of(array: np.ndarray, device: str) -> torch.Tensor:
+    """Without elements as torch makes it of NumPy's array, with strides of 0."""
+    if array.size:
+        return kit.to_torch(array, device)
+    return torch.zeros((1,) * array.ndim, dtype=getattr(torch, array.dtype.name), device=device).expand(array.shape)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("op", OPS.values(), ids=kit.case_id)
+def test_axes_at_0_and_1(op: Op, size: int, device: str) -> None:
+    case = smallest(op)
+    whole = kit.make(case)
+    refused = []
+    for axis in sorted({label for name in whole for label in op.tensors[name].names} - {"B+1", "2·C·D"}):
+        cut = with_axis(op, whole, axis, size)
+        guarded = {name: kit.guarded(array) for name, array in cut.items()}
+        inputs = {name: array for name, (array, _) in guarded.items()}
+        defined = outcome(op, kit.copies(cut), dict(case.attrs), device, "reference")
+        found = outcome(op, inputs, dict(case.attrs), device, None)
+        if isinstance(found, str):
+            assert found == defined and found.startswith(f"{op.name}: "), (axis, defined)
+            refused.append(axis)
+            continue
+        assert not isinstance(defined, str), (axis, defined)
+        given = kit.copies(cut)
+        with np.errstate(all="ignore"):
+            values = op.reference(**given, **kit.attributes(op, case))
+        for (name, result), value in zip(op.outputs.items(), values, strict=True):
+            where = result.written(np.asarray(value))
+            agreement = result.agreement
+            if isinstance(agreement, Tolerance) and not np.any(value):  # what rounds to nearly 0 has no direction
+                agreement = replace(agreement, cosine=np.inf)
+            kit.assert_close(f"{name}, {axis} = {size}", found[name], value, agreement, where)
+        for name in op.mutates:
+            kit.assert_updated(op, kit.attributes(op, case), given, name, found[name])
+        if not HAS_GPU:
+            for name, (_, buffer) in guarded.items():
+                if buffer.size:
+                    edges = np.concatenate([buffer[:256], buffer[-256:]])
+                    assert (edges == kit.CANARY).all(), (name, axis)
+    assert "T" not in refused or size, "no token is no mistake"
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"] if HAS_GPU else [None])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("layout", [V32, V4, PLAIN, PLAIN_V4], ids=lambda layout: layout.name)
+def test_scores_of_minus_infinity_are_no_keys(
+    layout: MlaLayout, heads: int, implementation: str | None, device: str
+) -> None:
+    """By overflow of q · k. A row of such keys alone has none, however its keys are split; a sink changes nothing."""
+    rows = np.ones((64, layout.dims), np.float32)
+    pool = np.zeros((1, 64, layout.row), np.uint8 if layout.packed else ml_dtypes.bfloat16)
+    layout.scatter(pool, np.arange(64), rows[:, : layout.latent], rows[:, layout.latent :])
+    q = np.ones((2, heads, layout.dims), ml_dtypes.bfloat16)
+    q[0] = -3e38
+    slots = np.resize(np.arange(64, dtype=np.int32), (2, 700 if HAS_GPU else 130))
+    given = [kit.to_torch(array, device) for array in (q, pool, slots)]
+    for sink in (None, torch.ones(heads, device=device)):
+        out, lse = torch_api.sparse_mla(*given, sink=sink, softmax_scale=1.0, implementation=implementation)
+        assert (lse[0] == -torch.inf).all() and not out[0].any()
+        assert lse[1].isfinite().all() and out[1].all()
+    q[0] = -np.inf  # of which float64 has no number either
+    want = ATTENTION.reference(q, pool, slots, softmax_scale=1.0)
+    assert (want[1][0] == -np.inf).all() and not want[0][0].any() and np.isfinite(want[0]).all()
