@@ -1,11 +1,13 @@
 """The torch front-end as torch users meet it: opcheck, torch.compile, out-variants, CUDA graphs, streams."""
 
+import pickle
+
 import kit
 import numpy as np
 import pytest
 import torch
 
-from xmla import torch_api
+from xmla import jax_api, torch_api
 from xmla.core.documents import TORCH, document
 from xmla.core.op import Op
 from xmla.core.registry import registry
@@ -108,6 +110,86 @@ def test_compiles_whole_and_dynamic(op: Op, device: str) -> None:
     assert frames == 1, f"{frames} graphs for two batch sizes"
 
 
+def selected(op: Op, name: str, tensor: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    if "T" not in op.tensors[name].names:
+        return tensor
+    raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # not every one-byte dtype is indexed
+    return raw.index_select(op.tensors[name].names.index("T"), tokens).view(tensor.dtype)
+
+
+def of_many_tokens(op: Op, device: str) -> tuple[dict[str, torch.Tensor], dict[str, object]] | None:
+    """A call of tokens that can be left out one by one."""
+    for case in op.cases:
+        inputs = kit.make(case)
+        tokens = {len(a) for n, a in inputs.items() if op.tensors[n].names[0] == "T"}
+        if tokens and min(tokens) > 1 and ("block_table" not in op.tensors or "request_ids" in inputs):
+            return {n: kit.to_torch(a, device).contiguous() for n, a in inputs.items()}, dict(case.attrs)
+    return None
+
+
+@by_name
+def test_a_number_of_tokens_that_data_decide(op: Op, device: str) -> None:
+    """Tokens chosen by `nonzero`: a call compiles whole though their number is known to no shape."""
+    call = of_many_tokens(op, device)
+    if call is None:
+        assert op.name in ("map_slots", "merge_attention", "indexer_loss_backward"), "its cases have one token"
+        return
+    given, attrs = call
+    attrs |= {"workspace_bytes": 1 << 24} if "workspace_bytes" in attrs else {}
+    function = getattr(torch_api, op.name)
+
+    def chosen(mask: torch.Tensor, tensors: dict[str, torch.Tensor]) -> tuple[object, ...]:
+        tokens = mask.nonzero()[:, 0]
+        mine = {n: selected(op, n, t, tokens) for n, t in tensors.items()}
+        return (*kit.as_tuple(function(**mine, **attrs)), *(mine[name] for name in op.mutates))
+
+    first = next(n for n in given if "T" in op.tensors[n].names)
+    mask = torch.ones(given[first].shape[op.tensors[first].names.index("T")], dtype=torch.bool, device=device)
+    mask[-1] = False
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(chosen, fullgraph=True, backend="aot_eager")
+        found = compiled(mask, {n: t.clone() for n, t in given.items()})
+    want = chosen(mask, {n: t.clone() for n, t in given.items()})
+    tokens = mask.nonzero()[:, 0]
+    where = defined(op, [selected(op, n, given[n], tokens) if n in given else None for n in op.tensors], attrs)
+    for got, wanted in zip(found, want, strict=True):
+        kit.assert_bits_equal(op.name, got, wanted, where)
+
+
+INTEGERS = [(op, attr.name) for op in OPS for attr in op.attrs if attr.type is int]
+
+
+@pytest.mark.parametrize(("op", "name"), INTEGERS, ids=lambda value: getattr(value, "name", value))
+def test_integers_that_change_do_not_compile_again(
+    op: Op, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sizes, they are symbols from the second value on: `k = min(64, keys)`, the tokens of a step."""
+    for what in ("_launch", "_interpret"):  # values are compared elsewhere
+        monkeypatch.setattr(torch_api._run, what, lambda *_: None)
+    arguments, attrs = call_arguments(op, device)
+    first = int(attrs.get(name) or (1 << 24 if name == "workspace_bytes" else 8))
+    function = getattr(torch_api, op.name)
+    rest = {n: value for n, value in attrs.items() if n != name}
+    compiled = torch.compile(lambda n, *a: function(*a, **rest, **{name: n}), fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for value in range(first, first + 5):
+        want = kit.as_tuple(function(*arguments, **rest, **{name: value}))
+        found = kit.as_tuple(compiled(value, *arguments))
+        assert [tensor.shape for tensor in found] == [tensor.shape for tensor in want]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])
+@by_name
+def test_is_found_again_in_another_process(op: Op, api: object) -> None:
+    function = getattr(api, op.name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    if api is torch_api:
+        assert pickle.loads(pickle.dumps(function.plan)) is function.plan
+
+
 @by_name
 def test_results_do_not_alias_arguments(op: Op, device: str) -> None:
     arguments, attrs = call_arguments(op, device)
@@ -128,8 +210,6 @@ def test_signature_and_documentation_are_the_declaration(op: Op) -> None:
 
 
 def test_every_op_has_its_line_in_both_front_ends() -> None:
-    from xmla import jax_api
-
     assert set(torch_api.__all__) == set(jax_api.__all__) == set(registry())
 
 

@@ -195,14 +195,46 @@ def test_a_packed_cache_has_no_derivative(device: str) -> None:
     assert str(caught.value) == message
 
 
+def test_a_rank_without_tokens_or_keys(device: str) -> None:
+    """Its gradients, of any loss, are empty or 0: torch's own of a sum has strides of 0."""
+    for tokens, keys, entries in ((0, 4, 9), (3, 0, 9), (3, 4, 0)):
+        losses = (lambda out, _: out.sum(), lambda out, _: out.float().square().sum(), lambda _, lse: lse.sum())
+        for loss in losses[: 3 if tokens == 0 else 2]:
+            q = torch.ones(tokens, 2, 576, device=device, dtype=torch.bfloat16).requires_grad_()
+            cache = torch.ones(entries, 1, 576, device=device, dtype=torch.bfloat16).requires_grad_()
+            slots = torch.zeros(tokens, keys, device=device, dtype=torch.int32)
+            loss(*torch_api.sparse_mla(q, cache, slots, softmax_scale=SCALE)).backward()
+            for leaf in (q, cache):
+                assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # one call after the other
+def test_gradients_of_a_batch_of_calls(device: str) -> None:
+    """`vmap` of `grad`, and `jacrev`, which is one: the bits of each call's own."""
+    rng = np.random.default_rng(2)
+    q, cache = (torch.from_numpy(rng.standard_normal(shape)).to(device, torch.bfloat16) for shape in
+                ((2, 2, 576), (5, 1, 576)))  # fmt: skip
+    slots = torch.from_numpy(rng.integers(0, 5, (2, 3)).astype(np.int32)).to(device)
+
+    def lse(q: torch.Tensor) -> torch.Tensor:
+        return torch_api.sparse_mla(q, cache, slots, softmax_scale=SCALE)[1][:, 0]
+
+    gradient = torch.func.grad(lambda q: lse(q).sum())
+    found = torch.func.vmap(gradient)(torch.stack([q, 2 * q]))
+    assert torch.equal(found[0], gradient(q)) and torch.equal(found[1], gradient(2 * q)) and bool(found.any())
+    rows = torch.func.jacrev(lse)(q)
+    for token in range(2):
+        assert torch.equal(rows[token], torch.func.grad(lambda q, token=token: lse(q)[token])(q))
+
+
 def test_a_second_derivative_is_refused(arguments: dict[str, Any]) -> None:
     q = arguments["q"].clone().requires_grad_()
     loss = loss_of(arguments, q, *[arguments[name] for name in LEAVES[1:]])
     (first,) = torch.autograd.grad(loss, q, create_graph=True)
-    with pytest.raises(UnsupportedError, match=r"sparse_mla_backward: .* is differentiated, supported: no derivative"):
+    with pytest.raises(UnsupportedError, match="sparse_mla: a gradient is differentiated, supported: constants"):
         first.sum().backward()
     given = in_jax(arguments)
-    with pytest.raises(UnsupportedError, match="sparse_mla_backward: q is differentiated, supported: no derivative"):
+    with pytest.raises(UnsupportedError, match="sparse_mla_backward: q is differentiated, supported: constants"):
         jax.grad(lambda q: jax.grad(jax_loss, 1)(given, q, *[given[n] for n in LEAVES[1:]]).sum())(given["q"])
 
 

@@ -28,7 +28,7 @@ def define(op: Op, target: Callable[..., Any], options: tuple[str, ...], doc: st
     )
     function = generated(source, op.name, _target=target)
     function.__doc__ = doc
-    function.__module__ = target.__module__
+    function.__module__ = target.__module__.rpartition(".")[0]  # the front-end, where pickle finds it
     return function
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
@@ -16,11 +17,13 @@ from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
+from xmla.torch_api._memory import refuse_shared, spaces
 from xmla.torch_api._run import (
     Tensors,
     call,
     check_devices,
     check_out,
+    check_tensor,
     check_tensors,
     look_up,
     plan_tensors,
@@ -29,7 +32,7 @@ from xmla.torch_api._run import (
 )
 
 _library = torch.library.Library("xmla", "DEF")
-_SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
+_SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
 def _specs(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
@@ -54,7 +57,8 @@ def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.
     """The reference, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
     fakes = _fake(op, tensors, attrs, "reference")
     host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
-    values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
+    with np.errstate(all="ignore"):
+        values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
     for name, tensor in zip(op.tensors, tensors, strict=True):
         if name in op.mutates and tensor.device.type != "cpu":
             tensor.copy_(from_numpy(host[name], tensor))
@@ -69,8 +73,13 @@ def call_reference(
     check_tensors(op, tensors)
     check_devices(op, tensors)
     attrs = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
+    specs = _result_specs(op, tensors, attrs, "reference")
     if out:
-        check_out(op, _result_specs(op, tensors, attrs, "reference"), out, tensors[0].device)
+        check_out(op, specs, out, tensors[0].device)
+    if out or op.mutated:
+        given = {name: spec for name, spec in _specs(op, tensors).items() if spec is not None}
+        memory = [tensor.data_ptr() for tensor in (*tensors, *out) if tensor is not None]
+        refuse_shared(op, spaces(op, given, specs[: len(out)]), memory)
     results = _reference(op, tensors, attrs)
     for given, result in zip(out, results, strict=False):
         given.copy_(result)
@@ -197,12 +206,12 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
         wanted = dict(zip(op.tensors, context.needs_input_grad[3:], strict=True))
         return None, None, None, *[computed[op.gradients[n]] if wanted[n] else None for n in op.tensors]
 
-    once = _differentiable_once(derivative)
+    once = _differentiable_once(op, derivative)
     return _function(_private.Function, op.name, forward=forward, setup_context=setup_context, backward=backward)
 
 
-def _differentiable_once(derivative: Op) -> Any:
-    """A call of `derivative`, whose own derivative is refused when it is computed.
+def _differentiable_once(op: Op, derivative: Op) -> Any:
+    """A call of `derivative`, whose own derivative, the second one of `op`, is refused when it is computed.
 
     Not before: `torch.func.grad` records it always.
     """
@@ -213,11 +222,13 @@ def _differentiable_once(derivative: Op) -> Any:
         return getattr(torch.ops.xmla, derivative.name)(*given, **named, implementation=implementation)
 
     def backward(*_: Any) -> Any:
-        derivative.refuse_derivative("a result", "detach()")
+        op.refuse_derivative("a gradient", "detach()")
 
-    return _function(
+    made = _function(
         torch.autograd.Function, derivative.name, forward=forward, setup_context=lambda *_: None, backward=backward
     )
+    made.generate_vmap_rule = True
+    return made
 
 
 def _function(base: Any, name: str, **methods: Callable[..., Any]) -> Any:
@@ -242,12 +253,23 @@ def _is_seen() -> bool:
 
 
 def _are_constants(tensors: Tensors) -> bool:
-    """Whether the dispatcher would only call the kernel for them: no wrappers, no autograd."""
+    """Whether the dispatcher would only call the kernel for them: no wrappers, no view to be negated, no autograd."""
     grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (type(tensor) is not torch.Tensor or (grad and tensor.requires_grad)):
+        if tensor is not None and (
+            type(tensor) is not torch.Tensor or tensor.is_neg() or (grad and tensor.requires_grad)
+        ):
             return False
     return True
+
+
+def _resolved(op: Op, tensors: Tensors, results: Tensors, workspace: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Tensors that are negatives of their memory as tensors of their own; the dispatcher's way takes no `None`."""
+    written = {f"out {name}": result for name, result in zip(op.outputs, results, strict=False)}
+    written |= {op.mutates[i]: tensors[place] for i, place in enumerate(op.mutated)}
+    for name, tensor in (written if workspace is None else written | {"workspace": workspace}).items():
+        check_tensor(op, name, tensor, written=True)
+    return [tensor if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
 def public(op: Op) -> Callable[..., Any]:
@@ -280,8 +302,11 @@ def public(op: Op) -> Callable[..., Any]:
                 way = call_reference if implementation == "reference" else look_up
                 found = way(op, tensors, attrs, results, workspace, implementation)
                 return _single(found) if out is None else out
-        check_tensors(op, tensors)
         # Before the dispatcher, whose messages do not name the op.
+        check_tensors(op, tensors)
+        check_devices(op, tensors)
+        if not torch.compiler.is_compiling():
+            tensors = _resolved(op, tensors, results, workspace)
         keywords = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)
@@ -295,4 +320,5 @@ def public(op: Op) -> Callable[..., Any]:
     doc = document(op, TORCH)
     made = define(op, function, ("out", "workspace", "implementation"), doc)
     made.plan = define(op, plan, ("implementation",), doc)
+    made.plan.__qualname__ = f"{op.name}.plan"
     return made

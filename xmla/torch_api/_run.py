@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.signature import generated
 from xmla.core.spec import DTYPES, Spec, row_major
-from xmla.torch_api import _private
+from xmla.torch_api import _memory, _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
 from xmla.torch_api._launch import profiler_hooks, sequence, starter
 
@@ -40,7 +40,8 @@ class Result:
 class Prepared:
     """A planned call: `launch` starts its kernels on a GPU; None on the CPU, where the interpreter runs `plan`.
 
-    `same_out` and `same_workspace` compare what callers give with what was accepted before.
+    `given` and `made` are the specs of arguments and results. `same_out` and `same_workspace` compare what callers give
+    with what was accepted before; `apart` has what `_memory.distances` tells of so many addresses.
     """
 
     plan: Plan
@@ -48,14 +49,28 @@ class Prepared:
     workspace_bytes: int
     ordinal: int  # −1 on the CPU
     launch: Callable[..., None] | None
+    given: dict[str, Spec]
+    made: tuple[Spec, ...]
+    apart: dict[int, Callable[..., bool]] = field(default_factory=dict)
     same_out: Callable[..., bool] | None = None
     same_workspace: Callable[..., bool] | None = None
 
 
 def check_tensors(op: Op, tensors: Tensors) -> None:
     for name, value in zip(op.tensors, tensors, strict=True):
-        if not isinstance(value, torch.Tensor) and not (value is None and name in op.optional):
-            raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
+        if not (value is None and name in op.optional):
+            check_tensor(op, name, value)
+
+
+def check_tensor(op: Op, name: str, value: Any, written: bool = False) -> None:
+    """Refuse what has no strides, and to write a tensor that is the negative of its memory."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
+    if value.is_nested or value.layout is not torch.strided:
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise ArgumentError(f"{op.name}: {name} layout is {layout}, expected strided")
+    if written and value.is_neg():
+        raise ArgumentError(f"{op.name}: {name} is a negated view, expected memory that holds its values")
 
 
 def check_devices(op: Op, tensors: Tensors) -> None:
@@ -189,9 +204,13 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
     if tensors[0].is_cuda:
         refuse_fork(op)
     plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
-    made = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
+    for name, tensor in _by_name(op, tensors).items():
+        if not tensor.data_ptr() and tensor.numel():
+            raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
+    allocated = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
     launch = None if tensors[0].device.type == "cpu" else _launches(op, plan, tensors)
-    return Prepared(plan, made, plan.workspace_bytes, tensors[0].get_device(), launch)
+    given = {name: spec_of(tensor) for name, tensor in _by_name(op, tensors).items()}
+    return Prepared(plan, allocated, plan.workspace_bytes, tensors[0].get_device(), launch, given, results)
 
 
 def _launches(op: Op, plan: Plan, tensors: Tensors) -> Callable[..., None]:
@@ -210,6 +229,7 @@ def _launches(op: Op, plan: Plan, tensors: Tensors) -> Callable[..., None]:
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
     """Refuse results whose shape, dtype, density or device is wrong; sizes may be symbolic."""
     for name, spec, tensor in zip(op.outputs, specs, out, strict=True):
+        check_tensor(op, f"out {name}", tensor, written=True)
         got = spec_of(tensor)
         for what, have, want in (
             ("shape", tuple(got.shape), tuple(spec.shape)),
@@ -226,7 +246,10 @@ def fits(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
     if prepared.same_out is None or not prepared.same_out(*out):
         for tensor, result in zip(out, prepared.results, strict=True):
             if (
-                tensor.shape != result.shape
+                tensor.layout is not torch.strided
+                or tensor.is_nested
+                or tensor.is_meta
+                or tensor.shape != result.shape
                 or (tensor.stride() != result.strides and 0 not in result.shape)
                 or tensor.dtype is not result.dtype
                 or tensor.get_device() != prepared.ordinal
@@ -242,6 +265,7 @@ def suits(prepared: Prepared, workspace: torch.Tensor) -> bool:
 
 
 def check_workspace(op: Op, workspace: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    check_tensor(op, "workspace", workspace, written=True)
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
         got = f"{str(workspace.dtype).removeprefix('torch.')} of shape {tuple(workspace.shape)}"
         raise ArgumentError(f"{op.name}: workspace is {got}, expected uint8 of one dense axis")
@@ -282,12 +306,14 @@ def look_up(
             else:
                 address = tensor.data_ptr()
                 pointers.append(address)
-                key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % 16))
+                place = address % 16 if address else tensor.device  # −1 is a meta tensor's ordinal too
+                key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), place))
         elsewhere = ordinal >= 0 and ordinal != _private.current_device()
     except AttributeError:
         check_tensors(op, tensors)
         raise
     except RuntimeError:
+        check_tensors(op, tensors)
         refuse_fork(op)
         raise
     if elsewhere:
@@ -316,12 +342,11 @@ def run(
     if settings.live:
         taken = _before(op, tensors, attrs)
 
-    if op.mutated or out:  # autograd then refuses a backward that saved their old values
-        _private.increment_version([tensors[place] for place in op.mutated] or out)
     allocate = _private.empty_strided_cpu if prepared.launch is None else _private.empty_strided_cuda
     try:
+        results, space = out, workspace
         if not out:
-            out = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
+            results = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
         elif not fits(prepared, out):
             check_out(op, plan_tensors(op, tensors, attrs)[1], out, tensors[0].device)
             misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
@@ -331,18 +356,41 @@ def run(
                 check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
                 prepared.same_workspace = _private.comparison([workspace])
         elif prepared.workspace_bytes:
-            workspace = allocate((prepared.workspace_bytes,), (1,), torch.uint8)
+            space = allocate((prepared.workspace_bytes,), (1,), torch.uint8)
     except torch.OutOfMemoryError as error:
         error.add_note(f"{op.name}: results {prepared.results} and {prepared.workspace_bytes} bytes of workspace")
         raise
-
+    if op.mutated or out:
+        _check_apart(op, prepared, pointers, out, workspace)
+        # Autograd then refuses a backward that saved their old values.
+        _private.increment_version([tensors[place] for place in op.mutated] or out)
     if prepared.launch is None:
-        _interpret(op, prepared.plan, tensors, out, workspace)
+        _interpret(op, prepared.plan, tensors, results, space)
     else:
-        _launch(prepared, pointers, out, workspace)
+        _launch(prepared, pointers, results, space)
     if taken is not None:
-        shadow.compare(taken, _by_name(op, tensors), out, take)
-    return out
+        shadow.compare(taken, _by_name(op, tensors), results, take)
+    return results
+
+
+def _check_apart(
+    op: Op, prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None
+) -> None:
+    """Refuse a call that writes what it reads. Whether it does depends on addresses, which no earlier call tells."""
+    addresses = [*pointers, *[tensor.data_ptr() for tensor in out]]
+    if workspace is not None and prepared.workspace_bytes:
+        addresses.append(workspace.data_ptr())
+    apart = prepared.apart.get(len(addresses))
+    if apart is None:
+        apart = prepared.apart[len(addresses)] = _memory.distances(op, _spaces(op, prepared, len(addresses)))
+    if not apart(*addresses):
+        _memory.refuse_shared(op, _spaces(op, prepared, len(addresses)), addresses)
+
+
+def _spaces(op: Op, prepared: Prepared, count: int) -> dict[str, Spec]:
+    """The first `count` of a call's arguments, results and workspace: what a caller gives."""
+    every = _memory.spaces(op, prepared.given, prepared.made, prepared.workspace_bytes)
+    return dict([*every.items()][:count])
 
 
 def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -1,0 +1,226 @@
+"""What torch tensors are beside their shape: lazily negated, without memory, sparse, nested, shared with another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import kit
+import numpy as np
+import pytest
+import torch
+
+from xmla import ArgumentError, UnsupportedError, torch_api
+from xmla.core.op import Op
+from xmla.core.registry import registry
+from xmla.core.spec import Spec
+from xmla.torch_api import _memory
+
+OPS = registry()
+EVERY = pytest.mark.parametrize("op", OPS.values(), ids=kit.case_id)
+BOTH = pytest.mark.parametrize("implementation", [None, "reference"])
+
+
+def call(op: Op, arguments: list[Any], implementation: str | None = None, **options: Any) -> tuple[Any, ...]:
+    function = getattr(torch_api, op.name)
+    return kit.as_tuple(function(*arguments, **op.cases[0].attrs, implementation=implementation, **options))
+
+
+def arguments_of(op: Op, device: str) -> list[torch.Tensor | None]:
+    return kit.torch_inputs(op, kit.copies(kit.make(op.cases[0])), device)
+
+
+def with_each(op: Op, arguments: list[Any]) -> list[tuple[int, str]]:
+    return [(place, name) for place, name in enumerate(op.tensors) if arguments[place] is not None]
+
+
+def assert_same(op: Op, found: Any, wanted: Any) -> None:
+    """The same bits, where the op writes."""
+    with np.errstate(all="ignore"):
+        values = op.reference(**kit.copies(kit.make(op.cases[0])), **kit.attributes(op, op.cases[0]))
+    for (name, result), got, want, value in zip(op.outputs.items(), found, wanted, values, strict=True):
+        kit.assert_bits_equal(name, got, want, result.written(np.asarray(value)))
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, as the negative of memory, as `x.conj().imag` is."""
+    lazy = torch._neg_view(-tensor)
+    assert lazy.is_neg() and torch.equal(lazy.isnan(), tensor.isnan())
+    return lazy
+
+
+@EVERY
+def test_negated_views(op: Op, device: str) -> None:
+    """Torch keeps a sign outside of memory: values count, on the paths of a first and of a later call; none is written.
+
+    Of integers too, whose negatives wrap.
+    """
+    arguments = arguments_of(op, device)
+    want = [tensor.clone() for tensor in call(op, arguments)]
+    for place, name in with_each(op, arguments):
+        tensor = arguments[place]
+        if tensor.dtype.itemsize == 1 or tensor.stride() != torch.empty_like(tensor).stride():
+            continue
+        lazy = [negated(tensor) if i == place else other for i, other in enumerate(arguments)]
+        if name in op.mutates:
+            with pytest.raises(ArgumentError) as refused:
+                call(op, lazy)
+            assert str(refused.value) == (f"{op.name}: {name} is a negated view, expected memory that holds its values")
+            continue
+        for _ in range(2):
+            assert_same(op, call(op, lazy), want)
+    if not op.outputs:
+        return
+    out = [torch.empty_like(tensor) for tensor in want]
+    lazy_out = tuple(torch._neg_view(tensor) for tensor in out if tensor.dtype != torch.float8_e4m3fn)
+    if len(lazy_out) == len(out):
+        with pytest.raises(ArgumentError, match=f"{op.name}: out {next(iter(op.outputs))} is a negated view"):
+            call(op, arguments, out=lazy_out)
+    space = torch.empty(1 << 22, dtype=torch.uint8, device=device)
+    call(op, arguments, out=tuple(out), workspace=space)
+    with pytest.raises(ArgumentError, match=f"{op.name}: workspace is a negated view"):
+        call(op, arguments, out=tuple(out), workspace=torch._neg_view(space))
+
+
+def test_a_view_of_a_conjugate(device: str) -> None:
+    weights = torch.complex(torch.zeros(3, 1), torch.arange(3.0)[:, None]).to(device).conj().imag
+    q = torch.ones(3, 1, 64, device=device)
+    assert weights.is_neg()
+    for _ in range(2):
+        _, folded = torch_api.quantize_indexer_query(q, weights, scale=1.0)
+        assert torch.equal(folded, torch_api.quantize_indexer_query(q, weights.resolve_neg(), scale=1.0)[1])
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+# Tensors of one's shape and dtype that no kernel can read, and what they are said to be.
+OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "layout is sparse_coo, expected strided": lambda x: x.to_sparse(),
+    "layout is nested, expected strided": lambda x: torch.nested.nested_tensor([x.reshape(-1)], layout=torch.jagged),
+    "device is meta, supported: cpu and cuda": lambda x: x.to("meta"),
+    "is list, expected torch.Tensor": lambda x: [x],
+    "is ndarray, expected torch.Tensor": lambda x: x.cpu().numpy(),
+}
+FLOATS = (torch.float32, torch.int32)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", OTHERS)
+@EVERY
+def test_other_kinds_are_refused(op: Op, kind: str, implementation: str | None, device: str) -> None:
+    """By name, also after a call of the same shapes."""
+    arguments = arguments_of(op, device)
+    call(op, arguments)
+    for place, name in with_each(op, arguments):
+        if arguments[place].dtype not in FLOATS:
+            continue
+        other = [OTHERS[kind](x) if i == place else x for i, x in enumerate(arguments)]
+        with pytest.raises((ArgumentError, UnsupportedError)) as refused:
+            call(op, other, implementation)
+        assert str(refused.value) == f"{op.name}: {name} {kind}"
+
+
+@EVERY
+def test_a_subclass_is_a_tensor(op: Op, device: str) -> None:
+    arguments = arguments_of(op, device)
+    want = [tensor.clone() for tensor in call(op, arguments)]
+    found = call(op, [None if x is None else x.as_subclass(Sub) for x in arguments_of(op, device)])
+    assert_same(op, [tensor.as_subclass(torch.Tensor) for tensor in found], want)
+
+
+def test_a_zero_tensor_has_no_memory(device: str) -> None:
+    logits, ends = torch._efficientzerotensor((2, 8), device=device), torch.full((2,), 8, device=device).int()
+    with pytest.raises(ArgumentError, match=r"select_topk: logits has no memory, expected memory \(clone\(\)"):
+        torch_api.select_topk(logits, ends, k=2)
+    assert torch_api.select_topk(logits.clone(), ends, k=2).tolist() == [[0, 1]] * 2
+
+
+@EVERY
+def test_what_is_written_lies_apart(op: Op, device: str) -> None:
+    """Each result and workspace in each argument's memory, and each updated argument in what is read: refused."""
+    arguments = arguments_of(op, device)
+    found = call(op, arguments)
+    before = [x if x is None else x.clone() for x in arguments]
+    for (place, name), kind in ((pair, kind) for pair in with_each(op, arguments) for kind in ("out", "workspace")):
+        tensor = arguments[place]
+        size = tensor.numel() * tensor.element_size()
+        if not tensor.is_contiguous() or not op.outputs or not size:
+            continue
+        room = torch.zeros(size + 4096 + (1 << 22), dtype=torch.uint8, device=device)
+        held = room[:size].view(tensor.dtype).view(tensor.shape)
+        held.view(torch.uint8).copy_(tensor.view(torch.uint8))
+        given = [held if i == place else x for i, x in enumerate(arguments)]
+        out = [torch.empty_like(x) for x in found]
+        options: dict[str, Any] = {}
+        if kind == "out":
+            need = out[0].numel() * out[0].element_size()
+            start = max(size // 16 * 16 - 16, 0)
+            out[0] = room[start : start + need].view(out[0].dtype).view(out[0].shape)
+            message = (
+                f"{op.name}: out {next(iter(op.outputs))} memory is shared with {name}, expected memory of its own"
+            )
+        else:
+            if not getattr(torch_api, op.name).plan(*arguments, **op.cases[0].attrs).workspace_bytes:
+                continue
+            options["workspace"] = room
+            message = f"{op.name}: workspace memory is shared with {name}, expected memory of its own"
+        for implementation in (None, "reference") if kind == "out" else (None,):
+            with pytest.raises(ArgumentError) as refused:
+                call(op, given, implementation, out=tuple(out), **options)
+            assert str(refused.value) == message
+    for x, y in zip(arguments, before, strict=True):
+        assert x is None or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@BOTH
+def test_a_pool_is_not_moved_within_itself(implementation: str | None, device: str) -> None:
+    slots = torch.arange(11, dtype=torch.int32, device=device)
+    for op, pool in (
+        (torch_api.convert_mla_cache, torch.zeros(3, 4, 576, device=device, dtype=torch.bfloat16)),
+        (torch_api.convert_indexer_cache, torch.zeros(3, 4, 132, device=device, dtype=torch.uint8)),
+    ):
+        before = pool.clone()
+        for cache in (pool, pool[1:], pool[:, 1:]):
+            with pytest.raises(ArgumentError, match="cache memory is shared with source, expected memory of its own"):
+                op(pool, slots, slots + 1, cache, implementation=implementation)
+        assert torch.equal(pool, before)
+        layers = torch.zeros(3, 2, *pool.shape[1:], device=device, dtype=pool.dtype)
+        op(layers[:, 0], slots, slots, layers[:, 1], implementation=implementation)  # pages beside each other
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutates], ids=kit.case_id)
+def test_pages_that_are_written_lie_apart(op: Op, device: str) -> None:
+    for name in op.mutates:
+        arguments = arguments_of(op, device)
+        place = list(op.tensors).index(name)
+        pool = arguments[place]
+        page = pool.shape[1] * pool.shape[2]
+        for stride in (0, page - pool.shape[2]):
+            arguments[place] = pool.as_strided((2, *pool.shape[1:]), (stride, *pool.stride()[1:]))
+            for implementation in (None, "reference"):
+                with pytest.raises(ArgumentError) as refused:
+                    call(op, arguments, implementation)
+                expected = f"at least {page}: pages that are written lie apart"
+                label = op.tensors[name].names[0]
+                assert str(refused.value) == (
+                    f"{op.name}: {name} stride of axis {label} (axis 0) is {stride}, expected {expected}"
+                )
+
+
+def test_spans_and_pages_tell_what_numpy_does() -> None:
+    """What runs before launches sees no array apart that shares a byte, and sees pages between pages apart."""
+    rng = np.random.default_rng(0)
+    op = OPS["convert_mla_cache"]
+    seen = 0
+    for _ in range(2000):
+        specs = {}
+        for name in ("source", "cache"):
+            shape = tuple(int(n) for n in rng.integers(1, 4, 3))
+            inner = shape[1] * shape[2]
+            specs[name] = Spec(shape, "uint8", (max(int(rng.choice([12, inner, 2 * inner])), inner), shape[2], 1))
+        addresses = [int(x) for x in rng.integers(1 << 20, (1 << 20) + 60, 2)]
+        apart = _memory.distances(op, specs)(*addresses)
+        shared = specs["source"].overlaps(addresses[0], specs["cache"], addresses[1])
+        assert not (apart and shared)
+        seen += apart and not shared
+    assert seen > 500
