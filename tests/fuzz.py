@@ -4,8 +4,9 @@ python tests/fuzz.py [--seconds N] [--cases N] [--op NAME]      many cases, in p
 python tests/fuzz.py --rerun OP/CASE/SEED                       one of them
 
 A fuzz case is one of an op's cases with integers, floats and cache bytes replaced: limits of int32, NaN, infinities,
-0xFF, arbitrary bits. Axes are cut to odd sizes, which leaves gaps between rows, or stored in another order with more
-space between neighbours, and an array may start beside a multiple of 16 bytes. All arrays of a call, its results and
+0xFF, arbitrary bits. Axes are cut to odd sizes, which leaves gaps between rows, or to none, or stored in another order
+with more space between neighbours, factors are negated, and an array may start beside a multiple of 16 bytes, or be a
+tensor of another kind: the negative of its memory, a subclass. All arrays of a call, its results and
 workspace too, lie in one buffer between guards, and every byte of it that the call has no business with is compared.
 
 The comparison leaves no room: cases draw their values from `Dyadic`, so that sums of products do not round and
@@ -21,7 +22,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, zip_longest
@@ -67,8 +68,17 @@ AND_MORE = f" and {BATCH - 1} more" if BATCH > 1 else ""
 INT32 = (-(2**31), -(2**31) + 1, -1, 0, 1, 2**30, 2**31 - 1)
 FLOAT = (np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, 6e-8, 448.0, 3e38, -3e38)
 BYTE = (0x00, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated": lambda x: torch._neg_view(-x),
+    "subclass": lambda x: x.as_subclass(Sub),
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+}
 # Ops with one of these select by sums of products, which the reference rounds differently from the kernels.
 HEAD_WEIGHTS = {"weights", "index_weights"}
+
+
+class Sub(torch.Tensor):
+    """A subclass that changes nothing."""
 
 
 class Dyadic(np.random.Generator):
@@ -119,7 +129,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Arena:
-    """One buffer for all arrays of a call; `images` hold its bytes before the call, one for each set of values."""
+    """One buffer for all arrays of a call; `images` hold its bytes before the call, one for each set of values.
+
+    `kinds`: of which of `KINDS` an argument is.
+    """
 
     op: Op
     implementation: str | None
@@ -128,6 +141,10 @@ class Arena:
     results: Mapping[str, Place]
     workspace: Place
     images: tuple[np.ndarray, ...]
+    kinds: Mapping[str, str]
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        return [KINDS[self.kinds[n]](tensors[n]) if n in self.kinds else tensors.get(n) for n in self.op.tensors]
 
 
 @dataclass(frozen=True)
@@ -183,7 +200,7 @@ def cut(
         place = [(name, op.tensors[name].names.index(axis)) for name in arrays if axis in op.tensors[name].names]
         size = arrays[place[0][0]].shape[place[0][1]] if place else 0
         if size > 1 and rng.random() < 0.6:
-            less = int(rng.integers(1, size))
+            less = int(rng.integers(1, size)) if rng.random() < 0.9 else 0
             shorter = {n: arrays[n][(slice(None),) * i + (slice(less),)] for n, i in place}
             if bind(op, arrays | shorter, attrs, by) is not None:
                 arrays |= shorter
@@ -212,6 +229,9 @@ def arena(target: Target, shape: int) -> Arena:
     op, case = target.op, target.case
     attrs = attributes(op, case)
     rng = np.random.default_rng([zlib.crc32(str(target).encode()), shape])
+    if shape:  # the root of a negative number, as of a mean square and `eps`, is nobody's call
+        attrs |= {a.name: -attrs[a.name] for a in op.attrs if a.type is float and a.name != "eps"
+                  and attrs[a.name] is not None and rng.random() < 0.3}  # fmt: skip
     sets = [case.make(Dyadic(np.random.PCG64(base))) for base in range(BASES)]
     sizes = rng.bit_generator.state
     for arrays in sets:
@@ -249,7 +269,12 @@ def arena(target: Target, shape: int) -> Arena:
         workspace.array(image)[:] = 0xFF
         for name, array in arrays.items():
             bits(inputs[name].array(image))[...] = bits(array)
-    return Arena(op, target.implementation, attrs, inputs, results, workspace, images)
+    kinds = {}
+    if shape and rng.random() < 0.5:
+        name, kind = rng.choice(list(inputs)), rng.choice(list(KINDS))
+        if kind != "negated" or (name not in op.mutates and inputs[name].dtype.itemsize > 1):
+            kinds[name] = kind
+    return Arena(op, target.implementation, attrs, inputs, results, workspace, images, kinds)
 
 
 def draw(laid: Arena, seed: int) -> Drawn:
@@ -329,7 +354,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def launch(laid: Arena, buffer: torch.Tensor) -> None:
     """The call on arrays that lie in `buffer`."""
-    arguments = [laid.inputs[n].tensor(buffer) if n in laid.inputs else None for n in laid.op.tensors]
+    arguments = laid.arguments({name: place.tensor(buffer) for name, place in laid.inputs.items()})
     extra = {}
     if laid.results:
         results = tuple(place.tensor(buffer) for place in laid.results.values())
@@ -348,7 +373,7 @@ def launch_apart(laid: Arena, buffer: torch.Tensor) -> None:
     for name, place in (laid.inputs | laid.results).items():
         alone = replace(place, first=0)
         apart[name] = alone.tensor(buffer[place.first : place.first + place.nbytes].clone())
-    arguments = [apart[name] if name in laid.inputs else None for name in laid.op.tensors]
+    arguments = laid.arguments({name: apart[name] for name in laid.inputs})
     results = tuple(apart[name] for name in laid.results)
     out = {"out": results if len(results) > 1 else results[0]} if results else {}
     getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **out, implementation=laid.implementation)
