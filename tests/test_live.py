@@ -125,6 +125,7 @@ def test_shadow_reports_a_wrong_result(
         object.__setattr__(op, "reference", right)
     repeated = CliRunner().invoke(app, ["replay", str(file)])
     assert repeated.exit_code == 0, repeated.output
+    assert repeated.output.endswith("the call does not fail here: its results are within limits\n")
     head = json.loads(file.read_bytes().split(b"\n")[0])
     assert list(head) == ["op", "by", "failure", "attrs", "versions", "arrays"] and head["op"] == "sparse_mla"
     call = reproducer.load(file)
@@ -190,6 +191,7 @@ def test_a_failed_check_leaves_a_small_file(device: str, folder: Path, monkeypat
     monkeypatch.setattr(settings, "check", False)
     again = CliRunner().invoke(app, ["replay", str(file)])
     assert again.exit_code == 1 and "slots[0, 3] is 1000000" in again.output
+    assert again.output.endswith("the call FAILS here: the lines in red\n")
 
 
 def test_a_folder_that_cannot_be_written_is_told(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +208,10 @@ def test_what_is_no_reproducer(tmp_path: Path) -> None:
     for content in (b"", b"{}\n", b"\x93NUMPY", b'{"op": "a", "arrays": [{"dtype": "float32"}]}\n'):
         file = tmp_path / "x"
         file.write_bytes(content)
-        with pytest.raises(ArgumentError, match="is no reproducer"):
+        with pytest.raises(ArgumentError, match=r"is no reproducer: not what XMLA_CHECK or XMLA_SHADOW writes$"):
             reproducer.load(file)
+    with pytest.raises(ArgumentError, match=r"replay: .*nowhere cannot be read: No such file or directory$"):
+        reproducer.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("value", ["2", "-1", "half"])

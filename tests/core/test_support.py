@@ -66,6 +66,8 @@ def test_the_format_of_a_cache_and_the_dtype_of_an_argument() -> None:
         ArgumentError, match=r"^supports: sparse_mla has no case with cache v32 and extra_cache v4 toge"
     ):
         supports("sparse_mla", H200, cache="v32", extra_cache="v4")
+    with pytest.raises(ArgumentError, match=r"^supports: cache type is int, expected str$"):
+        supports("sparse_mla", H200, cache=3)
     with pytest.raises(ArgumentError, match=r"^supports: q is 'half', expected one of float64, "):
         supports("sparse_mla", H200, q="half")
 

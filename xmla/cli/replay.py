@@ -41,6 +41,6 @@ def run(file: Path) -> bool:
             shown = f"{framework}, {drift.result}: {drift.kind} {drift.value:.3g}, at most {drift.bound:g}"
             console.print(shown, style=None if drift.ok else "red")
             well &= drift.ok
-    verdict = "FAILS here: the lines in red" if not well else "does not fail here: values and results are within limits"
+    verdict = "FAILS here: the lines in red" if not well else "does not fail here: its results are within limits"
     console.print(f"the call {verdict}", style=None if well else "red")
     return well

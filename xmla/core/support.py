@@ -48,8 +48,9 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
     elif not isinstance(device, Device):
         raise ArgumentError(f"supports: device is {type(device).__name__}, expected a Device or a part of its name")
     declared = find_op(op, "supports")
-    kinds = {name: kind for name, kind in asked.items() if name in declared.tensors}
-    sizes = {name: size for name, size in asked.items() if name not in kinds}
+    named = {name: kind for name, kind in asked.items() if name in declared.tensors}
+    kinds = {name: Attr(name, str, False, None).plain("supports", kind) for name, kind in named.items()}
+    sizes = {name: size for name, size in asked.items() if name not in named}
     axes = {axis: Attr(axis, int, False, None).plain("supports", size) for axis, size in sizes.items()}
     known = sorted({name for tensor in declared.tensors.values() for name in tensor.names})
     if unknown := set(axes) - set(known):
