@@ -81,9 +81,9 @@ def test_docstrings_say_what_becomes_of_updated_arrays(op: Op) -> None:
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.steps], ids=lambda op: op.name)
 def test_docstrings_end_with_the_conditions_of_every_implementation(op: Op) -> None:
-    """Of two with one name too."""
+    """Of two that are asked for by one name, too."""
     _, _, told = " ".join(op.doc.split()).partition("Implementations, best first: ")
     for each in op.implementations:
-        line = f"{each.name}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
+        line = f"{each.asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
         assert line in told
         told = told.partition(line)[2]
