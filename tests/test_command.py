@@ -231,9 +231,13 @@ def test_bench_by_jax_alone(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", BENCH_BY_JAX, without="torch")
     assert done.returncode == 0, done.stderr
     assert f"left out: torch, since {TORCH}" in done.stdout
-    head, line = map(json.loads, lines((tmp_path / "out.jsonl").read_text()))
+    head, line, *caches = map(json.loads, lines((tmp_path / "out.jsonl").read_text()))
     assert head["commit"] == "a commit" and head["ceilings"] == {}
     assert line["case"] == "dispatch of a jitted JAX step" and line["host_us"] > 0 < line["jitted_addition_us"]
+    assert [cache["case"] for cache in caches] == [
+        f"{count} {way}" for count in (1, 16, 64) for way in ("donated arrays", "Refs")
+    ]
+    assert all(cache["host_us"] > 0 for cache in caches)
 
 
 def refused() -> Iterator[tuple[Op, Case, str, int]]:
