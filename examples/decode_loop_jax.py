@@ -1,4 +1,4 @@
-"""A decode loop in JAX: paged fp8 caches as Refs, two tokens per request, one jitted step that never traces again.
+"""A decode loop in JAX: paged fp8 caches, donated, two tokens per request, one jitted step that never traces again.
 
 python examples/decode_loop_jax.py [steps]
 
@@ -39,47 +39,49 @@ def map_positions(position: jax.Array, block_table: jax.Array) -> jax.Array:
     return slots.reshape(-1)
 
 
-@partial(jax.jit, static_argnames="count")
-def fill(mla_cache: jax.Ref, indexer_cache: jax.Ref, block_table: jax.Array, first: int, key: jax.Array, count: int):
-    """Keys of `count` tokens of every request, from position `first`, updated in place."""
+# A donated cache is updated in place: XLA returns its memory as the new cache.
+@partial(jax.jit, static_argnames="count", donate_argnums=(0, 1))
+def fill(
+    mla_cache: jax.Array, indexer_cache: jax.Array, block_table: jax.Array, first: int, key: jax.Array, count: int
+):
+    """The caches with keys of `count` tokens of every request, from position `first`."""
     slots = map_positions(jnp.tile(first + jnp.arange(count, dtype=jnp.int32), (REQUESTS, 1)), block_table)
     latent, rope, index_k = jax.random.split(key, 3)
-    xj.write_mla_cache(normal(latent, len(slots), 512), normal(rope, len(slots), 64), slots, mla_cache)
-    xj.write_indexer_cache(normal(index_k, len(slots), 128), slots, indexer_cache)
+    mla_cache = xj.write_mla_cache(normal(latent, len(slots), 512), normal(rope, len(slots), 64), slots, mla_cache)
+    return mla_cache, xj.write_indexer_cache(normal(index_k, len(slots), 128), slots, indexer_cache)
 
 
-@jax.jit
-def step(mla_cache: jax.Ref, indexer_cache: jax.Ref, block_table: jax.Array, context: jax.Array, key: jax.Array):
+@partial(jax.jit, donate_argnums=(0, 1))
+def step(mla_cache: jax.Array, indexer_cache: jax.Array, block_table: jax.Array, context: jax.Array, key: jax.Array):
     """Store the keys of NEXT_N new tokens of every request and attend with them; random ones stand for a model's."""
     traces.append(1)
     keys = jax.random.split(key, 6)
     position = jnp.tile(context + jnp.arange(NEXT_N, dtype=jnp.int32), (REQUESTS, 1))
     slots = map_positions(position, block_table)
-    xj.write_mla_cache(normal(keys[0], TOKENS, 512), normal(keys[1], TOKENS, 64), slots, mla_cache)
-    xj.write_indexer_cache(normal(keys[2], TOKENS, 128), slots, indexer_cache)
+    mla_cache = xj.write_mla_cache(normal(keys[0], TOKENS, 512), normal(keys[1], TOKENS, 64), slots, mla_cache)
+    indexer_cache = xj.write_indexer_cache(normal(keys[2], TOKENS, 128), slots, indexer_cache)
     out, _, _ = xj.dsa_attention(
         normal(keys[3], TOKENS, HEADS, 576), normal(keys[4], TOKENS, INDEX_HEADS, 128),
         jax.random.normal(keys[5], (TOKENS, INDEX_HEADS)), mla_cache, indexer_cache, block_table,
         position.reshape(-1) + 1, k=K, softmax_scale=0.1352,
     )  # fmt: skip
-    return out
+    return out, mla_cache, indexer_cache
 
 
 def main() -> None:
     key = jax.random.key(0)
-    mla_cache = jax.new_ref(jnp.zeros((REQUESTS * PAGES, PAGE_SIZE, 656), jnp.uint8))
-    indexer_cache = jax.new_ref(jnp.zeros((REQUESTS * PAGES, PAGE_SIZE, 132), jnp.uint8))
+    caches = [jnp.zeros((REQUESTS * PAGES, PAGE_SIZE, row), jnp.uint8) for row in (656, 132)]
     block_table = jax.random.permutation(key, REQUESTS * PAGES).astype(jnp.int32).reshape(REQUESTS, PAGES)
     for first in range(0, CONTEXT, PAGE_SIZE):
         key, new = jax.random.split(key)
-        fill(mla_cache, indexer_cache, block_table, first, new, count=min(PAGE_SIZE, CONTEXT - first))
+        caches = fill(*caches, block_table, first, new, count=min(PAGE_SIZE, CONTEXT - first))
 
-    out = step(mla_cache, indexer_cache, block_table, jnp.int32(CONTEXT), key)  # traces and compiles
+    out, *caches = step(*caches, block_table, jnp.int32(CONTEXT), key)  # traces and compiles
     out.block_until_ready()
     start = time.perf_counter()
     for index in range(STEPS):
         key, new = jax.random.split(key)
-        out = step(mla_cache, indexer_cache, block_table, jnp.int32(CONTEXT + NEXT_N * index), new)
+        out, *caches = step(*caches, block_table, jnp.int32(CONTEXT + NEXT_N * index), new)
     out.block_until_ready()
     seconds = time.perf_counter() - start
     assert len(traces) == 1 and bool(jnp.isfinite(out.astype(jnp.float32)).all())

@@ -14,7 +14,18 @@ import torch
 from kit import to_torch
 
 from xmla import torch_api
-from xmla.bench import baselines, cases, layer, layer_jax, layer_report, run, timing, timing_jax
+from xmla.bench import (
+    baselines,
+    cases,
+    frameworks_report,
+    layer,
+    layer_jax,
+    layer_report,
+    picture,
+    run,
+    timing,
+    timing_jax,
+)
 from xmla.bench.benchmark import Benchmark
 from xmla.bench.errors import attention_error, gradient_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
@@ -280,3 +291,29 @@ def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = layer.dense_in_jax(16)
     assert found.keys() == {"failed"} and found["failed"]
+
+
+def test_a_table_of_both_frameworks(tmp_path: Path) -> None:
+    versions = {"devices": ["a GPU"], "torch": "2.11", "triton": "3.9", "jax": "0.11"}
+    head = {"command": "", "date": "2026-11-27", "commit": "0123456789abcdef", "versions": versions}
+    host = {"torch": {"host_us": 20.0, "waited_us": 50.0}}
+    by_jax = {"us": [10.0, 9.0, 11.0], "host_us": 30.0, "waited_us": 60.0, "same_bits": True}
+    times = {"xmla": [11.0, 1, 2], "FlashMLA": [12.0, 1, 2], "slow": [13.0, 1, 2], "itself twice": [5.0, 1, 2]}
+    lines = [
+        {"op": "dsa_attention", "case": "a", "us": times, "jax": by_jax, **host},
+        {"op": "sparse_mla", "case": "b", "us": {"xmla": [9.0, 1, 2]}, "jax": by_jax | {"same_bits": False}, **host},
+        {"op": "sparse_mla", "case": "c", "us": {"xmla": [9.0, 1, 2]}, "jax": {"failed": "why"}},
+        {"op": "jit", "case": "16 donated arrays", "host_us": 75.0}, {"op": "jit", "case": "16 Refs", "host_us": 427.0},
+    ]  # fmt: skip
+    file = tmp_path / "bench.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    table = frameworks_report.report(file)
+    assert "The same bits by both in 1 of 2 cases." in table
+    assert "| `dsa_attention` | a | 11.0 | 10.0 | 1.10 | 12.0 FlashMLA |" in table
+    assert "| `sparse_mla` | b | 9.0 | 10.0 | 0.90 |  |" in table
+    assert "| `dsa_attention` | a | 20.0, 50.0 | 30.0, 60.0 |" in table and "| 16 | 75.0 | 427.0 |" in table
+    picture.draw_frameworks(head, lines, tmp_path / "frameworks.svg")
+    assert picture.described(tmp_path / "frameworks.svg") == picture.shown_frameworks(head, lines)
+    assert picture.shown_frameworks(head, lines)["points"] == {
+        "dsa_attention": [[11.0, 1.1]], "sparse_mla": [[9.0, 0.9]]
+    }  # fmt: skip

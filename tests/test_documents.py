@@ -13,7 +13,7 @@ import pytest
 from conftest import require_tool
 
 import xmla
-from xmla.bench import layer_report, picture, ranks_report, vllm_report
+from xmla.bench import frameworks_report, layer_report, picture, ranks_report, vllm_report
 from xmla.bench.provenance import origin
 from xmla.bench.report import insert, read, report
 from xmla.command import app
@@ -124,6 +124,19 @@ def test_steps_over_several_gpus_are_the_committed_ones() -> None:
     page = (ROOT / "docs/ranks.md").read_text()
     assert insert(page, table, ranks_report.MARKERS) == page
     assert table.count("µs") > 20
+
+
+def test_both_frameworks_are_the_committed_ones() -> None:
+    """`make report` writes and draws them."""
+    file = RESULTS / "frameworks.jsonl"
+    table = frameworks_report.report(file)
+    page = (ROOT / "docs/performance.md").read_text()
+    assert insert(page, table, frameworks_report.MARKERS) == page
+    assert "in 7 of 7 cases" in table and "step of 8 layers" in table
+    head, *lines = (line for run in read([file]) for line in run)
+    for suffix in ("", "-dark"):
+        shown = picture.described(ROOT / f"docs/images/frameworks{suffix}.svg")
+        assert shown == picture.shown_frameworks(head, lines)
 
 
 def test_a_layers_training_steps_are_the_committed_ones() -> None:

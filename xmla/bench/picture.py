@@ -102,6 +102,29 @@ def draw_speeds(head: Line, lines: list[Line], file: Path, dark: bool = False) -
         _save(pyplot, figure, file, dark, shown)
 
 
+def shown_frameworks(head: Line, lines: list[Line]) -> Any:
+    """What `draw_frameworks` draws: of each op, times by PyTorch and speeds by JAX as multiples of PyTorch's."""
+    points: dict[str, list[list[float]]] = {}
+    for line in (line for line in lines if "us" in line.get("jax", {})):
+        ours, by_jax = line["us"]["xmla"][0], line["jax"]["us"][0]
+        points.setdefault(line["op"], []).append([ours, round(ours / by_jax, 3)])
+    return {"origin": origin(head), "points": points}
+
+
+def draw_frameworks(head: Line, lines: list[Line], file: Path, dark: bool = False) -> None:
+    """Every case: its time by PyTorch across, its speed by JAX beside it upwards."""
+    shown, colors = shown_frameworks(head, lines), DARK if dark else LIGHT
+    with _pyplot(dark) as pyplot:
+        figure, panel = pyplot.subplots(figsize=(11, 3.4), layout="constrained")
+        for op, points in shown["points"].items():
+            panel.scatter(*zip(*points, strict=True), s=18, label=op)
+        panel.axhline(1, ls="--", color=colors["ceiling"])
+        panel.set(xscale="log", xlabel=f"µs by PyTorch\n{shown['origin']}", ylabel="PyTorch / JAX", ylim=(0.85, 1.2))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=8, ncols=3)
+        _save(pyplot, figure, file, dark, shown)
+
+
 def draw(head: Line, lines: list[Line], file: Path, dark: bool = False) -> None:
     """Three panels: decode time by batch with the peer's, logits time by context, all cases under the ceilings."""
     with _pyplot(dark) as pyplot:

@@ -13,9 +13,14 @@ element has its own) and `jax.shard_map`, and can be lowered ahead of time. Reve
 differentiates the arguments that an op's docstring names, once; everything else raises. The results of a call that is
 differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
 
-An op that updates a cache takes it as a `jax.Ref` (`jax.new_ref`) and updates it in place, or as an array and returns
-the new one; under `jit` with a donated argument the array is updated in place too. Ops that read a cache also take a
-Ref and read it without a copy; `ref[...]` may copy the pool.
+An op that updates a cache takes it as an array and returns the new one, in place under `jit` with a donated argument,
+or as a `jax.Ref` (`jax.new_ref`), which it updates in place. A jitted step that is called once per token takes donated
+arrays: JAX calls a jitted function with Refs among its arguments by Python, at a cost for each Ref; Refs in a loop
+inside one jitted function cost the host nothing. Ops that read a cache also take a Ref and read it without a copy;
+`ref[...]` may copy the pool.
+
+On a GPU a call is one custom call of XLA, `xmla_launch`, of a library that is built once per machine and needs a C++
+compiler. A program that has been compiled names kernels of this process: one that is serialised is an export.
 
 Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) sharded as they are, through one
 op or many, with one mesh in the program. Each device computes its own part, nothing is exchanged, and every other axis
