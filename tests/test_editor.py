@@ -89,7 +89,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project, in whose environment xmla is installed from its wheel."""
     require_tool("pyrefly")
     project = tmp_path_factory.mktemp("project")
-    installed = project / "site-packages"  # the server looks from there too for what a stub imports
+    installed = project / "site-packages"  # the server looks from there too for what it imports
     with zipfile.ZipFile(make_wheel(tmp_path_factory.mktemp("source"))) as archive:
         archive.extractall(installed)
     others = [find_spec(name) for name in ("jax", "numpy", "torch", "triton")]

@@ -59,6 +59,12 @@ JAX = Style(
 )  # fmt: skip
 
 
+NEW = (  # what JAX returns of an array that an op updates
+    "The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is updated "
+    "in place and not returned."
+)
+
+
 def updates(op: Op, style: Style) -> str:
     """What a call does with the arrays that the op updates; nothing of an op that has results."""
     return style.updates.format(" and ".join(f"`{name}`" for name in op.mutates)) if op.mutates else ""
@@ -75,14 +81,22 @@ def document(op: Op, style: Style) -> str:
             line = re.sub(r"\bxp\.", f"{style.arrays}.", line)
         lines.append(line)
     text = "\n".join(lines)
-    if told := updates(op, style):
-        told = fill(told, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    if op.mutates and style.returns_updated:
+        text = re.sub(r"(, | )in place\b", "", text)
+        returns = f"    Returns:\n{_entries(dict.fromkeys(op.mutates, NEW))}"
+        text = text.replace("    Raises:\n", f"{returns}\n\n    Raises:\n")
+    elif op.mutates:
+        told = fill(updates(op, style), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
         text = text.replace("    Example:\n", f"{told}\n\n    Example:\n")
-    told = {name: what for name, what in style.keywords.items() if op.outputs or name not in style.of_results}
+    keywords = {name: what for name, what in style.keywords.items() if op.outputs or name not in style.of_results}
+    before, heading, after = text.partition("    Implementations, best first:\n")
+    return f"{before}    Keywords of every op:\n{_entries(keywords)}\n\n{heading}{after}"
+
+
+def _entries(told: Mapping[str, str]) -> str:
+    """A section of a docstring: what is told of each name."""
     entries = [
         fill(f"{name}: {what}", WIDTH - 8, subsequent_indent="    ", break_on_hyphens=False)
         for name, what in told.items()
     ]
-    keywords = "    Keywords of every op:\n" + indent("\n".join(entries), "        ")
-    before, heading, after = text.partition("    Implementations, best first:\n")
-    return f"{before}{keywords}\n\n{heading}{after}"
+    return indent("\n".join(entries), "        ")

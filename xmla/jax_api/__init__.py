@@ -32,74 +32,15 @@ Importing this module needs neither a GPU nor PyTorch. To plan and lower for a G
 `xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
 """
 
-from xmla._frameworks import missing, needed
+from xmla import _frameworks
 
-if missing("jax"):
-    raise ImportError(needed("jax"))
+if _frameworks.missing("jax"):
+    raise ImportError(_frameworks.needed("jax"))
 
 from jax import export as _export
 
-from xmla.core.registry import registry
-from xmla.jax_api._ops import public
-
-_declared = registry()
-compress_kv = public(_declared["compress_kv"])
-convert_indexer_cache = public(_declared["convert_indexer_cache"])
-convert_mla_cache = public(_declared["convert_mla_cache"])
-dsa_attention = public(_declared["dsa_attention"])
-indexer_logits = public(_declared["indexer_logits"])
-indexer_logits_paged = public(_declared["indexer_logits_paged"])
-indexer_loss = public(_declared["indexer_loss"])
-indexer_loss_backward = public(_declared["indexer_loss_backward"])
-indexer_scores = public(_declared["indexer_scores"])
-indexer_scores_backward = public(_declared["indexer_scores_backward"])
-indexer_target = public(_declared["indexer_target"])
-indexer_topk = public(_declared["indexer_topk"])
-indexer_topk_paged = public(_declared["indexer_topk_paged"])
-map_slots = public(_declared["map_slots"])
-merge_attention = public(_declared["merge_attention"])
-merge_topk = public(_declared["merge_topk"])
-quantize_indexer_query = public(_declared["quantize_indexer_query"])
-read_indexer_cache = public(_declared["read_indexer_cache"])
-read_mla_cache = public(_declared["read_mla_cache"])
-select_topk = public(_declared["select_topk"])
-sparse_mla = public(_declared["sparse_mla"])
-sparse_mla_backward = public(_declared["sparse_mla_backward"])
-sparse_mla_paged = public(_declared["sparse_mla_paged"])
-split_batch = public(_declared["split_batch"])
-window_slots = public(_declared["window_slots"])
-write_indexer_cache = public(_declared["write_indexer_cache"])
-write_mla_cache = public(_declared["write_mla_cache"])
+from xmla.jax_api._functions import *  # noqa: F403
+from xmla.jax_api._functions import __all__ as __all__
 
 # Tells jax.export that the custom call of the kernels is stable.
 EXPORT_CHECKS = (_export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi"),)
-
-__all__ = [
-    "compress_kv",
-    "convert_indexer_cache",
-    "convert_mla_cache",
-    "dsa_attention",
-    "indexer_logits",
-    "indexer_logits_paged",
-    "indexer_loss",
-    "indexer_loss_backward",
-    "indexer_scores",
-    "indexer_scores_backward",
-    "indexer_target",
-    "indexer_topk",
-    "indexer_topk_paged",
-    "map_slots",
-    "merge_attention",
-    "merge_topk",
-    "quantize_indexer_query",
-    "read_indexer_cache",
-    "read_mla_cache",
-    "select_topk",
-    "sparse_mla",
-    "sparse_mla_backward",
-    "sparse_mla_paged",
-    "split_batch",
-    "window_slots",
-    "write_indexer_cache",
-    "write_mla_cache",
-]

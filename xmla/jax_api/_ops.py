@@ -9,12 +9,10 @@ import numpy as np
 
 from xmla.core.config import settings
 from xmla.core.device import Device, assumed_device
-from xmla.core.documents import JAX, document
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
 from xmla.core.op import Op, plan_call
-from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.jax_api._primitive import call, is_ref
 from xmla.jax_api._run import describe
@@ -59,7 +57,7 @@ def _as_jax(value: Any) -> Any:
 
 
 def public(op: Op) -> Callable[..., Any]:
-    """The user's function for `op`: its prototype's signature and docstring, plus `implementation=`."""
+    """What runs a call of `op`, of a list of its tensors and a tuple of its attributes."""
 
     def function(tensors: list[Any], attrs: tuple[Any, ...], implementation: str | None) -> Any:
         op.check_implementation(implementation)
@@ -94,7 +92,7 @@ def public(op: Op) -> Callable[..., Any]:
             shadow.compare(taken, after, found[: len(op.outputs)], _take)
         return found if len(found) > 1 else found[0] if found else None
 
-    return define(op, function, ("implementation",), document(op, JAX))
+    return function
 
 
 def _refuse_arrays(op: Op, attrs: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 """Derives `torch.library` ops, fakes and public functions from the declarations."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -9,11 +9,9 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from xmla.core.device import assumed_device
-from xmla.core.documents import TORCH, document
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op
 from xmla.core.plan import Plan
-from xmla.core.signature import define
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
@@ -272,12 +270,31 @@ def _resolved(op: Op, tensors: Tensors, results: Tensors, workspace: torch.Tenso
     return [tensor if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
-def public(op: Op) -> Callable[..., Any]:
-    """The user's function for `op`: its prototype's signature and docstring; `out`, `workspace`, `implementation`.
+class Planned[**P, R, **Q](Protocol):
+    """The function of an op."""
 
-    Its attribute `plan` takes the same arguments, under `assume_device` also fake or meta tensors, and returns the
-    call's `Plan`, whose `workspace_bytes` is what the call needs besides its results.
-    """
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @property
+    def plan(self) -> Callable[Q, Plan]:
+        """The plan of a call with these arguments, which is not run; its `workspace_bytes` are what the call needs.
+
+        Under `assume_device` it takes fake and meta tensors, too.
+        """
+
+
+def planned[**P, R, **Q](plan: Callable[Q, Plan]) -> Callable[[Callable[P, R]], Planned[P, R, Q]]:
+    """Gives a function its attribute `plan`."""
+
+    def add(function: Any) -> Any:
+        function.plan = plan
+        plan.__doc__ = function.__doc__
+        return function
+
+    return add
+
+
+def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
+    """What runs a call of `op` and what plans one, of a list of its tensors and a tuple of its attributes."""
     functional, out_variant = _register(op)
     out_names = list(op.outputs)
 
@@ -317,8 +334,4 @@ def public(op: Op) -> Callable[..., Any]:
     def plan(tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Plan:
         return plan_tensors(op, tensors, attrs, assumed_device(), implementation)[0]
 
-    doc = document(op, TORCH)
-    made = define(op, function, ("out", "workspace", "implementation"), doc)
-    made.plan = define(op, plan, ("implementation",), doc)
-    made.plan.__qualname__ = f"{op.name}.plan"
-    return made
+    return function, plan

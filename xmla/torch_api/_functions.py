@@ -1,43 +1,45 @@
-# Made by tests/stubs.py from the declarations of the ops.
-"""The ops for PyTorch: functions, and `torch.ops.xmla.*` with fakes and out-variants.
+# Made by tests/front_ends.py from the declarations of the ops: change these and run it.
 
-Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
-  out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
-  workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory.
-  implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
-    TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
-    None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
-An op's docstring names the arguments that have a gradient, which autograd, `torch.func` and compiled code compute
-alike, once: a second derivative raises. An argument is differentiated if it requires grad while grad mode is on, or
-if it has a tangent. If it has no gradient, or `out` is given, the call raises UnsupportedError, in eager mode, in
-compiled code (as the cause of dynamo's own error) and under `torch.func`. A model that only runs inference calls the
-ops under `torch.no_grad()` or `torch.inference_mode()`.
+"""The ops for PyTorch: a function and a plan of each."""
 
-The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
-buffers, on the current stream.
-
-`<op>.plan` takes the same arguments and returns the call's plan without running it.
-`torch.ops.xmla.<op>` is the same op without `out` and `workspace`. `torch.ops.xmla.<op>.out` takes the results as
-trailing keyword arguments and writes them. Ops that update a cache in place (`write_*`) have one overload, which
-declares the mutation.
-"""
-
-from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from xmla.core.plan import Plan
+from xmla.core.registry import registry
+from xmla.torch_api._ops import planned, public
 
-class _Op[**P, R, **Q](Protocol):
-    """The function of an op."""
+_ops = registry()
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
-    @property
-    def plan(self) -> Callable[Q, Plan]:
-        """The plan of a call with these arguments, which is not run; its `workspace_bytes` are what the call needs."""
+_compress_kv, _plan_compress_kv = public(_ops["compress_kv"])
+_convert_indexer_cache, _plan_convert_indexer_cache = public(_ops["convert_indexer_cache"])
+_convert_mla_cache, _plan_convert_mla_cache = public(_ops["convert_mla_cache"])
+_dsa_attention, _plan_dsa_attention = public(_ops["dsa_attention"])
+_indexer_logits, _plan_indexer_logits = public(_ops["indexer_logits"])
+_indexer_logits_paged, _plan_indexer_logits_paged = public(_ops["indexer_logits_paged"])
+_indexer_loss, _plan_indexer_loss = public(_ops["indexer_loss"])
+_indexer_loss_backward, _plan_indexer_loss_backward = public(_ops["indexer_loss_backward"])
+_indexer_scores, _plan_indexer_scores = public(_ops["indexer_scores"])
+_indexer_scores_backward, _plan_indexer_scores_backward = public(_ops["indexer_scores_backward"])
+_indexer_target, _plan_indexer_target = public(_ops["indexer_target"])
+_indexer_topk, _plan_indexer_topk = public(_ops["indexer_topk"])
+_indexer_topk_paged, _plan_indexer_topk_paged = public(_ops["indexer_topk_paged"])
+_map_slots, _plan_map_slots = public(_ops["map_slots"])
+_merge_attention, _plan_merge_attention = public(_ops["merge_attention"])
+_merge_topk, _plan_merge_topk = public(_ops["merge_topk"])
+_quantize_indexer_query, _plan_quantize_indexer_query = public(_ops["quantize_indexer_query"])
+_read_indexer_cache, _plan_read_indexer_cache = public(_ops["read_indexer_cache"])
+_read_mla_cache, _plan_read_mla_cache = public(_ops["read_mla_cache"])
+_select_topk, _plan_select_topk = public(_ops["select_topk"])
+_sparse_mla, _plan_sparse_mla = public(_ops["sparse_mla"])
+_sparse_mla_backward, _plan_sparse_mla_backward = public(_ops["sparse_mla_backward"])
+_sparse_mla_paged, _plan_sparse_mla_paged = public(_ops["sparse_mla_paged"])
+_split_batch, _plan_split_batch = public(_ops["split_batch"])
+_window_slots, _plan_window_slots = public(_ops["window_slots"])
+_write_indexer_cache, _plan_write_indexer_cache = public(_ops["write_indexer_cache"])
+_write_mla_cache, _plan_write_mla_cache = public(_ops["write_mla_cache"])
 
-def _planned[**P, R, **Q](plan: Callable[Q, Plan]) -> Callable[[Callable[P, R]], _Op[P, R, Q]]: ...
 
 class _Plans:
     @staticmethod
@@ -58,7 +60,17 @@ class _Plans:
         cache_format: str | None = None,
         scale_floor: str = "amax",
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_compress_kv(
+            [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
+            (
+                eps,
+                cache_format,
+                scale_floor,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def convert_indexer_cache(
         source: torch.Tensor,
@@ -69,7 +81,16 @@ class _Plans:
         source_format: str | None = None,
         cache_format: str | None = None,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_convert_indexer_cache(
+            [source, source_slots, slots, cache],
+            (
+                source_format,
+                cache_format,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def convert_mla_cache(
         source: torch.Tensor,
@@ -81,7 +102,17 @@ class _Plans:
         cache_format: str | None = None,
         scale_floor: str = "scale",
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_convert_mla_cache(
+            [source, source_slots, slots, cache],
+            (
+                source_format,
+                cache_format,
+                scale_floor,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def dsa_attention(
         q: torch.Tensor,
@@ -101,7 +132,20 @@ class _Plans:
         workspace_bytes: int = 536870912,
         batch_invariant: bool = False,
         implementation: Literal["triton", "gluon"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_dsa_attention(
+            [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
+            (
+                k,
+                softmax_scale,
+                index_scale,
+                mla_cache_format,
+                workspace_bytes,
+                batch_invariant,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def indexer_logits(
         q8: torch.Tensor,
@@ -112,7 +156,9 @@ class _Plans:
         ends: torch.Tensor,
         *,
         implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_logits([q8, weights, keys, key_scales, starts, ends], (), implementation)
+
     @staticmethod
     def indexer_logits_paged(
         q8: torch.Tensor,
@@ -124,7 +170,11 @@ class _Plans:
         *,
         max_len: int | None = None,
         implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_logits_paged(
+            [q8, weights, cache, block_table, lengths, request_ids], (max_len,), implementation
+        )
+
     @staticmethod
     def indexer_loss(
         index_q: torch.Tensor,
@@ -142,7 +192,17 @@ class _Plans:
         coeff: float = 1.0,
         workspace_bytes: int = 536870912,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_loss(
+            [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
+            (
+                softmax_scale,
+                coeff,
+                workspace_bytes,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def indexer_loss_backward(
         forward_dindex_q: torch.Tensor,
@@ -151,7 +211,11 @@ class _Plans:
         dloss: torch.Tensor,
         *,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_loss_backward(
+            [forward_dindex_q, forward_dindex_k, forward_dindex_weights, dloss], (), implementation
+        )
+
     @staticmethod
     def indexer_scores(
         q: torch.Tensor,
@@ -162,7 +226,9 @@ class _Plans:
         indices: torch.Tensor | None = None,
         *,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_scores([q, k, weights, ends, starts, indices], (), implementation)
+
     @staticmethod
     def indexer_scores_backward(
         q: torch.Tensor,
@@ -174,7 +240,9 @@ class _Plans:
         indices: torch.Tensor | None = None,
         *,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_scores_backward([q, k, weights, dscores, ends, starts, indices], (), implementation)
+
     @staticmethod
     def indexer_target(
         q: torch.Tensor,
@@ -186,7 +254,9 @@ class _Plans:
         *,
         softmax_scale: float,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_target([q, rows, lse, indices, ends, starts], (softmax_scale,), implementation)
+
     @staticmethod
     def indexer_topk(
         q8: torch.Tensor,
@@ -199,7 +269,16 @@ class _Plans:
         k: int,
         workspace_bytes: int = 536870912,
         implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_topk(
+            [q8, weights, keys, key_scales, starts, ends],
+            (
+                k,
+                workspace_bytes,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def indexer_topk_paged(
         q8: torch.Tensor,
@@ -212,7 +291,16 @@ class _Plans:
         k: int,
         workspace_bytes: int = 536870912,
         implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_indexer_topk_paged(
+            [q8, weights, cache, block_table, lengths, request_ids],
+            (
+                k,
+                workspace_bytes,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def map_slots(
         indices: torch.Tensor,
@@ -223,7 +311,16 @@ class _Plans:
         page_size: int,
         compact: bool = False,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_map_slots(
+            [indices, block_table, request_ids, lengths],
+            (
+                page_size,
+                compact,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def merge_attention(
         outs: torch.Tensor,
@@ -232,11 +329,15 @@ class _Plans:
         *,
         empty_lse: str = "-inf",
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_merge_attention([outs, lses, sink], (empty_lse,), implementation)
+
     @staticmethod
     def merge_topk(
         values: torch.Tensor, indices: torch.Tensor, *, k: int, implementation: Literal["triton"] | None = None
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_merge_topk([values, indices], (k,), implementation)
+
     @staticmethod
     def quantize_indexer_query(
         q: torch.Tensor,
@@ -245,7 +346,16 @@ class _Plans:
         scale: float | None = None,
         format: str = "fp8",
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_quantize_indexer_query(
+            [q, weights],
+            (
+                scale,
+                format,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def read_indexer_cache(
         cache: torch.Tensor,
@@ -253,7 +363,9 @@ class _Plans:
         *,
         cache_format: str | None = None,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_read_indexer_cache([cache, slots], (cache_format,), implementation)
+
     @staticmethod
     def read_mla_cache(
         cache: torch.Tensor,
@@ -262,7 +374,16 @@ class _Plans:
         cache_format: str | None = None,
         dtype: str = "bfloat16",
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_read_mla_cache(
+            [cache, slots],
+            (
+                cache_format,
+                dtype,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def select_topk(
         logits: torch.Tensor,
@@ -271,7 +392,9 @@ class _Plans:
         *,
         k: int,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_select_topk([logits, ends, starts], (k,), implementation)
+
     @staticmethod
     def sparse_mla(
         q: torch.Tensor,
@@ -293,7 +416,21 @@ class _Plans:
         lse_sink: bool = False,
         batch_invariant: bool = False,
         implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_sparse_mla(
+            [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions],
+            (
+                softmax_scale,
+                cache_format,
+                extra_cache_format,
+                empty_lse,
+                lse_base,
+                lse_sink,
+                batch_invariant,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def sparse_mla_backward(
         q: torch.Tensor,
@@ -315,7 +452,32 @@ class _Plans:
         lse_base: str = "e",
         lse_sink: bool = False,
         implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_sparse_mla_backward(
+            [
+                q,
+                cache,
+                slots,
+                forward_out,
+                forward_lse,
+                dout,
+                dlse,
+                lengths,
+                sink,
+                extra_cache,
+                extra_slots,
+                extra_lengths,
+            ],
+            (
+                softmax_scale,
+                cache_format,
+                extra_cache_format,
+                lse_base,
+                lse_sink,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def sparse_mla_paged(
         q: torch.Tensor,
@@ -330,7 +492,17 @@ class _Plans:
         cache_format: str | None = None,
         batch_invariant: bool = False,
         implementation: Literal["triton", "gluon"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_sparse_mla_paged(
+            [q, cache, indices, block_table, lengths, request_ids, sink],
+            (
+                softmax_scale,
+                cache_format,
+                batch_invariant,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def split_batch(
         query_starts: torch.Tensor,
@@ -341,7 +513,17 @@ class _Plans:
         decode_threshold: int = 1,
         require_uniform: bool = False,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_split_batch(
+            [query_starts, lengths, has_context],
+            (
+                num_tokens,
+                decode_threshold,
+                require_uniform,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def window_slots(
         block_table: torch.Tensor,
@@ -352,11 +534,23 @@ class _Plans:
         page_size: int,
         ratio: int = 1,
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_window_slots(
+            [block_table, lengths, request_ids],
+            (
+                window,
+                page_size,
+                ratio,
+            ),
+            implementation,
+        )
+
     @staticmethod
     def write_indexer_cache(
         keys: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, implementation: Literal["triton"] | None = None
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_write_indexer_cache([keys, slots, cache], (), implementation)
+
     @staticmethod
     def write_mla_cache(
         latent: torch.Tensor,
@@ -367,9 +561,18 @@ class _Plans:
         cache_format: str | None = None,
         scale_floor: str = "scale",
         implementation: Literal["triton"] | None = None,
-    ) -> Plan: ...
+    ) -> Plan:
+        return _plan_write_mla_cache(
+            [latent, rope, slots, cache],
+            (
+                cache_format,
+                scale_floor,
+            ),
+            implementation,
+        )
 
-@_planned(_Plans.compress_kv)
+
+@planned(_Plans.compress_kv)
 def compress_kv(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -454,8 +657,20 @@ def compress_kv(
     Implementations, best first:
         triton: every call.
     """
+    return _compress_kv(
+        [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
+        (
+            eps,
+            cache_format,
+            scale_floor,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.convert_indexer_cache)
+
+@planned(_Plans.convert_indexer_cache)
 def convert_indexer_cache(
     source: torch.Tensor,
     source_slots: torch.Tensor,
@@ -506,8 +721,19 @@ def convert_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _convert_indexer_cache(
+        [source, source_slots, slots, cache],
+        (
+            source_format,
+            cache_format,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.convert_mla_cache)
+
+@planned(_Plans.convert_mla_cache)
 def convert_mla_cache(
     source: torch.Tensor,
     source_slots: torch.Tensor,
@@ -557,8 +783,20 @@ def convert_mla_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _convert_mla_cache(
+        [source, source_slots, slots, cache],
+        (
+            source_format,
+            cache_format,
+            scale_floor,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.dsa_attention)
+
+@planned(_Plans.dsa_attention)
 def dsa_attention(
     q: torch.Tensor,
     index_q: torch.Tensor,
@@ -642,8 +880,23 @@ def dsa_attention(
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
     """
+    return _dsa_attention(
+        [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
+        (
+            k,
+            softmax_scale,
+            index_scale,
+            mla_cache_format,
+            workspace_bytes,
+            batch_invariant,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.indexer_logits)
+
+@planned(_Plans.indexer_logits)
 def indexer_logits(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -705,8 +958,10 @@ def indexer_logits(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
         triton: every call.
     """
+    return _indexer_logits([q8, weights, keys, key_scales, starts, ends], (), out, workspace, implementation)
 
-@_planned(_Plans.indexer_logits_paged)
+
+@planned(_Plans.indexer_logits_paged)
 def indexer_logits_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -770,8 +1025,12 @@ def indexer_logits_paged(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
         triton: every call.
     """
+    return _indexer_logits_paged(
+        [q8, weights, cache, block_table, lengths, request_ids], (max_len,), out, workspace, implementation
+    )
 
-@_planned(_Plans.indexer_loss)
+
+@planned(_Plans.indexer_loss)
 def indexer_loss(
     index_q: torch.Tensor,
     index_k: torch.Tensor,
@@ -873,8 +1132,20 @@ def indexer_loss(
 
     Derivative: indexer_loss_backward, of index_q, index_k, index_weights.
     """
+    return _indexer_loss(
+        [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
+        (
+            softmax_scale,
+            coeff,
+            workspace_bytes,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.indexer_loss_backward)
+
+@planned(_Plans.indexer_loss_backward)
 def indexer_loss_backward(
     forward_dindex_q: torch.Tensor,
     forward_dindex_k: torch.Tensor,
@@ -922,8 +1193,12 @@ def indexer_loss_backward(
     Implementations, best first:
         triton: every call.
     """
+    return _indexer_loss_backward(
+        [forward_dindex_q, forward_dindex_k, forward_dindex_weights, dloss], (), out, workspace, implementation
+    )
 
-@_planned(_Plans.indexer_scores)
+
+@planned(_Plans.indexer_scores)
 def indexer_scores(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -979,8 +1254,10 @@ def indexer_scores(
 
     Derivative: indexer_scores_backward, of q, k, weights.
     """
+    return _indexer_scores([q, k, weights, ends, starts, indices], (), out, workspace, implementation)
 
-@_planned(_Plans.indexer_scores_backward)
+
+@planned(_Plans.indexer_scores_backward)
 def indexer_scores_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -1042,8 +1319,10 @@ def indexer_scores_backward(
     Implementations, best first:
         triton: every call.
     """
+    return _indexer_scores_backward([q, k, weights, dscores, ends, starts, indices], (), out, workspace, implementation)
 
-@_planned(_Plans.indexer_target)
+
+@planned(_Plans.indexer_target)
 def indexer_target(
     q: torch.Tensor,
     rows: torch.Tensor,
@@ -1101,8 +1380,10 @@ def indexer_target(
     Implementations, best first:
         triton: every call.
     """
+    return _indexer_target([q, rows, lse, indices, ends, starts], (softmax_scale,), out, workspace, implementation)
 
-@_planned(_Plans.indexer_topk)
+
+@planned(_Plans.indexer_topk)
 def indexer_topk(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1157,8 +1438,19 @@ def indexer_topk(
     Implementations, best first:
         those of indexer_logits.
     """
+    return _indexer_topk(
+        [q8, weights, keys, key_scales, starts, ends],
+        (
+            k,
+            workspace_bytes,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.indexer_topk_paged)
+
+@planned(_Plans.indexer_topk_paged)
 def indexer_topk_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1213,8 +1505,19 @@ def indexer_topk_paged(
     Implementations, best first:
         those of indexer_logits_paged.
     """
+    return _indexer_topk_paged(
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (
+            k,
+            workspace_bytes,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.map_slots)
+
+@planned(_Plans.map_slots)
 def map_slots(
     indices: torch.Tensor,
     block_table: torch.Tensor,
@@ -1270,8 +1573,19 @@ def map_slots(
     Implementations, best first:
         triton: every call.
     """
+    return _map_slots(
+        [indices, block_table, request_ids, lengths],
+        (
+            page_size,
+            compact,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.merge_attention)
+
+@planned(_Plans.merge_attention)
 def merge_attention(
     outs: torch.Tensor,
     lses: torch.Tensor,
@@ -1321,8 +1635,10 @@ def merge_attention(
     Implementations, best first:
         triton: every call.
     """
+    return _merge_attention([outs, lses, sink], (empty_lse,), out, workspace, implementation)
 
-@_planned(_Plans.merge_topk)
+
+@planned(_Plans.merge_topk)
 def merge_topk(
     values: torch.Tensor,
     indices: torch.Tensor,
@@ -1368,8 +1684,10 @@ def merge_topk(
     Implementations, best first:
         triton: every call.
     """
+    return _merge_topk([values, indices], (k,), out, workspace, implementation)
 
-@_planned(_Plans.quantize_indexer_query)
+
+@planned(_Plans.quantize_indexer_query)
 def quantize_indexer_query(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -1421,8 +1739,19 @@ def quantize_indexer_query(
     Implementations, best first:
         triton: every call.
     """
+    return _quantize_indexer_query(
+        [q, weights],
+        (
+            scale,
+            format,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.read_indexer_cache)
+
+@planned(_Plans.read_indexer_cache)
 def read_indexer_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -1469,8 +1798,10 @@ def read_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _read_indexer_cache([cache, slots], (cache_format,), out, workspace, implementation)
 
-@_planned(_Plans.read_mla_cache)
+
+@planned(_Plans.read_mla_cache)
 def read_mla_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -1518,8 +1849,19 @@ def read_mla_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _read_mla_cache(
+        [cache, slots],
+        (
+            cache_format,
+            dtype,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.select_topk)
+
+@planned(_Plans.select_topk)
 def select_topk(
     logits: torch.Tensor,
     ends: torch.Tensor,
@@ -1566,8 +1908,10 @@ def select_topk(
     Implementations, best first:
         triton: every call.
     """
+    return _select_topk([logits, ends, starts], (k,), out, workspace, implementation)
 
-@_planned(_Plans.sparse_mla)
+
+@planned(_Plans.sparse_mla)
 def sparse_mla(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -1677,8 +2021,24 @@ def sparse_mla(
 
     Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
     """
+    return _sparse_mla(
+        [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions],
+        (
+            softmax_scale,
+            cache_format,
+            extra_cache_format,
+            empty_lse,
+            lse_base,
+            lse_sink,
+            batch_invariant,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.sparse_mla_backward)
+
+@planned(_Plans.sparse_mla_backward)
 def sparse_mla_backward(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -1761,8 +2121,22 @@ def sparse_mla_backward(
         gluon: compute capability 9.0; bfloat16; one source; a cache with entries; rows on multiples of 16 bytes.
         triton: every call.
     """
+    return _sparse_mla_backward(
+        [q, cache, slots, forward_out, forward_lse, dout, dlse, lengths, sink, extra_cache, extra_slots, extra_lengths],
+        (
+            softmax_scale,
+            cache_format,
+            extra_cache_format,
+            lse_base,
+            lse_sink,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.sparse_mla_paged)
+
+@planned(_Plans.sparse_mla_paged)
 def sparse_mla_paged(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -1828,8 +2202,20 @@ def sparse_mla_paged(
     Implementations, best first:
         those of sparse_mla.
     """
+    return _sparse_mla_paged(
+        [q, cache, indices, block_table, lengths, request_ids, sink],
+        (
+            softmax_scale,
+            cache_format,
+            batch_invariant,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.split_batch)
+
+@planned(_Plans.split_batch)
 def split_batch(
     query_starts: torch.Tensor,
     lengths: torch.Tensor,
@@ -1889,8 +2275,20 @@ def split_batch(
     Implementations, best first:
         triton: every call.
     """
+    return _split_batch(
+        [query_starts, lengths, has_context],
+        (
+            num_tokens,
+            decode_threshold,
+            require_uniform,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.window_slots)
+
+@planned(_Plans.window_slots)
 def window_slots(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
@@ -1948,8 +2346,20 @@ def window_slots(
     Implementations, best first:
         triton: every call.
     """
+    return _window_slots(
+        [block_table, lengths, request_ids],
+        (
+            window,
+            page_size,
+            ratio,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
 
-@_planned(_Plans.write_indexer_cache)
+
+@planned(_Plans.write_indexer_cache)
 def write_indexer_cache(
     keys: torch.Tensor,
     slots: torch.Tensor,
@@ -1996,8 +2406,10 @@ def write_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _write_indexer_cache([keys, slots, cache], (), out, workspace, implementation)
 
-@_planned(_Plans.write_mla_cache)
+
+@planned(_Plans.write_mla_cache)
 def write_mla_cache(
     latent: torch.Tensor,
     rope: torch.Tensor,
@@ -2063,6 +2475,17 @@ def write_mla_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _write_mla_cache(
+        [latent, rope, slots, cache],
+        (
+            cache_format,
+            scale_floor,
+        ),
+        out,
+        workspace,
+        implementation,
+    )
+
 
 __all__ = [
     "compress_kv",

@@ -1,44 +1,45 @@
-# Made by tests/stubs.py from the declarations of the ops.
-"""The ops for JAX, same names, arguments and bits as `xmla.torch_api`.
+# Made by tests/front_ends.py from the declarations of the ops: change these and run it.
 
-Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
-  implementation: None, the best tested kernels; "triton", the portable kernels (on the CPU in Triton's interpreter,
-    behind `jax.pure_callback`); "gluon", kernels for one architecture; "reference", NumPy in float64 behind
-    `jax.pure_callback`. None selects the first of the op's implementations that serves the call; the op's docstring
-    lists what each serves.
-NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
-
-All ops work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; with a batch axis on a cache each
-element has its own) and `jax.shard_map`, and can be lowered ahead of time. Reverse mode (`jax.grad`, `jax.vjp`)
-differentiates the arguments that an op's docstring names, once; everything else raises. The results of a call that is
-differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
-
-An op that updates a cache takes it as an array and returns the new one, in place under `jit` with a donated argument,
-or as a `jax.Ref` (`jax.new_ref`), which it updates in place. A jitted step that is called once per token takes donated
-arrays: JAX calls a jitted function with Refs among its arguments by Python, at a cost for each Ref; Refs in a loop
-inside one jitted function cost the host nothing. Ops that read a cache also take a Ref and read it without a copy;
-`ref[...]` may copy the pool.
-
-On a GPU a call is one custom call of XLA, `xmla_launch`, of a library that is built once per machine and needs a C++
-compiler. A program that has been compiled names kernels of this process: one that is serialised is an export.
-
-Several GPUs: `jit` of arrays with a NamedSharding keeps tokens (axis T) and heads (H) sharded as they are, through one
-op or many, with one mesh in the program. Each device computes its own part, nothing is exchanged, and every other axis
-is replicated. Also replicated are all axes of ops that update a cache, and everything in an export and with
-`implementation="reference"`. An export over an AbstractMesh needs a `shard_map` around the ops. With
-`batch_invariant=True` a part of the heads has the same bits as in a call with all heads. `xmla.jax_api.parallel`
-divides requests by pages.
-
-Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not present, use
-`xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
-"""
+"""The ops for JAX, a function of each."""
 
 from typing import Literal, overload
 
 import jax
 import numpy as np
 
-EXPORT_CHECKS: tuple[jax.export.DisabledSafetyCheck]
+from xmla.core.registry import registry
+from xmla.jax_api._ops import public
+
+_ops = registry()
+
+_compress_kv = public(_ops["compress_kv"])
+_convert_indexer_cache = public(_ops["convert_indexer_cache"])
+_convert_mla_cache = public(_ops["convert_mla_cache"])
+_dsa_attention = public(_ops["dsa_attention"])
+_indexer_logits = public(_ops["indexer_logits"])
+_indexer_logits_paged = public(_ops["indexer_logits_paged"])
+_indexer_loss = public(_ops["indexer_loss"])
+_indexer_loss_backward = public(_ops["indexer_loss_backward"])
+_indexer_scores = public(_ops["indexer_scores"])
+_indexer_scores_backward = public(_ops["indexer_scores_backward"])
+_indexer_target = public(_ops["indexer_target"])
+_indexer_topk = public(_ops["indexer_topk"])
+_indexer_topk_paged = public(_ops["indexer_topk_paged"])
+_map_slots = public(_ops["map_slots"])
+_merge_attention = public(_ops["merge_attention"])
+_merge_topk = public(_ops["merge_topk"])
+_quantize_indexer_query = public(_ops["quantize_indexer_query"])
+_read_indexer_cache = public(_ops["read_indexer_cache"])
+_read_mla_cache = public(_ops["read_mla_cache"])
+_select_topk = public(_ops["select_topk"])
+_sparse_mla = public(_ops["sparse_mla"])
+_sparse_mla_backward = public(_ops["sparse_mla_backward"])
+_sparse_mla_paged = public(_ops["sparse_mla_paged"])
+_split_batch = public(_ops["split_batch"])
+_window_slots = public(_ops["window_slots"])
+_write_indexer_cache = public(_ops["write_indexer_cache"])
+_write_mla_cache = public(_ops["write_mla_cache"])
+
 
 @overload
 def compress_kv(
@@ -58,8 +59,83 @@ def compress_kv(
     cache_format: str | None = None,
     scale_floor: str = "amax",
     implementation: Literal["triton", "reference"] | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """DeepSeek-V4's key compressor: store each token's state and write the entries that tokens complete, in place.
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def compress_kv(
+    kv: jax.Array | np.ndarray,
+    score: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    norm_weight: jax.Array | np.ndarray,
+    cos_sin: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Array | np.ndarray,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    eps: float = 1e-06,
+    cache_format: str | None = None,
+    scale_floor: str = "amax",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array: ...
+@overload
+def compress_kv(
+    kv: jax.Array | np.ndarray,
+    score: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    norm_weight: jax.Array | np.ndarray,
+    cos_sin: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Ref,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    eps: float = 1e-06,
+    cache_format: str | None = None,
+    scale_floor: str = "amax",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array: ...
+@overload
+def compress_kv(
+    kv: jax.Array | np.ndarray,
+    score: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    norm_weight: jax.Array | np.ndarray,
+    cos_sin: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Ref,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    eps: float = 1e-06,
+    cache_format: str | None = None,
+    scale_floor: str = "amax",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None: ...
+def compress_kv(
+    kv: jax.Array | np.ndarray,
+    score: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    norm_weight: jax.Array | np.ndarray,
+    cos_sin: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Array | np.ndarray | jax.Ref,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    eps: float = 1e-06,
+    cache_format: str | None = None,
+    scale_floor: str = "amax",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array] | jax.Array | None:
+    """DeepSeek-V4's key compressor: store each token's state and write the entries that tokens complete.
 
         state[p]  = kv[t] ∥ (score[t] + ape[p mod r])                       p = positions[t], in request_ids[t]'s pages
         for every token with (p + 1) mod r = 0, j = p div r, o = C − 1:
@@ -79,13 +155,13 @@ def compress_kv(
         cos_sin: [S, E] bfloat16, float16 or float32: for each position E / 2 cosines, then E / 2 sines.
         positions: [T] int32; the tokens of a request must have distinct positions. A negative one marks padding: the
             token is skipped.
-        state: [STATE_P, STATE_R, 2·C·D] float32, any page stride. Updated in place. States are addressed by position,
+        state: [STATE_P, STATE_R, 2·C·D] float32, any page stride. Updated. States are addressed by position,
             so writing a position again replaces its state, as after a rejected draft. Only states in a window are read.
         state_table: [B, STATE_M] int32, page ids of `state`: position p is on page state_table[b, p div STATE_R]. Pages
             may repeat: a ring of n positions serves calls with at most n − C·r + 1 tokens per request. A position
             without a page is not stored and is left out of every window.
         cache: [P, R, ROW]. D = 512: entries of any format of `write_mla_cache` that has 512 dims, one every r tokens.
-            D = 128, 64 or 32: keys of `write_indexer_cache`, fp8 or mxfp4 according to ROW. Updated in place. An entry
+            D = 128, 64 or 32: keys of `write_indexer_cache`, fp8 or mxfp4 according to ROW. Updated. An entry
             that has no page, or whose position is not in cos_sin, is not written.
         block_table: [B, M] int32, page ids of `cache`: entry j is on page block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
@@ -94,6 +170,12 @@ def compress_kv(
         cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
             follow it.
 
+    Returns:
+        state: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+        cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
 
@@ -101,9 +183,6 @@ def compress_kv(
     vLLM's compressor (states addressed by position, norm before rounding).
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
-    Arrays do not change: returns the new `state` and `cache`, and without the result nothing is written. Given a
-    `jax.Ref`, updates it in place and returns None.
 
     Example:
         >>> kv, score = jnp.ones((4, 32)), jnp.zeros((4, 32))
@@ -124,64 +203,17 @@ def compress_kv(
     Implementations, best first:
         triton: every call.
     """
+    return _compress_kv(
+        [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
+        (
+            eps,
+            cache_format,
+            scale_floor,
+        ),
+        implementation,
+    )
 
-@overload
-def compress_kv(
-    kv: jax.Array | np.ndarray,
-    score: jax.Array | np.ndarray,
-    ape: jax.Array | np.ndarray,
-    norm_weight: jax.Array | np.ndarray,
-    cos_sin: jax.Array | np.ndarray,
-    positions: jax.Array | np.ndarray,
-    state: jax.Array | np.ndarray,
-    state_table: jax.Array | np.ndarray,
-    cache: jax.Ref,
-    block_table: jax.Array | np.ndarray,
-    request_ids: jax.Array | np.ndarray | None = None,
-    *,
-    eps: float = 1e-06,
-    cache_format: str | None = None,
-    scale_floor: str = "amax",
-    implementation: Literal["triton", "reference"] | None = None,
-) -> jax.Array: ...
-@overload
-def compress_kv(
-    kv: jax.Array | np.ndarray,
-    score: jax.Array | np.ndarray,
-    ape: jax.Array | np.ndarray,
-    norm_weight: jax.Array | np.ndarray,
-    cos_sin: jax.Array | np.ndarray,
-    positions: jax.Array | np.ndarray,
-    state: jax.Ref,
-    state_table: jax.Array | np.ndarray,
-    cache: jax.Array | np.ndarray,
-    block_table: jax.Array | np.ndarray,
-    request_ids: jax.Array | np.ndarray | None = None,
-    *,
-    eps: float = 1e-06,
-    cache_format: str | None = None,
-    scale_floor: str = "amax",
-    implementation: Literal["triton", "reference"] | None = None,
-) -> jax.Array: ...
-@overload
-def compress_kv(
-    kv: jax.Array | np.ndarray,
-    score: jax.Array | np.ndarray,
-    ape: jax.Array | np.ndarray,
-    norm_weight: jax.Array | np.ndarray,
-    cos_sin: jax.Array | np.ndarray,
-    positions: jax.Array | np.ndarray,
-    state: jax.Ref,
-    state_table: jax.Array | np.ndarray,
-    cache: jax.Ref,
-    block_table: jax.Array | np.ndarray,
-    request_ids: jax.Array | np.ndarray | None = None,
-    *,
-    eps: float = 1e-06,
-    cache_format: str | None = None,
-    scale_floor: str = "amax",
-    implementation: Literal["triton", "reference"] | None = None,
-) -> None: ...
+
 @overload
 def convert_indexer_cache(
     source: jax.Array | np.ndarray | jax.Ref,
@@ -192,8 +224,29 @@ def convert_indexer_cache(
     source_format: str | None = None,
     cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
-) -> jax.Array:
-    """Copy indexer keys from one paged cache to another of either format with the same dims, in place.
+) -> jax.Array: ...
+@overload
+def convert_indexer_cache(
+    source: jax.Array | np.ndarray | jax.Ref,
+    source_slots: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    *,
+    source_format: str | None = None,
+    cache_format: str | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None: ...
+def convert_indexer_cache(
+    source: jax.Array | np.ndarray | jax.Ref,
+    source_slots: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    *,
+    source_format: str | None = None,
+    cache_format: str | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array | None:
+    """Copy indexer keys from one paged cache to another of either format with the same dims.
 
         cache[slots[t]] = what write_indexer_cache stores of the float32 key that source[source_slots[t]] stands for
 
@@ -204,9 +257,13 @@ def convert_indexer_cache(
             never read.
         slots: [T] int32 or int64, slots of `cache`: page · R + offset. A token is skipped if either of its slots is
             out of range. Valid slots must be distinct.
-        cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
+        cache: [P, R, ROW], updated, in other memory than `source`; only the entries named by `slots` are
             touched.
         source_format, cache_format: "fp8" or "mxfp4". Needed if SOURCE_ROW and ROW do not determine the dims.
+
+    Returns:
+        cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the caches hold different dims; the rows fit
@@ -214,9 +271,6 @@ def convert_indexer_cache(
 
     Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
     sign; NaN stays NaN.
-
-    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
-    it in place and returns None.
 
     Example:
         >>> source, slots = jnp.zeros((2, 4, 132), dtype=jnp.uint8), jnp.asarray([0], dtype=jnp.int32)
@@ -232,18 +286,16 @@ def convert_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _convert_indexer_cache(
+        [source, source_slots, slots, cache],
+        (
+            source_format,
+            cache_format,
+        ),
+        implementation,
+    )
 
-@overload
-def convert_indexer_cache(
-    source: jax.Array | np.ndarray | jax.Ref,
-    source_slots: jax.Array | np.ndarray,
-    slots: jax.Array | np.ndarray,
-    cache: jax.Ref,
-    *,
-    source_format: str | None = None,
-    cache_format: str | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> None: ...
+
 @overload
 def convert_mla_cache(
     source: jax.Array | np.ndarray | jax.Ref,
@@ -255,8 +307,31 @@ def convert_mla_cache(
     cache_format: str | None = None,
     scale_floor: str = "scale",
     implementation: Literal["triton", "reference"] | None = None,
-) -> jax.Array:
-    """Copy entries from one paged latent cache to another of any format with the same dims, in place.
+) -> jax.Array: ...
+@overload
+def convert_mla_cache(
+    source: jax.Array | np.ndarray | jax.Ref,
+    source_slots: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    *,
+    source_format: str | None = None,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None: ...
+def convert_mla_cache(
+    source: jax.Array | np.ndarray | jax.Ref,
+    source_slots: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    *,
+    source_format: str | None = None,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array | None:
+    """Copy entries from one paged latent cache to another of any format with the same dims.
 
         cache[slots[t]] = what write_mla_cache stores of the float32 entry that source[source_slots[t]] stands for
 
@@ -266,18 +341,19 @@ def convert_mla_cache(
             never read.
         slots: [T] int32 or int64, slots of `cache`: page · R + offset. A token is skipped if either of its slots is
             out of range. Valid slots must be distinct.
-        cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
+        cache: [P, R, ROW], updated, in other memory than `source`; only the entries named by `slots` are
             touched.
         source_format, cache_format, scale_floor: As in `write_mla_cache`.
+
+    Returns:
+        cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528
             or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
-
-    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
-    it in place and returns None.
 
     Example:
         >>> source, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([0, 5], dtype=jnp.int32)
@@ -293,19 +369,17 @@ def convert_mla_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _convert_mla_cache(
+        [source, source_slots, slots, cache],
+        (
+            source_format,
+            cache_format,
+            scale_floor,
+        ),
+        implementation,
+    )
 
-@overload
-def convert_mla_cache(
-    source: jax.Array | np.ndarray | jax.Ref,
-    source_slots: jax.Array | np.ndarray,
-    slots: jax.Array | np.ndarray,
-    cache: jax.Ref,
-    *,
-    source_format: str | None = None,
-    cache_format: str | None = None,
-    scale_floor: str = "scale",
-    implementation: Literal["triton", "reference"] | None = None,
-) -> None: ...
+
 def dsa_attention(
     q: jax.Array | np.ndarray,
     index_q: jax.Array | np.ndarray,
@@ -383,6 +457,19 @@ def dsa_attention(
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
     """
+    return _dsa_attention(
+        [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
+        (
+            k,
+            softmax_scale,
+            index_scale,
+            mla_cache_format,
+            workspace_bytes,
+            batch_invariant,
+        ),
+        implementation,
+    )
+
 
 def indexer_logits(
     q8: jax.Array | np.ndarray,
@@ -439,6 +526,8 @@ def indexer_logits(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
         triton: every call.
     """
+    return _indexer_logits([q8, weights, keys, key_scales, starts, ends], (), implementation)
+
 
 def indexer_logits_paged(
     q8: jax.Array | np.ndarray,
@@ -497,6 +586,8 @@ def indexer_logits_paged(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
         triton: every call.
     """
+    return _indexer_logits_paged([q8, weights, cache, block_table, lengths, request_ids], (max_len,), implementation)
+
 
 def indexer_loss(
     index_q: jax.Array | np.ndarray,
@@ -593,6 +684,16 @@ def indexer_loss(
 
     Derivative: indexer_loss_backward, of index_q, index_k, index_weights.
     """
+    return _indexer_loss(
+        [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
+        (
+            softmax_scale,
+            coeff,
+            workspace_bytes,
+        ),
+        implementation,
+    )
+
 
 def indexer_loss_backward(
     forward_dindex_q: jax.Array | np.ndarray,
@@ -635,6 +736,10 @@ def indexer_loss_backward(
     Implementations, best first:
         triton: every call.
     """
+    return _indexer_loss_backward(
+        [forward_dindex_q, forward_dindex_k, forward_dindex_weights, dloss], (), implementation
+    )
+
 
 def indexer_scores(
     q: jax.Array | np.ndarray,
@@ -685,6 +790,8 @@ def indexer_scores(
 
     Derivative: indexer_scores_backward, of q, k, weights.
     """
+    return _indexer_scores([q, k, weights, ends, starts, indices], (), implementation)
+
 
 def indexer_scores_backward(
     q: jax.Array | np.ndarray,
@@ -741,6 +848,8 @@ def indexer_scores_backward(
     Implementations, best first:
         triton: every call.
     """
+    return _indexer_scores_backward([q, k, weights, dscores, ends, starts, indices], (), implementation)
+
 
 def indexer_target(
     q: jax.Array | np.ndarray,
@@ -793,6 +902,8 @@ def indexer_target(
     Implementations, best first:
         triton: every call.
     """
+    return _indexer_target([q, rows, lse, indices, ends, starts], (softmax_scale,), implementation)
+
 
 def indexer_topk(
     q8: jax.Array | np.ndarray,
@@ -842,6 +953,15 @@ def indexer_topk(
     Implementations, best first:
         those of indexer_logits.
     """
+    return _indexer_topk(
+        [q8, weights, keys, key_scales, starts, ends],
+        (
+            k,
+            workspace_bytes,
+        ),
+        implementation,
+    )
+
 
 def indexer_topk_paged(
     q8: jax.Array | np.ndarray,
@@ -891,6 +1011,15 @@ def indexer_topk_paged(
     Implementations, best first:
         those of indexer_logits_paged.
     """
+    return _indexer_topk_paged(
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (
+            k,
+            workspace_bytes,
+        ),
+        implementation,
+    )
+
 
 def map_slots(
     indices: jax.Array | np.ndarray,
@@ -941,6 +1070,15 @@ def map_slots(
     Implementations, best first:
         triton: every call.
     """
+    return _map_slots(
+        [indices, block_table, request_ids, lengths],
+        (
+            page_size,
+            compact,
+        ),
+        implementation,
+    )
+
 
 def merge_attention(
     outs: jax.Array | np.ndarray,
@@ -985,6 +1123,8 @@ def merge_attention(
     Implementations, best first:
         triton: every call.
     """
+    return _merge_attention([outs, lses, sink], (empty_lse,), implementation)
+
 
 def merge_topk(
     values: jax.Array | np.ndarray,
@@ -1025,6 +1165,8 @@ def merge_topk(
     Implementations, best first:
         triton: every call.
     """
+    return _merge_topk([values, indices], (k,), implementation)
+
 
 def quantize_indexer_query(
     q: jax.Array | np.ndarray,
@@ -1071,6 +1213,15 @@ def quantize_indexer_query(
     Implementations, best first:
         triton: every call.
     """
+    return _quantize_indexer_query(
+        [q, weights],
+        (
+            scale,
+            format,
+        ),
+        implementation,
+    )
+
 
 def read_indexer_cache(
     cache: jax.Array | np.ndarray | jax.Ref,
@@ -1112,6 +1263,8 @@ def read_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _read_indexer_cache([cache, slots], (cache_format,), implementation)
+
 
 def read_mla_cache(
     cache: jax.Array | np.ndarray | jax.Ref,
@@ -1154,6 +1307,15 @@ def read_mla_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _read_mla_cache(
+        [cache, slots],
+        (
+            cache_format,
+            dtype,
+        ),
+        implementation,
+    )
+
 
 def select_topk(
     logits: jax.Array | np.ndarray,
@@ -1195,6 +1357,8 @@ def select_topk(
     Implementations, best first:
         triton: every call.
     """
+    return _select_topk([logits, ends, starts], (k,), implementation)
+
 
 def sparse_mla(
     q: jax.Array | np.ndarray,
@@ -1299,6 +1463,20 @@ def sparse_mla(
 
     Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
     """
+    return _sparse_mla(
+        [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions],
+        (
+            softmax_scale,
+            cache_format,
+            extra_cache_format,
+            empty_lse,
+            lse_base,
+            lse_sink,
+            batch_invariant,
+        ),
+        implementation,
+    )
+
 
 def sparse_mla_backward(
     q: jax.Array | np.ndarray,
@@ -1376,6 +1554,18 @@ def sparse_mla_backward(
         gluon: compute capability 9.0; bfloat16; one source; a cache with entries; rows on multiples of 16 bytes.
         triton: every call.
     """
+    return _sparse_mla_backward(
+        [q, cache, slots, forward_out, forward_lse, dout, dlse, lengths, sink, extra_cache, extra_slots, extra_lengths],
+        (
+            softmax_scale,
+            cache_format,
+            extra_cache_format,
+            lse_base,
+            lse_sink,
+        ),
+        implementation,
+    )
+
 
 def sparse_mla_paged(
     q: jax.Array | np.ndarray,
@@ -1436,6 +1626,16 @@ def sparse_mla_paged(
     Implementations, best first:
         those of sparse_mla.
     """
+    return _sparse_mla_paged(
+        [q, cache, indices, block_table, lengths, request_ids, sink],
+        (
+            softmax_scale,
+            cache_format,
+            batch_invariant,
+        ),
+        implementation,
+    )
+
 
 def split_batch(
     query_starts: jax.Array | np.ndarray,
@@ -1490,6 +1690,16 @@ def split_batch(
     Implementations, best first:
         triton: every call.
     """
+    return _split_batch(
+        [query_starts, lengths, has_context],
+        (
+            num_tokens,
+            decode_threshold,
+            require_uniform,
+        ),
+        implementation,
+    )
+
 
 def window_slots(
     block_table: jax.Array | np.ndarray,
@@ -1542,6 +1752,16 @@ def window_slots(
     Implementations, best first:
         triton: every call.
     """
+    return _window_slots(
+        [block_table, lengths, request_ids],
+        (
+            window,
+            page_size,
+            ratio,
+        ),
+        implementation,
+    )
+
 
 @overload
 def write_indexer_cache(
@@ -1550,8 +1770,23 @@ def write_indexer_cache(
     cache: jax.Array | np.ndarray,
     *,
     implementation: Literal["triton", "reference"] | None = None,
-) -> jax.Array:
-    """Quantise indexer keys and insert them into the paged indexer cache, in place, in the format that D and ROW imply.
+) -> jax.Array: ...
+@overload
+def write_indexer_cache(
+    keys: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None: ...
+def write_indexer_cache(
+    keys: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array | None:
+    """Quantise indexer keys and insert them into the paged indexer cache, in the format that D and ROW imply.
 
         fp8:    scale = 2 ** max(ceil(log2(max|key| / 448)), -22);     values = e4m3(key / scale)
         mxfp4:  scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale), blocks of 32 dims
@@ -1564,6 +1799,10 @@ def write_indexer_cache(
             ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
             nibble; one UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
 
+    Returns:
+        cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
 
@@ -1571,9 +1810,6 @@ def write_indexer_cache(
     at 1e-4, scale rounded up to a power of two); mxfp4 as vLLM's fp4 writer (amax floored at 6 · 2**-126). Rounding: to
     nearest, ties to even, saturating; −0 keeps its sign. NaN stays NaN. mxfp4 has no NaN: a block that contains one
     gets the scale byte 255, which makes the whole block NaN.
-
-    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
-    it in place and returns None.
 
     Example:
         >>> keys, slots = jnp.ones((1, 32)), jnp.asarray([5], dtype=jnp.int32)
@@ -1589,15 +1825,9 @@ def write_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _write_indexer_cache([keys, slots, cache], (), implementation)
 
-@overload
-def write_indexer_cache(
-    keys: jax.Array | np.ndarray,
-    slots: jax.Array | np.ndarray,
-    cache: jax.Ref,
-    *,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> None: ...
+
 @overload
 def write_mla_cache(
     latent: jax.Array | np.ndarray,
@@ -1608,8 +1838,29 @@ def write_mla_cache(
     cache_format: str | None = None,
     scale_floor: str = "scale",
     implementation: Literal["triton", "reference"] | None = None,
-) -> jax.Array:
-    """Quantise entries and insert them into a paged latent cache, in place.
+) -> jax.Array: ...
+@overload
+def write_mla_cache(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    *,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None: ...
+def write_mla_cache(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    *,
+    cache_format: str | None = None,
+    scale_floor: str = "scale",
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array | None:
+    """Quantise entries and insert them into a paged latent cache.
 
         scale[g]    = 2 ** max(ceil(log2(max|x[g]| / greatest)), floor)         g: each tile of dims that shares a scale
         cache[slot] = values(x / scale) with scales and roped dims where the format has them
@@ -1620,7 +1871,7 @@ def write_mla_cache(
         rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope".
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
             Valid slots must be distinct.
-        cache: [P, R, ROW], any page size R, any address and page stride that keep elements aligned. Updated in place;
+        cache: [P, R, ROW], any page size R, any address and page stride that keep elements aligned. Updated;
             only the entries named by `slots` are touched.
         cache_format: The byte layout of entries (`xmla.core.formats.mla`). Default: inferred from ROW and dtype.
             Packed formats (uint8, int8 or float8_e4m3fn); the greatest value is 448 in e4m3 and 6 in e2m1:
@@ -1638,6 +1889,10 @@ def write_mla_cache(
     e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: to nearest in "v41_fp4" and "v41_fp4_footer"
     (FlashMLA, vLLM), up in "nvfp4" (vLLM).
 
+    Returns:
+        cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
             is given.
@@ -1645,9 +1900,6 @@ def write_mla_cache(
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
     tests/quant.py; V4.1 as of 2026-09-30), except in a tile that holds a NaN or an infinity.
-
-    Arrays do not change: returns the new `cache`, and without the result nothing is written. Given a `jax.Ref`, updates
-    it in place and returns None.
 
     Example:
         >>> latent, rope, slots = jnp.ones((1, 512)), jnp.zeros((1, 64)), jnp.asarray([5], dtype=jnp.int32)
@@ -1663,18 +1915,15 @@ def write_mla_cache(
     Implementations, best first:
         triton: every call.
     """
+    return _write_mla_cache(
+        [latent, rope, slots, cache],
+        (
+            cache_format,
+            scale_floor,
+        ),
+        implementation,
+    )
 
-@overload
-def write_mla_cache(
-    latent: jax.Array | np.ndarray,
-    rope: jax.Array | np.ndarray,
-    slots: jax.Array | np.ndarray,
-    cache: jax.Ref,
-    *,
-    cache_format: str | None = None,
-    scale_floor: str = "scale",
-    implementation: Literal["triton", "reference"] | None = None,
-) -> None: ...
 
 __all__ = [
     "compress_kv",

@@ -1,0 +1,134 @@
+"""The front-ends' functions are those of the declarations, and what their signatures say is true."""
+
+import inspect
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, get_args, get_origin, get_overloads
+
+import front_ends
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import pytest
+import torch
+from conftest import require_tool
+
+from xmla import ArgumentError, jax_api, torch_api
+from xmla.core import documents
+from xmla.core.registry import registry
+
+Function = Callable[..., Any]
+
+
+def functions_of(module: ModuleType) -> list[Function]:
+    """The functions of a front-end, each overload by itself."""
+    return [one for name in module.__all__ for one in get_overloads(getattr(module, name)) or [getattr(module, name)]]
+
+
+TORCH = functions_of(torch_api)
+PLANS = [getattr(torch_api, name).plan for name in torch_api.__all__]
+JAX = functions_of(jax_api)
+
+
+def test_they_are_made_from_the_declarations() -> None:
+    require_tool("ruff")
+    for file, text in front_ends.modules().items():
+        assert file.read_text() == text, f"{file.name} is another: run python tests/front_ends.py"
+
+
+@pytest.mark.parametrize(
+    ("module", "style"), [(torch_api, documents.TORCH), (jax_api, documents.JAX)], ids=["torch", "jax"]
+)
+def test_functions_are_ordinary_ones(module: ModuleType, style: documents.Style) -> None:
+    """To an editor, a debugger, and whoever reads them."""
+    assert sorted(module.__all__) == sorted(registry())
+    for name, op in registry().items():
+        function = getattr(module, name)
+        found = [function, *([function.plan] if module is torch_api else [])]
+        for one in found:
+            source = inspect.getsource(one)
+            assert f"def {name}(" in source and re.search(rf"return _(plan_)?{name}\(", source)
+            assert one.__name__ == name and one.__module__ == f"{module.__name__}._functions"
+            assert inspect.getdoc(one) == inspect.cleandoc(documents.document(op, style))
+
+
+def test_a_wrong_call_is_told_from_the_line_of_its_function() -> None:
+    with pytest.raises(ArgumentError) as error:
+        torch_api.select_topk(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32), k=0)
+    frames = [frame for frame in traceback.extract_tb(error.tb) if frame.name == "select_topk"]
+    assert [frame.line for frame in frames] == [
+        "return _select_topk([logits, ends, starts], (k,), out, workspace, implementation)"
+    ]
+
+
+def test_jax_says_what_it_returns_of_the_arrays_that_an_op_updates() -> None:
+    for name, op in registry().items():
+        text = inspect.getdoc(getattr(jax_api, name)) or ""
+        returns = re.search(r"^Returns:\n((?: .*\n)+)", text, re.MULTILINE)
+        assert returns is not None, name
+        for argument in op.mutates:
+            assert re.search(rf"^    {argument}: The new array;", returns[1], re.MULTILINE)
+        if op.mutates:
+            assert "in place" not in text.replace(returns[1], "")
+
+
+def test_signatures_are_those_of_the_declarations() -> None:
+    """And the keywords of each front-end behind them, None by default."""
+    for functions, options in (
+        (TORCH, ["out", "workspace", "implementation"]),
+        (PLANS, ["implementation"]),
+        (JAX, ["implementation"]),
+    ):
+        for function in functions:
+            own = bare(registry()[function.__name__].prototype)
+            more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
+            assert bare(function) == [*own, *more], function
+    overloads = Counter(function.__name__ for function in JAX)
+    assert overloads == {name: 2 ** len(op.mutates) for name, op in registry().items()}
+
+
+def bare(function: Function) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+
+
+@pytest.mark.parametrize("function", TORCH, ids=lambda function: function.__name__)
+def test_torch_returns_what_its_signature_says(function: Function, device: str) -> None:
+    op = registry()[function.__name__]
+    case = op.cases[0]
+    call = getattr(torch_api, op.name)
+    tensors = kit.torch_inputs(op, kit.make(case), device)
+    returned = call(*tensors, **case.attrs, implementation="reference")
+    check(function, returned)
+    again = call(*tensors, **case.attrs, implementation="reference", out=returned)
+    assert again is returned
+
+
+@pytest.mark.parametrize("function", JAX, ids=lambda function: function.__name__)
+def test_jax_takes_and_returns_what_its_signature_says(function: Function) -> None:
+    """Once with NumPy arrays, once with Refs, wherever the signature allows them."""
+    op = registry()[function.__name__]
+    case = op.cases[0]
+    kinds = {name: parameter.annotation for name, parameter in inspect.signature(function).parameters.items()}
+    given = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
+    updated = {name for name in given if kinds[name] is jax.Ref}  # in this overload
+    refs = updated | {name for name in given if jax.Ref in get_args(kinds[name])}
+    assert refs - {*op.mutates} == given.keys() & {*op.pools} - {*op.mutates}
+    for kind, as_ref in ((np.asarray, updated), (jnp.asarray, refs)):
+        arrays = {
+            name: jax.new_ref(jnp.asarray(array)) if name in as_ref else kind(array) for name, array in given.items()
+        }
+        check(function, getattr(jax_api, op.name)(**arrays, **case.attrs, implementation="reference"))
+
+
+def check(function: Function, returned: object) -> None:
+    declared = inspect.signature(function).return_annotation
+    if get_origin(declared) is tuple:
+        assert isinstance(returned, tuple) and len(returned) == len(get_args(declared))
+        assert all(map(isinstance, returned, get_args(declared)))
+    else:
+        assert returned is None if declared is None else isinstance(returned, declared)
