@@ -40,7 +40,7 @@ from triton.compiler import make_backend
 from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
 from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
@@ -206,10 +206,36 @@ def report(specialization: Specialization, arch: int, source_arch: int) -> dict[
         "spilled_bytes": most(r"(\d+) bytes stack frame") if spills else 0,
         "serialized": serialized and serialized[0],
         # Bytes of each copy to shared memory. cp.async takes 4, 8 or 16.
-        "copies": sorted({int(size, 0) for size in re.findall(r"cp\.async\.c[ag][^;]*\], (0x[0-9a-f]+|\d+)", ptx)}),
+        "copies": sorted({int(size, 0) for size in COPY.findall(ptx)}),
+        "ldmatrix": "ldmatrix" in ptx,
+        "copied_bytes": copied_bytes(ptx, specialization),
+        "tile_bytes": tile_bytes(specialization),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
         "reused_barriers": reused_barriers(ptx),
     }
+
+
+COPY = re.compile(r"cp\.async\.c[ag][^;]*\], (0x[0-9a-f]+|\d+)")
+
+
+def copied_bytes(ptx: str, specialization: Specialization) -> int:
+    """Bytes that all copies to shared memory in the code move if each runs once."""
+    return 32 * specialization.num_warps * sum(int(size, 0) for size in COPY.findall(ptx))
+
+
+def tile_bytes(specialization: Specialization) -> int:
+    """Bytes of the quantised dims of a tile of packed latent entries; 0 where there is none or they are not copied.
+
+    Those are entries between multiples of 16 bytes, and a second cache's of V4 in pages of two.
+    """
+    values: dict[str, Any] = dict(specialization.constexprs)
+    layout = values.get("LAYOUT")
+    if "BLOCK_N" not in values or not isinstance(layout, MlaLayout) or not layout.packed:
+        return 0
+    strides = layout.data, values["PAGE_STRIDE"], values["EXTRA_PAGE_STRIDE"]
+    if specialization.unaligned or any(stride % 16 for stride in strides) or values["EXTRA_PAGE_SIZE"] == 2:
+        return 0
+    return values["BLOCK_N"] * layout.quantized * layout.value_bits // 8
 
 
 def reused_barriers(ptx: str) -> list[int]:

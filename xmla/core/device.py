@@ -37,6 +37,14 @@ class Device:
         """
         return 66 if self.arch >= 90 else 0
 
+    def hides_bytes(self, rows: int) -> bool:
+        """Whether kernels hide that operands of products of so many rows were bytes (`lang.numbers.hidden`).
+
+        Products by mma.sync do: not those of 64 rows on Hopper and where there is tensor memory. Hopper's others were
+        measured without.
+        """
+        return self.arch >= MIN_ARCH and self.arch != 90 and not (self.has_tensor_memory and rows >= 64)
+
     @property
     def has_tensor_memory(self) -> bool:
         """Whether accumulators of matrix products are in tensor memory instead of registers (tcgen05)."""

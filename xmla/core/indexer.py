@@ -73,7 +73,9 @@ def query_constexprs(problem: Problem) -> dict[str, Hashable]:
 
 def key_constexprs(problem: Problem, device: Device) -> dict[str, Hashable]:
     """Constexprs of every Triton kernel that multiplies keys, except their addresses."""
-    return {"MXFP4": keys_are_mxfp4(problem), "HOPPER_SUMS": device.arch == 90}
+    mxfp4 = keys_are_mxfp4(problem)
+    # Rows of a product are keys; with tensor memory tiles have 64 or more.
+    return {"MXFP4": mxfp4, "HIDE_BYTES": mxfp4 and device.hides_bytes(64), "HOPPER_SUMS": device.arch == 90}
 
 
 def page_constexprs(problem: Problem) -> dict[str, Hashable]:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from xmla.core.lang.numbers import as_bytes, as_e4m3, as_floats, dequantize_mxfp4, quantize, quantize_mxfp4
+from xmla.core.lang.numbers import as_bytes, as_e4m3, as_floats, dequantize_mxfp4, hidden, quantize, quantize_mxfp4
 from xmla.core.lang.offsets import offset_of
 
 
@@ -77,7 +77,7 @@ gluon_heads_of_lane = gluon.jit(_heads_of_lane)
 
 
 @triton.jit
-def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HOPPER_SUMS: tl.constexpr):
+def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HIDE_BYTES: tl.constexpr, HOPPER_SUMS: tl.constexpr):
     """Indexer logits of GROUP tokens over a tile of keys: factor · Σ_i relu(k · q_i) · weight_i.
 
     k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
@@ -86,7 +86,7 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HOPPER_SUMS: tl.con
     Triton version (the order of Triton's own reduction depends on the version). If products are not by wgmma, this
     order would cross lanes.
     """
-    dots = tl.dot(k, tl.trans(q.to(k.dtype)))  # [BLOCK_N, GROUP · BLOCK_I] f32
+    dots = tl.dot(hidden(k, HIDE_BYTES), tl.trans(hidden(q.to(k.dtype), HIDE_BYTES)))  # [BLOCK_N, GROUP · BLOCK_I] f32
     dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
     if HOPPER_SUMS:
         weights, dots = tl.broadcast(weights[None, :], dots)

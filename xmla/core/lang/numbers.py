@@ -153,3 +153,15 @@ def dequantize_mxfp4(packed, scales):
     values = tl.reshape(unpack_e2m1(packed), (packed.shape[0], scales.shape[1], 32))
     scaled = (values * decode_ue8m0(scales)[:, :, None]).to(tl.bfloat16)
     return tl.reshape(scaled, (packed.shape[0], packed.shape[1] * 2))
+
+
+@triton.jit
+def hidden(x, HIDE: tl.constexpr):
+    """16-bit `x`, an operand of products. With HIDE the compiler does not see that it was computed from bytes.
+
+    Else Triton 3.7 to 3.9 lay operands of mma.sync out for the bytes (kWidth 4): without ldmatrix, twice in shared
+    memory if two products share it, and the load of the bytes is not pipelined.
+    """
+    if HIDE:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x

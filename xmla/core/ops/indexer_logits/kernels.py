@@ -25,6 +25,7 @@ def indexer_logits_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     MXFP4: tl.constexpr,
+    HIDE_BYTES: tl.constexpr,
     HOPPER_SUMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,  # tokens per matrix product
@@ -71,7 +72,7 @@ def indexer_logits_kernel(
             else:
                 q = tl.load(q_ptrs)
                 weights = tl.load(weight_ptrs)
-            scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+            scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
             token = first_token + i + offs_g
             token_ok = token < num_tokens
             # The product is outside this branch: ptxas 12.8 confuses the operands of wgmma in two branches.

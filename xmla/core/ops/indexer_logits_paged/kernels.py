@@ -56,6 +56,7 @@ def indexer_logits_paged_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     MXFP4: tl.constexpr,
+    HIDE_BYTES: tl.constexpr,
     HOPPER_SUMS: tl.constexpr,
     GROUP: tl.constexpr,  # tokens that share a tile of keys, a power of two
     HAS_REQUEST_IDS: tl.constexpr,
@@ -127,7 +128,7 @@ def indexer_logits_paged_kernel(
                 page = coming
                 coming = load_pages(table_row, key + BLOCK_N, mapped, PAGE_SIZE)
                 keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
-                scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+                scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
                 scores = tl.where(ok[:, None], scores, float("-inf"))
                 tl.store(logits_ptr + out_row + key[:, None], scores, mask=key[:, None] < length[None, :])
         passed += tl.sum(tiles)

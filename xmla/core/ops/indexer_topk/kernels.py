@@ -115,6 +115,7 @@ def indexer_topk_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     MXFP4: tl.constexpr,
+    HIDE_BYTES: tl.constexpr,
     HOPPER_SUMS: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -155,7 +156,7 @@ def indexer_topk_kernel(
                 key_row = offset_of(key, KEY_STRIDE)
                 scale_ptrs = as_bytes(key_scales_ptr) + offset_of(key, 4)
                 keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, MXFP4)
-                scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+                scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
                 tl.store(
                     scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores
                 )

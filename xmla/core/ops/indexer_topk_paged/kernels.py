@@ -32,6 +32,7 @@ def indexer_topk_paged_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     MXFP4: tl.constexpr,
+    HIDE_BYTES: tl.constexpr,
     HOPPER_SUMS: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -81,7 +82,7 @@ def indexer_topk_paged_kernel(
             key = block_key + tile * BLOCK_N + offs_n
             page = load_pages(table_row, key, mapped, PAGE_SIZE)
             keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
-            scores = head_scores(keys, q, weights, factors, GROUP, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+            scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
             scores = tl.where(ok[:, None], scores, float("-inf"))
             tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores)
         column = tl.zeros([GROUP], tl.int32) + block_key

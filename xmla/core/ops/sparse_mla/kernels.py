@@ -3,7 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
-from xmla.core.lang.numbers import LOG2E, as_bytes
+from xmla.core.lang.numbers import LOG2E, as_bytes, hidden
 from xmla.core.lang.offsets import offset_of
 
 
@@ -21,7 +21,7 @@ def attend(
     q, q_tail, maximum, denominator, accumulator, cache_ptr, slots_ptr, first, end, num_slots, extra_cache_ptr,
     extra_slots_ptr, extra_first, extra_end, num_extra_slots, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BOTH: tl.constexpr, EXTRA_PAGE_STRIDE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, HOIST: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, HOIST: tl.constexpr, HIDE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Add keys to the running sums of a tile of heads, Σ 2**(s − maximum) v and Σ 2**(s − maximum).
 
@@ -50,6 +50,8 @@ def attend(
             cache_at = as_source(cache_ptr, LAYOUT)
             data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
         value, tail = load_entries(cache_at, data, scales, ok, q.dtype, LAYOUT)
+        if LAYOUT.packed:
+            value, tail = hidden(value, HIDE_BYTES), hidden(tail, HIDE_BYTES)
         scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
         if LAYOUT.tail:
             scores = tl.dot(q_tail, tl.trans(tail), scores)
@@ -159,6 +161,7 @@ def sparse_mla_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HOIST: tl.constexpr,  # whether to allow loop-invariant code motion out of the loop over keys
+    HIDE_BYTES: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
     let_next_start(BESIDE)
@@ -200,13 +203,13 @@ def sparse_mla_kernel(
     maximum, denominator, accumulator = attend(
         q, q_tail, maximum, denominator, accumulator, cache_ptr, slots, first, end, num_slots, extra_cache_ptr,
         extra_slots, extra_first, extra_end, num_extra_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, BOTH,
-        EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, BLOCK_N, HOIST,
+        EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, BLOCK_N, HOIST, HIDE_BYTES,
     )  # fmt: skip
     if EXTRA_LAYOUT is not None and not BOTH:
         maximum, denominator, accumulator = attend(
             q, q_tail, maximum, denominator, accumulator, extra_cache_ptr, extra_slots, extra_first, extra_end,
             num_extra_slots, cache_ptr, slots, first, end, num_slots, EXTRA_LAYOUT, EXTRA_PAGE_STRIDE,
-            EXTRA_PAGE_SIZE, False, PAGE_STRIDE, PAGE_SIZE, SCALE, BLOCK_N, HOIST,
+            EXTRA_PAGE_SIZE, False, PAGE_STRIDE, PAGE_SIZE, SCALE, BLOCK_N, HOIST, HIDE_BYTES,
         )  # fmt: skip
 
     if SPLIT:
