@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core import interpreter
-from xmla.core.device import B200, H200, Device, assume_device
+from xmla.core.device import B200, GB10, H200, RTX_PRO_6000, Device, assume_device
 from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
 from xmla.core.op import INDEX, LARGEST_SIZE, Op
 from xmla.core.ops.sparse_mla.cases import make_case
@@ -532,6 +532,33 @@ def test_gluon_refuses_what_it_does_not_support() -> None:
         torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
 
 
+def test_gluon_for_sm12x_refuses_what_it_does_not_support() -> None:
+    op = registry()["sparse_mla"]
+    for case, message in (
+        (
+            make_case(2, 5, 40, 64, V41_FP4, cache_format="v41_fp4"),
+            "over 'v41_fp4' entries, supported: 'v32' or 'v4' or",
+        ),
+        (
+            make_case(2, 5, 40, 61, V4, padding=2),
+            "over rows of cache between multiples of 16 bytes, supported: rows on",
+        ),
+        (
+            make_case(2, 5, 40, 64, V4, extra=(V41_FP4, 20, 64), extra_cache_format="v41_fp4"),
+            "with 'v41_fp4' entries beside 'v4' ones, supported: one source, or two of one format",
+        ),
+    ):
+        arguments = kit.torch_inputs(op, kit.make(case), "cpu")
+        with assume_device(GB10), pytest.raises(UnsupportedError, match=f"implementation value is 'gluon' {message}"):
+            torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
+        with assume_device(GB10):
+            assert torch_api.sparse_mla.plan(*arguments, **case.attrs).launches[0].name == "sparse_mla_kernel"
+    half = next(c for c in op.cases if kit.make(c)["q"].dtype == np.float16 and kit.make(c)["cache"].dtype == np.uint8)
+    arguments = kit.torch_inputs(op, kit.make(half), "cpu")
+    with assume_device(GB10), pytest.raises(UnsupportedError, match="'gluon' for float16 queries, supported: bfloat16"):
+        torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
+
+
 def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
     slots = torch.zeros(2, 40, dtype=torch.int32)
     numbers = torch.zeros(1 << 13, dtype=torch.bfloat16)
@@ -585,6 +612,9 @@ def test_gluon_is_the_default_where_it_is_written_for() -> None:
             (H200, "gluon", "sparse_mla_sm90_kernel"),
             (H200, None, "sparse_mla_sm90_kernel"),
             (H200, "triton", "sparse_mla_kernel"),
+            (RTX_PRO_6000, "gluon", "sparse_mla_sm120_kernel"),
+            (GB10, None, "sparse_mla_sm120_kernel"),
+            (GB10, "triton", "sparse_mla_kernel"),
             (B200, None, "sparse_mla_kernel"),
         ):
             with assume_device(device):

@@ -32,6 +32,7 @@ from xmla.core.op import Op
 from xmla.core.registry import registry
 
 ARCH = 90
+OTHERS = (120,)
 FAR = 2**31 - 2**21  # a stride, or the entries of a page
 TILE = 256  # the most tokens or keys of one
 COUNTS = {"next_n", "split_keys", "chunk"}  # sizes of the call: tokens of a request, keys of a split and of a program
@@ -210,6 +211,9 @@ def calls() -> Iterator[tuple[Planned, str]]:
                     attrs = attrs | {"page_size": FAR}
                 for by in (None, *op.choices) if len(op.implementations) > 1 else (None,):
                     yield planned(name, case, far, attrs, DEVICES[ARCH], by), kind
+                for arch in OTHERS:  # what it has that is not planned for ARCH
+                    if any(each.name.endswith(f"sm{arch}") for each in op.implementations):
+                        yield planned(name, case, far, attrs, DEVICES[arch], None), kind
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from xmla.core.device import MIN_E4M3_ARCH, Device
 from xmla.core.registry import registry
 
 TENSOR_MEMORY_COLUMNS = 512
+GLUON = ("_sm90_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
 # Bytes with Triton 3.9: MXFP4 keys against candidates; the registers of many rows of select_topk, measured on sm_90.
 SPILLED = {(arch, "indexer_topk_kernel"): 32 for arch in (120, 121)} | {(89, "topk_candidates_kernel"): 8}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
@@ -34,10 +35,16 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
     assert kernel["serialized"] is None, kernel
     assert kernel["ptx"] <= 8.8, "JAX assembles with its own ptxas, which may be of CUDA 12.9"
     # Rows come by 16 bytes, though the compiler does not see their alignment: by 4 attention takes a fifth longer.
-    if kernel["kernel"].endswith("_sm90_kernel"):
-        others = {4} if kernel["kernel"].startswith("indexer_logits_paged") else set()  # scales, one a key
+    if kernel["kernel"].endswith(GLUON):
+        # Scales, one a key or V4's 8 bytes.
+        others = {"indexer_logits_paged_sm90_kernel": {4}, "sparse_mla_sm120_kernel": {8}}.get(kernel["kernel"], set())
         assert set(kernel["copies"]) <= {16} | others, kernel
         assert kernel["reused_barriers"] == [], kernel
+    # Operands of mma.sync by ldmatrix, and packed entries copied a tile ahead: else the compiler takes the operands for
+    # bytes (`lang.numbers.hidden`). Portable kernels for Hopper do not hide them.
+    if kernel["mma"] == ["mma.sync"] and kernel["kernel"].startswith(("sparse_mla", "indexer_logits", "indexer_topk")):
+        assert kernel["ldmatrix"] or device.arch == 90, kernel
+        assert kernel["copied_bytes"] >= 2 * kernel["tile_bytes"] or device.arch == 90, kernel
 
 
 # Digests of the kernels that passed, of their sources and what they are compiled for, are kept: only what has another
@@ -113,13 +120,14 @@ def check_committed(arch: int, lines: list[support_matrix.Line]) -> None:
 
 def check_products(arch: int, kernels: list[support_matrix.Line], left_out: set[str]) -> None:
     """Of functions whose kernels are all compiled: the architecture's own tensor-core instructions, and few spills."""
-    gluon = [kernel for kernel in kernels if kernel["kernel"].endswith("_sm90_kernel")]
-    if not {name for name in left_out if name.endswith("_sm90_kernel")}:
-        everywhere = {("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)}
-        everywhere |= {("sparse_mla_backward", 0)}
-        assert {(kernel["op"], kernel["block_h"]) for kernel in gluon} >= (everywhere if arch == 90 else set())
+    gluon = [kernel for kernel in kernels if kernel["kernel"].endswith(GLUON)]
+    if not {name for name in left_out if name.endswith(GLUON)}:
+        hopper = {("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)}
+        everywhere = {90: hopper | {("sparse_mla_backward", 0)}, 120: {("sparse_mla", 16), ("sparse_mla", 32)}}
+        used = {(kernel["op"], kernel["block_h"]) for kernel in gluon}
+        assert used >= everywhere.get(SAME_GENERATOR.get(arch, arch), set())
     for kernel in gluon:
-        assert ("mma.sync" if kernel["block_h"] == 16 else "wgmma.mma_async") in kernel["mma"], kernel
+        assert ("mma.sync" if kernel["block_h"] in (16, 32) else "wgmma.mma_async") in kernel["mma"], kernel
         # A few words before and after the loops; inside them a spill costs more than all else, and takes more.
         assert kernel["spilled_bytes"] <= SPILLED_ON_HOPPER.get(kernel["kernel"], (64, 72))[0], kernel
 

@@ -1,4 +1,4 @@
-"""Hopper's kernels of attention and its derivative compile for what they serve; other constants fail and say why."""
+"""The Gluon kernels of attention and its derivative compile for what they serve; other constants fail and say why."""
 
 import ast
 from pathlib import Path
@@ -8,10 +8,12 @@ import support_matrix
 from xmla.core.formats.mla import MLA_LAYOUTS
 from xmla.core.ops.sparse_mla.backward.gluon_sm90 import kernel as derivative
 from xmla.core.ops.sparse_mla.gluon_sm90 import kernel
+from xmla.core.ops.sparse_mla.gluon_sm120 import kernel as sm12x
 
 PLAIN = {"plain", "plain_v4"}
 SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN}  # layouts
-FOLDERS = [Path(module.__file__).parent for module in (kernel, derivative)]
+SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN}
+FOLDERS = [Path(module.__file__).parent for module in (kernel, sm12x, derivative)]
 
 
 def messages() -> set[str]:

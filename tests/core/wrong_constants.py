@@ -1,4 +1,4 @@
-"""Tells which layouts and tiles Hopper's kernels of attention and its derivative refuse, and how; JSON lines.
+"""Tells which layouts and tiles the Gluon kernels of attention and its derivative refuse, and how; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python tests/core/wrong_constants.py
@@ -28,9 +28,18 @@ CHANGES: dict[str, list[dict[str, object]]] = {
     ],
     "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
 }  # fmt: skip
+# Of the kernel for SM12x, which serves more.
+CHANGES_SM120: dict[str, list[dict[str, object]]] = {
+    "v32": [
+        {"values": "e2m1"}, {"latent": 448}, {"scale": "e4m3"}, {"interleaved": True}, {"rope": 32},
+        {"rope_values": "e4m3"}, {"row": 658}, {"rope_offset": 530}, {"scale_offset": 514},
+    ],
+    "v4": [{"tile": 32, "footer": 16, "row": 592}, {"scale": "float32"}, {"row": 588}, {"rope_offset": 456}],
+    "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
+}  # fmt: skip
 
 
-def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None) -> Specialization:
+def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH) -> Specialization:
     """The kernel as it is planned for bf16 queries over pages of such entries."""
     slots, lengths = Spec((64, 512), "int32"), Spec((64,), "int32")
     caches = [Spec((64, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (layout, extra) if row]
@@ -39,7 +48,7 @@ def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None) -> S
     if extra is not None:
         specs |= {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
         attrs["extra_cache_format"] = extra.name
-    call = planned("sparse_mla", "", specs, attrs, DEVICES[ARCH], "gluon")
+    call = planned("sparse_mla", "", specs, attrs, DEVICES[arch], "gluon")
     assert call.plan is not None, call.reason
     return specialize(call.plan.launches[0], call.plan, specs)
 
@@ -85,8 +94,16 @@ def main() -> None:
         for of, launch in (("64 heads", of_layout), ("16 heads", few), ("derivative", derivative)):
             line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, {"LAYOUT": layout})}
             print(json.dumps(line), flush=True)
+    packed, plain = (launched(64, layout, arch=120) for layout in (V32, PLAIN))
+    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
+    for layout in (V32, V4, PLAIN):
+        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM120[layout.name]]
+    for name, change, layout in layouts:
+        refused = refusal(packed if layout.packed else plain, {"LAYOUT": layout})
+        print(json.dumps({"of": "SM12x", "layout": name, "change": change, "refusal": refused}), flush=True)
     others: list[tuple[str, Specialization, dict[str, object]]] = [
-        ("32 heads", packed, {"BLOCK_H": 32}),
+        ("64 heads of SM12x", packed, {"BLOCK_H": 64}),
+        ("32 heads", launched(64, V32), {"BLOCK_H": 32}),
         ("another second layout", two, {"EXTRA_LAYOUT": V32}),
         ("few heads of two sources", two, {"BLOCK_H": 16}),
     ]

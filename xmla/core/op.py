@@ -398,17 +398,21 @@ class Op:
         """The first implementation that serves the call, of those asked for if some were; and why the first.
 
         Raises:
-            UnsupportedError: None of those asked for serves the call; the last, which serves most, says why.
+            UnsupportedError: None of those asked for serves the call. The one that meets most conditions says why, of
+                equals the last.
         """
         asked = None if self.steps else problem.implementation
         passed_over: list[tuple[str, str, str]] = []
+        nearest = 0, 0
         for implementation in self.implementations:
             if asked in (None, implementation.asked):
                 unmet = implementation.unmet(problem, device)
                 if unmet is None:
                     return implementation, Choice(self.name, implementation.name, tuple(passed_over))
+                met = [condition.supported for condition in implementation.conditions].index(unmet[1])
+                nearest = max(nearest, (met, len(passed_over)))
                 passed_over.append((implementation.name, *unmet))
-        _, got, supported = passed_over[-1]
+        _, got, supported = passed_over[nearest[1]]
         problem.unsupported("implementation", "value", f"{asked!r} {got}", supported)
 
     def plan(self, problem: Problem, device: Device) -> Plan:

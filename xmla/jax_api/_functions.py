@@ -1435,8 +1435,8 @@ def sparse_mla(
     extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
 
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
-    with power-of-two or e4m3 scales and bfloat16 q). The Gluon kernel holds packed entries in float16, relative to the
-    entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
+    with power-of-two or e4m3 scales and bfloat16 q). Hopper's Gluon kernel holds packed entries in float16, relative to
+    the entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
     holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits. What it finds
     over parts of a row's keys it rounds to float16 too, relative to the largest of 256 dims, before it adds the parts.
 
@@ -1456,6 +1456,8 @@ def sparse_mla(
     Implementations, best first:
         gluon: compute capability 9.0; one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of
             'v32'; entries that slots name 32 times on average; queries on multiples of 16 bytes.
+        gluon: compute capability 12.0 or 12.1; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over
+            packed entries; one source, or two of one format; rows on multiples of 16 bytes.
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.

@@ -7,6 +7,7 @@ from xmla.core.ops.sparse_mla import backward, unpack
 from xmla.core.ops.sparse_mla import plan as portable
 from xmla.core.ops.sparse_mla.cases import CASES
 from xmla.core.ops.sparse_mla.gluon_sm90 import plan as gluon_sm90
+from xmla.core.ops.sparse_mla.gluon_sm120 import plan as gluon_sm120
 from xmla.core.ops.sparse_mla.reference import reference
 from xmla.core.ops.sparse_mla.sources import (
     ATTENTION_RESULTS,
@@ -77,8 +78,8 @@ def sparse_mla(
     extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
 
     Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
-    with power-of-two or e4m3 scales and bfloat16 q). The Gluon kernel holds packed entries in float16, relative to the
-    entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
+    with power-of-two or e4m3 scales and bfloat16 q). Hopper's Gluon kernel holds packed entries in float16, relative to
+    the entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
     holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits. What it finds
     over parts of a row's keys it rounds to float16 too, relative to the largest of 256 dims, before it adds the parts.
 
@@ -136,7 +137,12 @@ OP = Op(
     check=check,
     limits=limits,
     work=work,
-    implementations=(unpack.IMPLEMENTATION, gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),
+    implementations=(
+        unpack.IMPLEMENTATION,
+        gluon_sm120.IMPLEMENTATION,
+        gluon_sm90.IMPLEMENTATION,
+        portable.IMPLEMENTATION,
+    ),
     reference=reference,
     cases=CASES,
     derivative=backward.OP,

@@ -1,0 +1,1 @@
+"""Attention on SM12x in Gluon."""
