@@ -32,7 +32,8 @@ spill eight words with Triton 3.9, on sm_89 `select_topk` of many rows two. `no`
 supports`. A format is the dtype and the last axis of each cache, none for an op without caches; behind commas, the
 format's name and the implementation (`triton`: portable), where the calls give them.
 
-Kernels for sm_90 also run, on an H200; the others are only compiled. sm_89 and sm_80 have no tiles of their own.
+Kernels for sm_90 also run, on an H200, and those for sm_120 as its plans and code on a Hopper GPU, not on the part
+([how](../benchmarks/log/sm12x.md)); the others are only compiled. sm_89 and sm_80 have no tiles of their own.
 sm_80 has no conversion from or to e4m3, so it supports only ops over 16-bit rows, logits and integers.
 """
 
