@@ -88,7 +88,7 @@ report: $(READY)
 	$(PYTHON) -m xmla.bench.frameworks_report $(RESULTS)/frameworks.jsonl --into docs/performance.md --pictures docs/images
 	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
 	$(PYTHON) -m xmla.bench.layer_report $(RESULTS)/layer.jsonl --into docs/training.md
-	$(PYTHON) -m xmla.bench.megatron_report benchmarks/results/h100/megatron.jsonl --into docs/megatron.md
+	$(PYTHON) -m xmla.bench.megatron_report $(RESULTS)/megatron.jsonl --into docs/megatron.md
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl $(RESULTS)/vllm_026.jsonl --into docs/vllm.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl --into README.md --no-whole

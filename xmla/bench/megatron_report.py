@@ -27,10 +27,8 @@ def gpus(line: dict[str, Any]) -> str:
 def told(line: dict[str, Any]) -> str:
     """Where a figure comes from."""
     versions = line["versions"]
-    return (
-        f"{origin(line)}, Megatron-Core {line['megatron_core']}, torch {versions['torch']}, "
-        f"Triton {versions['triton']}. Of several GPUs the first one's time and memory."
-    )
+    packages = {"Megatron-Core": line["megatron_core"], "torch": versions["torch"], "Triton": versions["triton"]}
+    return f"{origin(line)}, {', '.join(f'{name} {version}' for name, version in packages.items())}."
 
 
 def row(line: dict[str, Any]) -> str:
