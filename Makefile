@@ -91,7 +91,7 @@ report: $(READY)
 	$(PYTHON) -m xmla.bench.megatron_report $(RESULTS)/megatron.jsonl --into docs/megatron.md
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
 	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl $(RESULTS)/vllm_026.jsonl --into docs/vllm.md
-	$(PYTHON) -m xmla.bench.vllm_report $(RESULTS)/vllm_033.jsonl --into README.md --no-whole
+	$(PYTHON) -m xmla.bench.summary $(RESULTS) --into README.md
 
 # What a release is. setuptools would also pack what an earlier build left.
 wheel: $(READY)

@@ -13,7 +13,15 @@ import pytest
 from conftest import require_tool
 
 import xmla
-from xmla.bench import frameworks_report, layer_report, picture, ranks_report, vllm_report
+from xmla.bench import (
+    frameworks_report,
+    layer_report,
+    megatron_report,
+    picture,
+    ranks_report,
+    summary,
+    vllm_report,
+)
 from xmla.bench.provenance import origin
 from xmla.bench.report import insert, read, report
 from xmla.command import app
@@ -146,15 +154,25 @@ def test_a_layers_training_steps_are_the_committed_ones() -> None:
     assert table.count("ms") >= 5 and "out of memory" in table
 
 
-@pytest.mark.parametrize(
-    ("name", "releases", "least"), [("docs/vllm.md", ("033", "026"), 40), ("README.md", ("033",), 12)]
-)
-def test_figures_of_vllm_are_the_committed_ones(name: str, releases: tuple[str, ...], least: int) -> None:
-    files = [RESULTS / f"vllm_{release}.jsonl" for release in releases]
-    table = vllm_report.report(files, whole=name != "README.md")
-    page = (ROOT / name).read_text()
+def test_figures_of_vllm_are_the_committed_ones() -> None:
+    table = vllm_report.report([RESULTS / f"vllm_{release}.jsonl" for release in ("033", "026")])
+    page = (ROOT / "docs/vllm.md").read_text()
     assert insert(page, table, vllm_report.MARKERS) == page
-    assert sum(line.startswith("| ") for line in table.splitlines()) > least
+    assert sum(line.startswith("| ") for line in table.splitlines()) > 40
+
+
+def test_figures_of_megatrons_layer_are_the_committed_ones() -> None:
+    table = megatron_report.report(RESULTS / "megatron.jsonl")
+    page = (ROOT / "docs/megatron.md").read_text()
+    assert insert(page, table, megatron_report.MARKERS) == page
+    assert table.count(" ms, ") >= 4
+
+
+def test_the_readmes_speeds_are_the_committed_ones() -> None:
+    table = summary.report(RESULTS)
+    page = (ROOT / "README.md").read_text()
+    assert insert(page, table, summary.MARKERS) == page
+    assert table.count(" × |") == 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

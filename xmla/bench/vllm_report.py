@@ -70,13 +70,13 @@ def speeds(lines: list[Line]) -> list[str]:
     return shown
 
 
-def report(files: list[Path], *, whole: bool = True) -> str:
-    """Markdown: where the figures come from, and the tables; without `whole` the speeds alone."""
+def report(files: list[Path]) -> str:
+    """Markdown: where the figures come from, and the tables."""
     shown: list[str] = []
     for head, *lines in read(files):
         if any("step_us" in line for line in lines):
             shown += [engine(head, lines), "", *speeds(lines), ""]
-        elif whole and any("beside" in line for line in lines):
+        elif any("beside" in line for line in lines):
             shown += [engine(head, lines), "", *alike(lines), ""]
     return "\n".join(shown[:-1]) + "\n"
 
@@ -84,10 +84,9 @@ def report(files: list[Path], *, whole: bool = True) -> str:
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSON lines written by tests/vllm_engine/on_gpu.py.")],
     into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
-    whole: Annotated[bool, typer.Option(help="Both tables, or the speeds alone.")] = True,
 ) -> None:
     """Print the tables in Markdown, or put them in their place; ratios are speeds, above 1 xmla is faster."""
-    show(report(files, whole=whole), into, MARKERS)
+    show(report(files), into, MARKERS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""`python -m xmla.bench.summary RESULTS [--into README.md]`: the committed speeds, a line a claim.
+
+RESULTS is the folder of a device's results. A range is of all cases of a kind, the worst first.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from xmla.bench.report import read, show
+
+MARKERS = "<!-- speed -->\n", "<!-- /speed -->"
+Line = dict[str, Any]
+
+
+def span(ratios: Iterable[float]) -> str:
+    found = sorted(ratios)
+    assert found, "no case of that kind was measured"
+    return f"{found[0]:.2f} to {found[-1]:.2f} ×"
+
+
+def lines_of(file: Path) -> list[Line]:
+    return [line for _, *lines in read([file]) for line in lines]
+
+
+def beside(lines: list[Line], peer: str, chosen: Callable[[str], bool]) -> str:
+    """Ratios of speed to a peer's, of the cases whose names are chosen."""
+    return span(
+        ratio
+        for line in lines
+        for name, ratio in line.get("ratio_to_peer", {}).items()
+        if name.startswith(peer) and chosen(line["case"])
+    )
+
+
+def in_jax(lines: list[Line]) -> str:
+    """Speed of a jitted step of layers beside the CUDA graph of PyTorch's."""
+    steps = [line for line in lines if line["case"].startswith("step of")]
+    return span(line["us"]["xmla"][0] / line["jax"]["us"][0] for line in steps)
+
+
+def megatron(file: Path) -> str:
+    return span(run["none"]["ms"] / run["xmla"]["ms"] for run, *_ in read([file]))
+
+
+def vllm(file: Path, key: str) -> str:
+    """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
+    cases: dict[Any, dict[str, list[float]]] = {}
+    for line in lines_of(file):
+        if "step_us" in line:
+            engine = line["engine"].removeprefix("v4-")
+            case = line["engine"].startswith("v4-"), line["context"], line["requests"]
+            cases.setdefault(case, {}).setdefault(engine, []).append(line[key])
+    ratios = []
+    for engines in cases.values():
+        if key.endswith("_us"):
+            ratios.append(median(engines["own-graphs"]) / median(engines["xmla-graphs"]))
+        else:
+            ratios.append(max(engines["xmla-graphs"]) / max(engines["own-graphs"]))
+    return span(ratios)
+
+
+def report(results: Path) -> str:
+    """Markdown: what, how fast, beside what and where all cases stand."""
+    bench, backward = lines_of(results / "bench.jsonl"), lines_of(results / "backward.jsonl")
+    frameworks, engine = lines_of(results / "frameworks.jsonl"), results / "vllm_033.jsonl"
+    performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
+    table = [
+        (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
+         beside(bench, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " in case), "FlashMLA",
+         performance),
+        (f"decode of V3.2 {pages}, 16 to 64 heads",
+         beside(bench, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " not in case),
+         "FlashMLA, which pads to 64 heads", performance),
+        (f"decode of V4 {pages}", beside(bench, "FlashMLA", lambda case: case.startswith("M1-")), "FlashMLA",
+         performance),
+        ("prefill over bf16 rows", beside(bench, "FlashMLA", lambda case: "prefill bf16 rows" in case), "FlashMLA",
+         performance),
+        (f"prefill {pages}", beside(bench, "FlashMLA", lambda case: "prefill fp8 pages" in case),
+         "FlashMLA over bf16 rows, dequantised before", performance),
+        ("attention's derivative, with the same bits in every run", beside(backward, "cuDNN", lambda case: True),
+         "cuDNN, which adds in any order", "[log](benchmarks/log/training.md)"),
+        ("a jitted step of eight layers in JAX", in_jax(frameworks), "a CUDA graph of the same in PyTorch",
+         "[both frameworks](docs/performance.md#in-both-frameworks)"),
+        ("a training step of Megatron-Core's own layer, 4096 tokens", megatron(results / "megatron.jsonl"),
+         "its PyTorch code", "[Megatron-Core](docs/megatron.md)"),
+        ("vLLM 0.33's forward pass, decode of V3.2 and V4, 4 layers", vllm(engine, "forward_us"),
+         "its own kernels (Triton's where CuTe DSL's were not installed)", "[vLLM](docs/vllm.md)"),
+        ("its prefill, tokens a second", vllm(engine, "prefill_tokens_per_s"), "the same", "[vLLM](docs/vllm.md)"),
+    ]  # fmt: skip
+    return "\n".join(
+        ["| what | speed | beside | more |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in table), ""]
+    )
+
+
+def main(
+    results: Annotated[Path, typer.Argument(help="Folder of a device's results.", exists=True)],
+    into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
+) -> None:
+    """Print the table in Markdown, or put it in its place; above 1 xmla is faster."""
+    show(report(results), into, MARKERS)
+
+
+if __name__ == "__main__":
+    typer.run(main)
