@@ -23,7 +23,7 @@ def configure(problem: Problem, device: Device) -> Config:
     # at 2048 × 65536 with 168 registers, three programs per SM.
     mxfp4 = keys_are_mxfp4(problem)
     if device.arch >= 120:
-        # Two programs of 64 fp8 keys fit an SM: 564 against 621 µs with 128 as its code on an H100, 1024 × 8192. With
+        # Two programs of 64 fp8 keys fit an SM: 564 against 621 µs with 128 as its code on an H200, 1024 × 8192. With
         # MXFP4 one does in either case.
         config = Config(64, 128, 8, 3) if mxfp4 else Config(64, 64, 4, 3)
     else:

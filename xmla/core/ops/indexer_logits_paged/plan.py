@@ -33,7 +33,7 @@ def configure(rows: int, mxfp4: bool, device: Device) -> Config:
         # every architecture; ptxas also spills to raise occupancy.
         block_n = 128 if device.has_tensor_memory else 64
         if device.arch >= 120:
-            # As SM12x's code on an H100, 64 requests of two tokens: 93 against 142 µs with two stages in 156 registers,
+            # As SM12x's code on an H200, 64 requests of two tokens: 93 against 142 µs with two stages in 156 registers,
             # of which an SM holds one program. So it does of two tokens over MXFP4 keys, which spill in 128.
             if rows >= MAX_ROWS:
                 return Config(block_n, 8, 2, 1, 255) if mxfp4 else Config(block_n, 8, 3, 2, 128)
