@@ -7,7 +7,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.slots import keys_of, load_slots
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def clear_kernel(
     num_elements,
     cleared_ptr,
@@ -17,7 +17,7 @@ def clear_kernel(
     tl.store(cleared_ptr + offs, tl.zeros([BLOCK], cleared_ptr.dtype.element_ty), mask=offs < num_elements)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride", "step"])
+@triton.jit
 def mark_entries_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS

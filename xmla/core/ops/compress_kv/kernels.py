@@ -8,7 +8,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.requests import request_of
 
 
-@triton.jit(do_not_specialize=["num_requests", "next_n", "state_stride", "state_width", "state_pages"])
+@triton.jit
 def keep_states_kernel(
     kv_ptr,  # [T, C·D]
     score_ptr,  # [T, C·D]
@@ -93,12 +93,7 @@ def rotate(x, row, D: tl.constexpr, E: tl.constexpr):
     return tl.reshape(tl.join(even, turned), (D,))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_requests", "next_n", "state_stride", "state_width", "state_pages", "table_stride", "table_width",
-        "num_pages", "num_angles",
-    ]
-)  # fmt: skip
+@triton.jit
 def compress_entries_kernel(
     norm_weight_ptr,  # [D]
     cos_sin_ptr,  # [S, E]

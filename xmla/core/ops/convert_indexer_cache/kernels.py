@@ -5,7 +5,7 @@ from xmla.core.lang.indexer import load_page_keys, store_keys
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
+@triton.jit
 def convert_indexer_cache_kernel(
     source_ptr,  # SOURCE_P pages of SOURCE_R rows of values and SOURCE_R times 4 bytes of scales
     source_slots_ptr,  # [T] i32 | i64

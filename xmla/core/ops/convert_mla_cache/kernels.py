@@ -5,7 +5,7 @@ from xmla.core.lang.entries import entry_offsets, load_entries, store_entries
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_source_slots", "num_slots"])
+@triton.jit
 def convert_mla_cache_kernel(
     source_ptr,  # [SOURCE_P, SOURCE_R, SOURCE_ROW]
     source_slots_ptr,  # [T] i32 | i64

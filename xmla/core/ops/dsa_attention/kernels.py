@@ -8,11 +8,7 @@ from xmla.core.ops.map_slots.kernels import map_row
 from xmla.core.ops.select_topk.kernels import select_row
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_row", "num_columns", "row_stride", "k", "num_requests", "table_stride", "table_width", "next_n",
-    ]
-)  # fmt: skip
+@triton.jit
 def select_slots_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS

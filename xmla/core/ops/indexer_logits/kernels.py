@@ -6,7 +6,7 @@ from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["first_row", "num_tokens", "num_keys"])
+@triton.jit
 def indexer_logits_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32

@@ -20,18 +20,7 @@ def count_tiles(
     return tl.cdiv(tl.minimum(longest, capacity), BLOCK_N)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_groups",
-        "num_requests",
-        "num_pages",
-        "max_len",
-        "table_stride",
-        "capacity",
-        "next_n",
-        "groups_a_request",
-    ]
-)
+@triton.jit
 def indexer_logits_paged_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32

@@ -20,7 +20,7 @@ LEAST = tl.constexpr(1e-10)  # of the target inside its logarithm
 GREATEST_DIFFERENCE = tl.constexpr(2.0)  # of prediction and target; distributions differ by 1 at most
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "num_keys", "num_columns"])
+@triton.jit
 def measure_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
@@ -100,7 +100,7 @@ def measure_kernel(
     tl.store(mass_ptr + token, tl.sum(mass, 0))
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "num_keys", "num_columns", "log2_parts"])
+@triton.jit
 def indexer_loss_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
@@ -193,7 +193,7 @@ def indexer_loss_kernel(
     store_gradients(dindex_q_ptr, dindex_weights_ptr, token, dq, dweights, INDEX_HEADS)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def average_kernel(
     losses_ptr,  # [T] f32
     num_tokens,  # T

@@ -5,7 +5,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.scores import key_range, load_query, score
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_columns"])
+@triton.jit
 def indexer_scores_kernel(
     q_ptr,  # [T, I, D]
     k_ptr,  # [N, D]

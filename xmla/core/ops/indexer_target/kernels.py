@@ -5,7 +5,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.scores import attention_target, key_range, load_lse
 
 
-@triton.jit(do_not_specialize=["first_token", "num_keys", "num_columns"])
+@triton.jit
 def indexer_target_kernel(
     q_ptr,  # [T, H, L+E]
     rows_ptr,  # [N, L+E]

@@ -94,7 +94,7 @@ def write_indices(candidates, count, out, K: tl.constexpr, BLOCK_K: tl.constexpr
         tl.store(out + lane, pair.to(tl.uint32).to(tl.int32, bitcast=True), mask=lane < K)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_keys", "num_groups"])
+@triton.jit
 def indexer_topk_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32

@@ -7,7 +7,7 @@ from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
 from xmla.core.ops.select_topk.pairs import as_packed
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_pages", "table_stride", "capacity", "next_n", "groups_a_request"])
+@triton.jit
 def indexer_topk_paged_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32

@@ -38,7 +38,7 @@ def map_row(
     tl.store(counts_ptr + token, count)
 
 
-@triton.jit(do_not_specialize=["num_keys", "index_stride", "num_requests", "table_stride", "table_width", "next_n"])
+@triton.jit
 def map_slots_kernel(
     indices_ptr,  # [T, K] i32
     block_table_ptr,  # [B, M] i32

@@ -12,7 +12,7 @@ def load_lse(lses_ptr, offset, head_ok):
     return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
-@triton.jit(do_not_specialize=["num_parts", "out_units_w", "lse_units_w"])
+@triton.jit
 def merge_attention_kernel(
     outs_ptr,  # [W, T, H, L]
     lses_ptr,  # [W, T, H] f32

@@ -45,7 +45,7 @@ def count_reached(keys, threshold, bit):
     return (packed & 0x1FFFFF).to(tl.int32), ((packed >> 21) & 0x1FFFFF).to(tl.int32), (packed >> 42).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_candidates", "value_stride_w", "index_stride_w"])
+@triton.jit
 def merge_choose_kernel(
     values_ptr,  # [W, T, N] f32
     indices_ptr,  # [W, T, N] i32

@@ -6,7 +6,7 @@ from xmla.core.lang.numbers import dequantize_mxfp4, quantize, quantize_mxfp4
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def quantize_indexer_query_kernel(
     q_ptr,  # [T, I, D]
     weights_ptr,  # [T, I]

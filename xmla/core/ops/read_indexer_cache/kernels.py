@@ -5,7 +5,7 @@ from xmla.core.lang.numbers import as_bytes, as_words
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit
 def read_indexer_cache_kernel(
     cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     slots_ptr,  # [T] i32 | i64

@@ -5,7 +5,7 @@ from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entrie
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit
 def read_mla_cache_kernel(
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T] i32 | i64

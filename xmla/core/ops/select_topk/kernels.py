@@ -78,7 +78,7 @@ def estimate_threshold(
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k", "sample_rank"])
+@triton.jit
 def topk_candidates_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
@@ -189,7 +189,7 @@ def select_row(
                 choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, WARPS)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k"])
+@triton.jit
 def topk_select_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS

@@ -111,12 +111,7 @@ def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.
     return tl.reshape(tl.join(turned_even, turned_odd), (out.shape[0], LANES))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_slots", "num_keys", "slot_stride", "num_extra_slots", "num_extra_keys", "extra_slot_stride",
-        "num_positions", "num_splits", "split_keys",
-    ]
-)  # fmt: skip
+@triton.jit
 def sparse_mla_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -229,7 +224,7 @@ def sparse_mla_kernel(
     tl.store(lse_ptr + row, lse, mask=head_ok)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_positions"])
+@triton.jit
 def combine_splits_kernel(
     split_out_ptr,  # [T, num_splits, H, LANES], normalised: f32, or f16 over a power of two for each of POWERS groups
     split_lse_ptr,  # [T, num_splits, 1 + POWERS, H] f32: the lse in log2, then the powers
@@ -300,7 +295,7 @@ def combine_splits_kernel(
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
 def unpack_entries_kernel(
     cache_ptr,  # [P, R, ROW]
     marks_ptr,  # [P, R] i8

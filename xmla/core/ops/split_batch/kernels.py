@@ -12,7 +12,7 @@ def new_tokens(query_starts_ptr, request, inside, num_tokens):
     return first, tl.maximum(end - first, 0)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+@triton.jit
 def split_counts_kernel(
     query_starts_ptr,  # [B+1] i32
     has_context_ptr,  # [B] i32 if HAS_CONTEXT
@@ -53,7 +53,7 @@ def split_counts_kernel(
     tl.store(counts_ptr + 3, num_tokens - decode_tokens)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+@triton.jit
 def token_rows_kernel(
     query_starts_ptr,  # [B+1] i32
     lengths_ptr,  # [B] i32

@@ -5,7 +5,7 @@ from xmla.core.lang.offsets import multiple, offset_of
 from xmla.core.lang.requests import request_of
 
 
-@triton.jit(do_not_specialize=["window", "num_requests", "table_stride", "table_width", "next_n"])
+@triton.jit
 def window_slots_kernel(
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32

@@ -5,7 +5,7 @@ from xmla.core.lang.indexer import store_keys
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit
 def write_indexer_cache_kernel(
     keys_ptr,  # [T, D]
     slots_ptr,  # [T] i32 | i64

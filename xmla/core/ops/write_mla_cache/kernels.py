@@ -5,7 +5,7 @@ from xmla.core.lang.entries import LANES, TAIL_LANES, store_entries
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit
 def write_mla_cache_kernel(
     latent_ptr,  # [T, L]
     rope_ptr,  # [T, E]

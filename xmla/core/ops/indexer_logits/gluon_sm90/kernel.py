@@ -145,7 +145,7 @@ def store_nothing(logits_ptr, first_key, count, first_token, num_tokens, num_key
         gl.store(out_ptrs + at, nothing, mask=(token < num_tokens) & (offs_n < count - at))
 
 
-@gluon.jit(do_not_specialize=["first_row", "num_tokens", "num_keys", "chunk"])
+@gluon.jit
 def indexer_logits_sm90_kernel(
     q8_ptr,  # [T, I, D] e4m3
     weights_ptr,  # [T, I] f32

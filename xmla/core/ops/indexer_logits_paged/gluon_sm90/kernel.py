@@ -123,18 +123,7 @@ def copy_tile(
     return there.to(gl.int32)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_groups",
-        "num_requests",
-        "num_pages",
-        "max_len",
-        "table_stride",
-        "capacity",
-        "next_n",
-        "groups_a_request",
-    ]
-)
+@gluon.jit
 def indexer_logits_paged_sm90_kernel(
     q8_ptr,  # [T, I, D] e4m3
     weights_ptr,  # [T, I] f32

@@ -4,7 +4,7 @@ import triton.language as tl
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def scale_kernel(
     gradient_ptr,  # [T, I, D], or with fewer axes
     dloss_ptr,  # [1] f32

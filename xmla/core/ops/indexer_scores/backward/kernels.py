@@ -16,7 +16,7 @@ from xmla.core.lang.scores import (
 from xmla.core.lang.sums import as_sums, exponent_of_unit
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_columns"])
+@triton.jit
 def bound_scores_kernel(
     q_ptr,  # [T, I, D]
     weights_ptr,  # [T, I] f32
@@ -53,7 +53,7 @@ def bound_scores_kernel(
         bound_sums(bounds_ptr, slope * tl.abs(dscores), key, ok)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_columns", "log2_parts"])
+@triton.jit
 def indexer_scores_backward_kernel(
     q_ptr,  # [T, I, D]
     k_ptr,  # [N, D]
@@ -104,7 +104,7 @@ def indexer_scores_backward_kernel(
     store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS)
 
 
-@triton.jit(do_not_specialize=["num_keys", "log2_parts"])
+@triton.jit
 def round_keys_kernel(
     marks_ptr,  # [N] i8
     sums_ptr,  # [N, 2·D] i32

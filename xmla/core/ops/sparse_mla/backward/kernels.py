@@ -12,7 +12,7 @@ MOST_PROBABLE = tl.constexpr(1.5)  # what exceeds it is the probability of anoth
 WORDS = tl.constexpr(SUM_WORDS)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+@triton.jit
 def count_references_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
@@ -39,7 +39,7 @@ def norm(x):
     return tl.sqrt(tl.sum(scaled * scaled, 1)) * unit
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_touched"])
+@triton.jit
 def start_sums_kernel(
     cache_ptr,  # [P, R, ROW]
     references_ptr,  # [P, R] i32
@@ -71,7 +71,7 @@ def start_sums_kernel(
             tl.store(words + offs_e, tl.zeros([BLOCK, TAIL_LANES], tl.int32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+@triton.jit
 def bound_values_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
@@ -92,7 +92,7 @@ def bound_values_kernel(
     tl.store(reach_ptr + token, tl.max(greatest, 0))
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+@triton.jit
 def bound_sums_kernel(
     slots_ptr,  # [T, K] i32
     lengths_ptr,  # [T] i32 if HAS_LENGTHS
@@ -289,7 +289,7 @@ def add_dq(
     return dq, dq_tail
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys", "num_extra_slots", "num_extra_keys"])
+@triton.jit
 def sparse_mla_dq_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -396,7 +396,7 @@ def load_sums(row, offs_d, bits, mask, DIMS: tl.constexpr, PAIRED: tl.constexpr)
     return ((high << bits.to(tl.int64)) + low).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_keys"])
+@triton.jit
 def sparse_mla_dcache_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -499,7 +499,7 @@ def sparse_mla_dcache_kernel(
     tl.store(references_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
 def round_sums_kernel(
     references_ptr,  # [P, R] i32
     sums_ptr,  # [P, R, WORDS·ROW] i32
@@ -531,7 +531,7 @@ def round_sums_kernel(
     store_entries(dcache_ptr, slot, ok, value, tail, LAYOUT, PAGE_SIZE * DIMS, PAGE_SIZE, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def sum_sinks_kernel(
     dsinks_ptr,  # [T, H] f32
     num_tokens,  # T

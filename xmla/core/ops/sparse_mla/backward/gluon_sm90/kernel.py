@@ -429,7 +429,7 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
     store_dq(dq3, FIRST + 3, shared, task, C)
 
 
-@gluon.jit(do_not_specialize=["num_slots", "num_keys", "slot_stride"])
+@gluon.jit
 def sparse_mla_backward_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
