@@ -347,19 +347,7 @@ def pool(cache_ptr, LAYOUT: gl.constexpr):
     return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_slots",
-        "num_keys",
-        "slot_stride",
-        "num_extra_slots",
-        "num_extra_keys",
-        "extra_slot_stride",
-        "num_positions",
-        "num_splits",
-        "split_keys",
-    ]
-)
+@gluon.jit
 def sparse_mla_sm120_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
