@@ -38,6 +38,10 @@ GROUPS = {
         "split_batch", "quantize_indexer_query", "indexer_logits_paged", "indexer_logits", "select_topk", "map_slots",
         "window_slots",
     ),
+    "Selections of blocks: V4.1's blocks, GLM-5.3-Flash's pools": (
+        "indexer_blocks_paged", "indexer_blocks", "indexer_block_topk_paged", "indexer_block_topk",
+        "indexer_block_logits_paged", "indexer_block_logits", "select_blocks", "pool_keys", "expand_blocks",
+    ),
     "Caches: what writes, reads and converts them": (
         "write_mla_cache", "write_indexer_cache", "compress_kv", "read_mla_cache", "read_indexer_cache",
         "convert_mla_cache", "convert_indexer_cache",

@@ -24,6 +24,7 @@ Glossary of axes, the same everywhere:
   W           parts of a result, one per rank
   VALUES      elements of an indexer key as it is stored: D of fp8, D/2 bytes of MXFP4
   WINDOW      entries of a sliding window (attribute `window`)
+  BLOCKS      selected blocks per token; ENTRIES, the columns of their logits, are BLOCKS · granularity
   MAX_LEN     columns of paged logits (attribute `max_len`)
   COLUMNS     columns of an indexer's scores: K of selected keys, else N
   LOSS        the one element of a loss
@@ -47,8 +48,10 @@ if TYPE_CHECKING:
     from xmla.core.errors import ArgumentError as ArgumentError
     from xmla.core.errors import CompileError as CompileError
     from xmla.core.errors import UnsupportedError as UnsupportedError
+    from xmla.core.models.glm_flash import ModelConfigGlmFlash as ModelConfigGlmFlash
     from xmla.core.models.v4 import ModelConfigV4 as ModelConfigV4
     from xmla.core.models.v32 import ModelConfig as ModelConfig
+    from xmla.core.models.v41 import ModelConfigV41 as ModelConfigV41
     from xmla.core.support import Support as Support
     from xmla.core.support import supports as supports
 
@@ -60,7 +63,9 @@ _MODULES = {
     "CompileError": "core.errors",
     "Device": "core.device",
     "ModelConfig": "core.models.v32",
+    "ModelConfigGlmFlash": "core.models.glm_flash",
     "ModelConfigV4": "core.models.v4",
+    "ModelConfigV41": "core.models.v41",
     "Support": "core.support",
     "UnsupportedError": "core.errors",
     "Warmup": "_warmup",

@@ -113,7 +113,9 @@ class Layers(StrEnum):
 
     V32 = "deepseek_v32"
     V4 = "deepseek_v4"
+    V41 = "deepseek_v41"
     GLM = "glm_moe_dsa"
+    GLM_FLASH = "glm5_next"
 
 
 Served = Annotated[Layers, typer.Option(help="Whose layers are served.")]

@@ -14,8 +14,9 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 SIZES = range(100, 128)  # between two powers of two, which tiles are
-# Tokens, requests, pages, keys and selected keys. The others are a model's: dims, heads, entries per page, ranks.
-GROWING = {"T", "B", "M", "STATE_M", "K", "EXTRA_K", "N", "S", "P", "EXTRA_P", "SOURCE_P", "STATE_P"}
+# Tokens, requests, pages, keys, selected keys and blocks. The others are a model's: dims, heads, entries per page,
+# ranks.
+GROWING = {"T", "B", "M", "STATE_M", "K", "BLOCKS", "EXTRA_K", "N", "S", "P", "EXTRA_P", "SOURCE_P", "STATE_P"}
 # As many candidates as each rank selects: the attribute k of that call, which is a constant as here.
 # A training step's selection is as wide in every step; as a size its row stride costs the kernels of gradients vectors.
 CONSTANT = {("merge_topk", "N"), ("sparse_mla_backward", "K"), ("sparse_mla_backward", "EXTRA_K")}

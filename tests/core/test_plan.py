@@ -11,8 +11,10 @@ from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
 from xmla.core.models.base import POOLS, Call, Model
+from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
+from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
@@ -219,11 +221,12 @@ def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
             assert set(call.specializations(H200)) <= listed, call.op
 
 
+MODELS = (ModelConfig, ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash)
 SHORT = (*range(1, 104), 127, 129, 131, 133, 140, 200, 257, 300, 511, 513, 1999, 2000)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("model", [ModelConfig, ModelConfigV4])
+@pytest.mark.parametrize("model", MODELS)
 def test_short_prompts_and_last_chunks_launch_no_other_kernel(model: type[Model], heads: int) -> None:
     config = model(heads=heads, batches=(1,), max_lens=(32768,), prefill_tokens=(8192,))
     listed = set(config.specializations(H200))
@@ -378,7 +381,7 @@ def test_the_stride_of_a_single_row_is_of_no_matter() -> None:
     assert plans[0].launches[0].constexprs["PAGE_STRIDE"] == 64 * 656
 
 
-@pytest.mark.parametrize("model", [ModelConfig, ModelConfigV4])
+@pytest.mark.parametrize("model", MODELS)
 def test_fields_of_a_model(model: type[Model]) -> None:
     """Each is of its type, or an error that names it; NumPy's numbers and lists are taken."""
     for field, value, got, expected in (

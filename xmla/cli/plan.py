@@ -12,8 +12,10 @@ from xmla._warmup import present_device
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError, meant
 from xmla.core.models.base import Model
+from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
+from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.registry import registry
 from xmla.core.support import supports
 
@@ -21,7 +23,9 @@ ARGUMENTS = {name for op in registry().values() for name in op.tensors}
 MODELS: dict[str, Callable[..., Model]] = {
     "deepseek_v32": ModelConfig,
     "deepseek_v4": ModelConfigV4,
+    "deepseek_v41": ModelConfigV41,
     "glm_moe_dsa": partial(ModelConfig, heads=64, index_heads=32, softmax_scale=256**-0.5, shared_selection=True),
+    "glm5_next": ModelConfigGlmFlash,
 }
 
 
@@ -36,7 +40,7 @@ def configure(
     """
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if ranks > 1:
-        if MODELS[model] is ModelConfigV4:
+        if MODELS[model] in (ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash):
             raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
         given["ranks"] = ranks
     return MODELS[model](

@@ -16,6 +16,13 @@ _compress_kv = public(_ops["compress_kv"])
 _convert_indexer_cache = public(_ops["convert_indexer_cache"])
 _convert_mla_cache = public(_ops["convert_mla_cache"])
 _dsa_attention = public(_ops["dsa_attention"])
+_expand_blocks = public(_ops["expand_blocks"])
+_indexer_block_logits = public(_ops["indexer_block_logits"])
+_indexer_block_logits_paged = public(_ops["indexer_block_logits_paged"])
+_indexer_block_topk = public(_ops["indexer_block_topk"])
+_indexer_block_topk_paged = public(_ops["indexer_block_topk_paged"])
+_indexer_blocks = public(_ops["indexer_blocks"])
+_indexer_blocks_paged = public(_ops["indexer_blocks_paged"])
 _indexer_logits = public(_ops["indexer_logits"])
 _indexer_logits_paged = public(_ops["indexer_logits_paged"])
 _indexer_loss = public(_ops["indexer_loss"])
@@ -28,9 +35,11 @@ _indexer_topk_paged = public(_ops["indexer_topk_paged"])
 _map_slots = public(_ops["map_slots"])
 _merge_attention = public(_ops["merge_attention"])
 _merge_topk = public(_ops["merge_topk"])
+_pool_keys = public(_ops["pool_keys"])
 _quantize_indexer_query = public(_ops["quantize_indexer_query"])
 _read_indexer_cache = public(_ops["read_indexer_cache"])
 _read_mla_cache = public(_ops["read_mla_cache"])
+_select_blocks = public(_ops["select_blocks"])
 _select_topk = public(_ops["select_topk"])
 _sparse_mla = public(_ops["sparse_mla"])
 _sparse_mla_backward = public(_ops["sparse_mla_backward"])
@@ -466,6 +475,449 @@ def dsa_attention(
             mla_cache_format,
             workspace_bytes,
             batch_invariant,
+        ),
+        implementation,
+    )
+
+
+def expand_blocks(
+    blocks: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    *,
+    granularity: int,
+    tail: bool = True,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array:
+    """The positions of all tokens of selected blocks, then those of the incomplete block at the end.
+
+        indices[t,c]             = blocks[t, c div g] · g + c mod g     c < BLOCKS · g, g = granularity
+        indices[t, BLOCKS·g + i] = lengths[t] div g · g + i             i < g − 1, with tail
+        indices                  = −1                                   where there is no such block, or no such token
+
+    Args:
+        blocks: [T, BLOCKS] int32, blocks of g tokens (`indexer_topk_paged` over the keys of `pool_keys`; without tail
+            also `indexer_blocks_paged`, `select_blocks`). −1 may stand anywhere. With tail a block that is not complete
+            names none: its tokens are in the tail.
+        lengths: [T] int32, tokens visible to each token; a negative length counts as 0.
+        granularity: Tokens of a block, a power of two up to 128.
+        tail: Whether the tokens after the last complete block follow, at most g − 1.
+
+    Returns:
+        indices: [T, BLOCKS · g + (g − 1 with tail)] int32, positions within the request. `map_slots` maps them to
+            slots, and with `compact` lists the valid ones first.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; granularity is out of range.
+
+    GLM-5.3-Flash attends to the tokens of 2048 / index_kpool pools and to the tail: 2051 columns with pools of 4.
+
+    Example:
+        >>> blocks, lengths = jnp.asarray([[1, -1]], dtype=jnp.int32), jnp.asarray([9], dtype=jnp.int32)
+        >>> xj.expand_blocks(blocks, lengths, granularity=4).tolist()
+        [[4, 5, 6, 7, -1, -1, -1, -1, 8, -1, -1]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _expand_blocks(
+        [blocks, lengths],
+        (
+            granularity,
+            tail,
+        ),
+        implementation,
+    )
+
+
+def indexer_block_logits(
+    q8: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    keys: jax.Array | np.ndarray | jax.Ref,
+    key_scales: jax.Array | np.ndarray,
+    starts: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray,
+    blocks: jax.Array | np.ndarray,
+    *,
+    granularity: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Lightning-indexer logits of the keys in each token's selected blocks alone, over contiguous keys (prefill).
+
+        logits[t,c] = logit of t and key starts[t] + n as in `indexer_logits`,  n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                          where there is no such block or starts[t] + n ≥ ends[t]
+        widths[t]   = 1 + the last column c with a key, 0 if there is none                          g = granularity
+
+    Time follows the blocks, not the context: keys in no block are never read.
+
+    Args:
+        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
+        blocks: [T, BLOCKS] int32, blocks of g keys, counted from the token's start (`indexer_blocks`, `select_blocks`).
+            A block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand
+            twice.
+        granularity: Keys of a block, a power of two up to 128.
+
+    Returns:
+        logits: [T, BLOCKS · g] float32, every element written.
+        widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
+            key.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
+        UnsupportedError: I > 128.
+
+    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
+    fp8_fp4_sparse_mqa_logits is the same function.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 3, 32)), jnp.ones((1, 3)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([3], dtype=jnp.int32)
+        >>> blocks = jnp.asarray([[1]], dtype=jnp.int32)  # key 2
+        >>> logits, widths = xj.indexer_block_logits(
+        ...     q8, weights, keys, key_scales, starts, ends, blocks, granularity=2
+        ... )
+        >>> logits.tolist(), widths.tolist()
+        ([[96.0, -inf]], [1])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _indexer_block_logits([q8, weights, keys, key_scales, starts, ends, blocks], (granularity,), implementation)
+
+
+def indexer_block_logits_paged(
+    q8: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    blocks: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    granularity: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Lightning-indexer logits of the keys in each token's selected blocks alone, over the paged indexer cache.
+
+        logits[t,c] = logit of t and key n as in `indexer_logits_paged`,      n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                                               where there is no such block or n ≥ lengths[t]
+        widths[t]   = 1 + the last column c with a key, 0 if there is none                          g = granularity
+
+    Time follows the blocks, not the context: keys in no block are never read.
+
+    Args:
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`. Only page ids that a
+            block's keys below the length refer to are read.
+        blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
+            block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
+        granularity: Keys of a block, a power of two up to 128.
+
+    Returns:
+        logits: [T, BLOCKS · g] float32, every element written.
+        widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
+            key.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
+        UnsupportedError: I > 128.
+
+    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
+    fp8_fp4_paged_sparse_mqa_logits is the same function.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> blocks = jnp.asarray([[0, 2]], dtype=jnp.int32)  # keys 0 and 1, and key 4
+        >>> logits, widths = xj.indexer_block_logits_paged(
+        ...     q8, weights, cache, block_table, lengths, blocks, granularity=2
+        ... )
+        >>> logits.tolist(), widths.tolist()
+        ([[0.0, 0.0, 0.0, -inf]], [3])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _indexer_block_logits_paged(
+        [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity,), implementation
+    )
+
+
+def indexer_block_topk(
+    q8: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    keys: jax.Array | np.ndarray | jax.Ref,
+    key_scales: jax.Array | np.ndarray,
+    starts: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray,
+    blocks: jax.Array | np.ndarray,
+    *,
+    k: int,
+    granularity: int,
+    workspace_bytes: int = 536870912,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array:
+    """The k keys of each token with the largest logits among the keys of its selected blocks (prefill).
+
+        logits, widths = indexer_block_logits(…, blocks, granularity=g)
+        columns        = select_topk(logits, widths, k=k)
+        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+
+    Everything else is as in `indexer_block_topk_paged`, whose blocks are a request's; here they count from the token's
+    start.
+
+    Args:
+        q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
+        k: K ≥ 1, as in `select_topk`.
+        workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+
+    Returns:
+        indices: [T, K] int32, key − start in the order of their columns, so ascending if the blocks are, −1 padded at
+            the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
+        UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 3, 32)), jnp.ones((1, 3)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([3], dtype=jnp.int32)
+        >>> blocks = jnp.asarray([[1, -1]], dtype=jnp.int32)  # key 2
+        >>> xj.indexer_block_topk(
+        ...     q8, weights, keys, key_scales, starts, ends, blocks, k=2, granularity=2
+        ... ).tolist()
+        [[2, -1]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _indexer_block_topk(
+        [q8, weights, keys, key_scales, starts, ends, blocks],
+        (
+            k,
+            granularity,
+            workspace_bytes,
+        ),
+        implementation,
+    )
+
+
+def indexer_block_topk_paged(
+    q8: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    blocks: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    granularity: int,
+    workspace_bytes: int = 536870912,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array:
+    """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
+
+        logits, widths = indexer_block_logits_paged(…, blocks, request_ids, granularity=g)
+        columns        = select_topk(logits, widths, k=k)
+        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+
+    With blocks in ascending order the result is exactly the first k of the blocks' keys in `select_topk`'s total order;
+    in another order of blocks the keys have the order of their columns. In blocks that `indexer_blocks_paged` selected
+    for the same query, at least k + newest of them, the selection is that of `indexer_topk_paged` over all keys.
+
+    Args:
+        q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_logits_paged`.
+        k: K ≥ 1, as in `select_topk`.
+        workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+
+    Returns:
+        indices: [T, K] int32, positions within the request in the order of their columns, so ascending if the blocks
+            are, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B; k < 1.
+        UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    DeepSeek-V4.1's index layers after the source select 512 keys of 2048 blocks of 8, whatever the context.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> blocks = jnp.asarray([[1, 2]], dtype=jnp.int32)  # keys 2 and 3, and key 4
+        >>> xj.indexer_block_topk_paged(
+        ...     q8, weights, cache, block_table, lengths, blocks, k=2, granularity=2
+        ... ).tolist()
+        [[2, 3]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _indexer_block_topk_paged(
+        [q8, weights, cache, block_table, lengths, blocks, request_ids],
+        (
+            k,
+            granularity,
+            workspace_bytes,
+        ),
+        implementation,
+    )
+
+
+def indexer_blocks(
+    q8: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    keys: jax.Array | np.ndarray | jax.Ref,
+    key_scales: jax.Array | np.ndarray,
+    starts: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray,
+    *,
+    k: int,
+    granularity: int,
+    newest: int = 1,
+    workspace_bytes: int = 536870912,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> jax.Array:
+    """The k blocks of each token's keys with the largest indexer logits, in bounded memory (prefill).
+
+        logits  = indexer_logits(q8, weights, keys, key_scales, starts, ends)
+        indices = select_blocks(logits, ends, starts, k=k, granularity=granularity, newest=newest)
+
+    The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
+    workspace.
+
+    Args:
+        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
+        k, granularity, newest: As in `select_blocks`.
+        workspace_bytes: The most device memory to use besides the result.
+
+    Returns:
+        indices: [T, K] int32, blocks counted from the token's start, ascending, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
+        UnsupportedError: I > 128; workspace_bytes is too small for the tokens of one program, or for 1024 parts.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 3, 32)), jnp.ones((1, 3)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # three equal keys: the first block wins, and the newest
+        >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([3], dtype=jnp.int32)
+        >>> xj.indexer_blocks(
+        ...     q8, weights, keys, key_scales, starts, ends, k=2, granularity=1
+        ... ).tolist()
+        [[0, 2]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        those of indexer_logits.
+    """
+    return _indexer_blocks(
+        [q8, weights, keys, key_scales, starts, ends],
+        (
+            k,
+            granularity,
+            newest,
+            workspace_bytes,
+        ),
+        implementation,
+    )
+
+
+def indexer_blocks_paged(
+    q8: jax.Array | np.ndarray,
+    weights: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    granularity: int,
+    newest: int = 1,
+    workspace_bytes: int = 536870912,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
+) -> jax.Array:
+    """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
+
+        logits  = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
+        indices = select_blocks(logits, lengths, k=k, granularity=granularity, newest=newest)
+
+    The result is exactly this, total order included. The logits are stored of all tokens if they fit the workspace,
+    otherwise of as many tokens at a time as do.
+
+    Args:
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
+        k, granularity, newest: As in `select_blocks`.
+        workspace_bytes: The most device memory to use besides the result.
+
+    Returns:
+        indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
+        UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    DeepSeek-V4.1's source layer keeps 2048 blocks of 8; it and the layers after it then select keys in them by
+    `indexer_block_topk_paged`, which for the source layer is the selection over all keys.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
+        >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # equal keys: the first block wins, and the newest
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
+        >>> xj.indexer_blocks_paged(q8, weights, cache, block_table, lengths, k=2, granularity=2).tolist()
+        [[0, 2]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        those of indexer_logits_paged.
+    """
+    return _indexer_blocks_paged(
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (
+            k,
+            granularity,
+            newest,
+            workspace_bytes,
         ),
         implementation,
     )
@@ -1168,6 +1620,137 @@ def merge_topk(
     return _merge_topk([values, indices], (k,), implementation)
 
 
+@overload
+def pool_keys(
+    keys: jax.Array | np.ndarray,
+    gates: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Array | np.ndarray,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def pool_keys(
+    keys: jax.Array | np.ndarray,
+    gates: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Array | np.ndarray,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array: ...
+@overload
+def pool_keys(
+    keys: jax.Array | np.ndarray,
+    gates: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Ref,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array: ...
+@overload
+def pool_keys(
+    keys: jax.Array | np.ndarray,
+    gates: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Ref,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> None: ...
+def pool_keys(
+    keys: jax.Array | np.ndarray,
+    gates: jax.Array | np.ndarray,
+    ape: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray,
+    state: jax.Array | np.ndarray | jax.Ref,
+    state_table: jax.Array | np.ndarray,
+    cache: jax.Array | np.ndarray | jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array] | jax.Array | None:
+    """GLM-5.3-Flash's pooled indexer keys: store each token's state and write the keys that tokens complete.
+
+        state[p] = keys[t] ∥ (gates[t] + ape[p mod r])                      p = positions[t], in request_ids[t]'s pages
+        for every token with (p + 1) mod r = 0, j = p div r:
+        w[d]     = softmax over positions q of gates + ape                q = j·r … (j + 1)·r − 1, each dim d separately
+        key j    = Σ_q w[q,d] · keys[q,d], quantised into the cache
+
+    As `compress_kv` with one series of dims, but neither normed nor roped. All states of a call are written before any
+    key is pooled. A pool is a block of r tokens: `indexer_topk_paged` selects pools, by lengths of complete ones, and
+    `expand_blocks` gives their tokens.
+
+    Args:
+        keys, gates: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128: the token's key, normed by the model, and
+            its gate.
+        ape: [r, D] float32, added to a token's gate by the token's place in its pool; r is the model's index_kpool.
+        positions: [T] int32; the tokens of a request must have distinct positions. A negative one marks padding: the
+            token is skipped.
+        state: [STATE_P, STATE_R, 2·D] float32, any page stride. Updated. States are addressed by position, so
+            writing a position again replaces its state, as after a rejected draft.
+        state_table: [B, STATE_M] int32, page ids of `state`: position p is on page state_table[b, p div STATE_R]. Pages
+            may repeat: a ring of n positions serves calls with at most n − r + 1 tokens per request. A position without
+            a page is not stored and is left out of its pool.
+        cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, ROW = D+4 (fp8) or D/2+4 (mxfp4), one key every r tokens.
+            Updated. A key that has no page is not written.
+        block_table: [B, M] int32, page ids of `cache`: key j is on page block_table[b, j div R].
+        request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
+            T is a multiple of B and every request has T / B adjacent tokens.
+
+    Returns:
+        state: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+        cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B.
+
+    Numerics: float32; the key is rounded once, to the format's values, by the rules of `write_indexer_cache`. The
+    formula is that of transformers' glm5_next.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> keys, gates, ape = jnp.ones((2, 32)), jnp.zeros((2, 32)), jnp.zeros((2, 32))
+        >>> positions, table = jnp.arange(2, dtype=jnp.int32), jnp.zeros((1, 1), dtype=jnp.int32)
+        >>> state, cache = jnp.zeros((1, 2, 64)), jnp.zeros((1, 4, 36), dtype=jnp.uint8)
+        >>> state, cache = xj.pool_keys(keys, gates, ape, positions, state, table, cache, table)
+        >>> xj.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
+        [0.00390625]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _pool_keys(
+        [keys, gates, ape, positions, state, state_table, cache, block_table, request_ids], (), implementation
+    )
+
+
 def quantize_indexer_query(
     q: jax.Array | np.ndarray,
     weights: jax.Array | np.ndarray,
@@ -1312,6 +1895,68 @@ def read_mla_cache(
         (
             cache_format,
             dtype,
+        ),
+        implementation,
+    )
+
+
+def select_blocks(
+    logits: jax.Array | np.ndarray,
+    ends: jax.Array | np.ndarray,
+    starts: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    granularity: int,
+    newest: int = 1,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> jax.Array:
+    """The k blocks of each row's range with the largest logits, the newest blocks always among them.
+
+        block b  = columns start + b · granularity … start + (b+1) · granularity − 1, as far as they are in the range
+        value[b] = its largest logit; of the last `newest` blocks of the range: above all others
+
+    Selection and order of the result as in `select_topk`, over values: exactly and deterministically the first k in the
+    order value descending, then block ascending; blocks in ascending order.
+
+    Args:
+        logits: [T, N] float32. Elements outside a row's range are never read and may hold anything.
+        ends: [T] int32, the end of each row's range, clamped to [0, N].
+        starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
+        k: K ≥ 1, any size.
+        granularity: Columns of a block, a power of two up to 128. The last block of a range may be incomplete.
+        newest: Blocks at the end of the range that are always selected, at most k.
+
+    Returns:
+        indices: [T, K] int32, blocks, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; k < 1; granularity or newest is out of range.
+
+    NaN is never a block's largest logit unless all its logits are NaN; such a block comes after all others. With
+    newest > 0 an infinite logit counts as the largest finite one. Rows of at most k blocks are not read at all.
+
+    The n largest logits of a row lie in its n blocks with the largest logits, so that n columns selected within at
+    least n + newest blocks are those selected of the whole row. Granularity as NVIDIA's cuDNN front-end names it.
+    DeepSeek-V4.1 selects 2048 blocks of 8, the newest always.
+
+    Example:
+        >>> logits, ends = jnp.asarray([[0.5, 3.0, 1.0, 2.0, 0.0]]), jnp.asarray([5], dtype=jnp.int32)
+        >>> xj.select_blocks(logits, ends, k=2, granularity=2).tolist()
+        [[0, 2]]
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _select_blocks(
+        [logits, ends, starts],
+        (
+            k,
+            granularity,
+            newest,
         ),
         implementation,
     )
@@ -1932,6 +2577,13 @@ __all__ = [
     "convert_indexer_cache",
     "convert_mla_cache",
     "dsa_attention",
+    "expand_blocks",
+    "indexer_block_logits",
+    "indexer_block_logits_paged",
+    "indexer_block_topk",
+    "indexer_block_topk_paged",
+    "indexer_blocks",
+    "indexer_blocks_paged",
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_loss",
@@ -1944,9 +2596,11 @@ __all__ = [
     "map_slots",
     "merge_attention",
     "merge_topk",
+    "pool_keys",
     "quantize_indexer_query",
     "read_indexer_cache",
     "read_mla_cache",
+    "select_blocks",
     "select_topk",
     "sparse_mla",
     "sparse_mla_backward",

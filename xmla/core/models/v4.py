@@ -1,5 +1,6 @@
-"""The calls that serving a DeepSeek-V4 model makes, as specs: one layer of each kind per step."""
+"""The calls that serving a DeepSeek-V4 or V4.1 model makes, as specs: one layer of each kind per step."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,97 @@ SERIES = {4: 2, 128: 1}
 PAGES = 1024  # of every pool; arbitrary, since `specializations` replaces it by few and many
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfigV4(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoSources(Model):
+    """What V4 and V4.1 have in common: layers that attend to a window, and layers that also attend to selected entries.
+
+    Arrays are dense, except that the page stride of the latent caches is the multiple that allocators of their format
+    use. Weights, angles and states are float32.
+    """
+
+    heads: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    index_format: str = "fp8"
+    k: int = 1024
+    window: int = 128
+    cache_format: str = "v4"
+    extra_format: str = "v4"
+    page_size: int = 256
+    entry_pages: tuple[int, int] = (64, 2)
+    softmax_scale: float = VALUE_DIMS**-0.5
+    index_scale: float | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def indexer(self) -> IndexerLayout:
+        return IndexerLayout(self.index_dim, self.index_format)
+
+    def pool(self, name: str, page_size: int) -> Spec:
+        layout = layout_of(name, type(self), rope_in_value=True)
+        dtype = "uint8" if layout.packed else self.dtype
+        return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
+
+    def table(self, requests: int, max_len: int, tokens_a_page: int) -> Spec:
+        return Spec((requests, cdiv(max_len, tokens_a_page)), "int32")
+
+    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
+        """A layer of each kind in a decode step of `requests`, with `next_n` tokens each, or up to that if `mixed`."""
+        if mixed:
+            yield split(requests, next_n)
+        yield from self.layers(requests * next_n, requests, max_len, mixed)
+
+    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """A layer of each kind in a prefill step of `tokens`."""
+        yield from self.layers(tokens, 1, max_len, with_ids=True)
+
+    @abstractmethod
+    def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
+        """A layer of each kind in a step of `tokens`."""
+
+    def write(self, tokens: int, name: str, cache: Spec) -> Call:
+        """The call that writes latent entries of the format `name`."""
+        layout = layout_of(name, type(self), rope_in_value=True)
+        parts = {"latent": Spec((tokens, layout.latent), self.dtype), "rope": Spec((tokens, layout.rope), self.dtype)}
+        return Call(
+            "write_mla_cache", {**parts, "slots": Spec((tokens,), "int32"), "cache": cache}, {"cache_format": name}
+        )
+
+    def attend(
+        self, tokens: int, requests: int, max_len: int, ids: dict[str, Spec]
+    ) -> tuple[Iterator[Call], Call]:  # fmt: skip
+        """The calls that write a window and find its slots, and that of a layer that attends to it alone."""
+        cache, layout = self.caches()["window"], layout_of(self.cache_format, type(self), rope_in_value=True)
+        a_token = Spec((tokens,), "int32")
+        windowed = {"block_table": self.table(requests, max_len, self.page_size), "lengths": a_token, **ids}
+        find = Call("window_slots", windowed, {"window": self.window, "page_size": self.page_size})
+        attended = {
+            "q": Spec((tokens, self.heads, VALUE_DIMS), self.dtype), "cache": cache,
+            "slots": Spec((tokens, self.window), "int32"), "lengths": a_token, "sink": Spec((self.heads,), "float32"),
+            "cos_sin": Spec((max_len, layout.rope), "float32"), "positions": a_token,
+        }  # fmt: skip
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format}
+        return iter((self.write(tokens, self.cache_format, cache), find)), Call("sparse_mla", attended, attrs)
+
+    def attend_to_both(self, alone: Call, cache: Spec, width: int) -> Call:
+        """The call of a layer that attends to the window and to `width` entries of `cache`."""
+        a_token = alone.specs["lengths"]
+        second = {
+            "extra_cache": cache, "extra_slots": Spec((a_token.shape[0], width), "int32"), "extra_lengths": a_token,
+        }  # fmt: skip
+        return Call("sparse_mla", {**alone.specs, **second}, {**alone.attrs, "extra_cache_format": self.extra_format})
+
+    def query(self, tokens: int) -> tuple[Call, dict[str, Spec]]:
+        """The call that quantises the indexer's queries, and what it gives."""
+        query = Spec((tokens, self.index_heads, self.index_dim), self.dtype)
+        weights = Spec((tokens, self.index_heads), "float32")
+        attrs = {"scale": self.index_scale, "format": self.index_format}
+        call = Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
+        return call, {"q8": Spec(query.shape, self.indexer.query_dtype), "weights": weights}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfigV4(TwoSources):
     """A DeepSeek-V4 model as an engine serves it: sliding-window layers, and compressed ones with and without indexer.
 
     Arrays are dense, except that the page stride of the latent caches is the multiple that allocators of their format
@@ -40,66 +130,25 @@ class ModelConfigV4(Model):
         prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
     """
 
-    heads: int = 128
-    index_heads: int = 64
-    index_dim: int = 128
-    index_format: str = "fp8"
-    k: int = 1024
-    window: int = 128
-    cache_format: str = "v4"
-    extra_format: str = "v4"
-    page_size: int = 256
-    entry_pages: tuple[int, int] = (64, 2)
     state_page: int = 8
-    softmax_scale: float = VALUE_DIMS**-0.5
-    index_scale: float | None = None
-    dtype: str = "bfloat16"
-
-    @property
-    def indexer(self) -> IndexerLayout:
-        return IndexerLayout(self.index_dim, self.index_format)
-
-    def _pool(self, name: str, page_size: int) -> Spec:
-        layout = layout_of(name, type(self), rope_in_value=True)
-        dtype = "uint8" if layout.packed else self.dtype
-        return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
 
     def caches(self) -> dict[str, Spec]:
         """The pools, of PAGES each."""
-        pools = {"window": self._pool(self.cache_format, self.page_size)}
+        pools = {"window": self.pool(self.cache_format, self.page_size)}
         for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
-            pools[f"ratio {ratio}"] = self._pool(self.extra_format, page_size)
+            pools[f"ratio {ratio}"] = self.pool(self.extra_format, page_size)
         return pools | {"indexer": Spec((PAGES, self.entry_pages[0], self.indexer.row), "uint8")}
-
-    def table(self, requests: int, max_len: int, tokens_a_page: int) -> Spec:
-        return Spec((requests, cdiv(max_len, tokens_a_page)), "int32")
-
-    def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
-        """A layer of each kind in a decode step of `requests`, with `next_n` tokens each, or up to that if `mixed`."""
-        if mixed:
-            yield split(requests, next_n)
-        yield from self.layers(requests * next_n, requests, max_len, mixed)
 
     def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
         a_token = Spec((tokens,), "int32")
         ids = {"request_ids": a_token} if with_ids else {}
-        caches, layout = self.caches(), layout_of(self.cache_format, type(self), rope_in_value=True)
-        parts = {"latent": Spec((tokens, layout.latent), self.dtype), "rope": Spec((tokens, layout.rope), self.dtype)}
-        yield Call("write_mla_cache", {**parts, "slots": a_token, "cache": caches["window"]},
-                   {"cache_format": self.cache_format})  # fmt: skip
-        windowed = {"block_table": self.table(requests, max_len, self.page_size), "lengths": a_token, **ids}
-        yield Call("window_slots", windowed, {"window": self.window, "page_size": self.page_size})
-        attended = {
-            "q": Spec((tokens, self.heads, VALUE_DIMS), self.dtype), "cache": caches["window"],
-            "slots": Spec((tokens, self.window), "int32"), "lengths": a_token, "sink": Spec((self.heads,), "float32"),
-            "cos_sin": Spec((max_len, layout.rope), "float32"), "positions": a_token,
-        }  # fmt: skip
-        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format}
-        yield Call("sparse_mla", attended, attrs)
-
+        caches = self.caches()
+        before, alone = self.attend(tokens, requests, max_len, ids)
+        yield from before
+        yield alone
         for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
-            entries = self.table(requests, max_len, ratio * page_size)
-            yield self.compress(tokens, requests, max_len, ratio, VALUE_DIMS, caches[f"ratio {ratio}"], entries, ids)
+            cache, entries = caches[f"ratio {ratio}"], self.table(requests, max_len, ratio * page_size)
+            yield self.compress(tokens, requests, max_len, ratio, VALUE_DIMS, cache, entries, ids)
             if ratio == 4:
                 yield from self.pick(tokens, requests, max_len, entries, ids)
                 width = self.k
@@ -107,11 +156,7 @@ class ModelConfigV4(Model):
                 width = entries.shape[1] * page_size
                 every = {"window": width, "page_size": page_size, "ratio": ratio}
                 yield Call("window_slots", {"block_table": entries, "lengths": a_token, **ids}, every)
-            second = {
-                "extra_cache": caches[f"ratio {ratio}"], "extra_slots": Spec((tokens, width), "int32"),
-                "extra_lengths": a_token,
-            }  # fmt: skip
-            yield Call("sparse_mla", attended | second, attrs | {"extra_cache_format": self.extra_format})
+            yield self.attend_to_both(alone, cache, width)
 
     def compress(
         self, tokens: int, requests: int, max_len: int, ratio: int, dim: int, cache: Spec, table: Spec,
@@ -134,19 +179,9 @@ class ModelConfigV4(Model):
         """The calls of the indexer: its keys, its queries, the selection, and the selection's slots."""
         cache = self.caches()["indexer"]
         yield self.compress(tokens, requests, max_len, 4, self.index_dim, cache, entries, ids)
-        query = Spec((tokens, self.index_heads, self.index_dim), self.dtype)
-        weights = Spec((tokens, self.index_heads), "float32")
-        attrs = {"scale": self.index_scale, "format": self.index_format}
-        yield Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
-        q8 = Spec(query.shape, self.indexer.query_dtype)
-        picked = {
-            "q8": q8, "weights": weights, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"),
-            **ids,
-        }  # fmt: skip
+        quantize, query = self.query(tokens)
+        yield quantize
+        picked = {**query, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"), **ids}
         yield Call("indexer_topk_paged", picked, {"k": self.k})
         mapped = {"indices": Spec((tokens, self.k), "int32"), "block_table": entries, **ids}
         yield Call("map_slots", mapped, {"page_size": self.entry_pages[0]})
-
-    def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
-        """A layer of each kind in a prefill step of `tokens`."""
-        yield from self.layers(tokens, 1, max_len, with_ids=True)

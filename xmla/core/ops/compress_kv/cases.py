@@ -14,15 +14,15 @@ def angles(positions: int, rope: int = 64) -> np.ndarray:
     return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
-def _case(
+def make_case(
     starts: tuple[int, ...], new: int, ratio: int, layout: MlaLayout | IndexerLayout, entries: int, state_entries: int,
     dtype: np.dtype = BF16, padding: int = 0, with_ids: bool = False, ring: bool = False, rope: int = 64,
-    **attrs: object,
+    series: int | None = None, **attrs: object,
 ) -> Case:  # fmt: skip
-    """Requests that have `starts` tokens each and get `new` more; two series of scores at ratio 4 and below."""
+    """Requests that have `starts` tokens each and get `new` more; by default two series at ratio 4 and below."""
     packed = isinstance(layout, IndexerLayout) or layout.packed
     dim = layout.dim if isinstance(layout, IndexerLayout) else layout.dims
-    series = 2 if ratio <= 4 else 1
+    series = series or (2 if ratio <= 4 else 1)
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         requests, width, longest = len(starts), series * dim, max(starts) + new
@@ -68,15 +68,15 @@ def _case(
 
 
 CASES = (
-    _case((0,), 9, 4, V4, 64, 4),
-    _case((7, 0, 30), 9, 4, V4, 3, 8, padding=64, with_ids=True, scale_floor="scale"),
-    _case((130, 250), 8, 128, V4, 2, 8, dtype=F16, ring=True),
-    _case((11, 6), 2, 4, IndexerLayout(128), 64, 4, padding=4, eps=1e-3),
-    _case((3, 17), 7, 4, IndexerLayout(64), 5, 4, dtype=F16, rope=32, with_ids=True),
-    _case((5, 2), 7, 4, IndexerLayout(128, "mxfp4"), 3, 4, padding=8),
-    _case((4, 3), 4, 4, V41, 61, 4, ring=True, cache_format="v41"),
-    _case((6,), 6, 5, V41_FP4, 2, 3, padding=16, cache_format="v41_fp4"),
-    _case((3,), 3, 2, V41_FOOTER, 3, 2, padding=5, cache_format="v41_footer"),
-    _case((4,), 3, 2, V41_FP4_FOOTER, 53, 2, cache_format="v41_fp4_footer"),
-    _case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),
+    make_case((0,), 9, 4, V4, 64, 4),
+    make_case((7, 0, 30), 9, 4, V4, 3, 8, padding=64, with_ids=True, scale_floor="scale"),
+    make_case((130, 250), 8, 128, V4, 2, 8, dtype=F16, ring=True),
+    make_case((11, 6), 2, 4, IndexerLayout(128), 64, 4, padding=4, eps=1e-3),
+    make_case((3, 17), 7, 4, IndexerLayout(64), 5, 4, dtype=F16, rope=32, with_ids=True),
+    make_case((5, 2), 7, 4, IndexerLayout(128, "mxfp4"), 3, 4, padding=8),
+    make_case((4, 3), 4, 4, V41, 61, 4, ring=True, cache_format="v41"),
+    make_case((6,), 6, 5, V41_FP4, 2, 3, padding=16, cache_format="v41_fp4"),
+    make_case((3,), 3, 2, V41_FOOTER, 3, 2, padding=5, cache_format="v41_footer"),
+    make_case((4,), 3, 2, V41_FP4_FOOTER, 53, 2, cache_format="v41_fp4_footer"),
+    make_case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),
 )

@@ -95,8 +95,8 @@ def rotate(x, row, D: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def compress_entries_kernel(
-    norm_weight_ptr,  # [D]
-    cos_sin_ptr,  # [S, E]
+    norm_weight_ptr,  # [D] if HAS_NORM
+    cos_sin_ptr,  # [S, E] if E
     positions_ptr,  # [T] i32
     state_ptr,  # [STATE_P, STATE_R, 2·C·D] f32
     state_table_ptr,  # [B, STATE_M] i32
@@ -121,6 +121,7 @@ def compress_entries_kernel(
     SERIES: tl.constexpr,  # C
     D: tl.constexpr,
     E: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     LAYOUT: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
@@ -135,14 +136,16 @@ def compress_entries_kernel(
     page_ptr = block_table_ptr + offset_of(request, table_stride) + entry // PAGE_SIZE
     page = tl.load(page_ptr, mask=emits, other=-1)
     if (page >= 0) & (page < num_pages):
-        pooled, found = pool_window(
+        x, found = pool_window(
             state_ptr, state_table_ptr + offset_of(request, state_stride), state_width, state_pages,
             (entry - (SERIES - 1)) * RATIO, STATE_PAGE_STRIDE, STATE_PAGE_SIZE, RATIO, SERIES * RATIO, SERIES * D, D,
             BLOCK_W,
         )  # fmt: skip
-        weight = tl.load(norm_weight_ptr + tl.arange(0, D)).to(tl.float32)
-        normed = pooled * tl.rsqrt(tl.sum(pooled * pooled, 0) / D + EPS) * weight
-        x = rotate(normed, cos_sin_ptr + offset_of(entry * RATIO, ANGLE_STRIDE), D, E)
+        if HAS_NORM:
+            weight = tl.load(norm_weight_ptr + tl.arange(0, D)).to(tl.float32)
+            x = x * tl.rsqrt(tl.sum(x * x, 0) / D + EPS) * weight
+        if E:
+            x = rotate(x, cos_sin_ptr + offset_of(entry * RATIO, ANGLE_STRIDE), D, E)
         slot = tl.where(found > 0, offset_of(page, PAGE_SIZE) + entry % PAGE_SIZE, -1)
         slot = slot + tl.zeros([1], tl.int64)
         ok = slot >= 0

@@ -1,3 +1,5 @@
+from collections.abc import Hashable
+
 from xmla.core.device import Device
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Problem
@@ -9,17 +11,25 @@ POOLED = 8192  # elements of the window that a program holds at once: scores and
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    specs, attrs = problem.specs, problem.attrs
+    sizes, constexprs = {"num_angles": problem["S"]}, {"E": problem["E"], "EPS": float(problem.attrs["eps"])}
     layout = problem.formats["cache"]
     if isinstance(layout, IndexerLayout):
-        min_exponent, num_warps = layout.min_exponent, 4
-    else:
-        min_exponent, num_warps = layout.min_exponent(attrs["scale_floor"]), 8
-    dim, width, ratio = problem["D"], problem["C·D"], problem["r"]
-    arrays = problem.stand_ins(request_ids="positions")
+        return compress(problem, {}, layout.min_exponent, 4, sizes, constexprs)
+    return compress(problem, {}, layout.min_exponent(problem.attrs["scale_floor"]), 8, sizes, constexprs)
+
+
+def compress(
+    problem: Problem, arrays: dict[str, str], min_exponent: int, num_warps: int, sizes: dict[str, int],
+    constexprs: dict[str, Hashable],
+) -> Plan:  # fmt: skip
+    """The plan that keeps states, then writes entries: `arrays` as in `Launch`, `sizes` and `constexprs` of entries."""
+    specs = problem.specs
+    kv, score = (specs[arrays.get(name, name)] for name in ("kv", "score"))
+    dim, width, ratio = problem["D"], kv.shape[1], problem["r"]
+    ids = problem.stand_ins(request_ids="positions")
     # Pages without entries hold nothing, as if there were none, and kernels divide by the size of a page.
     state_size, page_size = (max(problem[axis], 1) for axis in ("STATE_R", "R"))
-    sizes = {
+    shared = {
         "num_requests": problem["B"],
         "next_n": tokens_a_request(problem),
         "state_stride": specs["state_table"].stride(0),
@@ -29,11 +39,11 @@ def plan(problem: Problem, device: Device) -> Plan:
     keep = Launch(
         keep_states_kernel,
         grid=(problem["T"],),
-        arrays=arrays,
-        sizes=sizes,
+        arrays=ids | {name: array for name, array in arrays.items() if name in ("kv", "score")},
+        sizes=shared,
         constexprs={
-            "KV_STRIDE": specs["kv"].stride(0),
-            "SCORE_STRIDE": specs["score"].stride(0),
+            "KV_STRIDE": kv.stride(0),
+            "SCORE_STRIDE": score.stride(0),
             "APE_STRIDE": specs["ape"].stride(0),
             "PAGE_STRIDE": specs["state"].stride(0),
             "PAGE_SIZE": state_size,
@@ -42,19 +52,19 @@ def plan(problem: Problem, device: Device) -> Plan:
             "HAS_REQUEST_IDS": problem.has("request_ids"),
         },
     )
-    compress = Launch(
+    write = Launch(
         compress_entries_kernel,
         grid=(problem["T"],),
-        arrays=arrays,
+        arrays=ids | {name: array for name, array in arrays.items() if name in ("norm_weight", "cos_sin")},
         sizes={
-            **sizes,
+            **shared,
             "table_stride": specs["block_table"].stride(0),
             "table_width": problem["M"],
             "num_pages": problem["P"] if problem["R"] else 0,
-            "num_angles": problem["S"],
+            **sizes,
         },
         constexprs={
-            "ANGLE_STRIDE": specs["cos_sin"].stride(0),
+            "ANGLE_STRIDE": specs["cos_sin"].stride(0) if problem.has("cos_sin") else 0,
             "STATE_PAGE_STRIDE": specs["state"].stride(0),
             "STATE_PAGE_SIZE": state_size,
             "PAGE_STRIDE": specs["cache"].stride(0),
@@ -62,13 +72,13 @@ def plan(problem: Problem, device: Device) -> Plan:
             "RATIO": ratio,
             "SERIES": width // dim,
             "D": dim,
-            "E": problem["E"],
-            "EPS": float(attrs["eps"]),
-            "LAYOUT": layout,
+            "HAS_NORM": problem.has("norm_weight"),
+            **constexprs,
+            "LAYOUT": problem.formats["cache"],
             "MIN_EXPONENT": min_exponent,
             "HAS_REQUEST_IDS": problem.has("request_ids"),
             "BLOCK_W": min(next_power_of_2(width // dim * ratio), POOLED // dim),
         },
         num_warps=num_warps,
     )
-    return Plan((keep, compress), {}, ())
+    return Plan((keep, write), {}, ())

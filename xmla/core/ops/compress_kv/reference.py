@@ -23,7 +23,35 @@ def reference(
     scale_floor: str = "amax",
 ) -> tuple[()]:
     """Reference of `compress_kv`: one token at a time, pooled in float64; updates `state` and `cache` in place."""
-    tokens, (ratio, width), dim = len(kv), ape.shape, len(norm_weight)
+    ratio, dim = len(ape), len(norm_weight)
+    slots, entries = [], []
+    for slot, entry, rows in windows(
+        kv, score, ape, positions, state, state_table, cache, block_table, request_ids, dim
+    ):
+        if entry * ratio < len(cos_sin):
+            slots.append(slot)
+            entries.append(_entry(pool(rows), norm_weight.astype(np.float64), cos_sin[entry * ratio], eps))
+    if not entries:
+        return ()
+    values = np.stack(entries).astype(np.float32)
+    if dim != 512:
+        (keys,) = indexer_layouts(cache.shape[2], dim)
+        keys.scatter(cache, np.array(slots), *keys.quantize(values))
+    else:
+        (mla,) = mla_layouts(Spec.of_numpy(cache), cache_format)
+        mla.scatter(cache, np.array(slots), values[:, : mla.latent], values[:, mla.latent :], scale_floor)
+    return ()
+
+
+def windows(
+    kv: np.ndarray, score: np.ndarray, ape: np.ndarray, positions: np.ndarray, state: np.ndarray,
+    state_table: np.ndarray, cache: np.ndarray, block_table: np.ndarray, request_ids: np.ndarray | None, dim: int,
+) -> list[tuple[int, int, np.ndarray]]:  # fmt: skip
+    """Store the tokens' states; the slot and number of each entry that they complete, and its window's states.
+
+    These are rows [rows, 2, D] of kv and score, in float64.
+    """
+    tokens, (ratio, width) = len(kv), ape.shape
     overlap = width // dim - 1
 
     def place(table: np.ndarray, request: int, index: int, pool: np.ndarray) -> tuple[int, int] | None:
@@ -41,11 +69,11 @@ def reference(
             state[at] = np.concatenate([kv[token].astype(np.float32),
                                         score[token].astype(np.float32) + ape[position % ratio]])  # fmt: skip
 
-    slots, entries = [], []
+    found = []
     for _, owner, position in known:
         entry, last = divmod(position, ratio)
         at = place(block_table, owner, entry, cache)
-        if last != ratio - 1 or at is None or entry * ratio >= len(cos_sin):
+        if last != ratio - 1 or at is None:
             continue
         rows = []
         for past in range((entry - overlap) * ratio, (entry + 1) * ratio):
@@ -53,25 +81,19 @@ def reference(
                 series = overlap if past >= entry * ratio else 0
                 rows.append(state[kept].reshape(2, -1, dim)[:, series].astype(np.float64))
         if rows:
-            entries.append(_entry(np.stack(rows), norm_weight.astype(np.float64), cos_sin[entry * ratio], eps))
-            slots.append(at[0] * cache.shape[1] + at[1])
-    if not entries:
-        return ()
-    values = np.stack(entries).astype(np.float32)
-    if dim != 512:
-        (keys,) = indexer_layouts(cache.shape[2], dim)
-        keys.scatter(cache, np.array(slots), *keys.quantize(values))
-    else:
-        (mla,) = mla_layouts(Spec.of_numpy(cache), cache_format)
-        mla.scatter(cache, np.array(slots), values[:, : mla.latent], values[:, mla.latent :], scale_floor)
-    return ()
+            found.append((at[0] * cache.shape[1] + at[1], entry, np.stack(rows)))
+    return found
 
 
-def _entry(rows: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: float) -> np.ndarray:
-    """One entry [D] from the rows [rows, 2, D] of its window, kv and score, in float64."""
+def pool(rows: np.ndarray) -> np.ndarray:
+    """Σ softmax(score) · kv [D] over the rows [rows, 2, D] of a window, each dim separately."""
     kv, score = rows[:, 0], rows[:, 1]
     weights = np.exp(score - score.max(axis=0))
-    pooled = (weights * kv).sum(axis=0) / weights.sum(axis=0)
+    return (weights * kv).sum(axis=0) / weights.sum(axis=0)
+
+
+def _entry(pooled: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: float) -> np.ndarray:
+    """One entry [D] from what its window pools."""
     normed = pooled / np.sqrt((pooled**2).mean() + eps) * norm_weight
     cos, sin = np.split(cos_sin.astype(np.float64), 2)
     roped = normed[len(normed) - len(cos_sin) :]

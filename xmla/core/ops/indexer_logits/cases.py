@@ -14,7 +14,7 @@ def query(rng: np.random.Generator, tokens: int, heads: int, dim: int, dtype: np
     return {"q8": q8, "weights": normal(rng, tokens, heads, dtype=F32)}
 
 
-def _case(tokens: int, heads: int, keys: int, dim: int = 128, layout: str = "fp8", dtype: np.dtype = E4M3) -> Case:
+def make_case(tokens: int, heads: int, keys: int, dim: int = 128, layout: str = "fp8", dtype: np.dtype = E4M3) -> Case:
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         starts = rng.integers(0, keys // 2, tokens).astype(np.int32)
         ends = (starts + rng.integers(0, keys // 2, tokens)).astype(np.int32)
@@ -35,12 +35,12 @@ def _case(tokens: int, heads: int, keys: int, dim: int = 128, layout: str = "fp8
 
 
 CASES = (
-    _case(1, 64, 65),
-    _case(19, 32, 300),
-    _case(5, 3, 129, dim=64),
-    _case(4, 128, 31, dim=32),
-    _case(3, 8, 2),
-    _case(3, 64, 133, layout="mxfp4"),
-    _case(5, 32, 129, dim=64, layout="mxfp4", dtype=BF16),
-    _case(4, 3, 31, dim=32, layout="mxfp4"),
+    make_case(1, 64, 65),
+    make_case(19, 32, 300),
+    make_case(5, 3, 129, dim=64),
+    make_case(4, 128, 31, dim=32),
+    make_case(3, 8, 2),
+    make_case(3, 64, 133, layout="mxfp4"),
+    make_case(5, 32, 129, dim=64, layout="mxfp4", dtype=BF16),
+    make_case(4, 3, 31, dim=32, layout="mxfp4"),
 )

@@ -27,7 +27,7 @@ def exact_keys(rng: np.random.Generator, layout: IndexerLayout, count: int) -> t
     return values, scales
 
 
-def _case(
+def make_case(
     name: str, tokens: int, heads: int, keys: int, k: int, dim: int = 32, layout: str = "fp8",
     **attrs: int,
 ) -> Case:  # fmt: skip
@@ -54,11 +54,15 @@ def _case(
 # the workspace as logits, and more than four blocks of 512: candidates are reduced between blocks, then at the end; the
 # last block and its last tile are not full.
 CASES = (
-    _case("fits", 5, 4, 300, 20),
-    _case("bounded-rows-shorter-than-k", 2, 16, 4000, 3000, workspace_bytes=70_000),
-    _case("bounded-one-program", 7, 4, 3300, 20, workspace_bytes=148_000),  # a group of 8 tokens, one of them missing
+    make_case("fits", 5, 4, 300, 20),
+    make_case("bounded-rows-shorter-than-k", 2, 16, 4000, 3000, workspace_bytes=70_000),
+    make_case(
+        "bounded-one-program", 7, 4, 3300, 20, workspace_bytes=148_000
+    ),  # a group of 8 tokens, one of them missing
     # Three groups of 2 tokens, the last one not full: the first program has two of them.
-    _case("bounded-two-programs", 5, 64, 2300, 100, dim=128, workspace_bytes=80_000),
-    _case("parts", 70, 4, 300, 20, workspace_bytes=650_000),  # of 64 and 6 tokens: none has fewer than 64 but the last
-    _case("bounded-mxfp4", 4, 4, 2600, 20, layout="mxfp4", workspace_bytes=74_000),
+    make_case("bounded-two-programs", 5, 64, 2300, 100, dim=128, workspace_bytes=80_000),
+    make_case(
+        "parts", 70, 4, 300, 20, workspace_bytes=650_000
+    ),  # of 64 and 6 tokens: none has fewer than 64 but the last
+    make_case("bounded-mxfp4", 4, 4, 2600, 20, layout="mxfp4", workspace_bytes=74_000),
 )

@@ -6,17 +6,17 @@ from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp
 from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits, select_topk
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
-from xmla.core.plan import Launch, Plan, all_choices, cdiv, most_registers, next_power_of_2
+from xmla.core.parts import in_parts
+from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.spec import Spec
 
 BLOCKS = (2048, 1024, 512)  # keys that are scored before candidates are appended, best first
 MAX_K = 8192  # one program selects among its candidates in registers
 PROGRAMS_A_SM = 2
 # The least tokens, or logits, of a part whose logits are stored: fewer do not pay for their selection (H200,
-# 2026-11-22: it takes 13 µs for any row, the logits 35). The most parts: each has two or three launches.
+# 2026-11-22: it takes 13 µs for any row, the logits 35).
 PART_TOKENS = 64
 PART_LOGITS = 1 << 21
-MAX_PARTS = 1024
 
 
 def capacity(k: int, block: int) -> int:
@@ -52,30 +52,14 @@ def stored(problem: Problem, device: Device) -> Plan:
     return steps.plan()
 
 
-def in_parts(problem: Problem, device: Device) -> Plan | None:
+def parts_of(problem: Problem, device: Device) -> Plan | None:
     """The plan that stores the logits of as many tokens at a time as fit the workspace."""
-    tokens, keys, given = problem["T"], problem["N"], problem.attrs["workspace_bytes"]
+    keys = problem["N"]
     together = indexer_logits.tokens_a_program(problem, device)
-    size = min(tokens, given // (4 * max(keys, 1))) // together * together
-    while size and (size >= PART_TOKENS or size * keys >= PART_LOGITS) and cdiv(tokens, size) <= MAX_PARTS:
-        plan = join_parts(problem, device, size)
-        if plan.workspace_bytes <= given:
-            return plan
-        size = min(size - 1, size * given // plan.workspace_bytes) // together * together
-    return None
-
-
-def join_parts(problem: Problem, device: Device, size: int) -> Plan:
-    """The plan that stores the logits of `size` tokens at a time."""
-    counts = {row: min(size, problem["T"] - row) for row in range(0, problem["T"], size)}
-    # All parts are alike but for the last.
-    parts = {n: stored(of_tokens(problem, n), device) for n in sorted(set(counts.values()))}
-    launches = [launch.with_sizes(first_row=row) for row, count in counts.items() for launch in parts[count].launches]
-    buffers: dict[str, Spec] = {}
-    for name, spec in (item for part in parts.values() for item in part.buffers.items()):
-        buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
-    chosen = all_choices(parts.values())
-    return Plan(tuple(launches), buffers | problem.op.result_specs(problem), ("indices",), chosen)
+    return in_parts(
+        problem, lambda size: stored(of_tokens(problem, size), device), 4 * max(keys, 1), together,
+        lambda size: size >= PART_TOKENS or size * keys >= PART_LOGITS,
+    )  # fmt: skip
 
 
 def of_tokens(problem: Problem, tokens: int) -> Problem:
@@ -89,7 +73,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     whole = stored(problem, device)
     if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
         return whole
-    return in_parts(problem, device) or bounded(problem, device)
+    return parts_of(problem, device) or bounded(problem, device)
 
 
 def bounded(problem: Problem, device: Device) -> Plan:

@@ -6,7 +6,7 @@ from xmla.core.op import Case
 from xmla.core.ops.indexer_topk.cases import exact_keys, exact_query
 
 
-def _case(
+def make_case(
     name: str, contexts: tuple[int, ...], entries: int, k: int, next_n: int = 1, heads: int = 8, dim: int = 32,
     shuffled: bool = False, layout: str = "fp8", **attrs: int,
 ) -> Case:  # fmt: skip
@@ -36,11 +36,11 @@ def _case(
 
 
 CASES = (
-    _case("fits", (150, 9), 64, 20),
-    _case(
+    make_case("fits", (150, 9), 64, 20),
+    make_case(
         "bounded-ids", (2700, 70), 2, 25, next_n=2, shuffled=True, workspace_bytes=74_500
     ),  # second, which several tests take
-    _case("bounded-segments", (9000, 40), 61, 30, workspace_bytes=80_000),
-    _case("bounded-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=175_000),
-    _case("bounded-mxfp4", (3500, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=38_000),
+    make_case("bounded-segments", (9000, 40), 61, 30, workspace_bytes=80_000),
+    make_case("bounded-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=175_000),
+    make_case("bounded-mxfp4", (3500, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=38_000),
 )

@@ -1,0 +1,97 @@
+"""Selections of blocks of keys: that they are the selections over all keys, and that a call's parts do not show."""
+
+import kit
+import numpy as np
+import pytest
+import torch
+
+from xmla import torch_api
+from xmla.core.errors import UnsupportedError
+from xmla.core.ops.indexer_topk.cases import make_case as ragged
+from xmla.core.ops.indexer_topk_paged.cases import make_case as paged
+from xmla.core.registry import registry
+
+OPS = registry()
+LAYOUTS = ("fp8", "mxfp4")
+
+
+def inputs_of(name: str, arrays: dict[str, np.ndarray], device: str) -> list[torch.Tensor | None]:
+    return kit.torch_inputs(OPS[name], arrays, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("granularity", "newest"), [(8, 1), (4, 3), (64, 0)])
+def test_keys_selected_in_the_best_blocks_are_those_of_the_whole_context(
+    granularity: int, newest: int, layout: str, device: str
+) -> None:
+    """Logits tie often and some are NaN; the query that selected the blocks selects in them."""
+    k = 20
+    arrays = kit.make(paged("", (530, 9, 211), 61, k, next_n=2, layout=layout))
+    call = inputs_of("indexer_topk_paged", arrays, device)
+    blocks = torch_api.indexer_blocks_paged(*call, k=k + newest, granularity=granularity, newest=newest)
+    within = torch_api.indexer_block_topk_paged(*call[:5], blocks, call[5], k=k, granularity=granularity)
+    kit.assert_bits_equal("indices", within, torch_api.indexer_topk_paged(*call, k=k))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_selected_in_the_best_blocks_are_those_of_the_whole_range(layout: str, device: str) -> None:
+    arrays = kit.make(ragged("", 7, 4, 430, 20, layout=layout))
+    call = inputs_of("indexer_topk", arrays, device)
+    blocks = torch_api.indexer_blocks(*call, k=21, granularity=8)
+    within = torch_api.indexer_block_topk(*call, blocks, k=20, granularity=8)
+    kit.assert_bits_equal("indices", within, torch_api.indexer_topk(*call, k=20))
+
+
+def test_another_query_selects_as_a_mask_over_the_whole_context_would(device: str) -> None:
+    """What engines do without these ops: all logits, −inf outside the candidate blocks, and the largest of them."""
+    k, granularity = 25, 8
+    arrays = kit.make(paged("", (470, 70), 2, k, next_n=2))
+    source = inputs_of("indexer_topk_paged", arrays, device)
+    other = kit.make(paged("", (470, 70), 2, k, next_n=2), seed=1)
+    consumer = [*inputs_of("indexer_topk_paged", {**arrays, "q8": other["q8"]}, device)]
+    blocks = torch_api.indexer_blocks_paged(*source, k=10, granularity=granularity)
+    got = torch_api.indexer_block_topk_paged(*consumer[:5], blocks, None, k=k, granularity=granularity)
+
+    (logits,) = OPS["indexer_logits_paged"].reference(**{**arrays, "q8": other["q8"]})
+    for row, length in enumerate(arrays["lengths"]):
+        listed = blocks[row][blocks[row] >= 0].cpu().numpy()
+        allowed = np.isin(np.arange(length) // granularity, listed)
+        positions = np.flatnonzero(allowed)
+        picked = OPS["select_topk"].reference(
+            logits[row : row + 1, positions].astype(np.float32), np.array([len(positions)]), k=k
+        )[0][0]
+        kit.assert_bits_equal("indices", got[row][got[row] >= 0], positions[picked[picked >= 0]].astype(np.int32))
+
+
+@pytest.mark.parametrize("name", ["indexer_blocks", "indexer_blocks_paged", "indexer_block_topk",
+                                  "indexer_block_topk_paged"])  # fmt: skip
+def test_parts_do_not_show(name: str, device: str) -> None:
+    """The bits of a call are those of the call that has all the memory it wants."""
+    op = OPS[name]
+    case = next(case for case in op.cases if "workspace_bytes" in case.attrs)
+    call = kit.torch_inputs(op, kit.make(case), device)
+    own = kit.as_tuple(getattr(torch_api, name)(*call, **case.attrs))
+    whole = kit.as_tuple(getattr(torch_api, name)(*call, **{**case.attrs, "workspace_bytes": 1 << 29}))
+    kit.assert_bits_equal("indices", own[0], whole[0])
+
+
+def test_what_does_not_fit_one_token_is_refused(device: str) -> None:
+    for name in ("indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "indexer_block_topk_paged"):
+        op = OPS[name]
+        call = kit.torch_inputs(op, kit.make(op.cases[0]), device)
+        with pytest.raises(UnsupportedError) as caught:
+            getattr(torch_api, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": 100})
+        assert str(caught.value).startswith(f"{name}: workspace_bytes value is 100, supported: at least ")
+        least = int(str(caught.value).split("at least ")[1].split()[0])
+        getattr(torch_api, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": least})
+
+
+def test_a_pooled_selection_and_its_tail_are_slots(device: str) -> None:
+    """GLM-5.3-Flash's step: pools, their tokens, the tail, and the slots of all, the valid ones first."""
+    lengths = torch.tensor([11, 3], dtype=torch.int32, device=device)
+    pools = torch.tensor([[0, -1], [-1, -1]], dtype=torch.int32, device=device)  # of two complete ones, and of none
+    indices = torch_api.expand_blocks(pools, lengths, granularity=4)
+    table = torch.tensor([[3, 0, 7], [5, 1, 2]], dtype=torch.int32, device=device)
+    slots, counts = torch_api.map_slots(indices, table, None, lengths, page_size=4, compact=True)
+    assert slots[:, :8].tolist() == [[12, 13, 14, 15, 28, 29, 30, -1], [20, 21, 22, -1, -1, -1, -1, -1]]
+    assert counts.tolist() == [7, 3]

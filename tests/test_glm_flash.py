@@ -1,0 +1,66 @@
+"""GLM-5.3-Flash's selection of pools against that of transformers' glm5_next, on one set of weights."""
+
+import pytest
+import torch
+
+from xmla import torch_api
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig  # noqa: E402
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer  # noqa: E402
+
+LENGTH, PAGE = 43, 8
+
+
+def quantised(keys: torch.Tensor) -> torch.Tensor:
+    """Keys as the cache holds them, so that both select from the same numbers."""
+    table, positions = torch.zeros(len(keys), dtype=torch.int32), torch.arange(len(keys), dtype=torch.int32)
+    cache = torch.zeros(1, max(len(keys), 1), keys.shape[1] + 4, dtype=torch.uint8)
+    torch_api.write_indexer_cache(keys, positions, cache)
+    values, scales = torch_api.read_indexer_cache(cache, positions + table)
+    return values.float() * scales[:, None]
+
+
+@pytest.mark.parametrize("pool", [4, 16])
+def test_the_pools_and_tails_that_transformers_selects(pool: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)  # with many heads, so that no logits are 0 and tie
+    config = Glm5NextTextConfig(
+        hidden_size=64, index_n_heads=16, index_head_dim=128, index_topk=2 * pool, index_kpool=pool, q_lora_rank=32,
+    )  # fmt: skip
+    indexer = Glm5NextTextIndexer(config, 0).float()
+    with torch.no_grad():
+        for parameter in indexer.parameters():
+            parameter.normal_(std=0.3)
+    hidden, residual = torch.randn(1, LENGTH, 64), torch.randn(1, LENGTH, 32)
+    pooled_states = indexer.get_pooled_states
+
+    def as_stored(packed_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys, *rest = pooled_states(packed_states)
+        return quantised(keys[0])[None], *rest
+
+    monkeypatch.setattr(indexer, "get_pooled_states", as_stored)
+    with torch.no_grad():
+        q = indexer.wq_b(residual).view(LENGTH, 16, 128)
+        q8 = q.to(torch.float8_e4m3fn)  # exact in both
+        indexer.wq_b.register_forward_hook(lambda *_: q8.float().view(1, LENGTH, -1))
+        want = indexer(hidden, residual, torch.ones(1, LENGTH, dtype=torch.bool), None)[0]
+        keys = indexer.k_norm(indexer.wk(hidden))[0]
+        gates = torch.nn.functional.linear(hidden, indexer.index_kpool_compress_gate)[0]
+        weights = indexer.weights_proj(hidden)[0].float() * 16**-0.5 * 128**-0.5
+
+    count = -(-LENGTH // PAGE)
+    state = torch.full((count, PAGE, 256), torch.nan, device=device)
+    cache = torch.full((count, PAGE, 132), 255, dtype=torch.uint8, device=device)
+    table = torch.randperm(count, dtype=torch.int32, device=device)[None]
+    for first, end in ((0, 17), (17, 18), (18, LENGTH)):  # a prompt in chunks, and a decoded token
+        rows, positions = slice(first, end), torch.arange(first, end, dtype=torch.int32, device=device)
+        part = [x[rows].to(device) for x in (keys, gates)]
+        ape = indexer.index_kpool_compress_ape.detach().to(device)
+        torch_api.pool_keys(*part, ape, positions, state, table, cache, table)
+    lengths = torch.arange(1, LENGTH + 1, dtype=torch.int32, device=device)
+    ids = torch.zeros(LENGTH, dtype=torch.int32, device=device)
+    pools = torch_api.indexer_topk_paged(q8.to(device), weights.to(device), cache, table, lengths // pool, ids, k=2)
+    indices = torch_api.expand_blocks(pools, lengths, granularity=pool)
+    assert indices.shape == want.shape
+    for mine, theirs in zip(indices.cpu(), want, strict=True):
+        assert sorted(mine[mine >= 0].tolist()) == sorted(theirs[theirs >= 0].tolist())

@@ -1,0 +1,49 @@
+from xmla.core.device import Device
+from xmla.core.indexer import head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
+from xmla.core.op import Implementation, Problem
+from xmla.core.ops.indexer_block_logits.kernels import indexer_block_logits_kernel
+from xmla.core.ops.indexer_block_logits_paged.plan import splits
+from xmla.core.ops.indexer_logits_paged.plan import configure
+from xmla.core.plan import Launch, Plan
+from xmla.core.selection import entries_of
+from xmla.core.spec import Spec
+
+
+def part(problem: Problem, device: Device, rows: int) -> Plan:
+    """The logits of `rows` tokens from `first_row` on."""
+    columns = entries_of(problem)
+    config = configure(head_rows(problem), keys_are_mxfp4(problem), device)
+    divided = splits(rows, columns, config, device)
+    results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), "float32")}
+    launch = Launch(
+        indexer_block_logits_kernel,
+        grid=(rows * divided,),
+        outputs=tuple(results),
+        sizes={
+            "first_row": 0,
+            "num_keys": problem["N"],
+            "blocks_stride": problem.specs["blocks"].stride(0),
+            "num_columns": columns,
+            "splits": divided,
+        },
+        constexprs={
+            **query_constexprs(problem),
+            **key_constexprs(problem, device),
+            "KEY_STRIDE": problem.specs["keys"].stride(0),
+            "GRANULARITY": problem.attrs["granularity"],
+            "BLOCK_N": config.block_n,
+            "BLOCK_I": head_rows(problem),
+            "BESIDE": device.beside,
+        },
+        num_warps=config.warps,
+        num_stages=config.stages,
+        max_registers=config.max_registers,
+    )
+    return Plan((launch,), results, ("logits", "widths"))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    return part(problem, device, problem["T"])
+
+
+IMPLEMENTATION = Implementation("triton", plan)

@@ -1,0 +1,65 @@
+from collections.abc import Callable
+
+from xmla.core.device import Device
+from xmla.core.op import Problem, Steps
+from xmla.core.ops import select_topk
+from xmla.core.ops.indexer_block_logits_paged.plan import part as block_logits
+from xmla.core.ops.indexer_block_topk_paged.kernels import block_indices_kernel
+from xmla.core.ops.select_blocks.plan import after_ends
+from xmla.core.parts import in_parts, join_parts
+from xmla.core.plan import Launch, Part, Plan
+from xmla.core.selection import capacity_of, entries_of
+
+BLOCKS_K = (512, 2048)  # indices of a step; few, since each is a kernel
+WHOLE = ("widths",)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    return select_in_blocks(problem, device, block_logits)
+
+
+def select_in_blocks(
+    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan]
+) -> Plan:  # fmt: skip
+    """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
+
+    def part(rows: int) -> Plan:
+        steps = Steps(problem, device)
+        steps.add(Part("block_logits", logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
+        steps.call(select_topk.OP, "logits", {"ends": "widths"}, k=problem.attrs["k"])
+        steps.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
+        return after_ends(steps.plan())
+
+    given, row_bytes = problem.attrs["workspace_bytes"], 4 * max(entries_of(problem), 1)
+    found = in_parts(problem, part, row_bytes, 1, lambda size: True, WHOLE) if problem["T"] else part(0)
+    if found is None:
+        needed = join_parts(problem, part, 1, WHOLE).workspace_bytes
+        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
+    return found
+
+
+def positions(problem: Problem, device: Device, rows: int) -> Plan:
+    """Columns of `rows` tokens become positions, in place."""
+    k, results = problem.attrs["k"], problem.op.result_specs(problem)
+    ragged = problem.has("starts")
+    launch = Launch(
+        block_indices_kernel,
+        grid=(rows,),
+        outputs=("indices",),
+        arrays={} if ragged else {"starts": "lengths", "ends": "lengths"},
+        sizes={
+            "first_row": 0,
+            "num_keys": capacity_of(problem),
+            "k": k,
+            "blocks_stride": problem.specs["blocks"].stride(0),
+            "num_columns": entries_of(problem),
+        },
+        constexprs={
+            "HAS_STARTS": ragged,
+            "UNIT": results["indices"].vector(k),
+            "GRANULARITY": problem.attrs["granularity"],
+            "BLOCK_K": next((block for block in BLOCKS_K if k <= block), BLOCKS_K[-1]),
+            "BESIDE": device.beside,
+        },
+    )
+    return Plan((launch,), results, ("indices",))

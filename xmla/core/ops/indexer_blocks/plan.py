@@ -1,0 +1,32 @@
+from xmla.core.device import Device
+from xmla.core.op import Problem, Steps
+from xmla.core.ops import indexer_logits, select_blocks
+from xmla.core.ops.indexer_topk.plan import of_tokens
+from xmla.core.parts import in_parts, join_parts
+from xmla.core.plan import Plan
+from xmla.core.selection import selection_attributes
+
+WHOLE = ("select_blocks.block_counts",)
+
+
+def stored(problem: Problem, device: Device) -> Plan:
+    """The plan that stores all logits and selects from them."""
+    steps = Steps(problem, device)
+    steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
+    steps.call(select_blocks.OP, "logits starts ends", **selection_attributes(problem))
+    return steps.plan()
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    def part(rows: int) -> Plan:
+        return stored(of_tokens(problem, rows), device)
+
+    whole, given = stored(problem, device), problem.attrs["workspace_bytes"]
+    if whole.workspace_bytes <= given:
+        return whole
+    together = min(indexer_logits.tokens_a_program(problem, device), problem["T"])
+    found = in_parts(problem, part, 4 * max(problem["N"], 1), together, lambda size: True, WHOLE)
+    if found is None:
+        needed = join_parts(problem, part, together, WHOLE).workspace_bytes
+        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
+    return found

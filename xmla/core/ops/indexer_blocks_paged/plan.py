@@ -1,0 +1,38 @@
+from xmla.core.device import Device
+from xmla.core.op import Problem, Steps
+from xmla.core.ops import indexer_logits_paged, select_blocks
+from xmla.core.ops.indexer_block_logits_paged.plan import part as all_logits
+from xmla.core.ops.select_blocks.plan import after_ends
+from xmla.core.parts import in_parts, join_parts
+from xmla.core.plan import Part, Plan
+from xmla.core.selection import capacity_of, selection_attributes
+
+WHOLE = ("widths", "select_blocks.block_counts")
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    steps = Steps(problem, device)
+    steps.call(indexer_logits_paged.OP, " ".join(indexer_logits_paged.OP.tensors))
+    steps.call(select_blocks.OP, "logits", {"ends": "lengths"}, **selection_attributes(problem))
+    stored = steps.plan()
+    return stored if stored.workspace_bytes <= problem.attrs["workspace_bytes"] else bounded(problem, device)
+
+
+def bounded(problem: Problem, device: Device) -> Plan:
+    """The plan that stores the logits of as many tokens at a time as fit the workspace; these share no keys."""
+
+    def part(rows: int) -> Plan:
+        steps = Steps(problem, device)
+        steps.add(Part("logits", all_logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
+        steps.call(select_blocks.OP, "logits", {"ends": "widths"}, **selection_attributes(problem))
+        return after_ends(steps.plan())
+
+    given = problem.attrs["workspace_bytes"]
+    if problem.implementation not in (None, "triton"):
+        got = f"{problem.implementation!r} where the logits do not fit workspace_bytes"
+        problem.unsupported("implementation", "value", got, "'triton', or more workspace_bytes")
+    found = in_parts(problem, part, 4 * max(capacity_of(problem), 1), 1, lambda size: True, WHOLE)
+    if found is None:
+        needed = join_parts(problem, part, 1, WHOLE).workspace_bytes
+        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
+    return found

@@ -1,0 +1,53 @@
+"""Plans that compute as many tokens at a time as fit a workspace, one part after another in the same buffers.
+
+The launches of a part take `first_row`, the part's first token; of the call's arrays and results they read and write
+the rows from there on.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from xmla.core.op import Problem
+from xmla.core.plan import Plan, all_choices, cdiv
+from xmla.core.spec import Spec
+
+MAX_PARTS = 1024  # each has two or three launches
+
+
+def in_parts(
+    problem: Problem, part: Callable[[int], Plan], row_bytes: int, together: int, least: Callable[[int], bool],
+    whole: tuple[str, ...] = (),
+) -> Plan | None:  # fmt: skip
+    """The plan of the largest parts that fit `workspace_bytes`; None if they are too small or too many.
+
+    Args:
+        part: The plan of so many tokens.
+        row_bytes: At least the bytes that each token of a part needs.
+        together: Tokens of a part are a multiple of it.
+        least: Whether a part of so many tokens is large enough.
+        whole: The buffers that are of all tokens.
+    """
+    tokens, given = problem["T"], problem.attrs["workspace_bytes"]
+    size = min(tokens, given // row_bytes) // together * together
+    while size and least(size) and cdiv(tokens, size) <= MAX_PARTS:
+        plan = join_parts(problem, part, size, whole)
+        if plan.workspace_bytes <= given:
+            return plan
+        size = min(size - 1, size * given // plan.workspace_bytes) // together * together
+    return None
+
+
+def join_parts(problem: Problem, part: Callable[[int], Plan], size: int, whole: tuple[str, ...] = ()) -> Plan:
+    """The plan that computes `size` tokens at a time."""
+    tokens = problem["T"]
+    counts = {row: min(size, tokens - row) for row in range(0, tokens, size)}
+    # All parts are alike but for the last.
+    parts = {n: part(n) for n in sorted(set(counts.values()))}
+    launches = [launch.with_sizes(first_row=row) for row, count in counts.items() for launch in parts[count].launches]
+    buffers: dict[str, Spec] = {}
+    for name, spec in (item for part in parts.values() for item in part.buffers.items()):
+        buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
+    for name in whole:
+        buffers[name] = replace(buffers[name], shape=(tokens, *buffers[name].shape[1:]))
+    results, chosen = tuple(problem.op.outputs), all_choices(parts.values())
+    return Plan(tuple(launches), buffers | problem.op.result_specs(problem), results, chosen)

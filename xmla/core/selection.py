@@ -1,0 +1,59 @@
+"""Selections whose members are blocks of adjacent columns: the granularity of a selection, on the host.
+
+Device code that their kernels share is in `xmla.core.lang.blocks`.
+"""
+
+from xmla.core.op import Problem
+from xmla.core.work import Work
+
+GRANULARITIES = (1, 2, 4, 8, 16, 32, 64, 128)  # columns of a block: tiles of whole blocks are powers of two
+
+
+def check_granularity(problem: Problem) -> None:
+    if problem.attrs["granularity"] not in GRANULARITIES:
+        problem.refuse("granularity", "value", problem.attrs["granularity"], "a power of two, at most 128")
+
+
+def check_newest(problem: Problem) -> None:
+    """Rules of a selection of blocks: its size, its granularity and the blocks that are always in it."""
+    k, newest = problem.attrs["k"], problem.attrs["newest"]
+    problem.require_count("k")
+    check_granularity(problem)
+    if not 0 <= newest <= k:
+        problem.refuse("newest", "value", newest, f"at least 0 and at most k = {k}")
+
+
+def entries_of(problem: Problem) -> int:
+    """Columns of a row over selected blocks: all entries of all of them."""
+    return problem["BLOCKS"] * problem.attrs["granularity"]
+
+
+def capacity_of(problem: Problem) -> int:
+    """The most keys of a request, paged, or of all requests."""
+    return problem["M"] * problem["R"] if problem.has("block_table") else problem["N"]
+
+
+def block_logits_work(problem: Problem, keys: int | None) -> list[Work]:
+    """The keys in tokens' blocks read once, products, logits written; then the other arguments."""
+    capacity, dim = keys or capacity_of(problem), problem["D"]
+    logits = problem["T"] * min(entries_of(problem), capacity)
+    read = min(logits, capacity * (problem["B"] if problem.has("block_table") else 1)) * (dim + 4)
+    rest = sum(spec.nbytes for name, spec in problem.specs.items() if name not in problem.op.pools)
+    return [Work(read + 4 * logits, fp8_flops=2.0 * logits * problem["I"] * dim), Work(rest)]
+
+
+def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:
+    """The work of the logits, reading them again, and writing the indices."""
+    logits, rest = block_logits_work(problem, keys)
+    again = 4 * problem["T"] * min(entries_of(problem), keys or capacity_of(problem))
+    return [logits, Work(again), Work(rest.bytes + 4 * problem["T"] * problem.attrs["k"])]
+
+
+def selection_attributes(problem: Problem) -> dict[str, int]:
+    """The attributes of a selection of blocks."""
+    return {name: problem.attrs[name] for name in ("k", "granularity", "newest")}
+
+
+def expanded(problem: Problem) -> int:
+    """Columns of a row of positions: those of the blocks and, with the attribute `tail`, of an incomplete one."""
+    return entries_of(problem) + (problem.attrs["granularity"] - 1 if problem.attrs["tail"] else 0)
