@@ -20,8 +20,8 @@ from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
 
 
 @gluon.constexpr_function
-def constants(*values):
-    return Constants(*values)
+def constants(**values):
+    return Constants(**values)
 
 
 @gluon.jit
@@ -179,8 +179,9 @@ def sparse_mla_sm90_kernel(
         turn: gl.constexpr = None
     task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
     C: gl.constexpr = constants(
-        LAYOUT, PAGE_STRIDE, PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, HEADS, Q_STRIDE_H, SCALE, HAS_SINK,
-        EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT, BESIDE,
+        LAYOUT=LAYOUT, PAGE_STRIDE=PAGE_STRIDE, PAGE_SIZE=PAGE_SIZE, EXTRA_PAGE_STRIDE=EXTRA_PAGE_STRIDE,
+        EXTRA_PAGE_SIZE=EXTRA_PAGE_SIZE, HEADS=HEADS, Q_STRIDE_H=Q_STRIDE_H, SCALE=SCALE, HAS_SINK=HAS_SINK,
+        EMPTY_LSE=EMPTY_LSE, LSE_UNIT=LSE_UNIT, LSE_SINK=LSE_SINK, SPLIT=SPLIT, BESIDE=BESIDE,
     )  # fmt: skip
     if BLOCK_H == FEW_HEADS:
         gl.static_assert(EXTRA_LAYOUT is None, "the tile of few heads has one source")
