@@ -391,7 +391,7 @@ class Op:
                 formats[name] = tensor.format(problem, name)
         self.check(problem)
         if implementation == "reference" and self.steps:  # their rules, which their own references do not check
-            self.plan(problem, INTERPRETER)
+            self.plan(replace(problem, implementation=None), INTERPRETER)
         return problem
 
     def choose(self, problem: Problem, device: Device) -> tuple[Implementation, Choice]:
