@@ -4,7 +4,7 @@ from xmla.core.ops.expand_blocks.kernels import expand_blocks_kernel
 from xmla.core.plan import Launch, Plan, cdiv
 from xmla.core.selection import entries_of, expanded
 
-BLOCK_C = 1024  # columns of a program
+BLOCK_C = 256  # columns of a program
 
 
 def plan(problem: Problem, device: Device) -> Plan:

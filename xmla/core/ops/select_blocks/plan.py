@@ -8,13 +8,13 @@ from xmla.core.ops.select_topk.kernels import topk_candidates_kernel
 from xmla.core.plan import Launch, Part, Plan, cdiv
 from xmla.core.spec import Spec
 
-COLUMNS = 2048  # of a program
+COLUMNS, MAX_BLOCKS = 2048, 256  # of a program, at most
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, attrs = problem["T"], problem["N"], problem.attrs
     logits, granularity = problem.specs["logits"], attrs["granularity"]
-    blocks, block_b = cdiv(columns, granularity), COLUMNS // granularity
+    blocks, block_b = cdiv(columns, granularity), min(COLUMNS // granularity, MAX_BLOCKS)
     parts = cdiv(blocks, block_b)
     buffers = {"block_counts": Spec((rows,), "int32"), "maxima": Spec((rows, blocks), "float32")}
     maxima = Launch(
