@@ -85,7 +85,7 @@ def load(folder: str) -> Any:
     model.to(device)
     for layer in model.model.layers:
         layer.self_attn.forward = partial(attention, layer.self_attn)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)

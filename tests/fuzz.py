@@ -200,7 +200,8 @@ def cut(
         place = [(name, op.tensors[name].names.index(axis)) for name in arrays if axis in op.tensors[name].names]
         size = arrays[place[0][0]].shape[place[0][1]] if place else 0
         if size > 1 and rng.random() < 0.6:
-            less = int(rng.integers(1, size)) if rng.random() < 0.9 else 0
+            # A sum over no indexer heads is 0, which kernels compute as weights of 0 times what keys give, NaN too.
+            less = int(rng.integers(1, size)) if axis == "I" or rng.random() < 0.9 else 0
             shorter = {n: arrays[n][(slice(None),) * i + (slice(less),)] for n, i in place}
             if bind(op, arrays | shorter, attrs, by) is not None:
                 arrays |= shorter
@@ -425,7 +426,7 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
     for place in (*laid.results.values(), laid.workspace, *(laid.inputs[n] for n in op.mutates)):
         bits(place.array(expected))[...] = bits(place.array(after))
     for name in op.mutates:
-        if (op.name, name) == ("compress_kv", "cache"):  # computed, so that bytes may differ by a rounding
+        if op.updates[name] is not None:  # computed, so that bytes may differ by a rounding
             variants = (drawn.tame, poisoned(laid, drawn)) if drawn.wild is not drawn.tame else ()
             alike = [define(laid, variant)[1][name] for variant in variants]
             kit.assert_updated(op, laid.attrs, inputs, name, laid.inputs[name].array(after), alike)

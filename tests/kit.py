@@ -162,7 +162,7 @@ def assert_updated(
         a, b, *others = (updated.values(cache, inputs, attrs) for cache in (as_numpy(got), want, *alike))
         kept = np.ones(len(b), bool)
         for other in others:
-            kept &= ((b == other) | (np.isnan(b) & np.isnan(other))).reshape(len(b), -1).all(axis=1)
+            kept &= ((b == other) | (np.isnan(b) & np.isnan(other))).all(axis=tuple(range(1, b.ndim)))
         a, b = a[kept], b[kept]
     assert_close(name, a, b, updated.agreement(want, inputs, attrs))
     other = (a != b) & ~np.isnan(b)

@@ -19,7 +19,7 @@ from xmla.core.tolerance import Tolerance
 OPS = registry()
 ATTENTION = OPS["sparse_mla"]
 # Axes whose sizes follow from another's.
-FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2)}
+FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2), "D": ("2·D", 2)}
 
 
 def smallest(op: Op) -> Case:
@@ -61,7 +61,9 @@ def test_axes_at_0_and_1(op: Op, size: int, device: str) -> None:
     case = smallest(op)
     whole = kit.make(case)
     refused = []
-    for axis in sorted({label for name in whole for label in op.tensors[name].names} - {"B+1", "2·C·D"}):
+    for axis in sorted({label for name in whole for label in op.tensors[name].names} - {"B+1", "2·C·D", "2·D"}):
+        if axis == "B" and size and "state_table" in whole:
+            continue  # the tokens of all requests would be one's, which have distinct positions
         cut = with_axis(op, whole, axis, size)
         guarded = {name: kit.guarded(array) for name, array in cut.items()}
         inputs = {name: array for name, (array, _) in guarded.items()}

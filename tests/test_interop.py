@@ -89,7 +89,11 @@ def test_every_dtype_shares_memory_or_is_refused(dtype: torch.dtype, device: str
 @pytest.mark.parametrize("dtype", OF_JAX)
 def test_every_dtype_of_jax_shares_memory_or_is_refused(dtype: str) -> None:
     with jax.enable_x64(True):
-        array = jnp.zeros((4, 64), dtype)
+        try:
+            array = jnp.zeros((4, 64), dtype)
+        except jax.errors.JaxRuntimeError as error:
+            assert "serialize" in str(error)
+            pytest.skip(f"JAX's plugin for this device has no {dtype}")
     try:
         tensor = interop.to_torch(array)
     except ArgumentError as error:

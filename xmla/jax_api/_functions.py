@@ -572,8 +572,6 @@ def indexer_block_logits(
     Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
     fp8_fp4_sparse_mqa_logits is the same function.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 3, 32)), jnp.ones((1, 3)), scale=1.0)
         >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
@@ -634,8 +632,6 @@ def indexer_block_logits_paged(
     Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
     fp8_fp4_paged_sparse_mqa_logits is the same function.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
         >>> cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)  # fp8 keys of 32 dims, all 0
@@ -694,8 +690,6 @@ def indexer_block_topk(
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 3, 32)), jnp.ones((1, 3)), scale=1.0)
@@ -763,8 +757,6 @@ def indexer_block_topk_paged(
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
     DeepSeek-V4.1's index layers after the source select 512 keys of 2048 blocks of 8, whatever the context.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)))
@@ -1728,8 +1720,6 @@ def pool_keys(
 
     Numerics: float32; the key is rounded once, to the format's values, by the rules of `write_indexer_cache`. The
     formula is that of transformers' glm5_next.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> keys, gates, ape = jnp.ones((2, 32)), jnp.zeros((2, 32)), jnp.zeros((2, 32))

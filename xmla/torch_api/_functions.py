@@ -1202,8 +1202,6 @@ def indexer_block_logits(
     Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
     fp8_fp4_sparse_mqa_logits is the same function.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 3, 32)), torch.ones((1, 3)), scale=1.0)
         >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
@@ -1273,8 +1271,6 @@ def indexer_block_logits_paged(
     Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
     fp8_fp4_paged_sparse_mqa_logits is the same function.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
         >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # fp8 keys of 32 dims, all 0
@@ -1340,8 +1336,6 @@ def indexer_block_topk(
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 3, 32)), torch.ones((1, 3)), scale=1.0)
@@ -1418,8 +1412,6 @@ def indexer_block_topk_paged(
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
     DeepSeek-V4.1's index layers after the source select 512 keys of 2048 blocks of 8, whatever the context.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
@@ -2442,8 +2434,6 @@ def pool_keys(
 
     Numerics: float32; the key is rounded once, to the format's values, by the rules of `write_indexer_cache`. The
     formula is that of transformers' glm5_next.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Updates `state` and `cache` in place and returns None.
 

@@ -39,8 +39,6 @@ def indexer_block_logits(q8, weights, keys, key_scales, starts, ends, blocks, *,
     Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
     fp8_fp4_sparse_mqa_logits is the same function.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 3, 32)), xp.ones((1, 3)), scale=1.0)
         >>> keys, key_scales = q8[0], weights[0]  # three keys of ones

@@ -42,8 +42,6 @@ def indexer_block_logits_paged(
     Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
     fp8_fp4_paged_sparse_mqa_logits is the same function.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
         >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # fp8 keys of 32 dims, all 0

@@ -35,8 +35,6 @@ def indexer_block_topk(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
     Example:
         >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 3, 32)), xp.ones((1, 3)), scale=1.0)
         >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
