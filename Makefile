@@ -71,7 +71,8 @@ fuzz: $(READY)
 mutants: $(READY)
 	$(ENV) $(PYTHON) tests/mutants.py
 
-# `make test` compiles the plans whose kernels have another digest than tests/core/compiled says; this writes them, too.
+# Every kernel of the functions that have another digest than tests/core/compiled says, of which `make test` compiles one
+# each; then their digests are written.
 matrix: $(READY)
 	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/core/test_compile.py tests/test_lowering.py
 

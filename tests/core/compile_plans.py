@@ -1,11 +1,12 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE]
+    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE [--some]]
 --hash      Each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
 --as ARCH   Takes the PTX of kernels that are planned for ARCH too from there and assembles it. One kernel of each name
             is compiled besides, and its PTX compared.
 --but FILE  Leaves out the kernels whose digests FILE has, but for a sample. The first line has all digests.
+--some      Of each function that FILE has not, one kernel.
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
@@ -339,18 +340,24 @@ def main() -> None:
     parser.add_argument("--hash", action="store_true")
     parser.add_argument("--as", dest="source", type=int, choices=DEVICES)
     parser.add_argument("--but", type=Path)
+    parser.add_argument("--some", action="store_true")
     given = parser.parse_args()
     knobs.nvidia.dump_ptxas_log = True
     device = DEVICES[given.arch]
     kernels = all_of(device)
     chosen = set(kernels)
+    theirs = set(all_of(DEVICES[given.source])) if given.source else set()
     if given.but:
         now = digests(chosen, given.arch)
         print(json.dumps({"digests": now}))
         before = json.loads(given.but.read_text()) if given.but.exists() else {}
         same = [kernel for kernel in chosen if before.get(kernel.kernel.__name__) == now[kernel.kernel.__name__]]
-        chosen = chosen.difference(same).union(sample(same, given.arch))
-    shared = chosen.intersection(all_of(DEVICES[given.source])) if given.source else set()
+        others = chosen.difference(same)
+        if given.some:  # the last one, which is the other architecture's, too, if any is
+            ordered = sorted(others, key=lambda kernel: (kernel in theirs, identity(kernel, given.arch)))
+            others = {kernel.kernel.__name__: kernel for kernel in ordered}.values()
+        chosen = {*others, *sample(same, given.arch)}
+    shared = chosen & theirs
     compared = {kernel.kernel.__name__: kernel for kernel in shared}.values()
 
     def tell(place: int) -> dict[str, object]:
