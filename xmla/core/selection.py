@@ -3,6 +3,8 @@
 Device code that their kernels share is in `xmla.core.lang.blocks`.
 """
 
+from typing import Any
+
 from xmla.core.op import Problem
 from xmla.core.work import Work
 
@@ -49,7 +51,7 @@ def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:
     return [logits, Work(again), Work(rest.bytes + 4 * problem["T"] * problem.attrs["k"])]
 
 
-def selection_attributes(problem: Problem) -> dict[str, int]:
+def selection_attributes(problem: Problem) -> dict[str, Any]:
     """The attributes of a selection of blocks."""
     return {name: problem.attrs[name] for name in ("k", "granularity", "newest")}
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout
@@ -7,7 +9,7 @@ from xmla.core.ops.compress_kv.cases import F16, F32, make_case
 NAMES = {"kv": "keys", "score": "gates"}
 
 
-def _case(*args: object, **attrs: object) -> Case:
+def _case(*args: Any, **attrs: Any) -> Case:
     """A case of `compress_kv` with one series of dims, without norm and rotation."""
     case = make_case(*args, series=1, **attrs)
 
