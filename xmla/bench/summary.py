@@ -5,11 +5,11 @@ RESULTS is the folder of a device's results. A range is of all cases of a kind, 
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
 
+from xmla.bench import vllm_report
 from xmla.bench.report import read, show
 
 MARKERS = "<!-- speed -->\n", "<!-- /speed -->"
@@ -47,19 +47,9 @@ def megatron(file: Path) -> str:
 
 def vllm(file: Path, key: str) -> str:
     """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
-    cases: dict[Any, dict[str, list[float]]] = {}
-    for line in lines_of(file):
-        if "step_us" in line:
-            engine = line["engine"].removeprefix("v4-")
-            case = line["engine"].startswith("v4-"), line["context"], line["requests"]
-            cases.setdefault(case, {}).setdefault(engine, []).append(line[key])
-    ratios = []
-    for engines in cases.values():
-        if key.endswith("_us"):
-            ratios.append(median(engines["own-graphs"]) / median(engines["xmla-graphs"]))
-        else:
-            ratios.append(max(engines["xmla-graphs"]) / max(engines["own-graphs"]))
-    return span(ratios)
+    cases = [engines for _, *lines in read([file]) for engines in vllm_report.cases_of(lines).values()]
+    found = [vllm_report.figures(engines, key) for engines in cases]
+    return span(own / ours if key.endswith("_us") else ours / own for ours, own in found)
 
 
 def report(results: Path) -> str:

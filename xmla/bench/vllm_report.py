@@ -45,25 +45,33 @@ def alike(lines: list[Line]) -> list[str]:
     return shown
 
 
-def speeds(lines: list[Line]) -> list[str]:
-    """Of each case xmla's times and, in brackets, its speed as a multiple of vLLM's own kernels'.
-
-    Of an engine that was started more than once: its fastest step and prefill, as the host slows either by up to a
-    third, and the median of its forward passes.
-    """
+def cases_of(lines: list[Line]) -> dict[tuple[int, int], dict[str, list[Line]]]:
+    """Of each context and number of requests the lines of each engine."""
     cases: dict[tuple[int, int], dict[str, list[Line]]] = {}
     for line in lines:
         if "step_us" in line:
             of_engine = cases.setdefault((line["context"], line["requests"]), {})
             of_engine.setdefault(line["engine"].removeprefix("v4-"), []).append(line)
+    return cases
+
+
+def figures(engines: dict[str, list[Line]], key: str) -> list[float]:
+    """xmla's figure of a case and that of vLLM's own kernels.
+
+    Of an engine that was started more than once: its fastest step and prefill, as the host slows either by up to a
+    third, and the median of its forward passes.
+    """
+    return [FIGURES[key](line[key] for line in engines[name]) for name in SHOWN]
+
+
+def speeds(lines: list[Line]) -> list[str]:
+    """Of each case xmla's times and, in brackets, its speed as a multiple of vLLM's own kernels'."""
     shown = [
         "| context | requests | decode: a step | of it the GPU's forward pass | prefill, tokens/s |",
         "|---|---|---|---|---|",
     ]
-    for (context, requests), engines in sorted(cases.items()):
-        step, forward, rate = (
-            [of(line[key] for line in engines[name]) for name in SHOWN] for key, of in FIGURES.items()
-        )
+    for (context, requests), engines in sorted(cases_of(lines).items()):
+        step, forward, rate = (figures(engines, key) for key in FIGURES)
         cells = [f"{ours:.0f} µs ({own / ours:.2f} ×)" for ours, own in (step, forward)]
         cells.append(f"{rate[0]:,.0f} ({rate[0] / rate[1]:.2f} ×)")
         shown.append(f"| {context:,} | {requests} | {' | '.join(cells)} |")

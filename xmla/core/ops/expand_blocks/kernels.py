@@ -5,7 +5,7 @@ from xmla.core.lang.blocks import entries_of_columns
 from xmla.core.lang.offsets import multiple, offset_of
 
 
-@triton.jit(do_not_specialize=["num_columns", "blocks_stride", "width", "parts"])
+@triton.jit
 def expand_blocks_kernel(
     blocks_ptr,  # [T, BLOCKS] i32
     lengths_ptr,  # [T] i32

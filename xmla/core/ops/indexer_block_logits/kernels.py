@@ -9,7 +9,7 @@ from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import row_range
 
 
-@triton.jit(do_not_specialize=["first_row", "num_keys", "blocks_stride", "num_columns", "splits"])
+@triton.jit
 def indexer_block_logits_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32

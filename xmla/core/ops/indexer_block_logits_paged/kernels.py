@@ -7,12 +7,7 @@ from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import offset_of
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_row", "num_requests", "num_pages", "table_stride", "capacity", "next_n", "blocks_stride", "num_columns",
-        "splits",
-    ]
-)  # fmt: skip
+@triton.jit
 def indexer_block_logits_paged_kernel(
     q8_ptr,  # [T, I, D] e4m3 | bf16
     weights_ptr,  # [T, I] f32

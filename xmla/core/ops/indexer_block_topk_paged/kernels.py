@@ -7,7 +7,7 @@ from xmla.core.lang.offsets import multiple, offset_of
 from xmla.core.ops.select_topk.kernels import row_range
 
 
-@triton.jit(do_not_specialize=["first_row", "num_keys", "k", "blocks_stride", "num_columns"])
+@triton.jit
 def block_indices_kernel(
     blocks_ptr,  # [T, BLOCKS] i32
     starts_ptr,  # [T] i32 if HAS_STARTS

@@ -8,7 +8,7 @@ from xmla.core.ops.select_topk.kernels import row_range
 LARGEST = tl.constexpr(3.4028234663852886e38)  # finite float32
 
 
-@triton.jit(do_not_specialize=["first_row", "num_columns", "row_stride", "k", "num_blocks", "parts"])
+@triton.jit
 def block_maxima_kernel(
     logits_ptr,  # [T, N] f32
     starts_ptr,  # [T] i32 if HAS_STARTS
