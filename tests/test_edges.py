@@ -1,4 +1,4 @@
-"""Every op with each axis at 0 and at 1: refused by name, or as the reference defines it, and within its memory."""
+"""Every op with each axis at 0 and at 1, in both frameworks: refused by name, or as the reference, in its memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import HAS_GPU
 
-from xmla import ArgumentError, UnsupportedError, torch_api
+from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
@@ -48,6 +48,14 @@ def outcome(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any], device
     return {**dict(zip(op.outputs, found, strict=True)), **{name: updated[name] for name in op.mutates}}
 
 
+def outcome_in_jax(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any]) -> Any:
+    try:
+        found = kit.as_tuple(getattr(jax_api, op.name)(*kit.jax_inputs(op, inputs), **attrs))
+    except (ArgumentError, UnsupportedError) as refused:
+        return str(refused)
+    return dict(zip([*op.outputs, *op.mutates], found, strict=True))
+
+
 def tensor_of(array: np.ndarray, device: str) -> torch.Tensor:
     """Without elements as torch makes it of NumPy's array, with strides of 0."""
     if array.size:
@@ -69,11 +77,12 @@ def test_axes_at_0_and_1(op: Op, size: int, device: str) -> None:
         inputs = {name: array for name, (array, _) in guarded.items()}
         defined = outcome(op, kit.copies(cut), dict(case.attrs), device, "reference")
         found = outcome(op, inputs, dict(case.attrs), device, None)
+        in_jax = outcome_in_jax(op, cut, dict(case.attrs))
         if isinstance(found, str):
-            assert found == defined and found.startswith(f"{op.name}: "), (axis, defined)
+            assert found == defined == in_jax and found.startswith(f"{op.name}: "), (axis, defined)
             refused.append(axis)
             continue
-        assert not isinstance(defined, str), (axis, defined)
+        assert not isinstance(defined, str) and not isinstance(in_jax, str), (axis, defined, in_jax)
         given = kit.copies(cut)
         with np.errstate(all="ignore"):
             values = op.reference(**given, **kit.attributes(op, case))
@@ -85,6 +94,9 @@ def test_axes_at_0_and_1(op: Op, size: int, device: str) -> None:
             kit.assert_close(f"{name}, {axis} = {size}", found[name], value, agreement, where)
         for name in op.mutates:
             kit.assert_updated(op, kit.attributes(op, case), given, name, found[name])
+        where = kit.written(op, values) if op.partial else None
+        for name, result in in_jax.items():
+            kit.assert_bits_equal(f"{name} in JAX, {axis} = {size}", found[name], result, where)
         if not HAS_GPU:
             for name, (_, buffer) in guarded.items():
                 if buffer.size:
