@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from xmla import torch_api
 from xmla.command import app
 from xmla.core.registry import registry
-from xmla.demo import deepseek_v4, deepseek_v32, shell, training
+from xmla.demo import deepseek_v4, deepseek_v32, glm5_next, shell, training
 from xmla.demo.comparisons import against_model
 from xmla.demo.passes import Run, run_as_shipped
 from xmla.demo.trained import JOINT, WARM_UP
@@ -142,6 +142,18 @@ def figures_of(run: Run, shipped: Run) -> list[dict[str, Any]]:
     return [*against_model(run, shipped, "plain rows", deepseek_v4.PLACES, deepseek_v4.BOUNDS)]
 
 
+def with_mistake(op: str, mistake: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, called with arguments that `mistake` has changed."""
+    right, names = getattr(torch_api, op), list(registry()[op].tensors)
+
+    def wrong(*tensors: Any, **attrs: Any) -> Any:
+        arguments = dict.fromkeys(names) | dict(zip(names, tensors, strict=False))
+        mistake(arguments)
+        return right(*arguments.values(), **attrs)
+
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("op", "mistake"),
     [("sparse_mla", without_sink), ("sparse_mla", without_inverse_rope), ("sparse_mla", without_entries),
@@ -150,16 +162,9 @@ def figures_of(run: Run, shipped: Run) -> list[dict[str, Any]]:
 def test_v4_demo_notices_a_mistake(
     op: str, mistake: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, names = getattr(torch_api, op), list(registry()[op].tensors)
-
-    def wrong(*tensors: Any, **attrs: Any) -> Any:
-        arguments = dict.fromkeys(names) | dict(zip(names, tensors, strict=False))
-        mistake(arguments)
-        return right(*arguments.values(), **attrs)
-
     model, tokens, shipped, right_run = few_tokens(device)
     assert all(figure["ok"] for figure in figures_of(right_run, shipped))
-    monkeypatch.setattr(torch_api, op, wrong)
+    monkeypatch.setattr(torch_api, op, with_mistake(op, mistake))
     wrong_run = deepseek_v4.run_replaced(model, tokens, 12, packed=False, selected=shipped.indices)
     assert not all(figure["ok"] for figure in figures_of(wrong_run, shipped))
 
@@ -169,6 +174,63 @@ def test_the_v4_model_has_deepseeks_geometry() -> None:
     assert (config.head_dim, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
     assert config.sliding_window == 128 and sorted(config.compress_rates.values()) == [4, 128]
     assert config.rope_parameters["compress"]["rope_type"] == "yarn"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("device")
+def test_glm_demo_agrees(tmp_path: Any) -> None:
+    result = demo("--model", "glm5_next", "--json", str(tmp_path / "figures.json"))
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    places = {(figure["name"], figure["where"]) for figure in figures}
+    assert all(figure["ok"] for figure in figures)
+    assert places >= {
+        ("selection, as shipped", "layer 1, full"), ("selection, reference", "layer 1, full"),
+        ("attention, plain rows", "layer 2, shared, decode"), ("attention, as shipped", "layer 2, shared, decode"),
+        ("keys, reference", "layer 1, full"), ("torch = JAX: results", "layer 2, shared, decode"),
+        ("torch = JAX: keys", "layer 1, full"),
+    }  # fmt: skip
+
+
+def without_gates(arguments: dict[str, Any]) -> None:
+    arguments["gates"] = torch.zeros_like(arguments["gates"])
+
+
+def newest_last(arguments: dict[str, Any]) -> None:
+    """One token more than there is: another pool is the incomplete one."""
+    arguments["lengths"] = arguments["lengths"] + 1
+
+
+def half_the_slots(arguments: dict[str, Any]) -> None:
+    arguments["lengths"] = arguments["lengths"] // 2
+
+
+@cache
+def few_glm_tokens(device: str) -> tuple[Any, torch.Tensor, Run]:
+    """The model, tokens of which most pools are left out, and the model's run over them."""
+    model, tokens = glm5_next.build(device), torch.arange(47, device=device)
+    return model, tokens, run_as_shipped(model, tokens, 45)
+
+
+@pytest.mark.parametrize(
+    ("op", "mistake"),
+    [(None, None), ("pool_keys", without_gates), ("expand_blocks", newest_last), ("sparse_mla", half_the_slots)],
+)
+def test_glm_demo_notices_a_mistake(
+    op: str | None, mistake: Callable[..., Any] | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens, shipped = few_glm_tokens(device)
+    if op is not None and mistake is not None:
+        monkeypatch.setattr(torch_api, op, with_mistake(op, mistake))
+    run = glm5_next.run_replaced(model, tokens, 45, packed=True)
+    figures = [*against_model(run, shipped, "as shipped", glm5_next.PLACES, glm5_next.BOUNDS)]
+    assert all(figure["ok"] for figure in figures) == (mistake is None), figures
+
+
+def test_the_glm_model_has_its_geometry() -> None:
+    config = glm5_next.build("cpu").config.get_text_config()
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim) == (512, 0, 128)
+    assert config.index_kpool == 4 and config.index_kpool_always_select_tail
 
 
 def train_little(

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 
 from xmla import torch_api
-
-transformers = pytest.importorskip("transformers", minversion="5.24")
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig  # noqa: E402
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer  # noqa: E402
 
 LENGTH, PAGE = 43, 8
 

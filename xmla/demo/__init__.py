@@ -13,6 +13,12 @@ class Model(StrEnum):
 
     V32 = "deepseek_v32"
     V4 = "deepseek_v4"
+    GLM = "glm5_next"
+
+    @property
+    def since(self) -> str:
+        """The first release of transformers that has it."""
+        return "5.24" if self is Model.GLM else "5.17"
 
 
 def run(model: Model, details: bool = False, train: bool = False, picture: Path | None = None) -> list[dict[str, Any]]:
@@ -38,7 +44,7 @@ def run(model: Model, details: bool = False, train: bool = False, picture: Path 
     except ImportError as error:
         if "transformers" not in str(error):
             raise
-        raise UnsupportedError(f"demo: {error}: pip install 'transformers>=5.17'") from None
+        raise UnsupportedError(f"demo: {error}: pip install 'transformers>={model.since}'") from None
     from xmla.demo.shell import show, show_training
 
     return show_training(details, picture) if train else show(module, details)

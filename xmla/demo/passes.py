@@ -26,18 +26,24 @@ def _steps(tokens: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
     yield from tokens[prompt:].split(1)
 
 
+def attentions(model: Any) -> list[Any]:
+    """The attention modules of the layers that have a cache of entries."""
+    layers = model.get_decoder().layers
+    return [layer.self_attn for layer in layers if getattr(layer, "block_type", None) != "linear_attention"]
+
+
 @torch.no_grad()
 def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
     """A pass with the model's own attention, indexer and cache, watched by hooks."""
-    modules = [layer.self_attn for layer in model.model.layers]
+    modules = attentions(model)
     attention: list[list[torch.Tensor]] = [[] for _ in modules]
     indices: list[list[torch.Tensor]] = [[] for _ in modules]
-    width = model.config.index_topk
+    width = model.config.get_text_config().index_topk
     hooks = []
     for module, given, picked in zip(modules, attention, indices, strict=True):
         hooks.append(module.register_forward_hook(lambda _m, _a, got, given=given: given.append(got[0][0])))
         keep = lambda _m, _a, got, picked=picked: picked.append(
-            nn.functional.pad(got[0], (0, width - got.shape[2]), value=-1)
+            nn.functional.pad(got[0], (0, max(width - got.shape[2], 0)), value=-1)
         )
         indexers = [part for name, part in module.named_modules() if name.split(".")[-1] == "indexer"]
         hooks += [indexer.register_forward_hook(keep) for indexer in indexers]
@@ -59,10 +65,12 @@ def run_with(model: Any, layers: Sequence[PagedAttention], tokens: torch.Tensor,
     for layer in layers:
         layer.module.forward = layer
     try:
-        logits, start = [], 0
+        logits, start, past = [], 0, None
         for part in _steps(tokens, prompt):
             positions = torch.arange(start, start + len(part), device=tokens.device)[None]
-            logits.append(model(input_ids=part[None], position_ids=positions, use_cache=False).logits[0])
+            result = model(input_ids=part[None], position_ids=positions, past_key_values=past, use_cache=True)
+            past = result.past_key_values  # of layers that are not replaced
+            logits.append(result.logits[0])
             start += len(part)
     finally:
         for layer, original in zip(layers, originals, strict=True):
