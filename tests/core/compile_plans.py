@@ -1,12 +1,13 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE [--some]]
+    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE [--some I/N]]
 --hash      Each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
 --as ARCH   Takes the PTX of kernels that are planned for ARCH too from there and assembles it. One kernel of each name
             is compiled besides, and its PTX compared.
 --but FILE  Leaves out the kernels whose digests FILE has, but for a sample. The first line has all digests.
---some      Of each function that FILE has not, one kernel.
+--some I/N  Of each function that FILE has not, one kernel: of every N-th function, from the I-th, and of those for ARCH
+            alone. The I of different architectures share the functions among them.
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
@@ -340,7 +341,7 @@ def main() -> None:
     parser.add_argument("--hash", action="store_true")
     parser.add_argument("--as", dest="source", type=int, choices=DEVICES)
     parser.add_argument("--but", type=Path)
-    parser.add_argument("--some", action="store_true")
+    parser.add_argument("--some")
     given = parser.parse_args()
     knobs.nvidia.dump_ptxas_log = True
     device = DEVICES[given.arch]
@@ -354,8 +355,11 @@ def main() -> None:
         same = [kernel for kernel in chosen if before.get(kernel.kernel.__name__) == now[kernel.kernel.__name__]]
         others = chosen.difference(same)
         if given.some:  # the last one, which is the other architecture's, too, if any is
+            first, step = map(int, given.some.split("/"))
+            names = {name for name in now if f"_sm{given.arch}_" in name} | {*[*now][first::step]}
             ordered = sorted(others, key=lambda kernel: (kernel in theirs, identity(kernel, given.arch)))
-            others = {kernel.kernel.__name__: kernel for kernel in ordered}.values()
+            one_each = {kernel.kernel.__name__: kernel for kernel in ordered}
+            others = [kernel for name, kernel in one_each.items() if name in names]
         chosen = {*others, *sample(same, given.arch)}
     shared = chosen & theirs
     compared = {kernel.kernel.__name__: kernel for kernel in shared}.values()

@@ -28,9 +28,9 @@ architecture: it fits the part's shared and tensor memory, and a cell shows the 
 there (STL in its SASS; a stack that no instruction touches does not count). On sm_90 tiles are chosen by
 measurement, and spilling is the price of higher occupancy: most in portable kernels where calls take the Gluon
 ones. sm_80 has no tiles of its own, and Triton 3.9 spills there. On sm_120 and sm_121 MXFP4 keys in bounded memory
-spill eight words with Triton 3.9, on sm_89 `select_topk` of many rows two. `no` is also the answer of `xmla
-supports`. A format is the dtype and the last axis of each cache, none for an op without caches; behind commas, the
-format's name and the implementation (`triton`: portable), where the calls give them.
+spill 32 words with Triton 3.9 and paged logits of 128 rows four, on sm_89 `select_topk` of many rows two. `no` is
+also the answer of `xmla supports`. A format is the dtype and the last axis of each cache, none for an op without
+caches; behind commas, the format's name and the implementation (`triton`: portable), where the calls give them.
 
 Kernels for sm_90 also run, on an H200, and those for sm_120 as its plans and code on a Hopper GPU, not on the part
 ([how](../benchmarks/log/sm12x.md)); the others are only compiled. sm_89 and sm_80 have no tiles of their own.
