@@ -28,7 +28,7 @@ OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast jax vllm sglang fuzz matrix mutants lint types docs report wheel clean
+.PHONY: demo test test-fast jax vllm sglang fuzz matrix mutants lint types docs pages report wheel clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -82,6 +82,10 @@ demo: $(READY)
 # build/docs/html/index.html, offline; a warning is an error.
 docs: $(READY)
 	$(ENV) $(PYTHON) docs/build.py
+
+# What does not fit the built pages on a phone and on a desktop, by Chromium, which CI does not have.
+pages: docs
+	$(PYTHON) docs/check_pages.py
 
 # Every figure of the README and the documents, from the committed results.
 report: $(READY)

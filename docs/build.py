@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from textwrap import wrap
@@ -19,7 +19,7 @@ from textwrap import wrap
 import xmla
 from xmla.core.documents import JAX, TORCH, document, updates
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.formats.mla import MlaLayout
+from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.layouts import LAYOUTS
@@ -52,6 +52,7 @@ GROUPS = {
         "sparse_mla_backward", "indexer_scores_backward", "indexer_loss_backward",
     ),
 }  # fmt: skip
+FORMAT_NAMES = {layout.name for layout in MLA_LAYOUTS}
 HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".jsonl": "json", ".toml": "toml"}
 
@@ -155,11 +156,9 @@ def op_page(op: Op) -> str:
         page += [f"{title}:", f"```pycon\n{inspect.cleandoc(example)}\n```"]
     page += ["## Keywords of every op", definitions(found["Keywords of every op"])]
     page += ["## Implementations, best first", definitions(found["Implementations, best first"])]
-    rows = [line for line in (DOCS / "support.md").read_text().splitlines() if line.startswith(f"| `{op.name}` |")]
-    if rows:
-        head = next(line for line in (DOCS / "support.md").read_text().splitlines() if line.startswith("| op |"))
-        page += ["## Support", "As in [Support](/support.md), where the cells are explained.", ""]
-        page.append(table(head.strip("| "), rows))
+    support = (DOCS / "support.md").read_text()
+    if f"| `{op.name}` |" in support:
+        page += ["## Support", "As in [Support](/support.md), where the cells are explained.", folded(support, op.name)]
     folder = Path(inspect.getfile(op.prototype)).parent
     page.append("## Definition\n\nThe NumPy reference that every implementation is compared with.")
     shown = os.path.relpath(folder / "reference.py", DOCS)
@@ -170,6 +169,55 @@ def op_page(op: Op) -> str:
     shown = [f"[`{file.relative_to(folder)}`](../{os.path.relpath(file, ROOT)})" for file in files]
     page += ["## Source", f"{', '.join(shown)}. {len(op.cases)} named inputs in `cases.py` test every implementation."]
     return "\n\n".join(page) + "\n"
+
+
+def format_of(form: str) -> str:
+    """A row of docs/support.md by the names of its caches' formats: `uint8 656 + bfloat16 576, triton` is `v32 + plain
+    bfloat16, triton`. Where several formats have a size, and for what is no latent entry, the size stays."""
+    sizes, *given = form.split(", ")
+    named = [name for name in given if name in FORMAT_NAMES]
+    shown = []
+    for place, size in enumerate(sizes.split(" + ")):
+        dtype, _, row = size.partition(" ")
+        known = [layout.name for layout in MLA_LAYOUTS if (str(layout.row), layout.packed) == (row, dtype == "uint8")]
+        if len(named) > sizes.count("+"):
+            known = [named[place]]
+        elif len(known) > 1:
+            known = [name for name in known if name in named]
+        shown.append(f"{known[0]} {dtype}".removesuffix(" uint8") if len(known) == 1 else size)
+    others = [name for name in given if name not in FORMAT_NAMES]
+    return ", ".join(filter(None, [" + ".join(shown), *others])) or "any"
+
+
+def worse(cells: Iterable[str]) -> str:
+    """One cell for several calls of a format: every instruction that one of them uses, and the most that one spills."""
+    found = [cell.partition("; spills ")[::2] for cell in cells]
+    if any(used == "no" for used, _ in found):
+        return "no"
+    used = dict.fromkeys(name for names, _ in found for name in names.split(", "))
+    spilled = max(int(spills.removesuffix(" B") or 0) for _, spills in found)
+    return ", ".join(used) + (f"; spills {spilled} B" if spilled else "")
+
+
+def folded(text: str, op: str | None = None) -> str:
+    """The table of docs/support.md, or an op's part of it: formats and architectures of which it says the same share a
+    row and a column."""
+    cut = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+    head, _, *lines = cut
+    calls: dict[tuple[str, str], list[list[str]]] = {}
+    for name, form, *cells in lines:
+        if op in (None, name.strip("`")):
+            calls.setdefault((name, format_of(form)), []).append(cells)
+    found = {call: [worse(same) for same in zip(*cells, strict=True)] for call, cells in calls.items()}
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in zip(head[2:], *found.values(), strict=True):
+        columns.setdefault(tuple(cells), []).append(name)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (name, form), *cells in zip(found, *columns, strict=True):
+        rows.setdefault((name, *cells), []).append(form)
+    shown = [[*([] if op else [name]), "; ".join(forms), *cells] for (name, *cells), forms in rows.items()]
+    start = ["format"] if op else ["op", "format"]
+    return table(" | ".join([*start, *map(", ".join, columns.values())]), [f"| {' | '.join(row)} |" for row in shown])
 
 
 def op_table() -> str:
@@ -196,7 +244,12 @@ def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]],
         return [(f"{layout.dim} {kind}", layout.value_bytes)], [(scale, 4)]
     if not layout.packed:
         return [(f"{layout.latent} latent dims", layout.latent), (f"{layout.rope} roped", layout.rope)], []
-    pieces = {0: (f"{layout.quantized} {layout.values}", layout.quantized * layout.value_bits // 8)}
+    pieces = {0: (f"{layout.latent} {layout.values}", layout.latent * layout.value_bits // 8)}
+    if layout.rope_values == "quantized":
+        pieces[layout.latent * layout.value_bits // 8] = (
+            f"{layout.rope} {layout.values} rope",
+            layout.rope * layout.value_bits // 8,
+        )
     scale = (f"{layout.scales} {layout.scale.upper().replace('FLOAT', 'float').replace('E4M3', 'e4m3')} scales",
              layout.scales * layout.scale_bytes)  # fmt: skip
     if layout.rope_values in ("bfloat16", "e4m3"):
@@ -213,7 +266,16 @@ def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]],
     return data, [scale, *([("pad", pad)] if pad else [])]
 
 
-COLORS = {"scale": "#d29922", "rope": "#2f9e6e", "pad": "#8b949e"}
+# As in the pictures of docs/images (docs/concepts.md has the legend).
+COLORS = {"scale": "#8957e5", "rope": "#d29922", "pad": "#8b949e"}
+
+
+WRITERS = {
+    "v32": "DeepSeek-V3.2", "v4": "DeepSeek-V4", "v41": "DeepSeek-V4.1", "v41_fp4": "V4.1, compressed entries",
+    "v41_footer": "V4.1 before FlashMLA of 2026-09-30", "v41_fp4_footer": "the same, compressed entries",
+    "nope": "GLM in FlashInfer", "nvfp4": "vLLM's `nvfp4_ds_mla`", "plain": "V3.2's dims", "plain_v4": "V4's dims",
+    **{layout.name: "indexer keys" for layout in LAYOUTS if isinstance(layout, IndexerLayout)},
+}  # fmt: skip
 
 
 def diagram(layout: MlaLayout | IndexerLayout) -> str:
@@ -249,9 +311,29 @@ def diagram(layout: MlaLayout | IndexerLayout) -> str:
     )
 
 
+def format_table() -> str:
+    """All formats side by side."""
+    rows = []
+    for layout in LAYOUTS:
+        if isinstance(layout, IndexerLayout):
+            values, scale = ("e4m3", "float32, each key") if layout.format == "fp8" else ("e2m1", "UE8M0, each 32 dims")
+            dims, where = str(layout.dim), "page's footer"
+        else:
+            values = layout.values if layout.packed else "16-bit"
+            dims = f"{layout.latent} + {layout.rope}" if layout.rope else str(layout.latent)
+            if layout.rope_values == "bfloat16" or (layout.rope_values == "e4m3" and values == "e2m1"):
+                values += f", rope {layout.rope_values}"
+            scale = f"{layout.scale}, each {layout.tile} dims".replace("ue8m0", "UE8M0") if layout.packed else ""
+            where = ("page's footer" if layout.footer else "entry") if layout.packed else ""
+        row = f"{layout.row} bytes" if layout.packed else f"{layout.row} elements"
+        name = f"[{layout.name}](#{layout.name.replace('_', '-')})"
+        rows.append(f"| {name} | {WRITERS[layout.name]} | {row} | {dims} | {values} | {scale} | {where} |")
+    return table("format | of | ROW | dims | values | scales | scales in", rows)
+
+
 def formats() -> str:
     """Every declared format with its bytes."""
-    shown = []
+    shown = [format_table()]
     for layout in LAYOUTS:
         shown.append(f"## {layout.name}")
         if isinstance(layout, IndexerLayout):
@@ -308,6 +390,8 @@ def pages() -> Iterator[tuple[Path, Path, str]]:
         for marker, make in MADE.items():
             if marker in text:
                 text = text.replace(marker, make())
+        if file.name == "support.md":
+            text = "\n".join(line for line in text.splitlines() if line[:1] != "|") + "\n\n" + folded(text)
         yield file.relative_to(DOCS), file, text
     for op in registry().values():
         yield Path("ops") / f"{op.name}.md", DOCS / "ops.md", op_page(op)

@@ -120,11 +120,22 @@ def test_pictures_are_of_the_committed_results(tmp_path: Path) -> None:
     head, *lines = read([RESULTS / "bench.jsonl"])[0]
     shown = picture.shown_speeds(head, lines)
     assert [len(bars) for bars in shown["bars"].values()] == [7, 3, 6]
-    for suffix in ("", "-dark"):
-        assert picture.described(ROOT / f"docs/images/speed{suffix}.svg") == shown
-        assert picture.described(ROOT / f"docs/images/run{suffix}.svg") == origin(head)
+    assert picture.described(ROOT / "docs/images/speed.svg") == shown
+    assert picture.described(ROOT / "docs/images/run.svg") == origin(head)
     picture.draw_speeds(head, lines, tmp_path / "speed.svg")
     assert picture.described(tmp_path / "speed.svg") == shown
+
+
+@pytest.mark.parametrize("name", ["speed", "run", "frameworks"])
+def test_drawn_pictures_are_light_and_dark(name: str) -> None:
+    """One file: each of the pictures' colours that it uses has a rule for dark pages."""
+    text = (ROOT / f"docs/images/{name}.svg").read_text()
+    _, dark = text.split("@media (prefers-color-scheme: dark)")
+    rules = dict(re.findall(r'\[style\*="(\w+: #\w{6})"\] \{\w+: (#\w{6}) !important\}', dark.partition("</style>")[0]))
+    used = {style for light, _ in picture.COLORS.values() for style in (f"fill: {light}", f"stroke: {light}")}
+    used = {style for style in used if f"{style};" in dark or f'{style}"' in dark}
+    assert used and used <= rules.keys()
+    assert all(rules[style] != style.split(": ")[1] for style in used)
 
 
 def test_steps_over_several_gpus_are_the_committed_ones() -> None:
@@ -142,9 +153,8 @@ def test_both_frameworks_are_the_committed_ones() -> None:
     assert insert(page, table, frameworks_report.MARKERS) == page
     assert "in 7 of 7 cases" in table and "step of 8 layers" in table
     head, *lines = (line for run in read([file]) for line in run)
-    for suffix in ("", "-dark"):
-        shown = picture.described(ROOT / f"docs/images/frameworks{suffix}.svg")
-        assert shown == picture.shown_frameworks(head, lines)
+    shown = picture.described(ROOT / "docs/images/frameworks.svg")
+    assert shown == picture.shown_frameworks(head, lines)
 
 
 def test_a_layers_training_steps_are_the_committed_ones() -> None:
@@ -196,6 +206,8 @@ def test_documents_are_built(tmp_path: Path) -> None:
     assert {"ArgumentError", "ModelConfig", "supports", "warmup"} <= {*exported}
     for name in exported:
         assert f'id="xmla.{name}"' in (html / "package.html").read_text(), name
+    support = (html / "support.html").read_text()
+    assert all(f'<span class="pre">{name}</span>' in support for name in registry())
     tutorials = "".join(page.read_text() for page in PAGES)
     for example in (ROOT / "examples").glob("*.py"):
         assert f"examples/{example.name}" in tutorials, example.name

@@ -79,8 +79,7 @@ def main(
     show(report(file), into, MARKERS)
     if pictures is not None:
         head, *lines = (line for run in read([file]) for line in run)
-        for dark, suffix in ((False, ""), (True, "-dark")):
-            picture.draw_frameworks(head, lines, pictures / f"frameworks{suffix}.svg", dark)
+        picture.draw_frameworks(head, lines, pictures / "frameworks.svg")
 
 
 if __name__ == "__main__":

@@ -79,11 +79,10 @@ def report(files: list[Path]) -> str:
 
 
 def draw(files: list[Path], folder: Path) -> None:
-    """The pictures of the first run, for light and for dark pages."""
+    """The pictures of the first run."""
     head, *lines = read(files)[0]
-    for dark, suffix in ((False, ""), (True, "-dark")):
-        picture.draw_speeds(head, lines, folder / f"speed{suffix}.svg", dark)
-        picture.draw(head, lines, folder / f"run{suffix}.svg", dark)
+    picture.draw_speeds(head, lines, folder / "speed.svg")
+    picture.draw(head, lines, folder / "run.svg")
 
 
 def insert(text: str, numbers: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
