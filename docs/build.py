@@ -202,7 +202,8 @@ def worse(cells: Iterable[str]) -> str:
 def folded(text: str, op: str | None = None) -> str:
     """The table of docs/support.md, or an op's part of it: formats and architectures of which it says the same share a
     row and a column."""
-    cut = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+    _, begin, rest = text.partition("| op | format |")
+    cut = [[cell.strip() for cell in line[1:-1].split("|")] for line in (begin + rest).splitlines()]
     head, _, *lines = cut
     calls: dict[tuple[str, str], list[list[str]]] = {}
     for name, form, *cells in lines:
@@ -391,7 +392,7 @@ def pages() -> Iterator[tuple[Path, Path, str]]:
             if marker in text:
                 text = text.replace(marker, make())
         if file.name == "support.md":
-            text = "\n".join(line for line in text.splitlines() if line[:1] != "|") + "\n\n" + folded(text)
+            text = text.partition("| op |")[0] + folded(text)
         yield file.relative_to(DOCS), file, text
     for op in registry().values():
         yield Path("ops") / f"{op.name}.md", DOCS / "ops.md", op_page(op)

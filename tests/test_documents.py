@@ -49,15 +49,26 @@ def with_blocks(language: str) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", with_blocks("python"), ids=name_of)
+@pytest.mark.parametrize("page", [page for page in with_blocks("python") if page.name != "README.md"], ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """The blocks of a page are one program, but for complete ones of the README: each of these runs by itself."""
-    programs = blocks(page, "python") if page.name == "README.md" else ["\n".join(blocks(page, "python"))]
-    for code in programs:
-        file = tmp_path / "blocks.py"
-        file.write_text(code)
-        done = run([sys.executable, str(file)], unset={"TRITON_INTERPRET", "JAX_PLATFORMS"})  # as a reader's shell
-        assert done.returncode == 0, done.stderr[-3000:]
+    """The blocks of a page are one program."""
+    printed_by("\n".join(blocks(page, "python")), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_readmes_programs_print_the_same(tmp_path: Path) -> None:
+    """As it says: one in each framework, with equal inputs."""
+    printed = [printed_by(code, tmp_path) for code in blocks(ROOT / "README.md", "python")]
+    assert len(printed) == 2 and printed[0] == printed[1] and "(2, 8, 512)" in printed[0]
+
+
+def printed_by(code: str, folder: Path) -> str:
+    """What a program prints that runs to its end, in a reader's shell."""
+    file = folder / "blocks.py"
+    file.write_text(code)
+    done = run([sys.executable, str(file)], unset={"TRITON_INTERPRET", "JAX_PLATFORMS"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def run(command: list[str], unset: Set[str] = frozenset()) -> subprocess.CompletedProcess[str]:
@@ -182,7 +193,7 @@ def test_the_readmes_speeds_are_the_committed_ones() -> None:
     table = summary.report(RESULTS)
     page = (ROOT / "README.md").read_text()
     assert insert(page, table, summary.MARKERS) == page
-    assert table.count(" × |") == 10
+    assert table.count(" × |") == 11
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

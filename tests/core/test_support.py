@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import support_matrix
 
 from xmla import ArgumentError, Device, supports
 from xmla.core.device import A100, H200, KNOWN_DEVICES
@@ -76,3 +77,11 @@ def test_a_device_by_its_name() -> None:
     assert supports("sparse_mla", "H200", H=16) == supports("sparse_mla", H200, H=16)
     assert supports("sparse_mla", "a100") == supports("sparse_mla", A100)
     assert supports("map_slots", "H200", K=np.int32(64))
+
+
+def test_the_committed_table_stands_below_its_head() -> None:
+    text = support_matrix.FILE.read_text()
+    assert text.startswith(f"{support_matrix.HEAD}\n| op | format | ")
+    columns = support_matrix.committed()
+    assert [*columns] == [*support_matrix.ARCHITECTURES]
+    assert {op.strip("`") for op, _ in columns[90]} == {*registry()}

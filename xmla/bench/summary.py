@@ -45,6 +45,13 @@ def megatron(file: Path) -> str:
     return span(run["none"]["ms"] / run["xmla"]["ms"] for run, *_ in read([file]))
 
 
+def layer(file: Path, tokens: int) -> tuple[str, str]:
+    """Speed of a layer's training step beside the dense one in PyTorch, and the memory of both."""
+    line = next(line for line in lines_of(file) if line["tokens"] == tokens)
+    ours, dense = line["xmla"], line["dense"]
+    return f"{dense['ms'] / ours['ms']:.2f} ×", f"{ours['peak_gib']:.1f} instead of {dense['peak_gib']:.1f} GiB"
+
+
 def vllm(file: Path, key: str) -> str:
     """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
     cases = [engines for _, *lines in read([file]) for engines in vllm_report.cases_of(lines).values()]
@@ -56,6 +63,7 @@ def report(results: Path) -> str:
     """Markdown: what, how fast, beside what and where all cases stand."""
     bench, backward = lines_of(results / "bench.jsonl"), lines_of(results / "backward.jsonl")
     frameworks, engine = lines_of(results / "frameworks.jsonl"), results / "vllm_033.jsonl"
+    (faster, memory), tokens = layer(results / "layer.jsonl", 4096), "4096 tokens"
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
     table = [
         (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
@@ -74,11 +82,14 @@ def report(results: Path) -> str:
          "cuDNN, which adds in any order", "[log](benchmarks/log/training.md)"),
         ("a jitted step of eight layers in JAX", in_jax(frameworks), "a CUDA graph of the same in PyTorch",
          "[both frameworks](docs/performance.md#in-both-frameworks)"),
-        ("a training step of Megatron-Core's own layer, 4096 tokens", megatron(results / "megatron.jsonl"),
+        (f"a training step of a layer of V3.2, {tokens}", faster, f"the dense one in PyTorch; {memory}",
+         "[training](docs/training.md#time-and-memory-of-a-layer)"),
+        (f"a training step of Megatron-Core's own layer, {tokens}", megatron(results / "megatron.jsonl"),
          "its PyTorch code", "[Megatron-Core](docs/megatron.md)"),
         ("vLLM 0.33's forward pass, decode of V3.2 and V4, 4 layers", vllm(engine, "forward_us"),
-         "its own kernels (Triton's where CuTe DSL's were not installed)", "[vLLM](docs/vllm.md)"),
-        ("its prefill, tokens a second", vllm(engine, "prefill_tokens_per_s"), "the same", "[vLLM](docs/vllm.md)"),
+         "its own kernels, with torch 2.11 and without CuTe DSL", "[vLLM](docs/vllm.md#on-an-h200)"),
+        ("its prefill, tokens a second, 4 layers", vllm(engine, "prefill_tokens_per_s"), "the same",
+         "[vLLM](docs/vllm.md#on-an-h200)"),
     ]  # fmt: skip
     return "\n".join(
         ["| what | speed | beside | more |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in table), ""]
