@@ -1,0 +1,332 @@
+"""DeepSeek sparse attention of MaxText by xmla's ops, in training.
+
+    xmla.maxtext.install()         once, before a step is traced
+    use_mla_absorbed_mqa=True      in MaxText's configuration, beside those of a model with an indexer
+
+MaxText's layer hands its attention a mask of tokens by keys that its indexer made from scores of tokens by keys. Three
+of its methods, by which these arrays are made and read, are replaced; projections, norms, rotation and the layer's own
+`MLA.__call__` stay. In the place of mask and scores the layer carries an `_Indexed`, from which attention over the
+selected keys and the indexer's loss follow. The contract is that of maxtext 0.2.5: layers/attention_mla.py and
+layers/attention_op.py.
+
+Axes: B sequences of S tokens, which are the keys too, H heads, I indexer heads, K = min(indexer_topk, S). A token sees
+the keys [starts, ends) of its sequence: those of its segment up to itself.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from xmla import jax_api as xj
+from xmla.core.errors import UnsupportedError
+from xmla.core.formats.mla import VALUE_DIMS
+
+Array = jax.Array
+
+# MaxText's options with which its layer computes something else, and the values that are served.
+SERVED: dict[str, tuple[Any, ...]] = {
+    "use_mla_absorbed_mqa": (True,),  # attention over latents, which xmla's is
+    "dtype": (jnp.dtype(jnp.bfloat16),),
+    "indexer_head_dim": (32, 64, 128),
+    "indexer_mask_exact_topk": (True,),
+    "indexer_use_approx_top_k": (False,),
+    "attn_logits_soft_cap": (None, 0.0),
+    "use_qk_clip": (False,),
+    "moba": (False,),
+    "use_batch_split_schedule": (False,),  # a layer of its own, without an indexer
+}
+MAX_HEADS = {"num_query_heads": 128, "indexer_n_heads": 64}
+ROW_DIMS = (512, 576)
+# Arrays of tokens by keys are made for as many tokens at a time as fit so many bytes, and at least one.
+SCRATCH = 1 << 29
+
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Let MaxText's layers with an indexer train by xmla. A second call changes nothing.
+
+    A step that was traced before keeps MaxText's own attention.
+
+    Raises:
+        UnsupportedError: MaxText is not installed, or its layer's methods take other arguments than those of 0.2.5.
+    """
+    if _originals:
+        return
+    try:
+        layers = import_module("maxtext.layers.attention_mla")
+        attention_op = import_module("maxtext.layers.attention_op").AttentionOp
+        replaced = {
+            (layers.MLA, "__init__"): _checked(layers.MLA.__init__),
+            (layers.MLA, "calculate_indexer_loss"): _calculate_indexer_loss,
+            (layers.Indexer, "__call__"): _index,
+            (attention_op, "__call__"): _attention(attention_op.__call__),
+        }
+    except (ImportError, AttributeError) as error:
+        message = f"xmla.maxtext: no MaxText with sparse attention, such as 0.2.5: {error}"
+        raise UnsupportedError(message) from error
+    for (owner, name), function in replaced.items():
+        taken, known = inspect.signature(getattr(owner, name)), inspect.signature(function)
+        if list(taken.parameters) != list(known.parameters):
+            raise UnsupportedError(
+                f"xmla.maxtext: {owner.__name__}.{name} takes {', '.join(taken.parameters)}, "
+                f"supported: {', '.join(known.parameters)}, as in maxtext 0.2.5"
+            )
+    for (owner, name), function in replaced.items():
+        _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, function)
+
+
+def uninstall() -> None:
+    """Give MaxText its own methods back. A step that was traced before keeps xmla's."""
+    while _originals:
+        (owner, name), function = _originals.popitem()
+        setattr(owner, name, function)
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """`MLA.__init__` for the configurations that are served, and for layers without an indexer."""
+
+    @wraps(init)
+    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.use_indexer:
+            _refuse(config)
+        init(self, config, *args, **kwargs)
+
+    return checked
+
+
+def _refuse(config: Any) -> None:
+    """
+    Raises:
+        UnsupportedError: An option of `config` has a value that is not served.
+    """
+    for name, served in SERVED.items():
+        value = getattr(config, name)
+        if value not in served:
+            told = " or ".join(map(str, served))
+            raise UnsupportedError(f"xmla.maxtext: {name}={value} is given, supported: {told}")
+    for name, most in MAX_HEADS.items():
+        if getattr(config, name) > most:
+            raise UnsupportedError(f"xmla.maxtext: {name}={getattr(config, name)} is given, supported: at most {most}")
+    latent, roped = config.kv_lora_rank, config.qk_rope_head_dim
+    if latent > VALUE_DIMS or latent + roped not in ROW_DIMS:
+        raise UnsupportedError(
+            f"xmla.maxtext: kv_lora_rank={latent} and qk_rope_head_dim={roped} are given, supported: at most "
+            f"{VALUE_DIMS}, together {' or '.join(map(str, ROW_DIMS))}"
+        )
+
+
+@dataclass(slots=True)
+class _Indexed:
+    """What MaxText's mask and scores follow from; attention too, which the loss asks for before the layer does."""
+
+    q: Array  # [B, S, I, D]
+    k: Array  # [B, S, D], dtype of q
+    weights: Array  # [B, S, I] float32, with all factors of the scores
+    starts: Array  # [B, S] int32
+    ends: Array  # [B, S] int32
+    topk: int
+    attended: tuple[Array, Array, Array] | None = None
+
+    def attend(self, op: Any, query: Array, key: Array) -> tuple[Array, Array, Array]:
+        """The selected keys [B, S, K], and attention over them: out [B, S, H, 512] and lse [B, S, H]."""
+        if self.attended is None:
+
+            def attend(
+                q: Array, k: Array, weights: Array, starts: Array, ends: Array, query: Array, key: Array
+            ) -> tuple[Array, Array, Array]:  # fmt: skip
+                chosen = _select(q, k, weights, starts, ends, self.topk)
+                return chosen, *_attend(query, key, chosen)
+
+            indexer = jax.lax.stop_gradient((self.q, self.k, self.weights))
+            self.attended = _on_each_device(op, attend, *indexer, self.starts, self.ends, query, key)
+        return self.attended
+
+
+def _index(
+    self: Any, inputs_q: Array, low_rank_q: Array, inputs_kv: Array, inputs_positions: Array | None = None,
+    attention_mask: Array | None = None, decoder_segment_ids: Array | None = None, previous_chunk: Any = None,
+    kv_cache: Any = None, model_mode: str = "train",
+) -> tuple[_Indexed, None, _Indexed]:  # fmt: skip
+    """In the place of `Indexer.__call__`: its projections, and the ranges of keys that attention_mask tells.
+
+    Args:
+        inputs_q, inputs_kv: [B, S, EMBED], the same.
+        low_rank_q: [B, S, Q_LORA].
+        inputs_positions: [B, S].
+        decoder_segment_ids: [B, S]. A segment is a run of equal ids, −1 a token without keys.
+        attention_mask and the rest: Not read.
+
+    Raises:
+        UnsupportedError: model_mode is not "train"; an option is not served.
+    """
+    if model_mode != "train":
+        raise UnsupportedError(f"xmla.maxtext: model_mode={model_mode} is given, supported: train")
+    _refuse(self.config)  # the layer may have been made before `install`
+    tokens, latents, keys = jax.lax.stop_gradient((inputs_q, low_rank_q, inputs_kv))
+    batch, count, _ = tokens.shape
+    q = self.wq_b(latents).reshape(batch, count, self.n_heads, self.head_dim)
+    q = self.apply_partial_rope(q, inputs_positions=inputs_positions)
+    k = self.k_norm(self.wk(keys))[:, :, None]
+    k = self.apply_partial_rope(k, inputs_positions=inputs_positions)[:, :, 0]
+    weights = self.weights_proj(tokens) * (self.n_heads**-0.5) * self.softmax_scale
+    ranges = _ranges(decoder_segment_ids, batch, count)
+    # MaxText's keys are float32 if its weights are.
+    indexed = _Indexed(q, k.astype(q.dtype), weights.astype(jnp.float32), *ranges, self.indexer_topk)
+    return indexed, None, indexed
+
+
+def _calculate_indexer_loss(
+    self: Any, indexer_score: _Indexed, query: Array, key: Array, attention_mask: Array | None,
+    indexer_mask: _Indexed, sparse_loss: bool, scaling_factor: float,
+) -> Array:  # fmt: skip
+    """In the place of `MLA.calculate_indexer_loss`: the loss over the selected keys, or over all that a token sees.
+
+        target[t]     = Σ_h softmax(query[t,h] · key)       over these keys, divided by its sum
+        prediction[t] = softmax(scores[t])                  over the same keys
+        loss          = scaling_factor · mean_t Σ target · (ln max(target, 1e-10) − ln prediction)
+
+    Args:
+        query: [B, S, H, L+E], scaled.
+        key: [B, S, 1, L+E].
+        attention_mask, indexer_mask: Not read.
+
+    Returns:
+        loss: [] float32, with gradients of the indexer's projections. Padding tokens are part of the mean.
+
+    Raises:
+        UnsupportedError: The indexer has nothing to learn, because it selects all S keys.
+    """
+    indexed, topk = indexer_score, indexer_score.topk
+    if query.shape[1] <= topk:
+        raise UnsupportedError(
+            f"xmla.maxtext: an indexer's loss of {query.shape[1]} tokens with indexer_topk={topk} is asked for, "
+            "supported: more tokens than indexer_topk"
+        )
+
+    def loss(
+        q: Array, k: Array, weights: Array, starts: Array, ends: Array, query: Array, key: Array, indices: Array,
+        lse: Array,
+    ) -> Array:  # fmt: skip
+        lse = lse if sparse_loss else _lse_of_ranges(query, key, starts, ends)
+        first = _first_rows(*starts.shape)
+        found, *_ = xj.indexer_loss(
+            *map(_flat, (q, k, weights, query, key[:, :, 0], lse, ends + first, starts + first)),
+            indices=_slots(indices) if sparse_loss else None, softmax_scale=1.0, coeff=float(scaling_factor),
+        )  # fmt: skip
+        return found
+
+    indices, _, lse = indexed.attend(self.attention_op, query, key)
+    arrays = indexed.q, indexed.k, indexed.weights, indexed.starts, indexed.ends
+    constant = jax.lax.stop_gradient((query, key, indices, lse))
+    return _on_each_device(self.attention_op, loss, *arrays, *constant).mean()
+
+
+def _attention(call: Callable[..., Array]) -> Callable[..., Array]:
+    """`AttentionOp.__call__`, but over the selected keys where it gets an `_Indexed`."""
+
+    @wraps(call)
+    def attention(self: Any, query: Array, key: Array, value: Array, *args: Any, **kwargs: Any) -> Array:
+        indexed = kwargs.get("indexer_mask")
+        if not isinstance(indexed, _Indexed):
+            return call(self, query, key, value, *args, **kwargs)
+        return indexed.attend(self, query, key)[1][..., : value.shape[-1]]
+
+    return attention
+
+
+def _on_each_device(op: Any, function: Callable[..., Any], *arrays: Array) -> Any:
+    """`function` of arrays whose first axis is B, of each device's own sequences.
+
+    Raises:
+        UnsupportedError: Tokens of a sequence or heads are divided among devices.
+    """
+    if op.mesh.size == 1:
+        return function(*arrays)
+    axes = "activation_batch_attn", "activation_length", "activation_heads"
+    batch, *others = op._logical_to_mesh_axes(axes)
+    for name, over in zip(axes[1:], others, strict=True):
+        if over is not None:
+            raise UnsupportedError(f"xmla.maxtext: {name} is divided over {over}, supported: {axes[0]} alone")
+    return jax.shard_map(function, mesh=op.mesh, in_specs=P(batch), out_specs=P(batch))(*arrays)
+
+
+def _ranges(segments: Array | None, batch: int, count: int) -> tuple[Array, Array]:
+    """The keys of each token, [starts, ends) of its sequence: [B, S] int32."""
+    places = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
+    if segments is None:
+        return jnp.zeros_like(places), places + 1
+    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = jax.lax.cummax(jnp.where(first, places, 0), axis=1)
+    return starts, jnp.where(segments < 0, starts, places + 1)
+
+
+def _flat(array: Array) -> Array:
+    """[B, S, …] as [B·S, …]."""
+    return array.reshape(-1, *array.shape[2:])
+
+
+def _first_rows(batch: int, count: int) -> Array:
+    """Where each sequence begins among the keys [B, S] flattened: [B, 1] int32."""
+    return count * jnp.arange(batch, dtype=jnp.int32)[:, None]
+
+
+def _slots(indices: Array) -> Array:
+    """Of positions [B, S, K], the rows [B·S, K] of keys [B, S] flattened. What is no position is no row."""
+    return _flat(jnp.where(indices < 0, -1, indices + _first_rows(*indices.shape[:2])[..., None]))
+
+
+def _of_sequences(function: Callable[..., Array], keys: Array, *arrays: Array) -> Array:
+    """`function(keys[b], …)` of some tokens of one sequence at a time, one after the other; arrays are [B, S, …]."""
+    count = arrays[0].shape[1]
+    parts = -(-4 * count * keys.shape[1] // SCRATCH)
+    step = -(-count // parts)
+
+    def cut(array: Array) -> Array:  # a token that is added has no keys, and its results are dropped
+        padded = jnp.pad(array, ((0, parts * step - count), *[(0, 0)] * (array.ndim - 1)))
+        return padded.reshape(parts, step, *array.shape[1:])
+
+    def sequence(each: tuple[Array, ...]) -> Array:
+        own, *rest = each
+        found = jax.lax.map(lambda part: function(own, *part), tuple(map(cut, rest)))
+        return found.reshape(parts * step, *found.shape[2:])[:count]
+
+    return jax.lax.map(sequence, (keys, *arrays))
+
+
+def _select(q: Array, k: Array, weights: Array, starts: Array, ends: Array, topk: int) -> Array:
+    """[B, S, K] int32, positions among the keys of a sequence, ascending, −1 behind a token's last key."""
+    count = q.shape[1]
+    if count <= topk:
+        places = starts[..., None] + jnp.arange(count, dtype=jnp.int32)
+        return jnp.where(places < ends[..., None], places, -1)
+
+    def select(k: Array, q: Array, weights: Array, starts: Array, ends: Array) -> Array:
+        chosen = xj.select_topk(xj.indexer_scores(q, k, weights, ends, starts), ends, starts, k=topk)
+        return jnp.where(chosen < 0, -1, chosen + starts[:, None])  # behind the start
+
+    return _of_sequences(select, k, q, weights, starts, ends)
+
+
+def _attend(query: Array, key: Array, indices: Array) -> tuple[Array, Array]:
+    """out [B, S, H, 512] and lse [B, S, H]; queries are scaled."""
+    out, lse = xj.sparse_mla(_flat(query), _flat(key), _slots(indices), softmax_scale=1.0)
+    return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
+
+
+def _lse_of_ranges(query: Array, key: Array, starts: Array, ends: Array) -> Array:
+    """Attention's lse [B, S, H] over all keys that a token sees."""
+
+    def attend(rows: Array, query: Array, starts: Array, ends: Array) -> Array:
+        slots = starts[:, None] + jnp.arange(len(rows), dtype=jnp.int32)
+        return xj.sparse_mla(query, rows, slots, ends - starts, softmax_scale=1.0)[1]
+
+    return _of_sequences(attend, key, query, starts, ends)
