@@ -39,9 +39,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from xmla import torch_api
+from xmla.core.call import plan_call
 from xmla.core.device import H200
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import Case, Op, plan_call
+from xmla.core.op import Case, Op
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import DTYPES, Spec

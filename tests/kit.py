@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from xmla import interop
+from xmla.core.call import plan_call
 from xmla.core.device import Device
 from xmla.core.formats.mla import MlaLayout
-from xmla.core.op import Case, Op, plan_call
+from xmla.core.op import Case, Op
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import DTYPES, Spec

@@ -21,9 +21,10 @@ import numpy as np
 from export_for_cuda import export, exported_case
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
+from xmla.core.call import plan_call
 from xmla.core.compile import compiled, compiles, specialize
 from xmla.core.device import KNOWN_DEVICES, Device
-from xmla.core.op import Case, Op, plan_call
+from xmla.core.op import Case, Op
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import Spec

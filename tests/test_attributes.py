@@ -12,8 +12,9 @@ from conftest import HAS_GPU
 from xmla import torch_api
 from xmla.core.attribute import LARGEST_FACTOR
 from xmla.core.device import H200
-from xmla.core.op import LARGEST_SIZE, Case, Op
+from xmla.core.op import Case, Op
 from xmla.core.ops.sparse_mla.splits import MOST_SPLITS, Config, count_splits
+from xmla.core.problem import LARGEST_SIZE
 from xmla.core.registry import registry
 from xmla.core.tolerance import GRADIENT, cosine_difference
 

@@ -11,8 +11,9 @@ import noting as stand_in
 import pytest
 from noting import WARPS, Noting
 
+from xmla.core.call import plan_call
 from xmla.core.device import H100, Device
-from xmla.core.op import Case, Op, plan_call
+from xmla.core.op import Case, Op
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.jax_api import _launcher

@@ -13,7 +13,7 @@ import numpy as np
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
-from xmla.core.op import BYTES, HALVES
+from xmla.core.problem import BYTES, HALVES
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
 

@@ -21,7 +21,8 @@ from xmla.core.device import H200
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.models.base import Call
-from xmla.core.op import LARGEST_SIZE, Case, Op
+from xmla.core.op import Case, Op
+from xmla.core.problem import LARGEST_SIZE
 from xmla.core.spec import Spec
 
 # Two workers have all of these tests: each takes a sixth of an H200's memory.

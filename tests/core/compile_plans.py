@@ -39,11 +39,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
+from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
-from xmla.core.op import Op, plan_call
+from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import Spec

@@ -20,8 +20,8 @@ from xmla.core.compile import Specialization
 from xmla.core.device import B200, B300, GB10, PEAKS, RTX_PRO_6000, Device, Peaks
 from xmla.core.formats.mla import V4
 from xmla.core.models.base import Call
-from xmla.core.op import Problem
 from xmla.core.plan import Launch, cdiv
+from xmla.core.problem import Problem
 from xmla.core.registry import registry
 from xmla.core.roofline import LAUNCH_SECONDS, seconds_of
 from xmla.core.spec import Spec
@@ -76,7 +76,7 @@ def calls() -> Iterator[tuple[str, Call, int | None]]:
 
 def needed(problem: Problem, values: dict[str, object]) -> float | None:
     """Operations of a tile that the call needs; None for a kernel whose tile is not known."""
-    if problem.op.name == "sparse_mla":
+    if problem.op == "sparse_mla":
         layout = problem.formats["cache"]
         return 2.0 * min(values["BLOCK_H"], problem["H"]) * values.get("BLOCK_N", 32) * (layout.dims + 512)  # type: ignore[type-var, operator]
     return 2.0 * values["GROUP"] * problem["I"] * values["BLOCK_N"] * problem["D"]  # type: ignore[operator]

@@ -6,8 +6,11 @@ import kit
 import numpy as np
 import pytest
 
-from xmla.core.device import B200, H200, Device
-from xmla.core.op import Condition, Implementation, Op, plan_call
+from xmla.core.call import plan_call
+from xmla.core.device import B200, H200, INTERPRETER, Device
+from xmla.core.errors import UnsupportedError
+from xmla.core.implementation import Condition, Implementation
+from xmla.core.op import Op
 from xmla.core.ops import indexer_logits
 from xmla.core.ops.dsa_attention.kernels import select_slots_kernel
 from xmla.core.ops.dsa_attention.plan import select_slots
@@ -39,6 +42,16 @@ def test_a_plan_says_which_implementation_it_takes_and_why() -> None:
     assert line in str(choice) and line in str(plan)
     asked, _ = plan_call(op, half, attrs, H200, "triton")
     assert asked.choices == (Choice("sparse_mla", "triton"),), "asked for, it is passed over for nothing"
+
+
+def test_a_refusal_is_of_the_callers_own_entries() -> None:
+    """Not of the plain rows to which they are unpacked first: those are not the caller's."""
+    op = registry()["sparse_mla"]
+    (case,) = (case for case in op.cases if case.name == "t90-h17-k40-page27-v32")
+    given = kit.make(case)
+    specs = tuple(Spec.of_numpy(given[name]) if name in given else None for name in op.tensors)
+    with pytest.raises(UnsupportedError, match=r"'gluon' on Triton interpreter, supported: compute capability 9\.0"):
+        plan_call(op, specs, tuple(kit.attributes(op, case).values()), INTERPRETER, "gluon")
 
 
 @pytest.mark.parametrize("op", [op for op in registry().values() if len(op.choices) > 1], ids=lambda op: op.name)

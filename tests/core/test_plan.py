@@ -7,6 +7,7 @@ import kit
 import numpy as np
 import pytest
 
+from xmla.core.call import plan_call
 from xmla.core.compile import specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
@@ -15,7 +16,7 @@ from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
-from xmla.core.op import Case, Op, plan_call
+from xmla.core.op import Case, Op
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry

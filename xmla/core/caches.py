@@ -8,8 +8,8 @@ from xmla.core.formats.indexer import (
     indexer_rows,
 )
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
-from xmla.core.op import Problem
-from xmla.core.work import Work
+from xmla.core.problem import Problem
+from xmla.core.work import Work, all_but_pools_once
 
 INDEXER_ALIGNMENT = 4  # bytes: an entry's scales are one word
 
@@ -44,7 +44,7 @@ def check_scale_floor(problem: Problem) -> None:
 
 def check_indexer_dim(problem: Problem) -> None:
     """Check that D is a size that indexer keys and queries can have."""
-    name, axis = next((n, t.names.index("D")) for n, t in problem.op.tensors.items() if "D" in t.names)
+    name, axis = next((n, t.names.index("D")) for n, t in problem.tensors.items() if "D" in t.names)
     if problem["D"] not in INDEXER_DIMS:
         problem.refuse(name, f"axis D (axis {axis})", problem["D"], "32, 64 or 128")
 
@@ -56,7 +56,7 @@ def indexer_format(problem: Problem, cache: str) -> IndexerLayout:
         ArgumentError: D is wrong, no format has such rows, or a stride or address is wrong.
     """
     check_indexer_dim(problem)
-    row = problem.op.tensors[cache].names[2]
+    row = problem.tensors[cache].names[2]
     found = indexer_layouts(problem[row], problem["D"])
     if not found:
         problem.refuse(cache, f"axis {row} (axis 2)", problem[row], indexer_rows(problem["D"]))
@@ -72,7 +72,6 @@ def check_indexer_format_name(problem: Problem, attribute: str) -> None:
 
 def entries_once(problem: Problem, keys: int | None) -> list[Work]:
     """The work of an op that reads or writes one entry per token: these entries, and every other array once."""
-    specs, pools = problem.specs, problem.op.pools
-    once = [spec for name, spec in specs.items() if name not in pools]
-    entries = sum(problem["T"] * specs[name].shape[2] * specs[name].itemsize for name in pools)
-    return [Work(entries + sum(spec.nbytes for spec in (*once, *problem.op.result_specs(problem).values())))]
+    specs = problem.specs
+    entries = sum(problem["T"] * specs[name].shape[2] * specs[name].itemsize for name in problem.pools)
+    return [Work(entries + all_but_pools_once(problem).bytes)]

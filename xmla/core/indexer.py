@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from xmla.core.caches import check_indexer_dim
 from xmla.core.device import Device
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.op import E4M3, Condition, Problem, Tensor
+from xmla.core.implementation import Condition
 from xmla.core.plan import cdiv, next_power_of_2
+from xmla.core.problem import E4M3, Problem, Tensor
 from xmla.core.requests import tokens_a_request
 from xmla.core.work import Work
 
@@ -133,9 +134,8 @@ def logits_work(problem: Problem, keys: int | None) -> list[Work]:
     paged = problem.has("block_table")
     count = keys or (problem["M"] * problem["R"] if paged else problem["N"])
     read = count * (problem["B"] if paged else 1) * (dim + 4)
-    rest = sum(spec.nbytes for name, spec in problem.specs.items() if name not in problem.op.pools)
     flops = 2.0 * tokens * count * problem["I"] * dim
-    return [Work(read + 4 * tokens * count, fp8_flops=flops), Work(rest)]
+    return [Work(read + 4 * tokens * count, fp8_flops=flops), Work(problem.bytes_besides_pools)]
 
 
 def selection_work(problem: Problem, keys: int | None) -> list[Work]:

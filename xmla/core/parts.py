@@ -7,8 +7,8 @@ the rows from there on.
 from collections.abc import Callable
 from dataclasses import replace
 
-from xmla.core.op import Problem
 from xmla.core.plan import Plan, all_choices, cdiv
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 MAX_PARTS = 1024  # each has two or three launches
@@ -49,5 +49,5 @@ def join_parts(problem: Problem, part: Callable[[int], Plan], size: int, whole: 
         buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
     for name in whole:
         buffers[name] = replace(buffers[name], shape=(tokens, *buffers[name].shape[1:]))
-    results, chosen = tuple(problem.op.outputs), all_choices(parts.values())
-    return Plan(tuple(launches), buffers | problem.op.result_specs(problem), results, chosen)
+    results, chosen = tuple(problem.results), all_choices(parts.values())
+    return Plan(tuple(launches), {**buffers, **problem.results}, results, chosen)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xmla.core.op import Arrays, Limit, Problem
+from xmla.core.problem import Arrays, Limit, Problem
 
 
 def check_requests(problem: Problem, argument: str) -> None:

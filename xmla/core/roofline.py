@@ -4,8 +4,9 @@ The model ignores everything else that keeps a kernel from its ceiling. docs/roo
 times measured on an H200.
 """
 
+from collections.abc import Iterable
+
 from xmla.core.device import PEAKS, Device, Peaks
-from xmla.core.op import Problem
 from xmla.core.plan import Plan
 from xmla.core.work import Work
 
@@ -24,9 +25,9 @@ def seconds_of(work: Work, peaks: Peaks) -> float:
     )
 
 
-def estimate(problem: Problem, plan: Plan, device: Device, keys: int | None = None) -> float | None:
-    """The least seconds of the call on `device`, launched from a graph; None for a device without known rates."""
+def estimate(steps: Iterable[Work], plan: Plan, device: Device) -> float | None:
+    """The least seconds of a call's `steps` on `device`, launched from a graph; None for one without known rates."""
     peaks = PEAKS.get(device.name)
     if peaks is None:
         return None
-    return sum(seconds_of(work, peaks) for work in problem.op.work(problem, keys)) + len(plan.active) * LAUNCH_SECONDS
+    return sum(seconds_of(work, peaks) for work in steps) + len(plan.active) * LAUNCH_SECONDS

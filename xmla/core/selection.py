@@ -5,7 +5,7 @@ Device code that their kernels share is in `xmla.core.lang.blocks`.
 
 from typing import Any
 
-from xmla.core.op import Problem
+from xmla.core.problem import Problem
 from xmla.core.work import Work
 
 GRANULARITIES = (1, 2, 4, 8, 16, 32, 64, 128)  # columns of a block: tiles of whole blocks are powers of two
@@ -40,8 +40,7 @@ def block_logits_work(problem: Problem, keys: int | None) -> list[Work]:
     capacity, dim = keys or capacity_of(problem), problem["D"]
     logits = problem["T"] * min(entries_of(problem), capacity)
     read = min(logits, capacity * (problem["B"] if problem.has("block_table") else 1)) * (dim + 4)
-    rest = sum(spec.nbytes for name, spec in problem.specs.items() if name not in problem.op.pools)
-    return [Work(read + 4 * logits, fp8_flops=2.0 * logits * problem["I"] * dim), Work(rest)]
+    return [Work(read + 4 * logits, fp8_flops=2.0 * logits * problem["I"] * dim), Work(problem.bytes_besides_pools)]
 
 
 def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:

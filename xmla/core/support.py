@@ -7,9 +7,10 @@ from functools import cache
 import numpy as np
 
 from xmla.core.attribute import Attr
+from xmla.core.call import plan_call
 from xmla.core.device import Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError, meant
-from xmla.core.op import Op, plan_call
+from xmla.core.op import Op
 from xmla.core.registry import find_op, registry
 from xmla.core.spec import DTYPES, Spec
 

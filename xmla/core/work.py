@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from xmla.core.problem import Problem
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -14,3 +16,13 @@ class Work:
     bytes: float
     bf16_flops: float = 0.0
     fp8_flops: float = 0.0
+
+
+def each_array_once(problem: Problem, keys: int | None) -> list[Work]:
+    """The work of an op that reads its arguments and writes its results once."""
+    return [Work(problem.nbytes)]
+
+
+def all_but_pools_once(problem: Problem) -> Work:
+    """Everything but the pools of a call: the other arguments read, and the results written, once."""
+    return Work(problem.bytes_besides_pools + problem.bytes_of_results)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import Op, Tensor
+from xmla.core.op import Op
+from xmla.core.problem import Tensor
 
 ROWS = ("T", "B")
 

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from xmla.core.derivative import check_derivative, derivative_call
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
@@ -67,13 +68,13 @@ def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...],
     manual = _private.varying(inner)
     # Over a mesh of explicit axes a result has the partitioned axes of the arguments.
     mesh = next((aval.sharding.mesh for aval in inner if not aval.sharding.mesh.empty), get_abstract_mesh())
-    specs = _sharding.result_specs(problem, [aval.sharding.spec for aval in inner])
+    specs = _sharding.result_specs(op, problem, [aval.sharding.spec for aval in inner])
 
     def value(shape: Sequence[int], dtype: Any, spec: P) -> ShapedArray:
         return ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec), **manual)
 
-    results = op.result_specs(problem).values()
-    out = [value(x.shape, jnp.dtype(x.dtype), spec) for x, spec in zip(results, specs, strict=True)]
+    results = zip(problem.results.values(), specs, strict=True)
+    out = [value(x.shape, jnp.dtype(x.dtype), spec) for x, spec in results]
     effects: set[Any] = set()
     for index, (name, aval) in enumerate(zip(given, avals, strict=True)):
         if isinstance(aval, AbstractRef):
@@ -145,7 +146,7 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
         return compute
 
     problem = op.bind(_specs(given, context.avals_in), values)
-    return mlir.lower_fun(_sharding.partitioned(function_of, problem))(context, *operands)
+    return mlir.lower_fun(_sharding.partitioned(op, function_of, problem))(context, *operands)
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):
@@ -221,7 +222,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
     specs = _specs(given, [jax.typeof(value) for value in arrays.values()])
     values = dict(zip(op.defaults, params["attrs"], strict=True))
     constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
-    op.check_derivative(constants, specs, values, params["implementation"])
+    check_derivative(op, constants, specs, values, params["implementation"])
     arrays, moving = _private.vary_alike(arrays, moving)
     found = bind(*arrays.values(), op=op, given=given, **params)
     out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(found, op.outputs, strict=True)]
@@ -248,7 +249,7 @@ def _transpose(
     results = known[len(given) :]
     gradients = [None if isinstance(cotangent, ad.Zero) else cotangent for cotangent in cotangents]
     arguments = dict(zip(given, known, strict=False))
-    its = op.derivative_call(arguments, results, gradients, jnp.zeros_like, attrs, implementation)
+    its = derivative_call(op, arguments, results, gradients, jnp.zeros_like, attrs, implementation)
     found = bind(
         *its.arguments.values(), op=its.op, given=tuple(its.arguments), attrs=its.attrs, device=device,
         implementation=its.implementation,

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xmla.core import device as devices
+from xmla.core.call import plan_call
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op, plan_call
+from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.spec import DTYPES, Spec
 
@@ -80,7 +81,7 @@ def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implem
         host = {name: np.array(value, order="C") for name, value in zip(given, operands, strict=True)}
         specs = {name: _spec(host[name]) if name in host else None for name in op.tensors}
         if implementation == "reference":
-            results = op.result_specs(op.bind(specs, attrs)).values()
+            results = op.bind(specs, attrs).results.values()
             outputs = op.reference(**host, **attrs)
         else:
             from xmla.core import interpreter
@@ -105,7 +106,7 @@ def execute(
     """
     specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
     if implementation == "reference":
-        outputs = op.result_specs(op.bind(specs, attrs)).values()
+        outputs = op.bind(specs, attrs).results.values()
     else:
         plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, implementation)
         if device != INTERPRETER:

@@ -15,7 +15,8 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xmla.core.op import Op, Problem
+from xmla.core.op import Op
+from xmla.core.problem import Problem
 from xmla.jax_api._private import ShardingContext
 from xmla.jax_api._run import HostFunction
 
@@ -30,19 +31,19 @@ def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
     return [axis for axis in ("T", "H") if axis in names and not whole]
 
 
-def _result_axes(problem: Problem) -> list[Axes]:
+def _result_axes(op: Op, problem: Problem) -> list[Axes]:
     """The axes of each result that can be sharded; None for others."""
-    shared = shared_axes(problem.op, list(problem.specs))
-    return [[axis if axis in shared else None for axis in result.names] for result in problem.op.outputs.values()]
+    shared = shared_axes(op, list(problem.specs))
+    return [[axis if axis in shared else None for axis in result.names] for result in op.outputs.values()]
 
 
-def _mesh_axes(problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
+def _mesh_axes(op: Op, problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
     """The mesh axes over which the operands' `specs` shard each axis; a mesh axis serves one axis."""
-    shared = shared_axes(problem.op, list(problem.specs))
+    shared = shared_axes(op, list(problem.specs))
     found: dict[str, Any] = {}
     taken: set[str] = set()
     for name, spec in zip(problem.specs, specs, strict=True):
-        for axis, entry in zip(problem.op.tensors[name].names, spec, strict=False):  # a spec may be shorter
+        for axis, entry in zip(op.tensors[name].names, spec, strict=False):  # a spec may be shorter
             over = {entry} if isinstance(entry, str) else set(entry or ())
             if axis in shared and axis not in found and over and not over & taken:
                 found[axis] = entry
@@ -54,10 +55,10 @@ def _spec(axes: Axes, found: Mapping[str, Any]) -> P:
     return P(*(found.get(axis) if axis else None for axis in axes))
 
 
-def result_specs(problem: Problem, specs: Sequence[P]) -> list[P]:
+def result_specs(op: Op, problem: Problem, specs: Sequence[P]) -> list[P]:
     """How the results are sharded if the operands have `specs`."""
-    found = _mesh_axes(problem, specs)
-    return [_spec(axes, found) for axes in _result_axes(problem)]
+    found = _mesh_axes(op, problem, specs)
+    return [_spec(axes, found) for axes in _result_axes(op, problem)]
 
 
 def over_devices(module: mlir.ModuleContext) -> bool:
@@ -93,20 +94,22 @@ def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[
     return callback
 
 
-def partitioned(function_of: Callable[[tuple[str, ...]], Callable[..., Any]], problem: Problem) -> Callable[..., Any]:
+def partitioned(
+    op: Op, function_of: Callable[[tuple[str, ...]], Callable[..., Any]], problem: Problem
+) -> Callable[..., Any]:
     """The call of `problem`, a function of its operands, on each device's own part along the sharded axes.
 
     `function_of` takes the operands' names. Where tokens are sharded whose requests follow from their numbers, each
     device gets the request ids of its own.
     """
-    shared = shared_axes(problem.op, list(problem.specs))
+    shared = shared_axes(op, list(problem.specs))
     given = tuple(problem.specs)
-    numbered = "T" in shared and "request_ids" in problem.op.tensors and "request_ids" not in given
+    numbered = "T" in shared and "request_ids" in op.tensors and "request_ids" not in given
     function = function_of((*given, "request_ids") if numbered else given)
     replicated = function_of(given) if numbered else function
-    operands: list[Axes] = [problem.op.tensors[name].names for name in given]
+    operands: list[Axes] = [op.tensors[name].names for name in given]
     operands += [["T"]] * numbered
-    results = _result_axes(problem)
+    results = _result_axes(op, problem)
     whole: list[str] = []
 
     def factor(axis: str | None) -> str:
@@ -119,7 +122,7 @@ def partitioned(function_of: Callable[[tuple[str, ...]], Callable[..., Any]], pr
         return ", ".join(" ".join(map(factor, axes)) for axes in arrays)
 
     def partition(mesh: Mesh, arguments: Sequence[Any], _: Any) -> tuple[Any, ...]:
-        found = _mesh_axes(problem, [argument.sharding.spec for argument in arguments[: len(given)]])
+        found = _mesh_axes(op, problem, [argument.sharding.spec for argument in arguments[: len(given)]])
 
         def place(arrays: Sequence[Axes]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, _spec(axes, found)) for axes in arrays)

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from xmla.core.derivative import check_derivative, derivative_call, refuse_derivative
 from xmla.core.device import assumed_device
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op
@@ -41,7 +42,7 @@ def _result_specs(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None = None
 ) -> tuple[Spec, ...]:
     problem = op.bind(_specs(op, tensors), dict(zip(op.defaults, attrs, strict=True)), implementation)
-    return tuple(op.result_specs(problem).values())
+    return tuple(problem.results.values())
 
 
 def _fake(
@@ -165,11 +166,11 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
         constants = {name: constant.format(name) for name, constant in moving.items()}
         for name, constant in moving.items():
             if differentiable is None or written or constant is FORWARD_MODE:
-                op.refuse_derivative(name, constants[name])
+                refuse_derivative(op, name, constants[name])
         tensors, attrs = unpack(args, kwargs)
         implementation = kwargs.get("implementation")
         values = dict(zip(op.defaults, attrs, strict=True))
-        op.check_derivative(constants, _specs(op, tensors), values, implementation)
+        check_derivative(op, constants, _specs(op, tensors), values, implementation)
         return _private.apply(differentiable, keyset, implementation, attrs, *tensors)
 
     return autograd
@@ -194,7 +195,7 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
         saved = context.saved_tensors
         tensors, results = dict(zip(op.tensors, saved, strict=False)), saved[len(op.tensors) :]
         given = [None if gradient is None else gradient.contiguous() for gradient in gradients]
-        call = op.derivative_call(tensors, results, given, torch.zeros_like, context.attrs, context.implementation)
+        call = derivative_call(op, tensors, results, given, torch.zeros_like, context.attrs, context.implementation)
         # They depend on what is differentiated also where they are computed from the call's results alone.
         moving = [tensors[name] for name in op.gradients]
         found = once.apply(
@@ -220,7 +221,7 @@ def _differentiable_once(op: Op, derivative: Op) -> Any:
         return getattr(torch.ops.xmla, derivative.name)(*given, **named, implementation=implementation)
 
     def backward(*_: Any) -> Any:
-        op.refuse_derivative("a gradient", "detach()")
+        refuse_derivative(op, "a gradient", "detach()")
 
     made = _function(
         torch.autograd.Function, derivative.name, forward=forward, setup_context=lambda *_: None, backward=backward

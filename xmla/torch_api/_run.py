@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from xmla.core.call import plan_call
 from xmla.core.compile import compiled, specialize
 from xmla.core.config import settings
 from xmla.core.device import Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
-from xmla.core.op import Op, plan_call
+from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.signature import generated
 from xmla.core.spec import DTYPES, Spec, row_major

@@ -11,7 +11,8 @@ import numpy as np
 
 from xmla.core.errors import ArgumentError
 from xmla.core.live.reproducer import has_tokens, save, shrink
-from xmla.core.op import Arrays, Op
+from xmla.core.op import Op
+from xmla.core.problem import Arrays
 from xmla.core.spec import Spec
 
 

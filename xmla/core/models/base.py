@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from xmla.core.attribute import Attr
+from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, specialize
 from xmla.core.device import Device
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
-from xmla.core.op import plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.roofline import estimate
@@ -49,7 +49,8 @@ class Call:
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
         op = registry()[self.op]
-        return estimate(op.bind(self.specs, op.defaults | dict(self.attrs)), self.plan(device), device, keys)
+        problem = op.bind(self.specs, op.defaults | dict(self.attrs))
+        return estimate(op.work(problem, keys), self.plan(device), device)
 
 
 def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:

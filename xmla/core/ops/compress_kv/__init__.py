@@ -7,23 +7,12 @@ from xmla.core.caches import check_scale_floor, indexer_format, mla_format
 from xmla.core.formats import Format, stored_values
 from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import V41_FP4
-from xmla.core.op import (
-    BYTES,
-    F32,
-    FLOATS,
-    HALVES,
-    INDEX,
-    Arrays,
-    Implementation,
-    Limit,
-    Op,
-    Problem,
-    Tensor,
-    Updated,
-)
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op, Updated
 from xmla.core.ops.compress_kv.cases import CASES
 from xmla.core.ops.compress_kv.plan import plan
 from xmla.core.ops.compress_kv.reference import reference
+from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Problem, Tensor
 from xmla.core.requests import check_requests, id_limits, requests_of
 from xmla.core.tolerance import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
 from xmla.core.work import Work

@@ -2,9 +2,9 @@ from collections.abc import Hashable
 
 from xmla.core.device import Device
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.op import Problem
 from xmla.core.ops.compress_kv.kernels import compress_entries_kernel, keep_states_kernel
 from xmla.core.plan import Launch, Plan, next_power_of_2
+from xmla.core.problem import Problem
 from xmla.core.requests import tokens_a_request
 
 POOLED = 8192  # elements of the window that a program holds at once: scores and values take 64 registers of 256 threads

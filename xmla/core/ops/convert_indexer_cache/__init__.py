@@ -2,10 +2,12 @@ from typing import Any
 
 from xmla.core.caches import INDEXER_ALIGNMENT, check_indexer_format_name, entries_once
 from xmla.core.formats.indexer import IndexerLayout, indexer_pairs
-from xmla.core.op import BYTES, Implementation, Op, Problem, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.convert_indexer_cache.cases import CASES
 from xmla.core.ops.convert_indexer_cache.plan import plan
 from xmla.core.ops.convert_indexer_cache.reference import reference
+from xmla.core.problem import BYTES, Problem, Tensor
 
 
 def convert_indexer_cache(

@@ -1,7 +1,7 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.convert_mla_cache.kernels import convert_mla_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 BLOCK_T = 4
 

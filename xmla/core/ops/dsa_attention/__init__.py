@@ -2,16 +2,18 @@ from functools import partial
 from typing import Any
 
 from xmla.core.caches import indexer_format, mla_format
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import selection_work
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Implementation, Op, Problem, Result, Tensor, rest_once
+from xmla.core.op import Op
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.cases import CASES
 from xmla.core.ops.dsa_attention.plan import plan
 from xmla.core.ops.dsa_attention.reference import reference
 from xmla.core.ops.sparse_mla.sources import ATTENTION_RESULTS, attention_work
+from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Problem, Result, Tensor
 from xmla.core.requests import check_requests, paged_limits
 from xmla.core.tolerance import Selection
-from xmla.core.work import Work
+from xmla.core.work import Work, all_but_pools_once
 
 
 def dsa_attention(
@@ -81,7 +83,7 @@ def check(problem: Problem) -> None:
 def work(problem: Problem, keys: int | None) -> list[Work]:
     logits, selection, _ = selection_work(problem, keys)
     attention = attention_work(problem, "mla_cache", problem.attrs["k"])
-    return [logits, selection, attention, rest_once(problem)]
+    return [logits, selection, attention, all_but_pools_once(problem)]
 
 
 OP = Op(

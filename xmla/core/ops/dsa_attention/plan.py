@@ -1,13 +1,14 @@
 from dataclasses import replace
 from itertools import pairwise
 
+from xmla.core.composition import Steps
 from xmla.core.device import Device
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.kernels import select_slots_kernel
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
 from xmla.core.ops.select_topk.plan import going_on, may_go_on
 from xmla.core.plan import Launch, Plan
+from xmla.core.problem import Problem
 
 # For errors: the arguments of the call from which the intermediate arguments of its steps are computed.
 CALLED = {

@@ -1,14 +1,14 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.expand_blocks.kernels import expand_blocks_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 from xmla.core.selection import entries_of, expanded
 
 BLOCK_C = 256  # columns of a program
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    results = problem.op.result_specs(problem)
+    results = problem.results
     parts = max(cdiv(expanded(problem), BLOCK_C), 1)
     launch = Launch(
         expand_blocks_kernel,

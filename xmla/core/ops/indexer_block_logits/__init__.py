@@ -2,11 +2,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.indexer import check_keys
-from xmla.core.op import INDEX, Arrays, Limit, Op, Problem, Result, Tensor, declared_limits
+from xmla.core.op import Op
 from xmla.core.ops import indexer_logits
 from xmla.core.ops.indexer_block_logits.cases import CASES
 from xmla.core.ops.indexer_block_logits.plan import IMPLEMENTATION
 from xmla.core.ops.indexer_block_logits.reference import reference
+from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor, declared_limits
 from xmla.core.selection import block_logits_work, capacity_of, check_granularity, entries_of
 from xmla.core.tolerance import LOGITS
 

@@ -1,10 +1,11 @@
 from xmla.core.device import Device
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
-from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_block_logits.kernels import indexer_block_logits_kernel
 from xmla.core.ops.indexer_block_logits_paged.plan import splits
 from xmla.core.ops.indexer_logits_paged.plan import configure
 from xmla.core.plan import Launch, Plan
+from xmla.core.problem import Problem
 from xmla.core.selection import entries_of
 from xmla.core.spec import Spec
 

@@ -2,11 +2,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.indexer import check_query
-from xmla.core.op import INDEX, Arrays, Limit, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops import indexer_logits_paged
 from xmla.core.ops.indexer_block_logits_paged.cases import CASES
 from xmla.core.ops.indexer_block_logits_paged.plan import IMPLEMENTATION
 from xmla.core.ops.indexer_block_logits_paged.reference import reference
+from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
 from xmla.core.requests import check_requests, paged_limits
 from xmla.core.selection import block_logits_work, capacity_of, check_granularity, entries_of
 from xmla.core.tolerance import LOGITS

@@ -1,9 +1,10 @@
 from xmla.core.device import Device
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import head_rows, key_constexprs, keys_are_mxfp4, page_constexprs, query_constexprs
-from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_block_logits_paged.kernels import indexer_block_logits_paged_kernel
 from xmla.core.ops.indexer_logits_paged.plan import Config, configure
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 from xmla.core.requests import tokens_a_request
 from xmla.core.selection import capacity_of, entries_of
 from xmla.core.spec import Spec

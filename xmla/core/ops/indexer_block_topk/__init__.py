@@ -1,11 +1,13 @@
 from typing import Any
 
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import check_selection
-from xmla.core.op import Implementation, Op, Problem, Result
+from xmla.core.op import Op
 from xmla.core.ops import indexer_block_logits
 from xmla.core.ops.indexer_block_topk.cases import CASES
 from xmla.core.ops.indexer_block_topk.plan import plan
 from xmla.core.ops.indexer_block_topk.reference import reference
+from xmla.core.problem import Problem, Result
 from xmla.core.selection import block_selection_work
 from xmla.core.tolerance import Selection
 

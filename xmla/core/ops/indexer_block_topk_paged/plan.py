@@ -1,13 +1,14 @@
 from collections.abc import Callable
 
+from xmla.core.composition import Steps
 from xmla.core.device import Device
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import select_topk
 from xmla.core.ops.indexer_block_logits_paged.plan import part as block_logits
 from xmla.core.ops.indexer_block_topk_paged.kernels import block_indices_kernel
 from xmla.core.ops.select_blocks.plan import after_ends
 from xmla.core.parts import in_parts, join_parts
 from xmla.core.plan import Launch, Part, Plan
+from xmla.core.problem import Problem
 from xmla.core.selection import capacity_of, entries_of
 
 BLOCKS_K = (512, 2048)  # indices of a step; few, since each is a kernel
@@ -40,7 +41,7 @@ def select_in_blocks(
 
 def positions(problem: Problem, device: Device, rows: int) -> Plan:
     """Columns of `rows` tokens become positions, in place."""
-    k, results = problem.attrs["k"], problem.op.result_specs(problem)
+    k, results = problem.attrs["k"], problem.results
     ragged = problem.has("starts")
     launch = Launch(
         block_indices_kernel,

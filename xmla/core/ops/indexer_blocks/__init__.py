@@ -1,11 +1,13 @@
 from typing import Any
 
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import check_keys, check_selection, selection_work
-from xmla.core.op import Implementation, Op, Problem, Result
+from xmla.core.op import Op
 from xmla.core.ops import indexer_logits, select_blocks
 from xmla.core.ops.indexer_blocks.cases import CASES
 from xmla.core.ops.indexer_blocks.plan import plan
 from xmla.core.ops.indexer_blocks.reference import reference
+from xmla.core.problem import Problem, Result
 from xmla.core.selection import check_newest
 from xmla.core.tolerance import Selection
 

@@ -1,17 +1,18 @@
+from xmla.core.composition import Steps
 from xmla.core.device import Device
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits, select_blocks
 from xmla.core.ops.indexer_topk.plan import of_tokens
 from xmla.core.parts import in_parts, join_parts
 from xmla.core.plan import Plan
+from xmla.core.problem import Problem
 from xmla.core.selection import selection_attributes
 
 WHOLE = ("select_blocks.block_counts",)
 
 
-def stored(problem: Problem, device: Device) -> Plan:
-    """The plan that stores all logits and selects from them."""
-    steps = Steps(problem, device)
+def stored(problem: Problem, device: Device, tokens: int) -> Plan:
+    """The plan that stores all logits of so many tokens and selects from them."""
+    steps = Steps(problem, device, arrays=of_tokens(problem, tokens))
     steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
     steps.call(select_blocks.OP, "logits starts ends", **selection_attributes(problem))
     return steps.plan()
@@ -19,9 +20,9 @@ def stored(problem: Problem, device: Device) -> Plan:
 
 def plan(problem: Problem, device: Device) -> Plan:
     def part(rows: int) -> Plan:
-        return stored(of_tokens(problem, rows), device)
+        return stored(problem, device, rows)
 
-    whole, given = stored(problem, device), problem.attrs["workspace_bytes"]
+    whole, given = stored(problem, device, problem["T"]), problem.attrs["workspace_bytes"]
     if whole.workspace_bytes <= given:
         return whole
     together = min(indexer_logits.tokens_a_program(problem, device), problem["T"])

@@ -1,10 +1,11 @@
+from xmla.core.composition import Steps
 from xmla.core.device import Device
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits_paged, select_blocks
 from xmla.core.ops.indexer_block_logits_paged.plan import part as all_logits
 from xmla.core.ops.select_blocks.plan import after_ends
 from xmla.core.parts import in_parts, join_parts
 from xmla.core.plan import Part, Plan
+from xmla.core.problem import Problem
 from xmla.core.selection import capacity_of, selection_attributes
 
 WHOLE = ("widths", "select_blocks.block_counts")

@@ -3,11 +3,12 @@ from typing import Any
 
 from xmla.core.device import Device
 from xmla.core.indexer import QUERY, check_keys, logits_work
-from xmla.core.op import BYTES, F32, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_logits import plan as portable
 from xmla.core.ops.indexer_logits.cases import CASES
 from xmla.core.ops.indexer_logits.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.indexer_logits.reference import reference
+from xmla.core.problem import BYTES, F32, INDEX, Problem, Result, Tensor
 from xmla.core.tolerance import LOGITS
 
 

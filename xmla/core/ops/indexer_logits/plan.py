@@ -1,10 +1,11 @@
 from dataclasses import dataclass, replace
 
 from xmla.core.device import Device
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
-from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_logits.kernels import indexer_logits_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=config.stages,
         max_registers=config.max_registers,
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+    return Plan((launch,), problem.results, ("logits",))
 
 
 IMPLEMENTATION = Implementation("triton", plan, tokens_a_program=tokens_a_program)

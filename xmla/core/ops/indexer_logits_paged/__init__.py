@@ -2,12 +2,13 @@ from typing import Any
 
 from xmla.core.caches import indexer_format
 from xmla.core.indexer import QUERY, check_query, logits_work
-from xmla.core.op import BYTES, F32, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_logits_paged import plan as portable
 from xmla.core.ops.indexer_logits_paged.cases import CASES
 from xmla.core.ops.indexer_logits_paged.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.indexer_logits_paged.plan import columns
 from xmla.core.ops.indexer_logits_paged.reference import reference
+from xmla.core.problem import BYTES, F32, INDEX, Problem, Result, Tensor
 from xmla.core.requests import check_requests, paged_limits
 from xmla.core.tolerance import LOGITS
 

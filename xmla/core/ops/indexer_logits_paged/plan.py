@@ -1,6 +1,7 @@
 from dataclasses import dataclass
 
 from xmla.core.device import Device
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import (
     MAX_ROWS,
     Grouping,
@@ -10,9 +11,9 @@ from xmla.core.indexer import (
     page_constexprs,
     query_constexprs,
 )
-from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.plan import Launch, Plan, cdiv, most_registers
+from xmla.core.problem import Problem
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
 
@@ -99,7 +100,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=config.stages,
         max_registers=config.max_registers,
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+    return Plan((launch,), problem.results, ("logits",))
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -1,6 +1,6 @@
 from typing import Any
 
-from xmla.core.op import F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_loss import backward
 from xmla.core.ops.indexer_loss.cases import CASES
 from xmla.core.ops.indexer_loss.plan import IMPLEMENTATION
@@ -8,6 +8,7 @@ from xmla.core.ops.indexer_loss.reference import reference
 from xmla.core.ops.indexer_scores.check import check_scores
 from xmla.core.ops.indexer_scores.plan import num_columns
 from xmla.core.ops.indexer_target.check import check_attention
+from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
 from xmla.core.tolerance import GRADIENT, PROBABILITIES
 from xmla.core.work import Work
 
@@ -109,12 +110,11 @@ def check(problem: Problem) -> None:
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
     """Scores and target in both passes, the target of selected keys once, and the products of two gradients."""
-    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
     pairs = problem["T"] * num_columns(problem)
     flops = 8.0 * pairs * problem["I"] * problem["D"]
     if problem.has("q"):
         flops += (2.0 if problem.has("indices") else 4.0) * pairs * problem["H"] * problem["L+E"]
-    return [Work(sum(spec.nbytes for spec in specs), bf16_flops=flops)]
+    return [Work(problem.nbytes, bf16_flops=flops)]
 
 
 OP = Op(

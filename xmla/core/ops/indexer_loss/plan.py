@@ -1,12 +1,13 @@
 from collections.abc import Hashable, Mapping
 
 from xmla.core.device import Device
-from xmla.core.op import Implementation, Problem
+from xmla.core.implementation import Implementation
 from xmla.core.ops.indexer_loss.kernels import average_kernel, indexer_loss_kernel, measure_kernel
 from xmla.core.ops.indexer_scores.backward.plan import clear_sums, round_sums, sums_workspace
 from xmla.core.ops.indexer_scores.plan import column_sizes, columns, query_and_keys
 from xmla.core.ops.indexer_target.plan import attention_constexprs, target_launch
 from xmla.core.plan import ALIGNMENT, Launch, Plan, cdiv, log2_of, most_registers
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 BLOCK_N = 32
@@ -88,8 +89,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={"COEFF": float(problem.attrs["coeff"]), "BLOCK": 1024},
     )
     launches += [round_sums(problem, "dindex_k", log2_parts), average]
-    results = problem.op.result_specs(problem)
-    return Plan(tuple(launches), workspace | results, tuple(results))
+    results = problem.results
+    return Plan(tuple(launches), {**workspace, **results}, tuple(results))
 
 
 def _parts(problem: Problem, workspace: Mapping[str, Spec], own_target: bool) -> list[range]:

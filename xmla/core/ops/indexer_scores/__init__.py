@@ -1,12 +1,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xmla.core.op import F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_scores import backward
 from xmla.core.ops.indexer_scores.cases import CASES
 from xmla.core.ops.indexer_scores.check import check_scores
 from xmla.core.ops.indexer_scores.plan import IMPLEMENTATION, num_columns
 from xmla.core.ops.indexer_scores.reference import reference
+from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
 from xmla.core.tolerance import SCORES
 from xmla.core.work import Work
 
@@ -45,9 +46,8 @@ def indexer_scores(q, k, weights, ends=None, starts=None, indices=None) -> Any:
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
-    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
     flops = 2.0 * problem["T"] * num_columns(problem) * problem["I"] * problem["D"]
-    return [Work(sum(spec.nbytes for spec in specs), bf16_flops=flops)]
+    return [Work(problem.nbytes, bf16_flops=flops)]
 
 
 def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, ...]:

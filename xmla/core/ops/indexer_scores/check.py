@@ -1,5 +1,5 @@
 from xmla.core.caches import check_indexer_dim
-from xmla.core.op import Problem
+from xmla.core.problem import Problem
 
 MAX_HEADS = 64
 

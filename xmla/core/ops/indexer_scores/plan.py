@@ -1,10 +1,11 @@
 from collections.abc import Hashable
 
 from xmla.core.device import Device
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import head_rows
-from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_scores.kernels import indexer_scores_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 
 def query_and_keys(problem: Problem, q: str = "q", k: str = "k", weights: str = "weights") -> dict[str, Hashable]:
@@ -49,7 +50,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes=column_sizes(problem),
         constexprs={**query_and_keys(problem), **columns(problem), "BLOCK_N": block_n},
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("scores",))
+    return Plan((launch,), problem.results, ("scores",))
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -1,10 +1,11 @@
 from typing import Any
 
-from xmla.core.op import F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_target.cases import CASES
 from xmla.core.ops.indexer_target.check import check_attention
 from xmla.core.ops.indexer_target.plan import IMPLEMENTATION
 from xmla.core.ops.indexer_target.reference import reference
+from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
 from xmla.core.tolerance import PROBABILITIES
 from xmla.core.work import Work
 
@@ -46,9 +47,8 @@ def indexer_target(q, rows, lse, indices, ends=None, starts=None, *, softmax_sca
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
-    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
     flops = 2.0 * problem["T"] * problem["K"] * problem["H"] * problem["L+E"]
-    return [Work(sum(spec.nbytes for spec in specs), bf16_flops=flops)]
+    return [Work(problem.nbytes, bf16_flops=flops)]
 
 
 OP = Op(

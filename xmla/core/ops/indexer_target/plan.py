@@ -1,9 +1,10 @@
 from collections.abc import Hashable
 
 from xmla.core.device import Device
-from xmla.core.op import Implementation, Problem
+from xmla.core.implementation import Implementation
 from xmla.core.ops.indexer_target.kernels import indexer_target_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.problem import Problem
 
 BLOCK_N = 64
 
@@ -43,7 +44,7 @@ def target_launch(problem: Problem, target: str, tokens: range) -> Launch:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return Plan((target_launch(problem, "target", range(problem["T"])),), problem.op.result_specs(problem), ("target",))
+    return Plan((target_launch(problem, "target", range(problem["T"])),), problem.results, ("target",))
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -1,13 +1,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from xmla.core.composition import Steps
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits, select_topk
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
 from xmla.core.parts import in_parts
 from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 BLOCKS = (2048, 1024, 512)  # keys that are scored before candidates are appended, best first
@@ -44,9 +45,9 @@ def configure(mxfp4: bool, device: Device) -> Config:
     return Config(128, 8, max_registers=registers)
 
 
-def stored(problem: Problem, device: Device) -> Plan:
-    """The plan that stores all logits and selects from them."""
-    steps = Steps(problem, device)
+def stored(problem: Problem, device: Device, tokens: int) -> Plan:
+    """The plan that stores all logits of so many tokens and selects from them."""
+    steps = Steps(problem, device, arrays=of_tokens(problem, tokens))
     steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
     steps.call(select_topk.OP, "logits starts ends", k=problem.attrs["k"])
     return steps.plan()
@@ -57,20 +58,19 @@ def parts_of(problem: Problem, device: Device) -> Plan | None:
     keys = problem["N"]
     together = indexer_logits.tokens_a_program(problem, device)
     return in_parts(
-        problem, lambda size: stored(of_tokens(problem, size), device), 4 * max(keys, 1), together,
+        problem, lambda size: stored(problem, device, size), 4 * max(keys, 1), together,
         lambda size: size >= PART_TOKENS or size * keys >= PART_LOGITS,
     )  # fmt: skip
 
 
-def of_tokens(problem: Problem, tokens: int) -> Problem:
-    """The call for `tokens` of its tokens."""
+def of_tokens(problem: Problem, tokens: int) -> dict[str, Spec]:
+    """The call's arrays of `tokens` of its tokens."""
     rows = {name: problem.specs[name] for name in ("q8", "weights", "starts", "ends")}
-    fewer = {name: replace(spec, shape=(tokens, *spec.shape[1:])) for name, spec in rows.items()}
-    return problem.op.bind({**problem.specs, **fewer}, problem.attrs, problem.implementation, problem.whole)
+    return {name: replace(spec, shape=(tokens, *spec.shape[1:])) for name, spec in rows.items()}
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    whole = stored(problem, device)
+    whole = stored(problem, device, problem["T"])
     if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
         return whole
     return parts_of(problem, device) or bounded(problem, device)
@@ -117,7 +117,7 @@ def bounded(problem: Problem, device: Device) -> Plan:
         num_stages=config.stages,
         max_registers=config.max_registers,
     )
-    return Plan((launch,), problem.op.result_specs(problem) | workspace(programs, block), ("indices",))
+    return Plan((launch,), {**problem.results, **workspace(programs, block)}, ("indices",))
 
 
 def space(buffers: Mapping[str, Spec]) -> int:

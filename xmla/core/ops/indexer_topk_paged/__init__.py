@@ -1,11 +1,13 @@
 from typing import Any
 
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import check_query, check_selection, selection_work
-from xmla.core.op import Implementation, Op, Problem, Result
+from xmla.core.op import Op
 from xmla.core.ops import indexer_logits_paged, select_topk
 from xmla.core.ops.indexer_topk_paged.cases import CASES
 from xmla.core.ops.indexer_topk_paged.plan import plan
 from xmla.core.ops.indexer_topk_paged.reference import reference
+from xmla.core.problem import Problem, Result
 from xmla.core.requests import check_requests, paged_limits
 from xmla.core.tolerance import Selection
 

@@ -1,3 +1,4 @@
+from xmla.core.composition import Steps
 from xmla.core.device import Device
 from xmla.core.indexer import (
     MAX_ROWS,
@@ -7,13 +8,13 @@ from xmla.core.indexer import (
     page_constexprs,
     query_constexprs,
 )
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import indexer_logits_paged, select_topk
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
 from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_room, space
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
 from xmla.core.ops.select_topk.plan import choosing_warps
 from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 MAX_MERGED = 16384  # candidates of a row's segments, in registers
@@ -95,4 +96,4 @@ def bounded(problem: Problem, device: Device) -> Plan:
         num_stages=2,
         max_registers=most_registers(warps),
     )
-    return Plan((score, merge), problem.op.result_specs(problem) | buffers, ("indices",))
+    return Plan((score, merge), {**problem.results, **buffers}, ("indices",))

@@ -1,10 +1,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.op import INDEX, Arrays, Implementation, Limit, Op, Problem, Result, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.map_slots.cases import CASES
 from xmla.core.ops.map_slots.plan import plan
 from xmla.core.ops.map_slots.reference import reference
+from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
 from xmla.core.requests import check_requests, id_limits
 
 

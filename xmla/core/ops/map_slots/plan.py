@@ -1,7 +1,7 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
+from xmla.core.problem import Problem
 from xmla.core.requests import tokens_a_request
 
 BLOCKS = (128, 512, 2048)  # indices of a step; few, since each is a kernel
@@ -34,4 +34,4 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BESIDE": device.beside,
         },
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("slots", "counts"))
+    return Plan((launch,), problem.results, ("slots", "counts"))

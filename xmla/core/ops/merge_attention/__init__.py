@@ -1,9 +1,11 @@
 from typing import Any
 
-from xmla.core.op import F32, FLOATS, Implementation, Op, Problem, Result, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.merge_attention.cases import CASES
 from xmla.core.ops.merge_attention.plan import plan
 from xmla.core.ops.merge_attention.reference import reference
+from xmla.core.problem import F32, FLOATS, Problem, Result, Tensor
 from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
 
 

@@ -1,9 +1,9 @@
 from math import inf
 
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.merge_attention.kernels import merge_attention_kernel
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.problem import Problem
 
 TILE = 2048  # elements of a program: 4 heads of 512
 
@@ -39,4 +39,4 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         num_warps=8 if device.arch >= 120 else 4,  # 4 warps spill a word there
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("out", "lse"))
+    return Plan((launch,), problem.results, ("out", "lse"))

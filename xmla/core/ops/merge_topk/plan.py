@@ -1,7 +1,7 @@
 from xmla.core.device import INTERPRETER, Device
-from xmla.core.op import Problem
 from xmla.core.ops.merge_topk.kernels import merge_choose_kernel, merge_order_kernel, merge_sort_kernel
 from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 MAX_TILE = 8192  # candidates that one program holds in registers; 16384 spill
@@ -38,8 +38,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_warps=choosing_warps,
         max_registers=None if on_hopper else most_registers(choosing_warps),
     )
-    results = problem.op.result_specs(problem)
-    return Plan((choose, order(rows, k, device)), workspace | results, tuple(results))
+    results = problem.results
+    return Plan((choose, order(rows, k, device)), {**workspace, **results}, tuple(results))
 
 
 def order(rows: int, k: int, device: Device) -> Launch:

@@ -2,11 +2,13 @@ from typing import Any
 
 from xmla.core.caches import check_indexer_dim
 from xmla.core.formats.indexer import INDEXER_FORMATS, IndexerLayout
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import check_heads
-from xmla.core.op import FLOATS, Implementation, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.quantize_indexer_query.cases import CASES
 from xmla.core.ops.quantize_indexer_query.plan import plan
 from xmla.core.ops.quantize_indexer_query.reference import reference
+from xmla.core.problem import FLOATS, Problem, Result, Tensor
 from xmla.core.tolerance import FLOAT32
 
 

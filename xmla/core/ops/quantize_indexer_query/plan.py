@@ -1,8 +1,8 @@
 from xmla.core.device import Device
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.op import Problem
 from xmla.core.ops.quantize_indexer_query.kernels import quantize_indexer_query_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 BLOCK = 32
 
@@ -30,4 +30,4 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BESIDE": device.beside,
         },
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("q8", "folded_weights"))
+    return Plan((launch,), problem.results, ("q8", "folded_weights"))

@@ -2,10 +2,12 @@ from typing import Any
 
 from xmla.core.caches import INDEXER_ALIGNMENT, check_indexer_format_name, entries_once
 from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
-from xmla.core.op import BYTES, Implementation, Op, Problem, Result, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.read_indexer_cache.cases import CASES
 from xmla.core.ops.read_indexer_cache.plan import plan
 from xmla.core.ops.read_indexer_cache.reference import reference
+from xmla.core.problem import BYTES, Problem, Result, Tensor
 
 
 def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:

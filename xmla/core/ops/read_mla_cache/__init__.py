@@ -1,10 +1,12 @@
 from typing import Any
 
 from xmla.core.caches import entries_once, mla_format
-from xmla.core.op import BYTES, HALVES, Implementation, Op, Problem, Result, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.read_mla_cache.cases import CASES
 from xmla.core.ops.read_mla_cache.plan import plan
 from xmla.core.ops.read_mla_cache.reference import reference
+from xmla.core.problem import BYTES, HALVES, Problem, Result, Tensor
 
 
 def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str = "bfloat16") -> Any:

@@ -1,7 +1,7 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.read_mla_cache.kernels import read_mla_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 BLOCK_T = 4
 
@@ -21,4 +21,4 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BLOCK_T": BLOCK_T,
         },
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("rows",))
+    return Plan((launch,), problem.results, ("rows",))

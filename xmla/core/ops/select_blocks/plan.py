@@ -1,11 +1,12 @@
 from dataclasses import replace
 
+from xmla.core.composition import Steps
 from xmla.core.device import Device
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import select_topk
 from xmla.core.ops.select_blocks.kernels import block_maxima_kernel
 from xmla.core.ops.select_topk.kernels import topk_candidates_kernel
 from xmla.core.plan import Launch, Part, Plan, cdiv
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 COLUMNS, MAX_BLOCKS = 2048, 256  # of a program, at most

@@ -1,9 +1,11 @@
 from typing import Any
 
-from xmla.core.op import F32, INDEX, Implementation, Limit, Op, Problem, Result, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.select_topk.cases import CASES
 from xmla.core.ops.select_topk.plan import plan
 from xmla.core.ops.select_topk.reference import reference
+from xmla.core.problem import F32, INDEX, Limit, Problem, Result, Tensor
 from xmla.core.tolerance import Selection
 
 

@@ -3,10 +3,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.select_topk.kernels import SLACK_PART, topk_candidates_kernel, topk_select_kernel
 from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP
 from xmla.core.plan import Kernel, Launch, Plan, most_registers, next_power_of_2
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
@@ -116,7 +116,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     arrays = problem.stand_ins(starts="ends")
     logits = problem.specs["logits"]
     sizes = {"first_row": 0, "num_columns": columns, "row_stride": logits.stride(0), "k": k}
-    results = problem.op.result_specs(problem)
+    results = problem.results
     unit = results["indices"].vector(k)
     rows_unit = 1 if problem.has("starts") else logits.vector(logits.stride(0))
     if config.segments == 0:
@@ -178,7 +178,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=3,
         max_registers=128 if many else most_registers(warps),
     )
-    return Plan((candidates, select), workspace | results, ("indices",))
+    return Plan((candidates, select), {**workspace, **results}, ("indices",))
 
 
 def may_go_on(select: Launch) -> bool:

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.caches import mla_format
-from xmla.core.op import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Op, Problem, Tensor, rest_once
+from xmla.core.op import Op
 from xmla.core.ops.sparse_mla import backward, unpack
 from xmla.core.ops.sparse_mla import plan as portable
 from xmla.core.ops.sparse_mla.cases import CASES
@@ -16,7 +16,8 @@ from xmla.core.ops.sparse_mla.sources import (
     source_limits,
     together,
 )
-from xmla.core.work import Work
+from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Problem, Tensor
+from xmla.core.work import Work, all_but_pools_once
 
 
 def sparse_mla(
@@ -116,7 +117,7 @@ def work(problem: Problem, keys: int | None) -> list[Work]:
     steps = [attention_work(problem, "cache", problem["K"])]
     if problem.has("extra_cache"):
         steps.append(attention_work(problem, "extra_cache", problem["EXTRA_K"]))
-    return [*steps, rest_once(problem)]
+    return [*steps, all_but_pools_once(problem)]
 
 
 OP = Op(

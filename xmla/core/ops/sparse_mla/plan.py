@@ -2,10 +2,11 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.formats.mla import V32, MlaLayout
-from xmla.core.op import Implementation, Problem
+from xmla.core.implementation import Implementation
 from xmla.core.ops.sparse_mla.kernels import sparse_mla_kernel
 from xmla.core.ops.sparse_mla.splits import Config, attend
 from xmla.core.plan import Plan
+from xmla.core.problem import Problem
 
 MAX_HEADS = 128
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
-from xmla.core.op import Arrays, Limit, Problem, Result
+from xmla.core.problem import Arrays, Limit, Problem, Result
 from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
 from xmla.core.work import Work
 

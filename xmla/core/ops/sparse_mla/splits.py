@@ -6,9 +6,9 @@ from math import inf, log
 
 from xmla.core.device import Device
 from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.op import LARGEST_SIZE, Problem
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.problem import LARGEST_SIZE, Problem
 from xmla.core.spec import Spec
 
 INVARIANT_SPLIT_KEYS = 512
@@ -135,7 +135,7 @@ def attend(
         # With 99 KB of shared memory, and before sm_90, the compiler would spill for a second program on the SM.
         max_registers=most_registers(config.num_warps) if device.arch < 90 or device.arch >= 120 else None,
     )
-    results = problem.op.result_specs(problem)
+    results = problem.results
     if splits == 1:
         return Plan((launch,), results, ("out", "lse"))
     most_splits = next_power_of_2(splits)
@@ -157,4 +157,4 @@ def attend(
         # waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24).
         num_warps=8 if most_splits > 8 and tokens * heads <= 2 * device.num_sms else 4,
     )
-    return Plan((launch, combine), workspace | results, ("out", "lse"))
+    return Plan((launch, combine), {**workspace, **results}, ("out", "lse"))

@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 from xmla.core.clearing import clear
+from xmla.core.composition import Steps
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.implementation import Condition, Implementation, choose
 from xmla.core.lang.marks import mark_entries_kernel
-from xmla.core.op import Condition, Implementation, Problem, Steps
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
 from xmla.core.ops.sparse_mla.kernels import unpack_entries_kernel
+from xmla.core.ops.sparse_mla.plan import IMPLEMENTATION as PORTABLE
 from xmla.core.plan import Launch, Part, Plan, cdiv
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 # Entries are dequantised first from this many references per entry of the pool on. It would pay from 16 on, 4.9 against
@@ -28,15 +31,22 @@ def rows_of(problem: Problem) -> Spec:
 
 def over_rows(problem: Problem) -> Problem:
     """The same call over the rows."""
-    specs = {**problem.specs, "cache": rows_of(problem)}
-    return problem.op.bind(specs, {**problem.attrs, "cache_format": None}, problem.implementation)
+    rows = rows_of(problem)
+    return replace(
+        problem,
+        specs={**problem.specs, "cache": rows},
+        axes={**problem.axes, "ROW": rows.shape[2]},
+        formats={"cache": ROWS[problem.formats["cache"]]},
+    )
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     steps = Steps(problem, device)
     steps.add(Part("unpack", unpack(problem), {"rows": "rows"}))
-    others = " ".join(name for name in problem.op.tensors if name != "cache")
-    steps.call(problem.op, others, {"cache": "rows"}, **{**problem.attrs, "cache_format": None})
+    # SM90 serves it by the conditions below, but for the interpreter.
+    attention, _ = choose((SM90, PORTABLE), over_rows(problem), device, problem.implementation)
+    names = {name: name for name in (*problem.specs, *problem.results)} | {"cache": "rows"}
+    steps.add(Part(problem.op, attention.plan(over_rows(problem), device), names))
     return steps.plan()
 
 

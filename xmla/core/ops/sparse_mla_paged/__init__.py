@@ -2,14 +2,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.caches import mla_format
-from xmla.core.op import BYTES, F32, HALVES, INDEX, Arrays, Implementation, Limit, Op, Problem, Tensor, rest_once
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops import map_slots, sparse_mla
 from xmla.core.ops.sparse_mla.sources import ATTENTION_RESULTS, attention_work
 from xmla.core.ops.sparse_mla_paged.cases import CASES
 from xmla.core.ops.sparse_mla_paged.plan import plan
 from xmla.core.ops.sparse_mla_paged.reference import reference
+from xmla.core.problem import BYTES, F32, HALVES, INDEX, Arrays, Limit, Problem, Tensor
 from xmla.core.requests import check_requests, paged_limits
-from xmla.core.work import Work
+from xmla.core.work import Work, all_but_pools_once
 
 
 def sparse_mla_paged(
@@ -66,7 +68,7 @@ def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
-    return [attention_work(problem, "cache", problem["K"]), rest_once(problem)]
+    return [attention_work(problem, "cache", problem["K"]), all_but_pools_once(problem)]
 
 
 OP = Op(

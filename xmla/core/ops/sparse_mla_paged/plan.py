@@ -1,7 +1,8 @@
+from xmla.core.composition import Steps
 from xmla.core.device import Device
-from xmla.core.op import Problem, Steps
 from xmla.core.ops import map_slots, sparse_mla
 from xmla.core.plan import Plan
+from xmla.core.problem import Problem
 
 
 def plan(problem: Problem, device: Device) -> Plan:

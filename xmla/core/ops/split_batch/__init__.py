@@ -1,9 +1,11 @@
 from typing import Any
 
-from xmla.core.op import INDEX, Implementation, Limit, Op, Problem, Result, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.split_batch.cases import CASES
 from xmla.core.ops.split_batch.plan import plan
 from xmla.core.ops.split_batch.reference import reference
+from xmla.core.problem import INDEX, Limit, Problem, Result, Tensor
 
 
 def split_batch(

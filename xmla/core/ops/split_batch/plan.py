@@ -1,7 +1,7 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.split_batch.kernels import split_counts_kernel, token_rows_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 BLOCK_T, BLOCK_B = 64, 128
 
@@ -29,4 +29,4 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes=sizes,
         constexprs={"BLOCK_T": BLOCK_T, "BLOCK_B": BLOCK_B},
     )
-    return Plan((counts, rows), problem.op.result_specs(problem), tuple(problem.op.outputs))
+    return Plan((counts, rows), problem.results, tuple(problem.results))

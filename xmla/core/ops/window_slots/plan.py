@@ -1,7 +1,7 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.window_slots.kernels import window_slots_kernel
 from xmla.core.plan import Launch, Plan
+from xmla.core.problem import Problem
 from xmla.core.requests import tokens_a_request
 
 BLOCKS = (128, 1024)  # slots of a step; few, since each is a kernel
@@ -10,7 +10,7 @@ BLOCKS = (128, 1024)  # slots of a step; few, since each is a kernel
 def plan(problem: Problem, device: Device) -> Plan:
     attrs, window = problem.attrs, problem.attrs["window"]
     block = next((block for block in BLOCKS if window <= block), BLOCKS[-1])
-    results = problem.op.result_specs(problem)
+    results = problem.results
     launch = Launch(
         window_slots_kernel,
         grid=(problem["T"],),

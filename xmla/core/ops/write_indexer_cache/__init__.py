@@ -1,10 +1,12 @@
 from typing import Any
 
 from xmla.core.caches import entries_once, indexer_format
-from xmla.core.op import BYTES, FLOATS, Implementation, Op, Tensor
+from xmla.core.implementation import Implementation
+from xmla.core.op import Op
 from xmla.core.ops.write_indexer_cache.cases import CASES
 from xmla.core.ops.write_indexer_cache.plan import plan
 from xmla.core.ops.write_indexer_cache.reference import reference
+from xmla.core.problem import BYTES, FLOATS, Tensor
 
 
 def write_indexer_cache(keys, slots, cache) -> Any:

@@ -1,7 +1,7 @@
 from xmla.core.device import Device
-from xmla.core.op import Problem
 from xmla.core.ops.write_indexer_cache.kernels import write_indexer_cache_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 BLOCK_T = 16
 

@@ -1,8 +1,9 @@
 from xmla.core.device import Device
+from xmla.core.implementation import Implementation
 from xmla.core.indexer import SM90_CONDITIONS, head_rows, query_constexprs
-from xmla.core.op import Implementation, Problem
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import KEYS, ROWS, indexer_logits_sm90_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 # Keys of a CTA: 1902 µs with 1024, 2043 with 2048 at 2048 × 65536 (H200, 2026-11-22).
 CHUNKS = (1024, 512, 256, 128)
@@ -38,7 +39,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=1,
         max_registers=REGISTERS,
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+    return Plan((launch,), problem.results, ("logits",))
 
 
 IMPLEMENTATION = Implementation("gluon_sm90", plan, SM90_CONDITIONS, "gluon", tokens_a_program)

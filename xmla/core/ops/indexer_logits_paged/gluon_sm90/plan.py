@@ -1,11 +1,12 @@
 from xmla.core.device import Device
+from xmla.core.implementation import Condition, Implementation
 from xmla.core.indexer import SM90_CONDITIONS, group_tokens, page_constexprs, query_constexprs
-from xmla.core.op import Condition, Implementation, Problem
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import KEYS, ROWS
 from xmla.core.ops.indexer_logits.gluon_sm90.plan import PROGRAMS_A_SM, REGISTERS
 from xmla.core.ops.indexer_logits_paged.gluon_sm90.kernel import HALF, indexer_logits_paged_sm90_kernel
 from xmla.core.ops.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
 from xmla.core.plan import Launch, Plan
+from xmla.core.problem import Problem
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -32,7 +33,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=1,
         max_registers=128 if few else REGISTERS,
     )
-    return Plan((launch,), problem.op.result_specs(problem), ("logits",))
+    return Plan((launch,), problem.results, ("logits",))
 
 
 PAGES = Condition(

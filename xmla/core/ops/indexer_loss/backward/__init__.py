@@ -1,10 +1,11 @@
 from typing import Any
 
 from xmla.core.caches import check_indexer_dim
-from xmla.core.op import F32, HALVES, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_loss.backward.cases import CASES
 from xmla.core.ops.indexer_loss.backward.plan import IMPLEMENTATION
 from xmla.core.ops.indexer_loss.backward.reference import reference
+from xmla.core.problem import F32, HALVES, Problem, Result, Tensor
 from xmla.core.tolerance import FLOAT32, GRADIENT
 
 

@@ -1,15 +1,16 @@
 from math import prod
 
 from xmla.core.device import Device
-from xmla.core.op import Implementation, Problem
+from xmla.core.implementation import Implementation
 from xmla.core.ops.indexer_loss.backward.kernels import scale_kernel
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 BLOCK = 1024
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    results = problem.op.result_specs(problem)
+    results = problem.results
     return Plan(tuple(_scale(problem, name) for name in results), results, tuple(results))
 
 

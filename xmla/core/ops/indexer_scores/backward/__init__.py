@@ -1,11 +1,12 @@
 from typing import Any
 
-from xmla.core.op import F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.indexer_scores.backward.cases import CASES
 from xmla.core.ops.indexer_scores.backward.plan import IMPLEMENTATION
 from xmla.core.ops.indexer_scores.backward.reference import reference
 from xmla.core.ops.indexer_scores.check import check_scores
 from xmla.core.ops.indexer_scores.plan import num_columns
+from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
 from xmla.core.tolerance import GRADIENT
 from xmla.core.work import Work
 
@@ -59,9 +60,8 @@ def check(problem: Problem) -> None:
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
     """Three products: scores again, and those of dq and dk."""
-    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
     flops = 6.0 * problem["T"] * problem["COLUMNS"] * problem["I"] * problem["D"]
-    return [Work(sum(spec.nbytes for spec in specs), bf16_flops=flops)]
+    return [Work(problem.nbytes, bf16_flops=flops)]
 
 
 OP = Op(

@@ -1,6 +1,6 @@
 from xmla.core.clearing import clear
 from xmla.core.device import Device
-from xmla.core.op import Implementation, Problem
+from xmla.core.implementation import Implementation
 from xmla.core.ops.indexer_scores.backward.kernels import (
     bound_scores_kernel,
     indexer_scores_backward_kernel,
@@ -8,6 +8,7 @@ from xmla.core.ops.indexer_scores.backward.kernels import (
 )
 from xmla.core.ops.indexer_scores.plan import column_sizes, columns, num_columns, query_and_keys
 from xmla.core.plan import Launch, Plan, cdiv, log2_of, most_registers
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 BLOCK_N = 32
@@ -66,9 +67,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=1,
         max_registers=most_registers(WARPS),
     )
-    results = problem.op.result_specs(problem)
+    results = problem.results
     launches = (*clear_sums(problem), bound, differentiate, round_sums(problem, "dk", log2_parts))
-    return Plan(launches, sums_workspace(problem) | results, tuple(results))
+    return Plan(launches, {**sums_workspace(problem), **results}, tuple(results))
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -2,12 +2,13 @@ from math import prod
 from typing import Any
 
 from xmla.core.caches import mla_format
-from xmla.core.op import BYTES, F32, HALVES, INDEX, Op, Problem, Result, Tensor
+from xmla.core.op import Op
 from xmla.core.ops.sparse_mla.backward import plan as portable
 from xmla.core.ops.sparse_mla.backward.cases import CASES
 from xmla.core.ops.sparse_mla.backward.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.sparse_mla.backward.reference import reference
 from xmla.core.ops.sparse_mla.sources import check_sources, source_limits
+from xmla.core.problem import BYTES, F32, HALVES, INDEX, Problem, Result, Tensor
 from xmla.core.tolerance import GRADIENT
 from xmla.core.work import Work
 
@@ -90,10 +91,7 @@ def work(problem: Problem, keys: int | None) -> list[Work]:
     """Five products: scores again, dout · value, and those of dq, and of an entry's gradient by ds and by p."""
     tokens, heads, dims = problem.specs["q"].shape
     references = tokens * (problem["K"] + (problem["EXTRA_K"] if problem.has("extra_cache") else 0))
-    specs = [*problem.specs.values(), *problem.op.result_specs(problem).values()]
-    return [
-        Work(sum(spec.nbytes for spec in specs), bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))
-    ]
+    return [Work(problem.nbytes, bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))]
 
 
 OP = Op(

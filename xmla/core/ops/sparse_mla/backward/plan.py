@@ -2,7 +2,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from xmla.core.device import Device
-from xmla.core.op import Implementation, Problem
+from xmla.core.implementation import Implementation
 from xmla.core.ops.sparse_mla.backward.kernels import sparse_mla_dcache_kernel, sparse_mla_dq_kernel
 from xmla.core.ops.sparse_mla.backward.stages import (
     around,
@@ -11,6 +11,7 @@ from xmla.core.ops.sparse_mla.backward.stages import (
     sources_of,
 )
 from xmla.core.plan import Launch, Plan, cdiv, most_registers
+from xmla.core.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

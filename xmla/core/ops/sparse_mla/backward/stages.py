@@ -4,7 +4,6 @@ from collections.abc import Hashable, Iterable
 
 from xmla.core.clearing import clear
 from xmla.core.lang.sums import SUM_WORDS
-from xmla.core.op import Problem
 from xmla.core.ops.sparse_mla.backward.kernels import (
     bound_sums_kernel,
     bound_values_kernel,
@@ -15,6 +14,7 @@ from xmla.core.ops.sparse_mla.backward.kernels import (
     sum_sinks_kernel,
 )
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 LOG2E = 1.4426950408889634
@@ -113,8 +113,8 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
                 constexprs={"HEADS": heads, "BLOCK_T": 1024},
             )
         )
-    results = problem.op.result_specs(problem)
-    return Plan(tuple(launches), workspace | results, tuple(results))
+    results = problem.results
+    return Plan(tuple(launches), {**workspace, **results}, tuple(results))
 
 
 def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:

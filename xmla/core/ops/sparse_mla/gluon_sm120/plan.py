@@ -2,11 +2,12 @@ from dataclasses import replace
 
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
-from xmla.core.op import Condition, Implementation, Problem
+from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.sparse_mla.gluon_sm120.kernel import BLOCK_N, STAGES, WARPS, sparse_mla_sm120_kernel
 from xmla.core.ops.sparse_mla.plan import MAX_HEADS
 from xmla.core.ops.sparse_mla.splits import Config, attend
 from xmla.core.plan import Plan, cdiv
+from xmla.core.problem import Problem
 
 FEW = 8  # programs of 32 heads for so many SMs leave them idle, though keys are split
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)

@@ -1,9 +1,10 @@
 from xmla.core.device import Device
-from xmla.core.op import Condition, Implementation, Problem
+from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
 from xmla.core.ops.sparse_mla.backward.stages import around, product_constants
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS
 from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -1,0 +1,60 @@
+"""The plan of a call, once for all calls of the same specs, attributes and device."""
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+from xmla.core.config import settings
+from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
+from xmla.core.errors import UnsupportedError
+from xmla.core.op import Op
+from xmla.core.plan import Plan
+from xmla.core.problem import LARGEST_SIZE, Problem
+from xmla.core.spec import Spec
+
+
+def plan_call(
+    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None = None
+) -> tuple[Plan, tuple[Spec, ...]]:
+    """Bind and plan a call, memoised: the plan and the specs of its results, in order.
+
+    `specs` follow `op.tensors`, `attrs` follow `op.attrs`.
+    """
+    values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))  # checked here: to the memo True equals 1
+    return _plan_call(op, specs, tuple(values.values()), device, implementation)
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan_call(
+    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None
+) -> tuple[Plan, tuple[Spec, ...]]:
+    names = dict(zip(op.tensors, specs, strict=True))
+    values = dict(zip(op.defaults, attrs, strict=True))
+    op.check_implementation(implementation)
+    if implementation == "reference":
+        raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")
+    problem = op.bind(names, values, implementation)
+    plan = op.plan(problem, device)
+    _check_architecture(problem, plan, device)
+    for launch in plan.launches:
+        for name, size in launch.sizes.items():
+            if size > LARGEST_SIZE:
+                supported = f"sizes and strides in elements up to {LARGEST_SIZE}"
+                raise UnsupportedError(f"{op.name}: {name} of {launch.name} is {size}, supported: {supported}")
+    if settings.print_plans:
+        print(f"{op.name} on {device.name}: {plan}", file=sys.stderr)
+    return plan, tuple(problem.results.values())
+
+
+def _check_architecture(problem: Problem, plan: Plan, device: Device) -> None:
+    """Refuse a device without the instructions that the plan's arrays need."""
+    if device.arch == INTERPRETER.arch:
+        return
+    buffers = {name: spec for name, spec in plan.buffers.items() if spec.dtype != "int8"}  # marks are numbers
+    packed = [name for name, spec in {**problem.specs, **buffers}.items() if spec.itemsize == 1]
+    least, why = (MIN_E4M3_ARCH, f" for the e4m3 of {packed[0]}") if packed else (MIN_ARCH, "")
+    if device.arch < least:
+        got, supported = (f"{arch // 10}.{arch % 10}" for arch in (device.arch, least))
+        raise UnsupportedError(
+            f"{problem.op}: device {device.name} has compute capability {got}, supported: {supported} and later{why}"
+        )

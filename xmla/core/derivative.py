@@ -1,0 +1,96 @@
+"""Calls that are differentiated: the call of an op's derivative, and what is refused because there is none."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from xmla.core.errors import UnsupportedError
+from xmla.core.op import Op
+from xmla.core.problem import Whole
+from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class DerivativeCall:
+    """A call of an op's derivative: `arguments` are those given, `attrs` follow `op.attrs`."""
+
+    op: Op
+    arguments: dict[str, Any]
+    attrs: tuple[Any, ...]
+    implementation: str | None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return dict(zip(self.op.defaults, self.attrs, strict=True))
+
+
+def derivative_call(
+    op: Op, arguments: Mapping[str, Any], results: Iterable[Any], gradients: Iterable[Any],
+    zeros_like: Callable[[Any], Any], attrs: tuple[Any, ...], implementation: str | None,
+) -> DerivativeCall:  # fmt: skip
+    """The derivative's call, of a call's arguments, results and their gradients, None for one that is zero."""
+    if op.derivative is None:
+        raise RuntimeError(f"{op.name} has no derivative")
+    named = dict(arguments)
+    for name, result, gradient in zip(op.outputs, results, gradients, strict=True):
+        named[f"forward_{name}"] = result
+        if name in op.differentiable:
+            if gradient is None and f"d{name}" not in op.derivative.optional:
+                gradient = zeros_like(result)
+            named[f"d{name}"] = gradient
+        elif gradient is not None:
+            supported = f"derivatives of {', '.join(op.differentiable)}"
+            raise UnsupportedError(f"{op.name}: the result {name} is differentiated, supported: {supported}")
+    values = dict(zip(op.defaults, attrs, strict=True))
+    return DerivativeCall(
+        op.derivative,
+        {name: named[name] for name in op.derivative.tensors if named.get(name) is not None},
+        tuple(values[name] for name in op.derivative.defaults),
+        implementation if implementation in (*op.derivative.choices, "reference") else None,
+    )
+
+
+def refuse_derivative(op: Op, argument: str, constant: str) -> NoReturn:
+    """Raise for an argument that is differentiated in a way that has no derivative, whatever the op has."""
+    _refuse(op, f"{argument} is differentiated", _constants(op), constant)
+
+
+def check_derivative(
+    op: Op, constants: Mapping[str, str], specs: Mapping[str, Spec | None], attrs: Mapping[str, Any],
+    implementation: str | None,
+) -> None:  # fmt: skip
+    """Refuse a call that is differentiated with respect to some arguments, if there is no such derivative.
+
+    `constants`: for each of them the framework's call that makes it a constant.
+
+    Raises:
+        UnsupportedError: The op or the argument has no derivative, or the derivative does not take an argument or a
+            format of the call.
+    """
+    supported = f"derivatives of {', '.join(op.gradients)}" if op.gradients else _constants(op)
+    for argument, constant in constants.items():
+        if argument not in op.gradients:
+            _refuse(op, f"{argument} is differentiated", supported, constant)
+    if op.derivative is None or not constants:
+        return
+    argument, constant = next(iter(constants.items()))
+    problem = op.bind(specs, attrs, implementation)
+    of_results_alone = op.derivative.tensors.keys().isdisjoint(op.tensors)
+    for name in problem.specs:
+        if name not in op.derivative.tensors and not of_results_alone:
+            _refuse(op, f"{argument} is differentiated with {name}", f"{supported} without", constant)
+    gradients = [spec if name in op.differentiable else None for name, spec in problem.results.items()]
+    values = tuple(attrs[name] for name in op.defaults)
+    given = problem.specs, problem.results.values(), gradients
+    call = derivative_call(op, *given, lambda spec: spec, values, implementation)
+    call.op.bind(call.arguments, call.attributes, call.implementation, Whole(op.name, {}))
+
+
+def _constants(op: Op) -> str:
+    """What an argument without a derivative has to be, and which steps of a composed op have derivatives."""
+    steps = [step.name for step in op.steps if step.derivative is not None]
+    return "constants" + (f" (its step {', '.join(steps)} has derivatives)" if steps else "")
+
+
+def _refuse(op: Op, what: str, supported: str, constant: str) -> NoReturn:
+    raise UnsupportedError(f"{op.name}: {what}, supported: {supported}; {constant} makes it a constant")
