@@ -181,7 +181,7 @@ def bind(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any], by:
     """The plan of a call, or None if it is refused."""
     specs = {name: Spec.of_numpy(array) for name, array in arrays.items()}
     try:
-        return op.plan(op.bind(specs, attrs, by), H200)
+        return op.plan(op.bind(specs, op.attributes(**attrs), by), H200)
     except (ArgumentError, UnsupportedError):
         return None
 
@@ -249,7 +249,7 @@ def arena(target: Target, shape: int) -> Arena:
         shifted = rng.choice(taken)
         sets[0][shifted] = beside[shifted]
     plan, _ = plan_call(
-        op, tuple(Spec.of_numpy(sets[0][n]) if n in sets[0] else None for n in op.tensors), tuple(attrs.values()),
+        op, tuple(Spec.of_numpy(sets[0][n]) if n in sets[0] else None for n in op.tensors), op.attributes(**attrs),
         device_of(torch.device(DEVICE)), target.implementation,
     )  # fmt: skip
     end = MARGIN

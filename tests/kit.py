@@ -184,5 +184,4 @@ def plan_of(op: Op, case: Case, device: Device) -> Plan:
     """The plan of a case's call on a device, which need not be here."""
     inputs = make(case)
     specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
-    attrs = attributes(op, case)
-    return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device)[0]
+    return plan_call(op, specs, op.attributes(**case.attrs), device)[0]

@@ -65,9 +65,8 @@ def lower(name: str, op: Op, case: Case, device: Device, implementation: str | N
     given = [name for name in op.tensors if name in inputs]
     # JAX has no 64-bit integers by default.
     specs = {name: Spec(inputs[name].shape, jax.dtypes.canonicalize_dtype(inputs[name].dtype).name) for name in given}
-    attrs = op.defaults | dict(case.attrs)
-    values = tuple(attrs[attr.name] for attr in op.attrs)
-    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device, implementation)
+    attrs = op.attributes(**case.attrs)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, device, implementation)
     forget(plan)
 
     by_triton: dict[str, set[str]] = {}

@@ -1,6 +1,7 @@
 """Attributes at their edges, found in the registry: factors below, at and near 0, at their limits and beyond."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import kit
@@ -131,7 +132,7 @@ def test_results_of_any_factor(op: Op, name: str, factor: float, device: str) ->
     arguments = kit.torch_inputs(op, kit.copies(inputs), device)
     found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
     with np.errstate(all="ignore"):
-        want = op.reference(**inputs, **op.defaults | attrs)
+        want = op.reference(**inputs, **op.attributes(**attrs)._asdict())
     for (result, declared), got, value in zip(op.outputs.items(), found, want, strict=True):
         kit.assert_close(result, got, value, declared.agreement, declared.written(np.asarray(value)))
 
@@ -148,3 +149,9 @@ def test_as_many_keys_as_can_be_counted_are_planned_at_once() -> None:
     config = Config(block_h=64, block_n=64, num_warps=4, num_stages=2)
     for programs in (1, 2, 500):
         assert 1 <= count_splits(programs, LARGEST_SIZE, config, H200) <= MOST_SPLITS
+
+
+def test_the_class_of_attributes_is_made_with_the_op() -> None:
+    """And so before a call of it that torch.compile traces, which may be the first."""
+    for op in OPS.values():
+        assert "Values" in vars(replace(op)), op

@@ -249,7 +249,7 @@ def refused() -> Iterator[tuple[Op, Case, str, int]]:
                     inputs = kit.make(case)
                     if argument in inputs:
                         inputs[argument][...] = value
-                        found = find_violation(op, inputs, kit.attributes(op, case))
+                        found = find_violation(op, inputs, op.attributes(**case.attrs))
                         if found is not None and found.message.startswith(f"{op.name}: {argument}["):
                             yield op, case, argument, value
                             break

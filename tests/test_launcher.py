@@ -48,9 +48,7 @@ def run(op: Op, case: Case, device: Device) -> tuple[Plan, dict[str, int]]:
     """A case's plan, run on the CPU by the launcher, and the address of each of its arrays that has elements."""
     given = {n: a for n, a in zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True) if a is not None}
     specs = {name: _spec(array) for name, array in given.items()}
-    attrs = kit.attributes(op, case)
-    values = tuple(attrs[attr.name] for attr in op.attrs)
-    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), values, device)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs), device)
     if not plan.active:
         pytest.skip("the call launches nothing")
     found = jax.jit(lambda arrays: _launcher.run(plan, arrays, specs, op.mutates, device, once=True))(given)

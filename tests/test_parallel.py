@@ -179,24 +179,25 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
     from torch_ranks import DEVICE, attend
 
     from xmla import ModelConfig
+    from xmla.core.attribute import Attributes
     from xmla.core.op import Op
     from xmla.core.spec import Spec, row_major
     from xmla.torch_api import _run
     from xmla.torch_api.parallel import ContextParallel
 
-    def key(op: str, specs: list[Spec | None], attrs: tuple[object, ...]) -> tuple[object, ...]:
+    def key(op: str, specs: list[Spec | None], attrs: Attributes) -> tuple[object, ...]:
         def strides(spec: Spec) -> list[int]:  # that of an axis of one element means nothing
             real = spec.strides or row_major(spec.shape)
             return [stride for size, stride in zip(spec.shape, real, strict=True) if size > 1]
 
-        named = dict(zip(registry()[op].defaults, attrs, strict=True))
+        named = attrs._asdict()
         named.pop("cache_format", None)  # the model names the format that the call infers
         return op, [s and (s.shape, s.dtype, strides(s)) for s in specs], named
 
     called = []
     real = _run.prepare
 
-    def prepare(op: Op, tensors: list, attrs: tuple, *rest: object) -> object:
+    def prepare(op: Op, tensors: list, attrs: Attributes, *rest: object) -> object:
         called.append(key(op.name, [t if t is None else _run.spec_of(t) for t in tensors], attrs))
         return real(op, tensors, attrs, *rest)
 
@@ -214,7 +215,7 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
         specs = [call.specs.get(name) for name in op.tensors]
         specs = [s and Spec((pages, *s.shape[1:]), s.dtype) if n.endswith("cache") else s
                  for n, s in zip(op.tensors, specs, strict=True)]  # fmt: skip
-        listed.append(key(call.op, specs, tuple((op.defaults | dict(call.attrs)).values())))
+        listed.append(key(call.op, specs, op.attributes(**call.attrs)))
     assert listed == called
 
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xmla import ArgumentError, torch_api
+from xmla.core.registry import registry
 from xmla.torch_api import _run
 
 Arguments = dict[str, Any]
@@ -154,4 +155,4 @@ def test_no_more_are_kept_than_a_few(arguments: Arguments) -> None:
                 result(
                     arguments, q=arguments["q"][:rows], slots=arguments["slots"][:rows, :columns], softmax_scale=scale
                 )
-    assert len(_run.kept.recent["sparse_mla"]) == _run.Kept.RECENT
+    assert len(_run.kept.recent[registry()["sparse_mla"]]) == _run.Kept.RECENT

@@ -19,7 +19,7 @@ from xmla.core.config import settings, variables
 from xmla.core.device import H200
 from xmla.core.models.base import Call
 from xmla.core.models.v32 import ModelConfig
-from xmla.core.op import Case, Op
+from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
@@ -148,7 +148,7 @@ def test_forbidden_compiles_name_the_specialisation(monkeypatch: pytest.MonkeyPa
 
 def legal(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The case's inputs with what lies out of its limits brought to the lower one: absent slots, empty rows."""
-    problem = op.bind({n: Spec.of_numpy(a) for n, a in inputs.items()}, kit.attributes(op, Case("", dict, attrs)))
+    problem = op.bind({n: Spec.of_numpy(a) for n, a in inputs.items()}, op.attributes(**attrs))
     for limit in op.limits(problem, inputs):
         array = inputs[limit.argument]
         array[(array < limit.low) | (array > limit.high)] = limit.low

@@ -154,7 +154,8 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     slots = np.arange(pages * entries)
     cache: Any = np.zeros((pages, entries, layout.row), DTYPES[dtype][0])
     op = registry()[name]
-    op.bind({name: Spec.of_numpy(a) for name, a in zip(op.tensors, (array, slots, slots, cache), strict=True)}, attrs)
+    specs = {name: Spec.of_numpy(a) for name, a in zip(op.tensors, (array, slots, slots, cache), strict=True)}
+    op.bind(specs, op.attributes(**attrs))
     op.reference(array, slots, slots, cache, **attrs)
     return cache
 

@@ -36,7 +36,7 @@ def apart(op: Op, specs: Specs, name: str) -> Specs:
 
 def plan_of(op: Op, case: Case, specs: Specs, device: Device, implementation: str | None = None) -> Plan | None:
     """None for a call that is refused."""
-    attrs = tuple(kit.attributes(op, case).values())
+    attrs = op.attributes(**case.attrs)
     try:
         return plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, device, implementation)[0]
     except ArgumentError:

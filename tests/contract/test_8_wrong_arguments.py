@@ -449,7 +449,7 @@ def test_devices() -> None:
         "starts": None,
     }
     with pytest.raises(ArgumentError, match=r"^select_topk: ends device is cpu, expected cuda:0, as logits$"):
-        op.bind(specs, {"k": 1})
+        op.bind(specs, op.attributes(k=1))
 
 
 def test_devices_of_a_call_in_torch() -> None:

@@ -116,11 +116,11 @@ def of_two_sources(tokens: int) -> Iterator[tuple[str, str, Specs, dict[str, obj
 
 def planned(name: str, case: str, specs: Specs, given: dict[str, object], device: Device, by: str | None) -> Planned:
     op = registry()[name]
-    attrs = op.defaults | given
+    attrs = op.attributes(**given)
     arguments = tuple(specs.get(argument) for argument in op.tensors)
-    form = form_of(op, specs, attrs) + (f", {by}" if by else "")
+    form = form_of(op, specs, attrs._asdict()) + (f", {by}" if by else "")
     try:
-        plan, _ = plan_call(op, arguments, tuple(attrs[attr.name] for attr in op.attrs), device, by)
+        plan, _ = plan_call(op, arguments, attrs, device, by)
     except UnsupportedError as error:
         return Planned(name, case, form, specs, None, str(error))
     return Planned(name, case, form, specs, plan)

@@ -94,7 +94,7 @@ def main(text: str = "") -> None:
 
 def line(call: Call, keys: int | None, device: Device, peaks: Peaks) -> str:
     op, plan = registry()[call.op], call.plan(device)
-    problem = op.bind(call.specs, op.defaults | dict(call.attrs))
+    problem = op.bind(call.specs, op.attributes(**call.attrs))
     made: list[tuple[Launch, Specialization]] = list(zip(plan.active, call.specializations(device), strict=True))
     launch, specialization = max(made, key=lambda pair: prod(pair[0].grid) * pair[0].num_warps)
     if len(made) > 1:  # the combination of splits has more programs, of next to no work

@@ -6,6 +6,7 @@ import kit
 import numpy as np
 import pytest
 
+from xmla.core.attribute import Attributes
 from xmla.core.call import plan_call
 from xmla.core.device import B200, H200, INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
@@ -22,10 +23,10 @@ from xmla.core.spec import Spec
 LOGITS = indexer_logits.OP
 
 
-def of_case(op: Op) -> tuple[tuple[Spec | None, ...], tuple[object, ...]]:
+def of_case(op: Op) -> tuple[tuple[Spec | None, ...], Attributes]:
     case = op.cases[0]
     given = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
-    return tuple(given.get(argument) for argument in op.tensors), tuple((op.defaults | dict(case.attrs)).values())
+    return tuple(given.get(argument) for argument in op.tensors), op.attributes(**case.attrs)
 
 
 def test_a_plan_says_which_implementation_it_takes_and_why() -> None:
@@ -51,7 +52,7 @@ def test_a_refusal_is_of_the_callers_own_entries() -> None:
     given = kit.make(case)
     specs = tuple(Spec.of_numpy(given[name]) if name in given else None for name in op.tensors)
     with pytest.raises(UnsupportedError, match=r"'gluon' on Triton interpreter, supported: compute capability 9\.0"):
-        plan_call(op, specs, tuple(kit.attributes(op, case).values()), INTERPRETER, "gluon")
+        plan_call(op, specs, op.attributes(**case.attrs), INTERPRETER, "gluon")
 
 
 @pytest.mark.parametrize("op", [op for op in registry().values() if len(op.choices) > 1], ids=lambda op: op.name)
@@ -88,7 +89,7 @@ def test_parts_of_indexer_topk_are_rounded_to_the_programs_of_a_new_architecture
     }
 
     def part(op: Op) -> int:
-        problem = op.bind(specs, op.defaults | {"k": 2048, "workspace_bytes": 1 << 30})
+        problem = op.bind(specs, op.attributes(k=2048, workspace_bytes=1 << 30))
         plan: Plan = op.plan(problem, B200)
         return sorted({launch.sizes["first_row"] for launch in plan.launches})[1]  # of the second part
 
@@ -113,7 +114,7 @@ def test_selection_and_mapping_are_one_launch_only_where_they_name_different_thi
     rows, k = select.grid[0], select.sizes["k"]
     mapping_op = registry()["map_slots"]
     specs = (Spec((rows, k), "int32"), Spec((1, 4), "int32"), None, None)
-    attrs = tuple((mapping_op.defaults | {"page_size": 64}).values())
+    attrs = mapping_op.attributes(page_size=64)
     (mapping,) = plan_call(mapping_op, specs, attrs, H200)[0].launches
     both = select_slots(select, mapping)
     assert both.constexprs["UNIT"] == select.constexprs["UNIT"] and both.sizes["k"] == k

@@ -104,8 +104,8 @@ def attention(
     }
     if lengths:
         specs["lengths"] = Spec((tokens,), "int32")
-    values = op.defaults | {"softmax_scale": 1.0} | attrs
-    return plan_call(op, tuple(specs.get(n) for n in op.tensors), tuple(values[a.name] for a in op.attrs), device)[0]
+    values = op.attributes(**{"softmax_scale": 1.0} | attrs)
+    return plan_call(op, tuple(specs.get(n) for n in op.tensors), values, device)[0]
 
 
 def splits(plan: Plan) -> int:
@@ -176,7 +176,8 @@ def selection(tokens: int, keys: int, mib: int, implementation: str | None = Non
         "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
         "starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32"),
     }  # fmt: skip
-    plan = plan_call(op, tuple(specs[name] for name in op.tensors), (2048, mib << 20), H200, implementation)[0]
+    attrs = op.attributes(k=2048, workspace_bytes=mib << 20)
+    plan = plan_call(op, tuple(specs[name] for name in op.tensors), attrs, H200, implementation)[0]
     assert plan.workspace_bytes <= mib << 20
     return plan
 
@@ -313,9 +314,9 @@ def test_batch_invariant_splits_depend_on_k_alone() -> None:
 def test_the_memo_does_not_take_true_for_one() -> None:
     op = registry()["select_topk"]
     specs = (Spec((3, 77), "float32"), Spec((3,), "int32"), None)
-    assert plan_call(op, specs, (1,), H200)[0].results == ("indices",)
+    assert plan_call(op, specs, op.attributes(k=1), H200)[0].results == ("indices",)
     with pytest.raises(ArgumentError, match="select_topk: k type is bool, expected int"):
-        plan_call(op, specs, (True,), H200)
+        plan_call(op, specs, op.attributes(k=True), H200)
 
 
 def test_workspace_is_known_up_front() -> None:
@@ -371,7 +372,7 @@ def test_pointers_beside_16_bytes_are_told_to_the_compiler() -> None:
 def test_the_stride_of_a_single_row_is_of_no_matter() -> None:
     """Views of one token or page come with any: [1, 4, 576] of a [4, 1, 576], transposed, has (576, 576, 1)."""
     op = registry()["sparse_mla"]
-    attrs = tuple({**op.defaults, "softmax_scale": 0.1}.values())
+    attrs = op.attributes(softmax_scale=0.1)
     given = {"cache": Spec((1, 64, 656), "uint8", (99, 656, 1)), "slots": Spec((1, 64), "int32", (1, 1))}
     plans = []
     for strides in ((576, 576, 1), (2304, 576, 1), None):

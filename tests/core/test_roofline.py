@@ -30,13 +30,13 @@ def test_work_of_known_calls() -> None:
     call, _ = call_of("sparse_mla", "decode b=64 h=128 s_q=1 k=2048")
     op = registry()["sparse_mla"]
     prefill, _ = call_of("sparse_mla", "prefill bf16 rows s_q=4096 h=128 k=2048 s_kv=8192")
-    assert op.work(op.bind(prefill.specs, op.defaults | dict(prefill.attrs)), None)[0].bytes == 8192 * 576 * 2
-    attend, rest = op.work(op.bind(call.specs, op.defaults | dict(call.attrs)), None)
+    assert op.work(op.bind(prefill.specs, op.attributes(**prefill.attrs)), None)[0].bytes == 8192 * 576 * 2
+    attend, rest = op.work(op.bind(call.specs, op.attributes(**call.attrs)), None)
     assert attend.bytes == 64 * 2048 * 656 and attend.bf16_flops == 2 * 64 * 128 * 2048 * (576 + 512)
     assert rest.bytes == 64 * 128 * (576 + 512) * 2 + 64 * 2048 * 4 + 64 * 128 * 4
     call, keys = call_of("indexer_logits_paged", "b=64 next_n=2 keys=8192")
     op = registry()["indexer_logits_paged"]
-    score, _ = op.work(op.bind(call.specs, op.defaults), keys)
+    score, _ = op.work(op.bind(call.specs, op.attributes()), keys)
     assert score.bytes == 64 * 8192 * 132 + 128 * 8192 * 4 and score.fp8_flops == 2 * 128 * 8192 * 64 * 128
     assert seconds_of(score, PEAKS[H200.name]) == score.bytes / (4.8e12 * REACHED.bytes_per_s)
 

@@ -23,9 +23,8 @@ ON_HOPPER = [
 def supported(op: Op, inputs: Mapping[str, np.ndarray], attrs: Mapping[str, object]) -> bool:
     """Whether the Gluon kernel for Hopper supports the call."""
     specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
-    values = op.defaults | attrs
     try:
-        plan_call(op, specs, tuple(values[attr.name] for attr in op.attrs), H200, "gluon")
+        plan_call(op, specs, op.attributes(**attrs), H200, "gluon")
     except UnsupportedError:
         return False
     return True

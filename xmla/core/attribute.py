@@ -8,6 +8,9 @@ import numpy as np
 
 from xmla.core.errors import ArgumentError
 
+# A call's attributes, as `Op.attributes` makes them: a named tuple, whose class differs from op to op.
+Attributes = Any
+
 LARGEST_FACTOR = 2.0**126  # kernels take the float32 of a factor, and of a factor times log2(e)
 
 

@@ -22,7 +22,7 @@ def mla_format(problem: Problem, cache: str) -> MlaLayout:
             wrong.
     """
     spec, attribute = problem.specs[cache], f"{cache}_format"
-    name = problem.attrs[attribute]
+    name = getattr(problem.attrs, attribute)
     if name is not None and name not in [known.name for known in MLA_LAYOUTS]:
         problem.refuse(attribute, "value", repr(name), "one of " + ", ".join(known.name for known in MLA_LAYOUTS))
     known = [layout for layout in MLA_LAYOUTS if name in (None, layout.name)]
@@ -38,8 +38,8 @@ def mla_format(problem: Problem, cache: str) -> MlaLayout:
 
 
 def check_scale_floor(problem: Problem) -> None:
-    if problem.attrs["scale_floor"] not in SCALE_FLOORS:
-        problem.refuse("scale_floor", "value", repr(problem.attrs["scale_floor"]), " or ".join(map(repr, SCALE_FLOORS)))
+    if problem.attrs.scale_floor not in SCALE_FLOORS:
+        problem.refuse("scale_floor", "value", repr(problem.attrs.scale_floor), " or ".join(map(repr, SCALE_FLOORS)))
 
 
 def check_indexer_dim(problem: Problem) -> None:
@@ -65,7 +65,7 @@ def indexer_format(problem: Problem, cache: str) -> IndexerLayout:
 
 
 def check_indexer_format_name(problem: Problem, attribute: str) -> None:
-    name = problem.attrs[attribute]
+    name = getattr(problem.attrs, attribute)
     if name not in (None, *INDEXER_FORMATS):
         problem.refuse(attribute, "value", repr(name), " or ".join(map(repr, INDEXER_FORMATS)))
 

@@ -2,8 +2,8 @@
 
 import sys
 from functools import lru_cache
-from typing import Any
 
+from xmla.core.attribute import Attributes
 from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
 from xmla.core.errors import UnsupportedError
@@ -13,27 +13,15 @@ from xmla.core.problem import LARGEST_SIZE, Problem
 from xmla.core.spec import Spec
 
 
-def plan_call(
-    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None = None
-) -> tuple[Plan, tuple[Spec, ...]]:
-    """Bind and plan a call, memoised: the plan and the specs of its results, in order.
-
-    `specs` follow `op.tensors`, `attrs` follow `op.attrs`.
-    """
-    values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))  # checked here: to the memo True equals 1
-    return _plan_call(op, specs, tuple(values.values()), device, implementation)
-
-
 @lru_cache(maxsize=1 << 14)
-def _plan_call(
-    op: Op, specs: tuple[Spec | None, ...], attrs: tuple[Any, ...], device: Device, implementation: str | None
+def plan_call(
+    op: Op, specs: tuple[Spec | None, ...], attrs: Attributes, device: Device, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
-    names = dict(zip(op.tensors, specs, strict=True))
-    values = dict(zip(op.defaults, attrs, strict=True))
+    """Bind and plan a call, memoised: the plan and the specs of its results, in order. `specs` follow `op.tensors`."""
     op.check_implementation(implementation)
     if implementation == "reference":
         raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")
-    problem = op.bind(names, values, implementation)
+    problem = op.bind(dict(zip(op.tensors, specs, strict=True)), attrs, implementation)
     plan = op.plan(problem, device)
     _check_architecture(problem, plan, device)
     for launch in plan.launches:

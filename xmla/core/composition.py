@@ -39,7 +39,7 @@ class Steps:
         asked = self.whole.implementation if self.whole.implementation in op.choices else None
         owner = self.whole.op if self.whole.whole is None else self.whole.whole.op
         told = {argument: self.whole.called(name) for argument, name in {**names, **self.called}.items()}
-        problem = op.bind(specs, op.defaults | attrs, asked, Whole(owner, told))
+        problem = op.bind(specs, op.Values(**attrs), asked, Whole(owner, told))
         self.add(Part(op.name, op.plan(problem, self.device), names | {name: name for name in op.outputs}))
 
     def add(self, part: Part) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from xmla.core.attribute import Attributes
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.problem import Whole
@@ -12,21 +13,17 @@ from xmla.core.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class DerivativeCall:
-    """A call of an op's derivative: `arguments` are those given, `attrs` follow `op.attrs`."""
+    """A call of an op's derivative: `arguments` are those given."""
 
     op: Op
     arguments: dict[str, Any]
-    attrs: tuple[Any, ...]
+    attrs: Attributes
     implementation: str | None
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return dict(zip(self.op.defaults, self.attrs, strict=True))
 
 
 def derivative_call(
     op: Op, arguments: Mapping[str, Any], results: Iterable[Any], gradients: Iterable[Any],
-    zeros_like: Callable[[Any], Any], attrs: tuple[Any, ...], implementation: str | None,
+    zeros_like: Callable[[Any], Any], attrs: Attributes, implementation: str | None,
 ) -> DerivativeCall:  # fmt: skip
     """The derivative's call, of a call's arguments, results and their gradients, None for one that is zero."""
     if op.derivative is None:
@@ -41,11 +38,10 @@ def derivative_call(
         elif gradient is not None:
             supported = f"derivatives of {', '.join(op.differentiable)}"
             raise UnsupportedError(f"{op.name}: the result {name} is differentiated, supported: {supported}")
-    values = dict(zip(op.defaults, attrs, strict=True))
     return DerivativeCall(
         op.derivative,
         {name: named[name] for name in op.derivative.tensors if named.get(name) is not None},
-        tuple(values[name] for name in op.derivative.defaults),
+        op.derivative.Values(*[getattr(attrs, name) for name in op.derivative.defaults]),
         implementation if implementation in (*op.derivative.choices, "reference") else None,
     )
 
@@ -56,7 +52,7 @@ def refuse_derivative(op: Op, argument: str, constant: str) -> NoReturn:
 
 
 def check_derivative(
-    op: Op, constants: Mapping[str, str], specs: Mapping[str, Spec | None], attrs: Mapping[str, Any],
+    op: Op, constants: Mapping[str, str], specs: Mapping[str, Spec | None], attrs: Attributes,
     implementation: str | None,
 ) -> None:  # fmt: skip
     """Refuse a call that is differentiated with respect to some arguments, if there is no such derivative.
@@ -80,10 +76,9 @@ def check_derivative(
         if name not in op.derivative.tensors and not of_results_alone:
             _refuse(op, f"{argument} is differentiated with {name}", f"{supported} without", constant)
     gradients = [spec if name in op.differentiable else None for name, spec in problem.results.items()]
-    values = tuple(attrs[name] for name in op.defaults)
     given = problem.specs, problem.results.values(), gradients
-    call = derivative_call(op, *given, lambda spec: spec, values, implementation)
-    call.op.bind(call.arguments, call.attributes, call.implementation, Whole(op.name, {}))
+    call = derivative_call(op, *given, lambda spec: spec, attrs, implementation)
+    call.op.bind(call.arguments, call.attrs, call.implementation, Whole(op.name, {}))
 
 
 def _constants(op: Op) -> str:

@@ -49,8 +49,8 @@ def check_keys(problem: Problem) -> None:
 def check_selection(problem: Problem) -> None:
     """Rules of a selection in bounded memory."""
     problem.require_count("k")
-    if problem.attrs["workspace_bytes"] < 0:
-        problem.refuse("workspace_bytes", "value", problem.attrs["workspace_bytes"], "at least 0")
+    if problem.attrs.workspace_bytes < 0:
+        problem.refuse("workspace_bytes", "value", problem.attrs.workspace_bytes, "at least 0")
 
 
 def keys_are_mxfp4(problem: Problem) -> bool:
@@ -143,4 +143,4 @@ def selection_work(problem: Problem, keys: int | None) -> list[Work]:
     tokens = problem["T"]
     count = keys or (problem["M"] * problem["R"] if problem.has("block_table") else problem["N"])
     logits, rest = logits_work(problem, keys)
-    return [logits, Work(4 * tokens * count), Work(rest.bytes + 4 * tokens * problem.attrs["k"])]
+    return [logits, Work(4 * tokens * count), Work(rest.bytes + 4 * tokens * problem.attrs.k)]

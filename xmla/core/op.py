@@ -4,6 +4,7 @@ The docstring of the package `xmla` has the glossary of axes.
 """
 
 import inspect
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from xmla.core.attribute import Attr
+from xmla.core.attribute import Attr, Attributes
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.formats import Format
@@ -92,9 +93,9 @@ class Op:
     derivative: "Op | None" = None
 
     def __post_init__(self) -> None:
-        arrays = [n for n, p in self._parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        if arrays != list(self.tensors):
-            raise RuntimeError(f"{self.name} takes {arrays}, declared: {list(self.tensors)}")
+        declared = [*self.tensors, *self.Values._fields]
+        if declared != [*self._parameters]:
+            raise RuntimeError(f"{self.name} takes {[*self._parameters]}, declared: {declared}")
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -171,13 +172,30 @@ class Op:
         pages = self.tensors[cache].names[0]
         return [name for name, tensor in self.tensors.items() if tensor.index_of.split()[:1] == [pages]]
 
-    @property
+    @cached_property
     def defaults(self) -> dict[str, Any]:
         """Each attribute's default, in order; None for a required one."""
         return {attr.name: attr.default for attr in self.attrs}
 
+    @cached_property
+    def Values(self) -> type[Attributes]:
+        """The class of a call's attributes, a named tuple. It checks nothing: `attributes` does.
+
+        Made with the op, since torch.compile can trace its use, but not its making.
+        """
+        return namedtuple(self.name, self.defaults, defaults=self.defaults.values())
+
+    def attributes(self, *values: Any, **named: Any) -> Attributes:
+        """A call's attributes in Python's own types, in order or by name; the others have their defaults.
+
+        Raises:
+            ArgumentError: A value does not have the declared type, or is a float that kernels cannot hold.
+        """
+        given = self.Values(*values, **named)
+        return self.Values(*[attr.plain(self.name, value) for attr, value in zip(self.attrs, given, strict=True)])
+
     def bind(
-        self, specs: Mapping[str, Spec | None], attrs: Mapping[str, Any], implementation: str | None = None,
+        self, specs: Mapping[str, Spec | None], attrs: Attributes, implementation: str | None = None,
         whole: Whole | None = None,
     ) -> Problem:  # fmt: skip
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
@@ -185,9 +203,7 @@ class Op:
         axes: dict[str, int] = {}  # these three are filled below
         formats: dict[str, Format] = {}
         results: dict[str, Spec] = {}
-        problem = Problem(
-            self.name, self.tensors, given, self.plain_attributes(attrs), axes, formats, results, implementation, whole
-        )
+        problem = Problem(self.name, self.tensors, given, attrs, axes, formats, results, implementation, whole)
         first: dict[str, str] = {}  # the argument that gave each axis its size
         for name, tensor in self.tensors.items():
             if name not in given:
@@ -212,14 +228,6 @@ class Op:
         implementation, choice = self.choose(problem, device)
         plan = implementation.plan(problem, device)
         return replace(plan, choices=(choice, *plan.choices)) if len(self.implementations) > 1 else plan
-
-    def plain_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes in Python's own types, in order.
-
-        Raises:
-            ArgumentError: A value does not have the declared type, or is a float that kernels cannot hold.
-        """
-        return {attr.name: attr.plain(self.name, attrs[attr.name]) for attr in self.attrs}
 
     def _check_tensor(
         self, problem: Problem, name: str, tensor: Tensor, spec: Spec, axes: dict[str, int], first: dict[str, str]

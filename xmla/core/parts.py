@@ -27,7 +27,7 @@ def in_parts(
         least: Whether a part of so many tokens is large enough.
         whole: The buffers that are of all tokens.
     """
-    tokens, given = problem["T"], problem.attrs["workspace_bytes"]
+    tokens, given = problem["T"], problem.attrs.workspace_bytes
     size = min(tokens, given // row_bytes) // together * together
     while size and least(size) and cdiv(tokens, size) <= MAX_PARTS:
         plan = join_parts(problem, part, size, whole)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from xmla.core.attribute import Attributes
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats import Format
 from xmla.core.spec import Spec
@@ -110,7 +111,7 @@ class Problem:
     op: str
     tensors: Mapping[str, Tensor]
     specs: Mapping[str, Spec]
-    attrs: Mapping[str, Any]
+    attrs: Attributes
     axes: Mapping[str, int]
     formats: Mapping[str, Any]
     results: Mapping[str, Spec]
@@ -153,7 +154,7 @@ class Problem:
 
     def require_count(self, attribute: str, least: int = 1) -> None:
         """An attribute that counts something is at least `least`, and no more than kernels count."""
-        value = self.attrs[attribute]
+        value = getattr(self.attrs, attribute)
         if value < least:
             self.refuse(attribute, "value", value, f"at least {least}")
         if value > LARGEST_SIZE:

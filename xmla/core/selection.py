@@ -12,13 +12,13 @@ GRANULARITIES = (1, 2, 4, 8, 16, 32, 64, 128)  # columns of a block: tiles of wh
 
 
 def check_granularity(problem: Problem) -> None:
-    if problem.attrs["granularity"] not in GRANULARITIES:
-        problem.refuse("granularity", "value", problem.attrs["granularity"], "a power of two, at most 128")
+    if problem.attrs.granularity not in GRANULARITIES:
+        problem.refuse("granularity", "value", problem.attrs.granularity, "a power of two, at most 128")
 
 
 def check_newest(problem: Problem) -> None:
     """Rules of a selection of blocks: its size, its granularity and the blocks that are always in it."""
-    k, newest = problem.attrs["k"], problem.attrs["newest"]
+    k, newest = problem.attrs.k, problem.attrs.newest
     problem.require_count("k")
     check_granularity(problem)
     if not 0 <= newest <= k:
@@ -27,7 +27,7 @@ def check_newest(problem: Problem) -> None:
 
 def entries_of(problem: Problem) -> int:
     """Columns of a row over selected blocks: all entries of all of them."""
-    return problem["BLOCKS"] * problem.attrs["granularity"]
+    return problem["BLOCKS"] * problem.attrs.granularity
 
 
 def capacity_of(problem: Problem) -> int:
@@ -47,14 +47,14 @@ def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:
     """The work of the logits, reading them again, and writing the indices."""
     logits, rest = block_logits_work(problem, keys)
     again = 4 * problem["T"] * min(entries_of(problem), keys or capacity_of(problem))
-    return [logits, Work(again), Work(rest.bytes + 4 * problem["T"] * problem.attrs["k"])]
+    return [logits, Work(again), Work(rest.bytes + 4 * problem["T"] * problem.attrs.k)]
 
 
 def selection_attributes(problem: Problem) -> dict[str, Any]:
     """The attributes of a selection of blocks."""
-    return {name: problem.attrs[name] for name in ("k", "granularity", "newest")}
+    return {name: getattr(problem.attrs, name) for name in ("k", "granularity", "newest")}
 
 
 def expanded(problem: Problem) -> int:
     """Columns of a row of positions: those of the blocks and, with the attribute `tail`, of an incomplete one."""
-    return entries_of(problem) + (problem.attrs["granularity"] - 1 if problem.attrs["tail"] else 0)
+    return entries_of(problem) + (problem.attrs.granularity - 1 if problem.attrs.tail else 0)

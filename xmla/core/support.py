@@ -66,10 +66,10 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
             array = inputs[name]
             shape = tuple(axes.get(axis, size) for axis, size in zip(tensor.names, array.shape, strict=True))
             specs[name] = Spec(shape, dtypes.get(name, array.dtype.name))
-    attrs = declared.defaults | dict(case.attrs)
+    attrs = declared.attributes(**case.attrs)
     call = _told(specs, kinds_of(op, number))
     try:
-        plan_call(declared, tuple(map(specs.get, declared.tensors)), tuple(attrs.values()), device)
+        plan_call(declared, tuple(map(specs.get, declared.tensors)), attrs, device)
     except (ArgumentError, UnsupportedError) as error:
         return Support(False, str(error), call=call)
     problem = declared.bind(specs, attrs)
@@ -82,7 +82,7 @@ def kinds_of(op: str, number: int) -> Mapping[str, tuple[str, ...]]:
     declared = registry()[op]
     case = declared.cases[number]
     specs = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
-    formats = declared.bind(specs, declared.defaults | dict(case.attrs)).formats
+    formats = declared.bind(specs, declared.attributes(**case.attrs)).formats
     named = {name: getattr(layout, "format", layout.name) for name, layout in formats.items()}
     return {name: (*filter(None, [named.get(name)]), spec.dtype) for name, spec in specs.items()}
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xmla.core.attribute import Attributes
 from xmla.core.call import plan_call
 from xmla.core.config import settings
 from xmla.core.device import Device, assumed_device
@@ -72,20 +73,19 @@ def public(op: Op) -> Callable[..., Any]:
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array{remedy}")
             arrays[name] = value
         _refuse_arrays(op, attrs)
-        values = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
-        attrs = tuple(values.values())
+        attrs = op.attributes(*attrs)
         # Checked here, so that an error names the user's line, and of arrays as they are given.
         device = _known_device(arrays)
         specs = {name: _spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
         if device is None or implementation == "reference":
-            op.bind(specs, values)
+            op.bind(specs, attrs)
         else:
             plan_call(op, tuple(specs.values()), attrs, device, implementation)
         arrays = {name: _as_jax(array) for name, array in arrays.items()}
         if settings.check:
             read = {name: array[...] if is_ref(array) else array for name, array in arrays.items()}
-            jax.debug.callback(lambda host: check_values(op, _to_host(host), values), read)
-        taken = _sample(op, arrays, values) if settings.shadow and implementation != "reference" else None
+            jax.debug.callback(lambda host: check_values(op, _to_host(host), attrs), read)
+        taken = _sample(op, arrays, attrs) if settings.shadow and implementation != "reference" else None
         found = call(op, arrays, attrs, implementation, device)
         if taken is not None:
             returned = [name for name in op.mutates if not is_ref(arrays[name])]
@@ -115,7 +115,7 @@ def _take(array: Any, places: np.ndarray | None) -> np.ndarray:
     return np.array(array[...] if places is None else array[places])
 
 
-def _sample(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> shadow.Sample | None:
+def _sample(op: Op, arrays: Mapping[str, Any], attrs: Attributes) -> shadow.Sample | None:
     """XMLA_SHADOW's sample of an eager call. Under a trace there are no values, so the pages used are unknown."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
         return None

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from xmla.core.attribute import Attributes
 from xmla.core.derivative import check_derivative, derivative_call
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
@@ -61,9 +62,9 @@ def _specs(given: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
     return {name: Spec(tuple(aval.shape), aval.dtype.name) for name, aval in zip(given, avals, strict=True)}
 
 
-def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], **_: Any) -> tuple[list[Any], set]:
+def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: Attributes, **_: Any) -> tuple[list[Any], set]:
     inner: list[Any] = [aval.inner_aval if isinstance(aval, AbstractRef) else aval for aval in avals]
-    problem = op.bind(_specs(given, inner), dict(zip(op.defaults, attrs, strict=True)))
+    problem = op.bind(_specs(given, inner), attrs)
     # Inside a shard_map a result varies over every mesh axis that an argument varies over.
     manual = _private.varying(inner)
     # Over a mesh of explicit axes a result has the partitioned axes of the arguments.
@@ -103,11 +104,11 @@ def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **p
 
 
 def _compute(
-    *operands: Any, op: Op, given: tuple[str, ...], attrs: tuple[Any, ...], implementation: str | None, device: Device,
+    *operands: Any, op: Op, given: tuple[str, ...], attrs: Attributes, implementation: str | None, device: Device,
     callback: Callable[..., Any] | None = None, launch: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     arrays = dict(zip(given, operands, strict=True))
-    return execute(op, arrays, dict(zip(op.defaults, attrs, strict=True)), implementation, device, callback, launch)
+    return execute(op, arrays, attrs, implementation, device, callback, launch)
 
 
 def _on(platform: str | None, context: mlir.LoweringRuleContext, params: dict[str, Any]) -> dict[str, Any]:
@@ -131,21 +132,20 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
     if params["implementation"] == "reference" or not _sharding.over_a_mesh(context.module_context):
         return _lower(platform, context, *operands, **params)
     params = _on(platform, context, params)
-    op, given, implementation = (params[name] for name in ("op", "given", "implementation"))
-    values = dict(zip(op.defaults, params["attrs"], strict=True))
+    op, given, attrs, implementation = (params[name] for name in ("op", "given", "attrs", "implementation"))
     launch = _launch(context, once=True)
 
     def function_of(names: tuple[str, ...]) -> Callable[..., Any]:
         callback = None
         if params["device"] == INTERPRETER:
-            callback = _sharding.callback_of(context.module_context, host_function(op, names, values, implementation))
+            callback = _sharding.callback_of(context.module_context, host_function(op, names, attrs, implementation))
 
         def compute(*own: Any) -> tuple[Any, ...]:
             return _compute(*own, **params | {"given": names}, callback=callback, launch=launch)
 
         return compute
 
-    problem = op.bind(_specs(given, context.avals_in), values)
+    problem = op.bind(_specs(given, context.avals_in), attrs)
     return mlir.lower_fun(_sharding.partitioned(op, function_of, problem))(context, *operands)
 
 
@@ -202,8 +202,8 @@ def _batch_apart(
 
     def call_op(name: str, operands: dict[str, Any], **attrs: Any) -> list[Any]:
         other = registry()[name]
-        values = tuple((other.defaults | attrs).values())
-        return bind(*operands.values(), op=other, given=tuple(operands), **params | {"attrs": values})
+        theirs = params | {"attrs": other.Values(**attrs)}
+        return bind(*operands.values(), op=other, given=tuple(operands), **theirs)
 
     found = batch(jnp, call_op, {name: first(name) for name in arrays})
     return list(found), [0] * len(found)
@@ -220,9 +220,8 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
         return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
     arrays = {n: v[...] if is_ref(v) else v for n, v in zip(given, primals, strict=True)}
     specs = _specs(given, [jax.typeof(value) for value in arrays.values()])
-    values = dict(zip(op.defaults, params["attrs"], strict=True))
     constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
-    check_derivative(op, constants, specs, values, params["implementation"])
+    check_derivative(op, constants, specs, params["attrs"], params["implementation"])
     arrays, moving = _private.vary_alike(arrays, moving)
     found = bind(*arrays.values(), op=op, given=given, **params)
     out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(found, op.outputs, strict=True)]
@@ -242,7 +241,7 @@ def _tangent_shapes(*avals: Any, op: Op, given: tuple[str, ...], **_: Any) -> li
 
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, op: Op, given: tuple[str, ...], moving: tuple[str, ...],
-    attrs: tuple[Any, ...], implementation: str | None, device: Device | None,
+    attrs: Attributes, implementation: str | None, device: Device | None,
 ) -> list[Any]:  # fmt: skip
     """The gradients of the arguments `moving`: a call of the op's derivative."""
     known = operands[: len(given) + len(op.outputs)]
@@ -278,7 +277,7 @@ _private.require_devices_during_lowering(jit_p)
 
 
 def call(
-    op: Op, arrays: dict[str, Any], attrs: tuple[Any, ...], implementation: str | None, device: Device | None
+    op: Op, arrays: dict[str, Any], attrs: Attributes, implementation: str | None, device: Device | None
 ) -> tuple[Any, ...]:
     """Results, then the new values of mutated arguments that are not Refs."""
     found = bind(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xmla.core import device as devices
+from xmla.core.attribute import Attributes
 from xmla.core.call import plan_call
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
@@ -74,7 +75,7 @@ def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], d
     )
 
 
-def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implementation: str | None) -> HostFunction:
+def host_function(op: Op, given: Sequence[str], attrs: Attributes, implementation: str | None) -> HostFunction:
     """A call of any sizes on NumPy arrays in the order of `given`: results, then the new values of the mutated."""
 
     def compute(*operands: Any) -> tuple[np.ndarray, ...]:
@@ -82,11 +83,11 @@ def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implem
         specs = {name: _spec(host[name]) if name in host else None for name in op.tensors}
         if implementation == "reference":
             results = op.bind(specs, attrs).results.values()
-            outputs = op.reference(**host, **attrs)
+            outputs = op.reference(**host, **attrs._asdict())
         else:
             from xmla.core import interpreter
 
-            plan, results = plan_call(op, tuple(specs.values()), tuple(attrs.values()), INTERPRETER, implementation)
+            plan, results = plan_call(op, tuple(specs.values()), attrs, INTERPRETER, implementation)
             outputs = interpreter.run(plan, host)
         rounded = (np.asarray(a).astype(DTYPES[s.dtype][0], copy=False) for a, s in zip(outputs, results, strict=True))
         return *rounded, *(host[name] for name in op.mutates)
@@ -95,7 +96,7 @@ def host_function(op: Op, given: Sequence[str], attrs: Mapping[str, Any], implem
 
 
 def execute(
-    op: Op, arrays: dict[str, Any], attrs: Mapping[str, Any], implementation: str | None, device: Device,
+    op: Op, arrays: dict[str, Any], attrs: Attributes, implementation: str | None, device: Device,
     callback: Callable[..., Any] | None = None, launch: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The computation of a call: results, then the new values of the mutated arguments.
@@ -108,7 +109,7 @@ def execute(
     if implementation == "reference":
         outputs = op.bind(specs, attrs).results.values()
     else:
-        plan, outputs = plan_call(op, tuple(specs.values()), tuple(attrs.values()), device, implementation)
+        plan, outputs = plan_call(op, tuple(specs.values()), attrs, device, implementation)
         if device != INTERPRETER:
             given = {name: spec for name, spec in specs.items() if spec is not None}
             if plan.active and launch is not None:

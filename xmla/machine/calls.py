@@ -50,7 +50,7 @@ def by_reference(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, A
     """The same by the reference, on copies of the arrays."""
     inputs = {name: array.copy() if name in op.mutates else array for name, array in arrays.items()}
     with np.errstate(all="ignore"):
-        results = as_tuple(op.reference(**inputs, **op.defaults | dict(attrs)))
+        results = as_tuple(op.reference(**inputs, **op.attributes(**attrs)._asdict()))
     named = dict(zip(op.outputs, results, strict=True)) | {name: inputs[name] for name in op.mutates}
     return {name: np.asarray(value) for name, value in named.items()}
 

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from xmla.core.attribute import Attributes
 from xmla.core.derivative import check_derivative, derivative_call, refuse_derivative
 from xmla.core.device import assumed_device
 from xmla.core.errors import ArgumentError
@@ -38,26 +39,21 @@ def _specs(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
     return {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
 
 
-def _result_specs(
-    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None = None
-) -> tuple[Spec, ...]:
-    problem = op.bind(_specs(op, tensors), dict(zip(op.defaults, attrs, strict=True)), implementation)
-    return tuple(problem.results.values())
+def _result_specs(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None = None) -> tuple[Spec, ...]:
+    return tuple(op.bind(_specs(op, tensors), attrs, implementation).results.values())
 
 
-def _fake(
-    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None = None
-) -> tuple[torch.Tensor, ...]:
+def _fake(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None = None) -> tuple[torch.Tensor, ...]:
     specs = _result_specs(op, tensors, attrs, implementation)
     return tuple(tensors[0].new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
 
 
-def _reference(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _reference(op: Op, tensors: Tensors, attrs: Attributes) -> tuple[torch.Tensor, ...]:
     """The reference, on the host; results are rounded to the op's dtypes and mutated arguments copied back."""
     fakes = _fake(op, tensors, attrs, "reference")
     host = {name: to_numpy(t.cpu()) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}
     with np.errstate(all="ignore"):
-        values = op.reference(**host, **{attr.name: value for attr, value in zip(op.attrs, attrs, strict=True)})
+        values = op.reference(**host, **attrs._asdict())
     for name, tensor in zip(op.tensors, tensors, strict=True):
         if name in op.mutates and tensor.device.type != "cpu":
             tensor.copy_(from_numpy(host[name], tensor))
@@ -71,7 +67,7 @@ def call_reference(
     """As `call`, with the reference; `workspace` is not used."""
     check_tensors(op, tensors)
     check_devices(op, tensors)
-    attrs = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
+    attrs = op.attributes(*attrs)
     specs = _result_specs(op, tensors, attrs, "reference")
     if out:
         check_out(op, specs, out, tensors[0].device)
@@ -122,7 +118,8 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         return _single(_way(implementation)(op, *unpack(args, kwargs), implementation=implementation))
 
     def fake(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        return _single(_fake(op, *unpack(args, kwargs), implementation))
+        tensors, attrs = unpack(args, kwargs)
+        return _single(_fake(op, tensors, op.attributes(*attrs), implementation))
 
     def kernel_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
@@ -131,7 +128,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     def fake_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
         tensors, attrs = unpack(args, kwargs)
-        check_out(op, _result_specs(op, tensors, attrs, implementation), out, tensors[0].device)
+        check_out(op, _result_specs(op, tensors, op.attributes(*attrs), implementation), out, tensors[0].device)
 
     variants = [(op.name, kernel, fake)]
     if results:
@@ -169,8 +166,8 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
                 refuse_derivative(op, name, constants[name])
         tensors, attrs = unpack(args, kwargs)
         implementation = kwargs.get("implementation")
-        values = dict(zip(op.defaults, attrs, strict=True))
-        check_derivative(op, constants, _specs(op, tensors), values, implementation)
+        attrs = op.attributes(*attrs)
+        check_derivative(op, constants, _specs(op, tensors), attrs, implementation)
         return _private.apply(differentiable, keyset, implementation, attrs, *tensors)
 
     return autograd
@@ -179,8 +176,8 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
 def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[..., Any]) -> Any:
     """A call of `op` as an autograd function: its gradients are a call of `derivative`."""
 
-    def forward(keyset: Any, implementation: str | None, attrs: tuple[Any, ...], *tensors: Any) -> Any:
-        named = dict(zip(op.defaults, attrs, strict=True)) | {"implementation": implementation}
+    def forward(keyset: Any, implementation: str | None, attrs: Attributes, *tensors: Any) -> Any:
+        named = attrs._asdict() | {"implementation": implementation}
         return _private.below_autograd(keyset, overload, kernel, tensors, named)
 
     def setup_context(context: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -215,10 +212,9 @@ def _differentiable_once(op: Op, derivative: Op) -> Any:
     Not before: `torch.func.grad` records it always.
     """
 
-    def forward(implementation: str | None, attrs: tuple[Any, ...], *tensors: Any) -> Any:
-        named = dict(zip(derivative.defaults, attrs, strict=True))
+    def forward(implementation: str | None, attrs: Attributes, *tensors: Any) -> Any:
         given = tensors[: len(derivative.tensors)]
-        return getattr(torch.ops.xmla, derivative.name)(*given, **named, implementation=implementation)
+        return getattr(torch.ops.xmla, derivative.name)(*given, **attrs._asdict(), implementation=implementation)
 
     def backward(*_: Any) -> Any:
         refuse_derivative(op, "a gradient", "detach()")
@@ -314,7 +310,7 @@ def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
         if not _is_seen():
             recalled = recall(op, tensors, attrs, implementation)
             if recalled is not None and (not results or _are_constants(results)):
-                found = run(op, tensors, attrs, *recalled, results, workspace)
+                found = run(op, tensors, *recalled, results, workspace)
                 return _single(found) if out is None else out
             if _are_constants((*tensors, *results)):
                 way = call_reference if implementation == "reference" else look_up
@@ -325,7 +321,7 @@ def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
         check_devices(op, tensors)
         if not torch.compiler.is_compiling():
             tensors = _resolved(op, tensors, results, workspace)
-        keywords = op.plain_attributes(dict(zip(op.defaults, attrs, strict=True)))
+        keywords = dict(zip(op.defaults, op.attributes(*attrs), strict=True))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)
         given = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}
@@ -333,6 +329,6 @@ def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
         return out
 
     def plan(tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Plan:
-        return plan_tensors(op, tensors, attrs, assumed_device(), implementation)[0]
+        return plan_tensors(op, tensors, op.attributes(*attrs), assumed_device(), implementation)[0]
 
     return function, plan

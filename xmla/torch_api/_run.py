@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xmla.core.attribute import Attributes
 from xmla.core.call import plan_call
 from xmla.core.compile import compiled, specialize
 from xmla.core.config import settings
@@ -41,8 +42,9 @@ class Result:
 class Prepared:
     """A planned call: `launch` starts its kernels on a GPU; None on the CPU, where the interpreter runs `plan`.
 
-    `given` and `made` are the specs of arguments and results. `same_out` and `same_workspace` compare what callers give
-    with what was accepted before; `apart` has what `_memory.distances` tells of so many addresses.
+    `given` and `made` are the specs of arguments and results, `attrs` the attributes, `mutated` is the op's. `same_out`
+    and `same_workspace` compare what callers give with what was accepted before; `apart` has what `_memory.distances`
+    tells of so many addresses.
     """
 
     plan: Plan
@@ -50,6 +52,8 @@ class Prepared:
     workspace_bytes: int
     ordinal: int  # −1 on the CPU
     launch: Callable[..., None] | None
+    mutated: tuple[int, ...]
+    attrs: Attributes
     given: dict[str, Spec]
     made: tuple[Spec, ...]
     apart: dict[int, Callable[..., bool]] = field(default_factory=dict)
@@ -81,7 +85,7 @@ def check_devices(op: Op, tensors: Tensors) -> None:
 
 
 def plan_tensors(
-    op: Op, tensors: Tensors, attrs: tuple[Any, ...], device: Device | None = None, implementation: str | None = None
+    op: Op, tensors: Tensors, attrs: Attributes, device: Device | None = None, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
     """The plan of a call on `device` (default: the tensors' device) and its results' specs, after every check."""
     check_tensors(op, tensors)
@@ -103,7 +107,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.prepared: dict[Any, Prepared] = {}
-        self.recent: dict[str, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
+        self.recent: dict[Op, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
     def add(self, key: Any, prepared: Prepared) -> None:
         if len(self.prepared) >= self.MOST:
@@ -126,7 +130,7 @@ def recall(
 
     None where a gradient may be recorded, a pointer is not a multiple of 16, or another GPU is current.
     """
-    for match, prepared in kept.recent[op.name]:
+    for match, prepared in kept.recent[op]:
         pointers = match(tensors, attrs, implementation)
         if pointers is not None:
             return prepared, pointers
@@ -140,7 +144,7 @@ def remember(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: s
         same = _private.comparison(given)
         if same is not None:
             match = matcher(op, tensors, attrs, implementation, same)
-            kept.recent[op.name] = ((match, prepared), *kept.recent[op.name][: Kept.RECENT - 1])
+            kept.recent[op] = ((match, prepared), *kept.recent[op][: Kept.RECENT - 1])
 
 
 def matcher(
@@ -200,7 +204,7 @@ def refuse_fork(op: Op) -> None:
         )
 
 
-def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Prepared:
+def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Prepared:
     """Check, plan and compile the first call with given shapes."""
     if tensors[0].is_cuda:
         refuse_fork(op)
@@ -211,7 +215,8 @@ def prepare(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: st
     allocated = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
     launch = None if tensors[0].device.type == "cpu" else _launches(op, plan, tensors)
     given = {name: spec_of(tensor) for name, tensor in _by_name(op, tensors).items()}
-    return Prepared(plan, allocated, plan.workspace_bytes, tensors[0].get_device(), launch, given, results)
+    ordinal = tensors[0].get_device()
+    return Prepared(plan, allocated, plan.workspace_bytes, ordinal, launch, op.mutated, attrs, given, results)
 
 
 def _launches(op: Op, plan: Plan, tensors: Tensors) -> Callable[..., None]:
@@ -285,7 +290,7 @@ def call(
     """Run `op` on real tensors, on the current stream; its results, allocated unless given as `out`."""
     recalled = recall(op, tensors, attrs, implementation)
     if recalled is not None:
-        return run(op, tensors, attrs, *recalled, out, workspace)
+        return run(op, tensors, *recalled, out, workspace)
     return look_up(op, tensors, attrs, out, workspace, implementation)
 
 
@@ -298,7 +303,7 @@ def look_up(
     The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches.
     """
     pointers: list[int] = []
-    key: list[Any] = [op.name, implementation, *attrs, *map(type, attrs)]  # True is not 1
+    key: list[Any] = [op, implementation, *attrs, *map(type, attrs)]  # True is not 1
     try:
         ordinal = tensors[0].get_device()  # −1 on the CPU
         for tensor in tensors:
@@ -325,23 +330,23 @@ def look_up(
     except TypeError:  # an attribute that cannot be hashed
         prepared = None
     if prepared is None:
-        plain = tuple(op.plain_attributes(dict(zip(op.defaults, attrs, strict=True))).values())
-        if [*map(type, plain)] != [*map(type, attrs)]:
-            return call(op, tensors, plain, out, workspace, implementation)
-        prepared = prepare(op, tensors, attrs, implementation)
+        checked = attrs if isinstance(attrs, op.Values) else op.attributes(*attrs)
+        if [*map(type, checked)] != [*map(type, attrs)]:
+            return call(op, tensors, checked, out, workspace, implementation)
+        prepared = prepare(op, tensors, checked, implementation)
         kept.add(tuple(key), prepared)
     remember(op, tensors, attrs, implementation, prepared)
-    return run(op, tensors, attrs, prepared, pointers, out, workspace)
+    return run(op, tensors, prepared, pointers, out, workspace)
 
 
 def run(
-    op: Op, tensors: Tensors, attrs: tuple[Any, ...], prepared: Prepared, pointers: list[int],
-    out: Sequence[torch.Tensor] = (), workspace: torch.Tensor | None = None,
+    op: Op, tensors: Tensors, prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor] = (),
+    workspace: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """Run a prepared call on tensors whose pointers are given."""
     taken = None
     if settings.live:
-        taken = _before(op, tensors, attrs)
+        taken = _before(op, tensors, prepared.attrs)
 
     allocate = _private.empty_strided_cpu if prepared.launch is None else _private.empty_strided_cuda
     try:
@@ -349,7 +354,7 @@ def run(
         if not out:
             results = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
         elif not fits(prepared, out):
-            check_out(op, plan_tensors(op, tensors, attrs)[1], out, tensors[0].device)
+            check_out(op, prepared.made, out, tensors[0].device)
             misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
             raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
         if workspace is not None:
@@ -361,10 +366,10 @@ def run(
     except torch.OutOfMemoryError as error:
         error.add_note(f"{op.name}: results {prepared.results} and {prepared.workspace_bytes} bytes of workspace")
         raise
-    if op.mutated or out:
+    if prepared.mutated or out:
         _check_apart(op, prepared, pointers, out, workspace)
         # Autograd then refuses a backward that saved their old values.
-        _private.increment_version([tensors[place] for place in op.mutated] or out)
+        _private.increment_version([tensors[place] for place in prepared.mutated] or out)
     if prepared.launch is None:
         _interpret(op, prepared.plan, tensors, results, space)
     else:
@@ -398,16 +403,16 @@ def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
 
 
-def _before(op: Op, tensors: Tensors, attrs: tuple[Any, ...]) -> shadow.Sample | None:
+def _before(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None:
     """XMLA_CHECK's validation of a call, and XMLA_SHADOW's sample of it; neither works while a graph is captured."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    given, values = _by_name(op, tensors), dict(zip(op.defaults, attrs, strict=True))
+    given = _by_name(op, tensors)
     if settings.check:
-        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in given.items()}, values)
+        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in given.items()}, attrs)
     if not settings.shadow:
         return None
-    return shadow.sample(op, given, {name: spec_of(tensor) for name, tensor in given.items()}, values, take)
+    return shadow.sample(op, given, {name: spec_of(tensor) for name, tensor in given.items()}, attrs, take)
 
 
 def _launch(

@@ -3,12 +3,11 @@
 The kernels silently skip values that are out of range, as the contract says; a debug run needs to know their origin.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from xmla.core.attribute import Attributes
 from xmla.core.errors import ArgumentError
 from xmla.core.live.reproducer import has_tokens, save, shrink
 from xmla.core.op import Op
@@ -24,7 +23,7 @@ class Violation:
     rows: np.ndarray | None
 
 
-def find_violation(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> Violation | None:
+def find_violation(op: Op, arrays: Arrays, attrs: Attributes) -> Violation | None:
     """The first value out of its limits: tensor, row, column, value, limit."""
     problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, attrs)
     for limit in op.limits(problem, arrays):
@@ -42,7 +41,7 @@ def find_violation(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> Violatio
     return None
 
 
-def check_values(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> None:
+def check_values(op: Op, arrays: Arrays, attrs: Attributes) -> None:
     """Refuse a call with a value out of its limits, and save the call to a file.
 
     Raises:
@@ -52,5 +51,5 @@ def check_values(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> None:
     if found is not None:
         small, _ = shrink(op, arrays, found.rows, lambda array, places: array if places is None else array[places])
         strides = {name: Spec.of_numpy(array).strides for name, array in arrays.items()}
-        repeat = save("XMLA_CHECK", op.name, small, attrs, found.message, strides)
+        repeat = save("XMLA_CHECK", op.name, small, attrs._asdict(), found.message, strides)
         raise ArgumentError(f"{found.message}; {repeat}")

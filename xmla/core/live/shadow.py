@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from xmla.core.attribute import Attributes
 from xmla.core.config import settings
 from xmla.core.live.reproducer import Take, has_tokens, save, shrink
 from xmla.core.op import Op
@@ -57,7 +58,7 @@ class Drift:
 
 
 def sample(
-    op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Mapping[str, Any], take: Take
+    op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Attributes, take: Take
 ) -> Sample | None:
     """Choose rows of a call before it runs, or None.
 
@@ -72,7 +73,7 @@ def sample(
     elif _random.random() >= settings.shadow:
         return None
     small, rows = shrink(op, arrays, rows, take)
-    return Sample(op, dict(attrs), small, rows, {name: spec.strides for name, spec in specs.items()})
+    return Sample(op, attrs._asdict(), small, rows, {name: spec.strides for name, spec in specs.items()})
 
 
 def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], take: Take) -> list[Drift]:

@@ -30,9 +30,8 @@ class Call:
 
     def plan(self, device: Device, implementation: str | None = None) -> Plan:
         op = registry()[self.op]
-        attrs = op.defaults | dict(self.attrs)
         specs = tuple(self.specs.get(name) for name in op.tensors)
-        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, implementation)[0]
+        return plan_call(op, specs, op.attributes(**self.attrs), device, implementation)[0]
 
     def specializations(self, device: Device) -> list[Specialization]:
         """The kernels that the call launches on `device`."""
@@ -49,7 +48,7 @@ class Call:
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
         op = registry()[self.op]
-        problem = op.bind(self.specs, op.defaults | dict(self.attrs))
+        problem = op.bind(self.specs, op.attributes(**self.attrs))
         return estimate(op.work(problem, keys), self.plan(device), device)
 
 

@@ -91,8 +91,8 @@ def entry_format(problem: Problem, cache: str) -> Format:
     if problem.specs[cache].dtype not in BYTES:
         problem.refuse(cache, "dtype", problem.specs[cache].dtype, " or ".join(BYTES))
     keys = indexer_format(problem, cache)
-    if problem.attrs["cache_format"] is not None:
-        problem.refuse("cache_format", "value", repr(problem.attrs["cache_format"]), f"None with D = {problem['D']}")
+    if problem.attrs.cache_format is not None:
+        problem.refuse("cache_format", "value", repr(problem.attrs.cache_format), f"None with D = {problem['D']}")
     return keys
 
 

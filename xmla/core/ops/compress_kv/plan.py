@@ -12,11 +12,11 @@ POOLED = 8192  # elements of the window that a program holds at once: scores and
 
 def plan(problem: Problem, device: Device) -> Plan:
     sizes = {"num_angles": problem["S"]}
-    constexprs: dict[str, Hashable] = {"E": problem["E"], "EPS": float(problem.attrs["eps"])}
+    constexprs: dict[str, Hashable] = {"E": problem["E"], "EPS": float(problem.attrs.eps)}
     layout = problem.formats["cache"]
     if isinstance(layout, IndexerLayout):
         return compress(problem, {}, layout.min_exponent, 4, sizes, constexprs)
-    return compress(problem, {}, layout.min_exponent(problem.attrs["scale_floor"]), 8, sizes, constexprs)
+    return compress(problem, {}, layout.min_exponent(problem.attrs.scale_floor), 8, sizes, constexprs)
 
 
 def compress(

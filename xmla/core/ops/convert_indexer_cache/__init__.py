@@ -49,7 +49,7 @@ def formats_of(problem: Problem) -> tuple[IndexerLayout, IndexerLayout]:
     for name in ("source_format", "cache_format"):
         check_indexer_format_name(problem, name)
     source_row, row = problem["SOURCE_ROW"], problem["ROW"]
-    found = indexer_pairs(source_row, row, problem.attrs["source_format"], problem.attrs["cache_format"])
+    found = indexer_pairs(source_row, row, problem.attrs.source_format, problem.attrs.cache_format)
     if not found:
         expected = f"that of a format with the dims of source, whose rows have {source_row} bytes"
         problem.refuse("cache", "axis ROW (axis 2)", row, expected)

@@ -82,7 +82,7 @@ def check(problem: Problem) -> None:
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
     logits, selection, _ = selection_work(problem, keys)
-    attention = attention_work(problem, "mla_cache", problem.attrs["k"])
+    attention = attention_work(problem, "mla_cache", problem.attrs.k)
     return [logits, selection, attention, all_but_pools_once(problem)]
 
 
@@ -101,7 +101,7 @@ OP = Op(
     },
     outputs={
         **ATTENTION_RESULTS,
-        "indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection()),
+        "indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection()),
     },
     check=check,
     limits=partial(paged_limits, cache="indexer_cache"),

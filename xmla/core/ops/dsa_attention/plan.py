@@ -26,18 +26,18 @@ def plan(problem: Problem, device: Device) -> Plan:
     attrs = problem.attrs
     steps = Steps(problem, device, CALLED)
     steps.call(
-        quantize_indexer_query.OP, "", {"q": "index_q", "weights": "index_weights"}, scale=attrs["index_scale"],
+        quantize_indexer_query.OP, "", {"q": "index_q", "weights": "index_weights"}, scale=attrs.index_scale,
         format=problem.formats["indexer_cache"].format,
     )  # fmt: skip
     steps.call(
         indexer_topk_paged.OP, "q8 block_table lengths request_ids",
-        {"weights": "folded_weights", "cache": "indexer_cache"}, k=attrs["k"],
-        workspace_bytes=attrs["workspace_bytes"],
+        {"weights": "folded_weights", "cache": "indexer_cache"}, k=attrs.k,
+        workspace_bytes=attrs.workspace_bytes,
     )  # fmt: skip
     steps.call(map_slots.OP, "indices block_table request_ids", page_size=max(problem["R"], 1))
     steps.call(
-        sparse_mla.OP, "q slots sink", {"cache": "mla_cache"}, softmax_scale=attrs["softmax_scale"],
-        cache_format=attrs["mla_cache_format"], batch_invariant=attrs["batch_invariant"],
+        sparse_mla.OP, "q slots sink", {"cache": "mla_cache"}, softmax_scale=attrs.softmax_scale,
+        cache_format=attrs.mla_cache_format, batch_invariant=attrs.batch_invariant,
     )  # fmt: skip
     return selecting_slots(steps.plan())
 

@@ -43,7 +43,7 @@ def expand_blocks(blocks, lengths, *, granularity: int, tail: bool = True) -> An
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     yield Limit("lengths", 0, 2**31 - 1)
-    yield Limit("blocks", -1, (2**31 - 1) // problem.attrs["granularity"])
+    yield Limit("blocks", -1, (2**31 - 1) // problem.attrs.granularity)
 
 
 OP = Op(

@@ -22,8 +22,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         constexprs={
             "UNIT": results["indices"].vector(expanded(problem)),
-            "GRANULARITY": problem.attrs["granularity"],
-            "TAIL": problem.attrs["tail"],
+            "GRANULARITY": problem.attrs.granularity,
+            "TAIL": problem.attrs.tail,
             "BLOCK_C": BLOCK_C,
         },
     )

@@ -60,7 +60,7 @@ def check(problem: Problem) -> None:
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     yield from declared_limits(problem, arrays)
-    yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs["granularity"]) - 1)
+    yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs.granularity) - 1)
 
 
 OP = Op(

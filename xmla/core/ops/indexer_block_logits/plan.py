@@ -31,7 +31,7 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
             **query_constexprs(problem),
             **key_constexprs(problem, device),
             "KEY_STRIDE": problem.specs["keys"].stride(0),
-            "GRANULARITY": problem.attrs["granularity"],
+            "GRANULARITY": problem.attrs.granularity,
             "BLOCK_N": config.block_n,
             "BLOCK_I": head_rows(problem),
             "BESIDE": device.beside,

@@ -64,7 +64,7 @@ def check(problem: Problem) -> None:
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     yield from paged_limits(problem, arrays)
-    yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs["granularity"]) - 1)
+    yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs.granularity) - 1)
 
 
 TENSORS = {name: tensor for name, tensor in indexer_logits_paged.OP.tensors.items() if name != "request_ids"}

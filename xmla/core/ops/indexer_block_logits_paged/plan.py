@@ -43,7 +43,7 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
             **page_constexprs(problem),
             **key_constexprs(problem, device),
             "HAS_BLOCKS": of_blocks,
-            "GRANULARITY": problem.attrs["granularity"],
+            "GRANULARITY": problem.attrs.granularity,
             "BLOCK_N": config.block_n,
             "BLOCK_I": head_rows(problem),
             "BESIDE": device.beside,

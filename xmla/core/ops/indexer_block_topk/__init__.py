@@ -57,7 +57,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_block_topk,
     tensors=indexer_block_logits.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=indexer_block_logits.limits,
     work=block_selection_work,

@@ -61,7 +61,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_block_topk_paged,
     tensors=indexer_block_logits_paged.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=indexer_block_logits_paged.limits,
     work=block_selection_work,

@@ -27,11 +27,11 @@ def select_in_blocks(
     def part(rows: int) -> Plan:
         steps = Steps(problem, device)
         steps.add(Part("block_logits", logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
-        steps.call(select_topk.OP, "logits", {"ends": "widths"}, k=problem.attrs["k"])
+        steps.call(select_topk.OP, "logits", {"ends": "widths"}, k=problem.attrs.k)
         steps.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
         return after_ends(steps.plan())
 
-    given, row_bytes = problem.attrs["workspace_bytes"], 4 * max(entries_of(problem), 1)
+    given, row_bytes = problem.attrs.workspace_bytes, 4 * max(entries_of(problem), 1)
     found = in_parts(problem, part, row_bytes, 1, lambda size: True, WHOLE) if problem["T"] else part(0)
     if found is None:
         needed = join_parts(problem, part, 1, WHOLE).workspace_bytes
@@ -41,7 +41,7 @@ def select_in_blocks(
 
 def positions(problem: Problem, device: Device, rows: int) -> Plan:
     """Columns of `rows` tokens become positions, in place."""
-    k, results = problem.attrs["k"], problem.results
+    k, results = problem.attrs.k, problem.results
     ragged = problem.has("starts")
     launch = Launch(
         block_indices_kernel,
@@ -58,7 +58,7 @@ def positions(problem: Problem, device: Device, rows: int) -> Plan:
         constexprs={
             "HAS_STARTS": ragged,
             "UNIT": results["indices"].vector(k),
-            "GRANULARITY": problem.attrs["granularity"],
+            "GRANULARITY": problem.attrs.granularity,
             "BLOCK_K": next((block for block in BLOCKS_K if k <= block), BLOCKS_K[-1]),
             "BESIDE": device.beside,
         },

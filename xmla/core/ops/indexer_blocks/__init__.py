@@ -58,7 +58,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_blocks,
     tensors=indexer_logits.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     work=selection_work,
     steps=(indexer_logits.OP, select_blocks.OP),

@@ -22,7 +22,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     def part(rows: int) -> Plan:
         return stored(problem, device, rows)
 
-    whole, given = stored(problem, device, problem["T"]), problem.attrs["workspace_bytes"]
+    whole, given = stored(problem, device, problem["T"]), problem.attrs.workspace_bytes
     if whole.workspace_bytes <= given:
         return whole
     together = min(indexer_logits.tokens_a_program(problem, device), problem["T"])

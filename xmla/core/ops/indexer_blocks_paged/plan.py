@@ -16,7 +16,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     steps.call(indexer_logits_paged.OP, " ".join(indexer_logits_paged.OP.tensors))
     steps.call(select_blocks.OP, "logits", {"ends": "lengths"}, **selection_attributes(problem))
     stored = steps.plan()
-    return stored if stored.workspace_bytes <= problem.attrs["workspace_bytes"] else bounded(problem, device)
+    return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else bounded(problem, device)
 
 
 def bounded(problem: Problem, device: Device) -> Plan:
@@ -28,7 +28,7 @@ def bounded(problem: Problem, device: Device) -> Plan:
         steps.call(select_blocks.OP, "logits", {"ends": "widths"}, **selection_attributes(problem))
         return after_ends(steps.plan())
 
-    given = problem.attrs["workspace_bytes"]
+    given = problem.attrs.workspace_bytes
     if problem.implementation not in (None, "triton"):
         got = f"{problem.implementation!r} where the logits do not fit workspace_bytes"
         problem.unsupported("implementation", "value", got, "'triton', or more workspace_bytes")

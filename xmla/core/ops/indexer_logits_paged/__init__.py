@@ -59,7 +59,7 @@ def indexer_logits_paged(
 def check(problem: Problem) -> None:
     check_query(problem)
     check_requests(problem, "q8")
-    if problem.attrs["max_len"] is not None:
+    if problem.attrs.max_len is not None:
         problem.require_count("max_len")
 
 

@@ -50,7 +50,7 @@ def configure(rows: int, mxfp4: bool, device: Device) -> Config:
 
 
 def columns(problem: Problem) -> int:
-    max_len = problem.attrs["max_len"]
+    max_len = problem.attrs.max_len
     return problem["M"] * problem["R"] if max_len is None else max_len
 
 

@@ -98,7 +98,7 @@ def check(problem: Problem) -> None:
             problem.refuse(name, "argument", "given", "none beside target")
         if not problem.has("target") and not problem.has(name):
             problem.refuse(name, "argument", "missing", "an array, or target")
-    scale = problem.attrs["softmax_scale"]
+    scale = problem.attrs.softmax_scale
     if problem.has("target"):
         if scale is not None:
             problem.refuse("softmax_scale", "value", scale, "None beside target")

@@ -43,7 +43,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         **columns(problem),
         "TARGET_STRIDE": problem.specs["target"].stride(0) if problem.has("target") else problem["K"] if sparse else 0,
         "HAS_TARGET": sparse,
-        "COEFF": float(problem.attrs["coeff"]),
+        "COEFF": float(problem.attrs.coeff),
         "BLOCK_N": BLOCK_N,
     }
     sizes = {"num_tokens": tokens, **column_sizes(problem)}
@@ -86,7 +86,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(1,),
         outputs=("loss",),
         sizes={"num_tokens": tokens},
-        constexprs={"COEFF": float(problem.attrs["coeff"]), "BLOCK": 1024},
+        constexprs={"COEFF": float(problem.attrs.coeff), "BLOCK": 1024},
     )
     launches += [round_sums(problem, "dindex_k", log2_parts), average]
     results = problem.results
@@ -95,7 +95,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def _parts(problem: Problem, workspace: Mapping[str, Spec], own_target: bool) -> list[range]:
     """The tokens whose target is stored at a time, in parts that fit the call's workspace; all of them if none is."""
-    tokens, given = problem["T"], problem.attrs["workspace_bytes"]
+    tokens, given = problem["T"], problem.attrs.workspace_bytes
     row = 4 * problem["K"] if own_target else 0
     fixed = Plan((), workspace, ()).workspace_bytes
     least = cdiv(tokens, MAX_PARTS)

@@ -19,7 +19,7 @@ def attention_constexprs(problem: Problem) -> dict[str, Hashable]:
         "LSE_STRIDE": specs["lse"].stride(0),
         "HEADS": problem["H"],
         "DIMS": problem["L+E"],
-        "SCALE": float(problem.attrs["softmax_scale"]),
+        "SCALE": float(problem.attrs.softmax_scale),
         "BLOCK_H": max(16, next_power_of_2(problem["H"])),
     }
 

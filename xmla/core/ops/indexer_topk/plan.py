@@ -49,7 +49,7 @@ def stored(problem: Problem, device: Device, tokens: int) -> Plan:
     """The plan that stores all logits of so many tokens and selects from them."""
     steps = Steps(problem, device, arrays=of_tokens(problem, tokens))
     steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
-    steps.call(select_topk.OP, "logits starts ends", k=problem.attrs["k"])
+    steps.call(select_topk.OP, "logits starts ends", k=problem.attrs.k)
     return steps.plan()
 
 
@@ -71,14 +71,14 @@ def of_tokens(problem: Problem, tokens: int) -> dict[str, Spec]:
 
 def plan(problem: Problem, device: Device) -> Plan:
     whole = stored(problem, device, problem["T"])
-    if whole.workspace_bytes <= problem.attrs["workspace_bytes"]:
+    if whole.workspace_bytes <= problem.attrs.workspace_bytes:
         return whole
     return parts_of(problem, device) or bounded(problem, device)
 
 
 def bounded(problem: Problem, device: Device) -> Plan:
     """The plan whose programs keep candidates and no logits."""
-    k = problem.attrs["k"]
+    k = problem.attrs.k
     block_i = head_rows(problem)
     group = min(MAX_ROWS // block_i, next_power_of_2(max(problem["T"], 1)))
     groups = cdiv(problem["T"], group)
@@ -90,7 +90,7 @@ def bounded(problem: Problem, device: Device) -> Plan:
         }
 
     config = configure(keys_are_mxfp4(problem), device)
-    given = problem.attrs["workspace_bytes"]
+    given = problem.attrs.workspace_bytes
     require_room(problem, space(workspace(1, BLOCKS[-1])))
     wanted = max(1, min(groups, device.num_sms * PROGRAMS_A_SM))
     block = next((block for block in BLOCKS if space(workspace(wanted, block)) <= given), BLOCKS[-1])
@@ -127,7 +127,7 @@ def space(buffers: Mapping[str, Spec]) -> int:
 
 def require_room(problem: Problem, needed: int) -> None:
     """Refuse what the kernels that store no logits do not support: a name, a k, a workspace below `needed` bytes."""
-    k, given = problem.attrs["k"], problem.attrs["workspace_bytes"]
+    k, given = problem.attrs.k, problem.attrs.workspace_bytes
     if problem.implementation not in (None, "triton"):
         got = f"{problem.implementation!r} where the logits do not fit workspace_bytes"
         problem.unsupported("implementation", "value", got, "'triton', or more workspace_bytes")

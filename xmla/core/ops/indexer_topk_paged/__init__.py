@@ -55,7 +55,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_topk_paged,
     tensors=indexer_logits_paged.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=paged_limits,
     work=selection_work,

@@ -23,14 +23,14 @@ MAX_MERGED = 16384  # candidates of a row's segments, in registers
 def plan(problem: Problem, device: Device) -> Plan:
     steps = Steps(problem, device)
     steps.call(indexer_logits_paged.OP, " ".join(indexer_logits_paged.OP.tensors))
-    steps.call(select_topk.OP, "logits", {"ends": "lengths"}, k=problem.attrs["k"])
+    steps.call(select_topk.OP, "logits", {"ends": "lengths"}, k=problem.attrs.k)
     stored = steps.plan()
-    return stored if stored.workspace_bytes <= problem.attrs["workspace_bytes"] else bounded(problem, device)
+    return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else bounded(problem, device)
 
 
 def bounded(problem: Problem, device: Device) -> Plan:
     """The plan whose programs keep candidates of a row's segments and no logits."""
-    k, tokens = problem.attrs["k"], problem["T"]
+    k, tokens = problem.attrs.k, problem["T"]
     grouping = group_tokens(problem, MAX_ROWS)
 
     def workspace(segments: int, block: int) -> dict[str, Spec]:
@@ -46,7 +46,7 @@ def bounded(problem: Problem, device: Device) -> Plan:
     while (
         grouping.groups * segments < 2 * device.num_sms
         and 2 * segments * k <= MAX_MERGED
-        and space(workspace(2 * segments, block)) <= problem.attrs["workspace_bytes"]
+        and space(workspace(2 * segments, block)) <= problem.attrs.workspace_bytes
     ):
         segments *= 2
     shared = {"K": k, "SEGMENTS": segments, "CAPACITY": capacity(k, block)}

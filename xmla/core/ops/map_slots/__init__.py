@@ -53,7 +53,7 @@ def check(problem: Problem) -> None:
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    capacity = problem["M"] * problem.attrs["page_size"]
+    capacity = problem["M"] * problem.attrs.page_size
     yield Limit("indices", -1, capacity - 1)
     yield from id_limits(problem, arrays)
     if "lengths" in arrays:

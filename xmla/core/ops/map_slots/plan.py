@@ -25,10 +25,10 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         constexprs={
             "UNIT": indices.vector(keys, indices.stride(0)),
-            "PAGE_SIZE": problem.attrs["page_size"],
+            "PAGE_SIZE": problem.attrs.page_size,
             "HAS_REQUEST_IDS": problem.has("request_ids"),
             "HAS_LENGTHS": problem.has("lengths"),
-            "COMPACT": problem.attrs["compact"],
+            "COMPACT": problem.attrs.compact,
             "BLOCK_K": block,
             "ONE_STEP": keys <= block,
             "BESIDE": device.beside,

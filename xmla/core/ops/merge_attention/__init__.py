@@ -43,8 +43,8 @@ def merge_attention(outs, lses, sink=None, *, empty_lse: str = "-inf") -> Any:
 def check(problem: Problem) -> None:
     if problem["W"] < 1:
         problem.refuse("outs", "axis W (axis 0)", problem["W"], "at least 1")
-    if problem.attrs["empty_lse"] not in ("-inf", "+inf"):
-        problem.refuse("empty_lse", "value", repr(problem.attrs["empty_lse"]), "'-inf' or '+inf'")
+    if problem.attrs.empty_lse not in ("-inf", "+inf"):
+        problem.refuse("empty_lse", "value", repr(problem.attrs.empty_lse), "'-inf' or '+inf'")
 
 
 OP = Op(

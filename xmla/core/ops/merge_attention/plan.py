@@ -33,7 +33,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "HEADS": heads,
             "LATENT": latent,
             "HAS_SINK": problem.has("sink"),
-            "EMPTY_LSE": inf if problem.attrs["empty_lse"] == "+inf" else -inf,
+            "EMPTY_LSE": inf if problem.attrs.empty_lse == "+inf" else -inf,
             "BLOCK_H": block_h,
             "BLOCK_L": block_l,
         },

@@ -44,8 +44,8 @@ OP = Op(
     prototype=merge_topk,
     tensors={"values": Tensor("W T N", F32), "indices": Tensor("W T N", INDEX)},
     outputs={
-        "top_values": Result("T K", "float32", sizes={"K": lambda p: p.attrs["k"]}),
-        "top_indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}),
+        "top_values": Result("T K", "float32", sizes={"K": lambda p: p.attrs.k}),
+        "top_indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}),
     },
     check=check,
     implementations=(Implementation("triton", plan),),

@@ -9,7 +9,7 @@ MAX_SORT = 4096  # winners that one program sorts
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    rows, k = problem["T"], problem.attrs["k"]
+    rows, k = problem["T"], problem.attrs.k
     candidates = problem["W"] * problem["N"]
     tile = min(MAX_TILE, max(1024, next_power_of_2(max(candidates, 1))))
     values, indices = problem.specs["values"], problem.specs["indices"]

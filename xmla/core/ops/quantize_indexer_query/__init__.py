@@ -47,8 +47,8 @@ def quantize_indexer_query(q, weights, *, scale: float | None = None, format: st
 
 def check(problem: Problem) -> None:
     check_indexer_dim(problem)
-    if problem.attrs["format"] not in INDEXER_FORMATS:
-        problem.refuse("format", "value", repr(problem.attrs["format"]), " or ".join(map(repr, INDEXER_FORMATS)))
+    if problem.attrs.format not in INDEXER_FORMATS:
+        problem.refuse("format", "value", repr(problem.attrs.format), " or ".join(map(repr, INDEXER_FORMATS)))
     check_heads(problem, "q")
 
 
@@ -56,7 +56,7 @@ OP = Op(
     prototype=quantize_indexer_query,
     tensors={"q": Tensor("T I D", FLOATS), "weights": Tensor("T I", FLOATS)},
     outputs={
-        "q8": Result("T I D", lambda p: IndexerLayout(p["D"], p.attrs["format"]).query_dtype),
+        "q8": Result("T I D", lambda p: IndexerLayout(p["D"], p.attrs.format).query_dtype),
         "folded_weights": Result("T I", "float32", agreement=FLOAT32),
     },
     check=check,

@@ -9,8 +9,8 @@ BLOCK = 32
 
 def plan(problem: Problem, device: Device) -> Plan:
     q = problem.specs["q"]
-    scale = problem.attrs["scale"]
-    layout = IndexerLayout(problem["D"], problem.attrs["format"])
+    scale = problem.attrs.scale
+    layout = IndexerLayout(problem["D"], problem.attrs.format)
     rows = problem["T"] * problem["I"]
     launch = Launch(
         quantize_indexer_query_kernel,

@@ -42,7 +42,7 @@ def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:
 def row_format(problem: Problem, cache: str) -> IndexerLayout:
     """The format with rows of ROW bytes; if two have them, the one named by `cache_format`."""
     check_indexer_format_name(problem, "cache_format")
-    row, name = problem["ROW"], problem.attrs["cache_format"]
+    row, name = problem["ROW"], problem.attrs.cache_format
     found = indexer_layouts(row, form=name)
     if not found:
         expected = {None: "36, 68 or 132 (fp8: D + 4) or 20, 36 or 68 (mxfp4: D/2 + 4)",

@@ -39,8 +39,8 @@ def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str 
 
 
 def check(problem: Problem) -> None:
-    if problem.attrs["dtype"] not in ("bfloat16", "float32"):
-        problem.refuse("dtype", "value", repr(problem.attrs["dtype"]), "'bfloat16' or 'float32'")
+    if problem.attrs.dtype not in ("bfloat16", "float32"):
+        problem.refuse("dtype", "value", repr(problem.attrs.dtype), "'bfloat16' or 'float32'")
 
 
 OP = Op(
@@ -50,7 +50,7 @@ OP = Op(
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
     },
     outputs={
-        "rows": Result("T L+E", lambda p: p.attrs["dtype"], sizes={"L+E": lambda p: p.formats["cache"].dims}),
+        "rows": Result("T L+E", lambda p: p.attrs.dtype, sizes={"L+E": lambda p: p.formats["cache"].dims}),
     },
     check=check,
     work=entries_once,

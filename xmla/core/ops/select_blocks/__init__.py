@@ -54,7 +54,7 @@ def limits(problem: Problem, arrays: object) -> list[Limit]:
 OP = Op(
     prototype=select_blocks,
     tensors={"logits": Tensor("T N", F32), "ends": Tensor("T", INDEX), "starts": Tensor("T", INDEX)},
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check_newest,
     limits=limits,
     implementations=(Implementation("triton", plan),),

@@ -14,7 +14,7 @@ COLUMNS, MAX_BLOCKS = 2048, 256  # of a program, at most
 
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, attrs = problem["T"], problem["N"], problem.attrs
-    logits, granularity = problem.specs["logits"], attrs["granularity"]
+    logits, granularity = problem.specs["logits"], attrs.granularity
     blocks, block_b = cdiv(columns, granularity), min(COLUMNS // granularity, MAX_BLOCKS)
     parts = cdiv(blocks, block_b)
     buffers = {"block_counts": Spec((rows,), "int32"), "maxima": Spec((rows, blocks), "float32")}
@@ -27,7 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "first_row": 0,
             "num_columns": columns,
             "row_stride": logits.stride(0),
-            "k": attrs["k"],
+            "k": attrs.k,
             "num_blocks": blocks,
             "parts": max(parts, 1),
         },
@@ -35,14 +35,14 @@ def plan(problem: Problem, device: Device) -> Plan:
             "HAS_STARTS": problem.has("starts"),
             "UNIT": 1 if problem.has("starts") else logits.vector(logits.stride(0)),
             "GRANULARITY": granularity,
-            "NEWEST": attrs["newest"],
+            "NEWEST": attrs.newest,
             "BLOCK_B": block_b,
             "BESIDE": device.beside,
         },
     )
     steps = Steps(problem, device)
     steps.add(Part("block_maxima", Plan((maxima,), buffers, tuple(buffers)), {name: name for name in buffers}))
-    steps.call(select_topk.OP, "", {"logits": "maxima", "ends": "block_counts"}, k=attrs["k"])
+    steps.call(select_topk.OP, "", {"logits": "maxima", "ends": "block_counts"}, k=attrs.k)
     return after_ends(steps.plan())
 
 

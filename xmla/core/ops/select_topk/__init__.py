@@ -44,7 +44,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=select_topk,
     tensors={"logits": Tensor("T N", F32), "ends": Tensor("T", INDEX), "starts": Tensor("T", INDEX)},
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs["k"]}, agreement=Selection())},
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=lambda p, arrays: [Limit(name, 0, p["N"]) for name in ("starts", "ends") if p.has(name)],
     implementations=(Implementation("triton", plan),),

@@ -104,7 +104,7 @@ def configure_few(rows: int, columns: int, k: int, device: Device) -> Config | N
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    rows, columns, k = problem["T"], problem["N"], problem.attrs["k"]
+    rows, columns, k = problem["T"], problem["N"], problem.attrs.k
     config = configure(rows, columns, k, device)
     shared = {
         "HAS_STARTS": problem.has("starts"),

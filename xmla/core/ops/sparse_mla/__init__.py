@@ -103,8 +103,8 @@ def check(problem: Problem) -> None:
             problem.refuse("cos_sin", "argument", "given", f"none: values of {layout.name!r} hold no roped dims")
         if problem["E"] != layout.rope:
             problem.refuse("cos_sin", "axis E (axis 1)", problem["E"], layout.rope)
-    if problem.attrs["empty_lse"] not in ("-inf", "+inf"):
-        problem.refuse("empty_lse", "value", repr(problem.attrs["empty_lse"]), "'-inf' or '+inf'")
+    if problem.attrs.empty_lse not in ("-inf", "+inf"):
+        problem.refuse("empty_lse", "value", repr(problem.attrs.empty_lse), "'-inf' or '+inf'")
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:

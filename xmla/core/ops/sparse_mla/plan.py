@@ -44,7 +44,7 @@ def configure(heads: int, query: str, layout: MlaLayout, extra: MlaLayout | None
 
 def plan(problem: Problem, device: Device) -> Plan:
     # A head's bits depend on its tile: tensor-parallel ranks use the tile of all heads.
-    heads = MAX_HEADS if problem.attrs["batch_invariant"] else problem["H"]
+    heads = MAX_HEADS if problem.attrs.batch_invariant else problem["H"]
     layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
     config = configure(heads, problem.specs["q"].dtype, layout, extra, device)
     packed = layout.packed or (extra is not None and extra.packed)

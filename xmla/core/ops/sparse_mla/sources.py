@@ -30,8 +30,8 @@ def check_sources(problem: Problem) -> MlaLayout:
             problem.refuse("extra_cache", "format", repr(extra.name), f"one with the dims of {layout.name!r}")
     elif problem.has("extra_lengths"):
         problem.refuse("extra_lengths", "argument", "given", "none without extra_cache")
-    if problem.attrs["lse_base"] not in ("e", "2"):
-        problem.refuse("lse_base", "value", repr(problem.attrs["lse_base"]), "'e' or '2'")
+    if problem.attrs.lse_base not in ("e", "2"):
+        problem.refuse("lse_base", "value", repr(problem.attrs.lse_base), "'e' or '2'")
     return layout
 
 

@@ -67,7 +67,7 @@ def attend(
     tokens, heads = problem["T"], problem["H"]
     head_blocks = cdiv(heads, config.block_h)
     keys = count_keys(problem, config)
-    if attrs["batch_invariant"]:
+    if attrs.batch_invariant:
         splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)
     else:
         splits = count_splits(tokens * head_blocks, keys, config, device)
@@ -90,9 +90,9 @@ def attend(
     ending = {
         "HEADS": heads,
         "HAS_SINK": problem.has("sink"),
-        "EMPTY_LSE": inf if attrs["empty_lse"] == "+inf" else -inf,
-        "LSE_UNIT": 1.0 if attrs["lse_base"] == "2" else log(2),
-        "LSE_SINK": attrs["lse_sink"],
+        "EMPTY_LSE": inf if attrs.empty_lse == "+inf" else -inf,
+        "LSE_UNIT": 1.0 if attrs.lse_base == "2" else log(2),
+        "LSE_SINK": attrs.lse_sink,
         "ROTATE": rotate,
         "COS_SIN_STRIDE": specs["cos_sin"].stride(0) if rotate else 0,
     }
@@ -124,7 +124,7 @@ def attend(
             "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
             "HAS_LENGTHS": problem.has("lengths"),
             "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
-            "SCALE": float(attrs["softmax_scale"]),
+            "SCALE": float(attrs.softmax_scale),
             "SPLIT": splits > 1,
             "BLOCK_H": config.block_h,
             "BESIDE": device.beside,

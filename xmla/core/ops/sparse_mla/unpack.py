@@ -92,7 +92,7 @@ def _seldom(problem: Problem, device: Device) -> str | None:
 def _kept(problem: Problem, device: Device) -> str | None:
     if problem.formats["cache"] not in ROWS:
         return f"over {problem.formats['cache'].name!r} entries"
-    if problem.has("extra_cache") or problem.attrs["batch_invariant"]:
+    if problem.has("extra_cache") or problem.attrs.batch_invariant:
         return "with extra_cache" if problem.has("extra_cache") else "with batch_invariant"
     # The tile of 16 heads dequantises during its products at no cost, so its entries stay packed.
     return f"of {problem['H']} heads" if takes_few_heads(problem) else None

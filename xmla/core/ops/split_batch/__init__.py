@@ -68,12 +68,12 @@ OP = Op(
     },
     outputs={
         "counts": Result("COUNTS", "int32", sizes={"COUNTS": lambda p: 4}),
-        "request_ids": Result("NUM_TOKENS", "int32", sizes={"NUM_TOKENS": lambda p: p.attrs["num_tokens"]}),
-        "token_lengths": Result("NUM_TOKENS", "int32", sizes={"NUM_TOKENS": lambda p: p.attrs["num_tokens"]}),
+        "request_ids": Result("NUM_TOKENS", "int32", sizes={"NUM_TOKENS": lambda p: p.attrs.num_tokens}),
+        "token_lengths": Result("NUM_TOKENS", "int32", sizes={"NUM_TOKENS": lambda p: p.attrs.num_tokens}),
     },
     check=check,
     limits=lambda p, arrays: (
-        Limit("query_starts", 0, p.attrs["num_tokens"]),
+        Limit("query_starts", 0, p.attrs.num_tokens),
         Limit("lengths", 0, 2**31 - 1),
     ),
     implementations=(Implementation("triton", plan),),

@@ -8,7 +8,7 @@ BLOCK_T, BLOCK_B = 64, 128
 
 def plan(problem: Problem, device: Device) -> Plan:
     attrs = problem.attrs
-    sizes = {"num_requests": problem["B"], "num_tokens": attrs["num_tokens"]}
+    sizes = {"num_requests": problem["B"], "num_tokens": attrs.num_tokens}
     counts = Launch(
         split_counts_kernel,
         grid=(1,),
@@ -17,14 +17,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes=sizes,
         constexprs={
             "HAS_CONTEXT": problem.has("has_context"),
-            "THRESHOLD": attrs["decode_threshold"],
-            "UNIFORM": attrs["require_uniform"],
+            "THRESHOLD": attrs.decode_threshold,
+            "UNIFORM": attrs.require_uniform,
             "BLOCK_B": BLOCK_B,
         },
     )
     rows = Launch(
         token_rows_kernel,
-        grid=(cdiv(attrs["num_tokens"], BLOCK_T),),
+        grid=(cdiv(attrs.num_tokens, BLOCK_T),),
         outputs=("request_ids", "token_lengths"),
         sizes=sizes,
         constexprs={"BLOCK_T": BLOCK_T, "BLOCK_B": BLOCK_B},

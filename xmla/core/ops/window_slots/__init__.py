@@ -55,7 +55,7 @@ def check(problem: Problem) -> None:
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     # The last tokens of a table's capacity may belong to an entry that is not complete.
-    most = (problem["M"] * problem.attrs["page_size"] + 1) * problem.attrs["ratio"] - 1
+    most = (problem["M"] * problem.attrs.page_size + 1) * problem.attrs.ratio - 1
     yield Limit("lengths", 0, most)
     yield from id_limits(problem, arrays)
 
@@ -68,7 +68,7 @@ OP = Op(
         "request_ids": Tensor("T", INDEX, index_of="B"),
     },
     outputs={
-        "slots": Result("T WINDOW", "int32", sizes={"WINDOW": lambda p: p.attrs["window"]}),
+        "slots": Result("T WINDOW", "int32", sizes={"WINDOW": lambda p: p.attrs.window}),
         "counts": Result("T", "int32"),
     },
     check=check,

@@ -8,7 +8,7 @@ BLOCKS = (128, 1024)  # slots of a step; few, since each is a kernel
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    attrs, window = problem.attrs, problem.attrs["window"]
+    attrs, window = problem.attrs, problem.attrs.window
     block = next((block for block in BLOCKS if window <= block), BLOCKS[-1])
     results = problem.results
     launch = Launch(
@@ -25,8 +25,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         constexprs={
             "UNIT": results["slots"].vector(window),
-            "PAGE_SIZE": attrs["page_size"],
-            "RATIO": attrs["ratio"],
+            "PAGE_SIZE": attrs.page_size,
+            "RATIO": attrs.ratio,
             "HAS_REQUEST_IDS": problem.has("request_ids"),
             "BLOCK_K": block,
             "ONE_STEP": window <= block,

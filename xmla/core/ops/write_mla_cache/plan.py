@@ -19,7 +19,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "PAGE_STRIDE": specs["cache"].stride(0),
             "PAGE_SIZE": problem["R"],
             "LAYOUT": layout,
-            "MIN_EXPONENT": layout.min_exponent(problem.attrs["scale_floor"]),
+            "MIN_EXPONENT": layout.min_exponent(problem.attrs.scale_floor),
             "BLOCK_T": BLOCK_T,
         },
     )

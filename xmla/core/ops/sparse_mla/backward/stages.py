@@ -38,14 +38,14 @@ def row_constants(problem: Problem) -> dict[str, Hashable]:
         "DOUT_STRIDE_H": specs["dout"].stride(1),
         "DLSE_STRIDE": specs["dlse"].stride(0) if has_dlse else 0,
         "HEADS": problem["H"],
-        "SCALE": float(problem.attrs["softmax_scale"]),
-        "LSE_UNIT": 1.0 if problem.attrs["lse_base"] == "2" else LOG2E,
+        "SCALE": float(problem.attrs.softmax_scale),
+        "LSE_UNIT": 1.0 if problem.attrs.lse_base == "2" else LOG2E,
     }
 
 
 def product_constants(problem: Problem) -> dict[str, Hashable]:
     """The constants of kernels that compute probabilities again."""
-    own_lse = problem.has("dlse") and problem.has("sink") and not problem.attrs["lse_sink"]
+    own_lse = problem.has("dlse") and problem.has("sink") and not problem.attrs.lse_sink
     return {**row_constants(problem), "OWN_LSE": own_lse}
 
 
@@ -92,7 +92,7 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
             "TAIL": problem.formats["cache"].tail,
             "HAS_DLSE": problem.has("dlse"),
             "HAS_SINK": has_sink,
-            "LSE_SINK": attrs["lse_sink"],
+            "LSE_SINK": attrs.lse_sink,
             "BLOCK_H": PREPARED_HEADS,
         },
     )

@@ -25,7 +25,7 @@ def configure(tokens: int, heads: int, device: Device) -> Config:
 
 def plan(problem: Problem, device: Device) -> Plan:
     # A head's bits depend on its tile: tensor-parallel ranks use the tile of all heads, whatever the tokens.
-    invariant = problem.attrs["batch_invariant"]
+    invariant = problem.attrs.batch_invariant
     config = configure(*((device.num_sms, MAX_HEADS) if invariant else (problem["T"], problem["H"])), device)
     return attend(problem, device, sparse_mla_sm120_kernel, config, {})
 

@@ -36,7 +36,7 @@ def places_in_order(problem: Problem, config: Config, device: Device) -> int:
 
 def takes_few_heads(problem: Problem) -> bool:
     """Whether the call gets the tile of 16 heads, which copies V3.2's entries by 16 bytes."""
-    if problem["H"] > NARROW.block_h or problem.formats["cache"] != V32 or problem.attrs["batch_invariant"]:
+    if problem["H"] > NARROW.block_h or problem.formats["cache"] != V32 or problem.attrs.batch_invariant:
         return False  # a head's bits depend on its tile: tensor-parallel ranks use the tile of all heads
     return problem.specs["cache"].on_multiples(16, (0,))
 
