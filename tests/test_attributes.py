@@ -155,3 +155,10 @@ def test_the_class_of_attributes_is_made_with_the_op() -> None:
     """And so before a call of it that torch.compile traces, which may be the first."""
     for op in OPS.values():
         assert "Values" in vars(replace(op)), op
+
+
+def test_what_names_a_format_is_an_attribute_of_the_op() -> None:
+    op = OPS["write_mla_cache"]
+    tensors = {**op.tensors, "cache": replace(op.tensors["cache"], format_attribute="layout")}
+    with pytest.raises(RuntimeError, match="write_mla_cache: cache declares layout, which is no attribute"):
+        replace(op, tensors=tensors)

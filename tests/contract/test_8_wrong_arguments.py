@@ -58,12 +58,13 @@ SEVERAL = {528: "'v41' or 'v41_footer' or 'nope'", 288: "'v41_fp4' or 'v41_fp4_f
 
 def ambiguous(op: str, argument: str, row: int, case: int) -> Mistake:
     """`argument` with rows of so many bytes and no format named."""
-    message = f"{op}: {argument}_format value is None, expected {SEVERAL[row]}"
+    attribute = registry()[op].tensors[argument].format_attribute
+    message = f"{op}: {attribute} value is None, expected {SEVERAL[row]}"
 
     def change(arrays: Arrays) -> Arrays:
         return {argument: np.zeros((*arrays[argument].shape[:2], row), np.uint8)}
 
-    return Mistake(op, message, change, {f"{argument}_format": None}, case=case)
+    return Mistake(op, message, change, {attribute: None}, case=case)
 
 
 TO_INT32 = "(.int() in torch, .astype('int32') in JAX)"

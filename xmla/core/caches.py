@@ -15,13 +15,13 @@ INDEXER_ALIGNMENT = 4  # bytes: an entry's scales are one word
 
 
 def mla_format(problem: Problem, cache: str) -> MlaLayout:
-    """The format of the latent cache `cache`, which the attribute `<cache>_format` may name.
+    """The format of the latent cache `cache`, which its `format_attribute` may name.
 
     Raises:
         ArgumentError: No format has such rows, or several have them and none is named; a stride, address or name is
             wrong.
     """
-    spec, attribute = problem.specs[cache], f"{cache}_format"
+    spec, attribute = problem.specs[cache], problem.tensors[cache].format_attribute
     name = getattr(problem.attrs, attribute)
     if name is not None and name not in [known.name for known in MLA_LAYOUTS]:
         problem.refuse(attribute, "value", repr(name), "one of " + ", ".join(known.name for known in MLA_LAYOUTS))

@@ -96,6 +96,9 @@ class Op:
         declared = [*self.tensors, *self.Values._fields]
         if declared != [*self._parameters]:
             raise RuntimeError(f"{self.name} takes {[*self._parameters]}, declared: {declared}")
+        for name, tensor in self.tensors.items():
+            if tensor.format_attribute not in ("", *self.Values._fields):
+                raise RuntimeError(f"{self.name}: {name} declares {tensor.format_attribute}, which is no attribute")
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:

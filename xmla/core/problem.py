@@ -34,6 +34,8 @@ class Tensor:
         index_of: Of index tensors: the axes that the values index, flattened. Values out of range name nothing.
         bound_of: Of integers that bound a range: the axis to whose size they are clamped.
         format: Of paged caches: a function that finds the format of the argument of that name, or refuses it.
+        format_attribute: The attribute that may name that format.
+        pool: Of keys one after the other: they are a pool, as paged caches are.
     """
 
     axes: str
@@ -41,6 +43,8 @@ class Tensor:
     index_of: str = ""
     bound_of: str = ""
     format: "Callable[[Problem, str], Format] | None" = None
+    format_attribute: str = ""
+    pool: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -78,8 +82,8 @@ class Result:
 
 
 def pools_of(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The arguments whose last axis is an entry's row: paged caches, and the indexer's keys one after the other."""
-    return [name for name, tensor in tensors.items() if tensor.names[-1].endswith("ROW")]
+    """The arguments of whose entries a call reads or writes those that others name."""
+    return [name for name, tensor in tensors.items() if tensor.pool or tensor.format is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ OP = Op(
         "positions": Tensor("T", INDEX),
         "state": Tensor("STATE_P STATE_R 2·C·D", F32),
         "state_table": Tensor("B STATE_M", INDEX, index_of="STATE_P"),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=entry_format),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=entry_format, format_attribute="cache_format"),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "request_ids": Tensor("T", INDEX, index_of="B"),
     },

@@ -69,10 +69,10 @@ def pair_format(problem: Problem, cache: str) -> IndexerLayout:
 OP = Op(
     prototype=convert_indexer_cache,
     tensors={
-        "source": Tensor("SOURCE_P SOURCE_R SOURCE_ROW", BYTES, format=pair_format),
+        "source": Tensor("SOURCE_P SOURCE_R SOURCE_ROW", BYTES, format=pair_format, format_attribute="source_format"),
         "source_slots": Tensor("T", ("int32", "int64"), index_of="SOURCE_P SOURCE_R"),
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
-        "cache": Tensor("P R ROW", BYTES, format=pair_format),
+        "cache": Tensor("P R ROW", BYTES, format=pair_format, format_attribute="cache_format"),
     },
     outputs={},
     updates={"cache": None},

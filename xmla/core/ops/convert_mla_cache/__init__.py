@@ -52,10 +52,12 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=convert_mla_cache,
     tensors={
-        "source": Tensor("SOURCE_P SOURCE_R SOURCE_ROW", (*BYTES, *HALVES), format=mla_format),
+        "source": Tensor(
+            "SOURCE_P SOURCE_R SOURCE_ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="source_format"
+        ),
         "source_slots": Tensor("T", ("int32", "int64"), index_of="SOURCE_P SOURCE_R"),
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="cache_format"),
     },
     outputs={},
     updates={"cache": None},

@@ -92,7 +92,7 @@ OP = Op(
         "q": Tensor("T H L+E", HALVES),
         "index_q": Tensor("T I D", FLOATS),
         "index_weights": Tensor("T I", FLOATS),
-        "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="mla_cache_format"),
         "indexer_cache": Tensor("P R INDEXER_ROW", BYTES, format=indexer_format),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "lengths": Tensor("T", INDEX),

@@ -91,7 +91,7 @@ OP = Op(
     tensors={
         "q8": QUERY,
         "weights": Tensor("T I", F32),
-        "keys": Tensor("N ROW", BYTES),
+        "keys": Tensor("N ROW", BYTES, pool=True),
         "key_scales": Tensor("N", ("float32", "int32")),
         "starts": Tensor("T", INDEX, bound_of="N"),
         "ends": Tensor("T", INDEX, bound_of="N"),

@@ -58,7 +58,7 @@ def row_format(problem: Problem, cache: str) -> IndexerLayout:
 OP = Op(
     prototype=read_indexer_cache,
     tensors={
-        "cache": Tensor("P R ROW", BYTES, format=row_format),
+        "cache": Tensor("P R ROW", BYTES, format=row_format, format_attribute="cache_format"),
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
     },
     outputs={

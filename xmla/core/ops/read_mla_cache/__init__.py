@@ -46,7 +46,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=read_mla_cache,
     tensors={
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="cache_format"),
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
     },
     outputs={

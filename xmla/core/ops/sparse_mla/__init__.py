@@ -124,11 +124,13 @@ OP = Op(
     prototype=sparse_mla,
     tensors={
         "q": Tensor("T H L+E", HALVES),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="cache_format"),
         "slots": Tensor("T K", INDEX, index_of="P R"),
         "lengths": Tensor("T", INDEX),
         "sink": Tensor("H", F32),
-        "extra_cache": Tensor("EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES), format=mla_format),
+        "extra_cache": Tensor(
+            "EXTRA_P EXTRA_R EXTRA_ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="extra_cache_format"
+        ),
         "extra_slots": Tensor("T EXTRA_K", INDEX, index_of="EXTRA_P EXTRA_R"),
         "extra_lengths": Tensor("T", INDEX),
         "cos_sin": Tensor("S E", FLOATS),

@@ -75,7 +75,7 @@ OP = Op(
     prototype=sparse_mla_paged,
     tensors={
         "q": Tensor("T H L+E", HALVES),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="cache_format"),
         "indices": Tensor("T K", INDEX),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "lengths": Tensor("T", INDEX),

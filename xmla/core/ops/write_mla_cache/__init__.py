@@ -70,7 +70,7 @@ OP = Op(
         "latent": Tensor("T L", FLOATS),
         "rope": Tensor("T E", FLOATS),
         "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
-        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format),
+        "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="cache_format"),
     },
     outputs={},
     updates={"cache": None},
