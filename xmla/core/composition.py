@@ -6,41 +6,44 @@ from typing import Any
 from xmla.core.device import Device
 from xmla.core.op import Op
 from xmla.core.plan import Part, Plan, join
-from xmla.core.problem import Problem, Whole
+from xmla.core.problem import CalledAs, Problem
 from xmla.core.spec import Spec
 
 
-class Steps:
-    """Ops called one after another as one call: the plan of a composed op.
+def same_names(*arrays: str) -> dict[str, str]:
+    """Arrays that a step's op calls as the composed op does."""
+    return {name: name for name in arrays}
+
+
+class Composition:
+    """The call of a composed op, as calls of other ops one after another.
 
     Args:
-        called: For errors, the arguments of the whole from which a step's arguments are computed, if they are not the
-            same.
-        arrays: Those of the whole's that are not as it has them.
+        computed_from: For errors, the arguments of the composed op from which a step's arguments are computed, if they
+            are not the same.
+        arrays: The arguments that are others than the call's.
     """
 
     def __init__(
-        self, whole: Problem, device: Device, called: Mapping[str, str] | None = None,
+        self, problem: Problem, device: Device, computed_from: Mapping[str, str] | None = None,
         arrays: Mapping[str, Spec] | None = None,
     ) -> None:  # fmt: skip
-        self.whole = whole
+        self.problem = problem
         self.device = device
-        self.called = called or {}
-        self.arrays: dict[str, Spec] = {**whole.specs, **(arrays or {})}
+        self.computed_from = computed_from or {}
+        self.arrays: dict[str, Spec] = {**problem.specs, **(arrays or {})}
         self.parts: list[Part] = []
 
-    def call(self, op: Op, same: str, renamed: Mapping[str, str] | None = None, **attrs: Any) -> None:
-        """Call `op` with the whole's arrays named in `same`, and `renamed[argument]` for arguments of other names.
+    def call(self, op: Op, arrays: Mapping[str, str], **attrs: Any) -> None:
+        """Call `op`: its argument `a` is the array `arrays[a]` of the composed op, or not given if that has none.
 
-        Its results become arrays of the whole. Optional arguments that the whole does not have are not given.
+        Its results become arrays of the composed op, of their own names.
         """
-        names = {name: name for name in same.split()} | dict(renamed or {})
-        specs = {argument: self.arrays.get(name) for argument, name in names.items()}
-        asked = self.whole.implementation if self.whole.implementation in op.choices else None
-        owner = self.whole.op if self.whole.whole is None else self.whole.whole.op
-        told = {argument: self.whole.called(name) for argument, name in {**names, **self.called}.items()}
-        problem = op.bind(specs, op.Values(**attrs), asked, Whole(owner, told))
-        self.add(Part(op.name, op.plan(problem, self.device), names | {name: name for name in op.outputs}))
+        specs = {argument: self.arrays.get(name) for argument, name in arrays.items()}
+        asked = self.problem.implementation if self.problem.implementation in op.choices else None
+        names = {argument: self.problem.called(name) for argument, name in {**arrays, **self.computed_from}.items()}
+        problem = op.bind(specs, op.Values(**attrs), asked, CalledAs(self.problem.called_op, names))
+        self.add(Part(op.name, op.plan(problem, self.device), {**arrays, **same_names(*op.outputs)}))
 
     def add(self, part: Part) -> None:
         """Run `part` next."""
@@ -48,4 +51,4 @@ class Steps:
         self.arrays |= {part.names[n]: spec for n, spec in part.plan.buffers.items() if n in part.names}
 
     def plan(self) -> Plan:
-        return join(self.parts, tuple(self.whole.results))
+        return join(self.parts, tuple(self.problem.results))

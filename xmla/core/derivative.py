@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from xmla.core.attribute import Attributes
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
-from xmla.core.problem import Whole
+from xmla.core.problem import CalledAs
 from xmla.core.spec import Spec
 
 
@@ -78,7 +78,7 @@ def check_derivative(
     gradients = [spec if name in op.differentiable else None for name, spec in problem.results.items()]
     given = problem.specs, problem.results.values(), gradients
     call = derivative_call(op, *given, lambda spec: spec, attrs, implementation)
-    call.op.bind(call.arguments, call.attrs, call.implementation, Whole(op.name, {}))
+    call.op.bind(call.arguments, call.attrs, call.implementation, CalledAs(op.name, {}))
 
 
 def _constants(op: Op) -> str:

@@ -20,7 +20,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.formats import Format
 from xmla.core.implementation import Implementation, choose
 from xmla.core.plan import Choice, Plan
-from xmla.core.problem import HALVES, Arrays, Limit, Problem, Result, Tensor, Whole, declared_limits, pools_of
+from xmla.core.problem import HALVES, Arrays, CalledAs, Limit, Problem, Result, Tensor, declared_limits, pools_of
 from xmla.core.spec import Spec
 from xmla.core.tolerance import Agreement
 from xmla.core.work import Work, each_array_once
@@ -199,14 +199,14 @@ class Op:
 
     def bind(
         self, specs: Mapping[str, Spec | None], attrs: Attributes, implementation: str | None = None,
-        whole: Whole | None = None,
+        called_as: CalledAs | None = None,
     ) -> Problem:  # fmt: skip
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
         given = {name: spec for name, spec in specs.items() if spec is not None}
         axes: dict[str, int] = {}  # these three are filled below
         formats: dict[str, Format] = {}
         results: dict[str, Spec] = {}
-        problem = Problem(self.name, self.tensors, given, attrs, axes, formats, results, implementation, whole)
+        problem = Problem(self.name, self.tensors, given, attrs, axes, formats, results, implementation, called_as)
         first: dict[str, str] = {}  # the argument that gave each axis its size
         for name, tensor in self.tensors.items():
             if name not in given:

@@ -87,11 +87,8 @@ def pools_of(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The call of a composed op that another op's call is a step of, for errors.
-
-    A step's argument `a` is called `names[a]` there.
-    """
+class CalledAs:
+    """The op that the caller called, for errors of a call that is a step of it: there `a` is called `names[a]`."""
 
     op: str
     names: Mapping[str, str]
@@ -109,7 +106,7 @@ class Problem:
         formats: The format of each paged cache that is given.
         results: In order.
         implementation: The one asked for by name.
-        whole: The call that this one is a step of.
+        called_as: Of a call that is a step of another op's.
     """
 
     op: str
@@ -120,7 +117,7 @@ class Problem:
     formats: Mapping[str, Any]
     results: Mapping[str, Spec]
     implementation: str | None = None
-    whole: Whole | None = None
+    called_as: CalledAs | None = None
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]
@@ -154,7 +151,12 @@ class Problem:
 
     def called(self, argument: str) -> str:
         """The caller's name of an argument."""
-        return argument if self.whole is None else self.whole.names.get(argument, argument)
+        return argument if self.called_as is None else self.called_as.names.get(argument, argument)
+
+    @property
+    def called_op(self) -> str:
+        """The op that the caller called."""
+        return self.op if self.called_as is None else self.called_as.op
 
     def require_count(self, attribute: str, least: int = 1) -> None:
         """An attribute that counts something is at least `least`, and no more than kernels count."""
@@ -187,7 +189,7 @@ class Problem:
         raise UnsupportedError(f"{self._place(argument)} {what} is {got}, supported: {supported}")
 
     def _place(self, argument: str) -> str:
-        return f"{self.op if self.whole is None else self.whole.op}: {self.called(argument)}"
+        return f"{self.called_op}: {self.called(argument)}"
 
 
 @dataclass(frozen=True, slots=True)

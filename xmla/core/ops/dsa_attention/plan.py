@@ -1,7 +1,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.kernels import select_slots_kernel
@@ -11,7 +11,7 @@ from xmla.core.plan import Launch, Plan
 from xmla.core.problem import Problem
 
 # For errors: the arguments of the call from which the intermediate arguments of its steps are computed.
-CALLED = {
+COMPUTED_FROM = {
     "q8": "index_q",
     "weights": "index_weights",
     "scale": "index_scale",
@@ -24,22 +24,24 @@ CALLED = {
 
 def plan(problem: Problem, device: Device) -> Plan:
     attrs = problem.attrs
-    steps = Steps(problem, device, CALLED)
-    steps.call(
-        quantize_indexer_query.OP, "", {"q": "index_q", "weights": "index_weights"}, scale=attrs.index_scale,
+    composition = Composition(problem, device, COMPUTED_FROM)
+    composition.call(
+        quantize_indexer_query.OP, {"q": "index_q", "weights": "index_weights"}, scale=attrs.index_scale,
         format=problem.formats["indexer_cache"].format,
     )  # fmt: skip
-    steps.call(
-        indexer_topk_paged.OP, "q8 block_table lengths request_ids",
-        {"weights": "folded_weights", "cache": "indexer_cache"}, k=attrs.k,
-        workspace_bytes=attrs.workspace_bytes,
+    composition.call(
+        indexer_topk_paged.OP,
+        same_names("q8", "block_table", "lengths", "request_ids")
+        | {"weights": "folded_weights", "cache": "indexer_cache"},
+        k=attrs.k, workspace_bytes=attrs.workspace_bytes,
     )  # fmt: skip
-    steps.call(map_slots.OP, "indices block_table request_ids", page_size=max(problem["R"], 1))
-    steps.call(
-        sparse_mla.OP, "q slots sink", {"cache": "mla_cache"}, softmax_scale=attrs.softmax_scale,
-        cache_format=attrs.mla_cache_format, batch_invariant=attrs.batch_invariant,
+    mapped = same_names("indices", "block_table", "request_ids")
+    composition.call(map_slots.OP, mapped, page_size=max(problem["R"], 1))
+    composition.call(
+        sparse_mla.OP, same_names("q", "slots", "sink") | {"cache": "mla_cache"},
+        softmax_scale=attrs.softmax_scale, cache_format=attrs.mla_cache_format, batch_invariant=attrs.batch_invariant,
     )  # fmt: skip
-    return selecting_slots(steps.plan())
+    return selecting_slots(composition.plan())
 
 
 def selecting_slots(plan: Plan) -> Plan:

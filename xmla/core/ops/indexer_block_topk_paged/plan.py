@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition
 from xmla.core.device import Device
 from xmla.core.ops import select_topk
 from xmla.core.ops.indexer_block_logits_paged.plan import part as block_logits
@@ -25,11 +25,11 @@ def select_in_blocks(
     """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
 
     def part(rows: int) -> Plan:
-        steps = Steps(problem, device)
-        steps.add(Part("block_logits", logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
-        steps.call(select_topk.OP, "logits", {"ends": "widths"}, k=problem.attrs.k)
-        steps.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
-        return after_ends(steps.plan())
+        composition = Composition(problem, device)
+        composition.add(Part("block_logits", logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
+        composition.call(select_topk.OP, {"logits": "logits", "ends": "widths"}, k=problem.attrs.k)
+        composition.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
+        return after_ends(composition.plan())
 
     given, row_bytes = problem.attrs.workspace_bytes, 4 * max(entries_of(problem), 1)
     found = in_parts(problem, part, row_bytes, 1, lambda size: True, WHOLE) if problem["T"] else part(0)

@@ -1,4 +1,4 @@
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
 from xmla.core.ops import indexer_logits, select_blocks
 from xmla.core.ops.indexer_topk.plan import of_tokens
@@ -12,10 +12,10 @@ WHOLE = ("select_blocks.block_counts",)
 
 def stored(problem: Problem, device: Device, tokens: int) -> Plan:
     """The plan that stores all logits of so many tokens and selects from them."""
-    steps = Steps(problem, device, arrays=of_tokens(problem, tokens))
-    steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
-    steps.call(select_blocks.OP, "logits starts ends", **selection_attributes(problem))
-    return steps.plan()
+    composition = Composition(problem, device, arrays=of_tokens(problem, tokens))
+    composition.call(indexer_logits.OP, same_names(*indexer_logits.OP.tensors))
+    composition.call(select_blocks.OP, same_names("logits", "starts", "ends"), **selection_attributes(problem))
+    return composition.plan()
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -1,4 +1,4 @@
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
 from xmla.core.ops import indexer_logits_paged, select_blocks
 from xmla.core.ops.indexer_block_logits_paged.plan import part as all_logits
@@ -12,10 +12,10 @@ WHOLE = ("widths", "select_blocks.block_counts")
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    steps = Steps(problem, device)
-    steps.call(indexer_logits_paged.OP, " ".join(indexer_logits_paged.OP.tensors))
-    steps.call(select_blocks.OP, "logits", {"ends": "lengths"}, **selection_attributes(problem))
-    stored = steps.plan()
+    composition = Composition(problem, device)
+    composition.call(indexer_logits_paged.OP, same_names(*indexer_logits_paged.OP.tensors))
+    composition.call(select_blocks.OP, {"logits": "logits", "ends": "lengths"}, **selection_attributes(problem))
+    stored = composition.plan()
     return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else bounded(problem, device)
 
 
@@ -23,10 +23,10 @@ def bounded(problem: Problem, device: Device) -> Plan:
     """The plan that stores the logits of as many tokens at a time as fit the workspace; these share no keys."""
 
     def part(rows: int) -> Plan:
-        steps = Steps(problem, device)
-        steps.add(Part("logits", all_logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
-        steps.call(select_blocks.OP, "logits", {"ends": "widths"}, **selection_attributes(problem))
-        return after_ends(steps.plan())
+        composition = Composition(problem, device)
+        composition.add(Part("logits", all_logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
+        composition.call(select_blocks.OP, {"logits": "logits", "ends": "widths"}, **selection_attributes(problem))
+        return after_ends(composition.plan())
 
     given = problem.attrs.workspace_bytes
     if problem.implementation not in (None, "triton"):

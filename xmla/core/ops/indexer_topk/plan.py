@@ -1,7 +1,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
 from xmla.core.ops import indexer_logits, select_topk
@@ -47,10 +47,10 @@ def configure(mxfp4: bool, device: Device) -> Config:
 
 def stored(problem: Problem, device: Device, tokens: int) -> Plan:
     """The plan that stores all logits of so many tokens and selects from them."""
-    steps = Steps(problem, device, arrays=of_tokens(problem, tokens))
-    steps.call(indexer_logits.OP, " ".join(indexer_logits.OP.tensors))
-    steps.call(select_topk.OP, "logits starts ends", k=problem.attrs.k)
-    return steps.plan()
+    composition = Composition(problem, device, arrays=of_tokens(problem, tokens))
+    composition.call(indexer_logits.OP, same_names(*indexer_logits.OP.tensors))
+    composition.call(select_topk.OP, same_names("logits", "starts", "ends"), k=problem.attrs.k)
+    return composition.plan()
 
 
 def parts_of(problem: Problem, device: Device) -> Plan | None:

@@ -1,4 +1,4 @@
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
 from xmla.core.indexer import (
     MAX_ROWS,
@@ -21,10 +21,10 @@ MAX_MERGED = 16384  # candidates of a row's segments, in registers
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    steps = Steps(problem, device)
-    steps.call(indexer_logits_paged.OP, " ".join(indexer_logits_paged.OP.tensors))
-    steps.call(select_topk.OP, "logits", {"ends": "lengths"}, k=problem.attrs.k)
-    stored = steps.plan()
+    composition = Composition(problem, device)
+    composition.call(indexer_logits_paged.OP, same_names(*indexer_logits_paged.OP.tensors))
+    composition.call(select_topk.OP, {"logits": "logits", "ends": "lengths"}, k=problem.attrs.k)
+    stored = composition.plan()
     return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else bounded(problem, device)
 
 

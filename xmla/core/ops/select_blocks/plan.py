@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
 from xmla.core.ops import select_topk
 from xmla.core.ops.select_blocks.kernels import block_maxima_kernel
@@ -40,10 +40,10 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BESIDE": device.beside,
         },
     )
-    steps = Steps(problem, device)
-    steps.add(Part("block_maxima", Plan((maxima,), buffers, tuple(buffers)), {name: name for name in buffers}))
-    steps.call(select_topk.OP, "", {"logits": "maxima", "ends": "block_counts"}, k=attrs.k)
-    return after_ends(steps.plan())
+    composition = Composition(problem, device)
+    composition.add(Part("block_maxima", Plan((maxima,), buffers, tuple(buffers)), same_names(*buffers)))
+    composition.call(select_topk.OP, {"logits": "maxima", "ends": "block_counts"}, k=attrs.k)
+    return after_ends(composition.plan())
 
 
 def after_ends(plan: Plan) -> Plan:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from xmla.core.clearing import clear
-from xmla.core.composition import Steps
+from xmla.core.composition import Composition, same_names
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.implementation import Condition, Implementation, choose
@@ -41,13 +41,13 @@ def over_rows(problem: Problem) -> Problem:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    steps = Steps(problem, device)
-    steps.add(Part("unpack", unpack(problem), {"rows": "rows"}))
+    composition = Composition(problem, device)
+    composition.add(Part("unpack", unpack(problem), {"rows": "rows"}))
     # SM90 serves it by the conditions below, but for the interpreter.
     attention, _ = choose((SM90, PORTABLE), over_rows(problem), device, problem.implementation)
-    names = {name: name for name in (*problem.specs, *problem.results)} | {"cache": "rows"}
-    steps.add(Part(problem.op, attention.plan(over_rows(problem), device), names))
-    return steps.plan()
+    names = same_names(*problem.specs, *problem.results) | {"cache": "rows"}
+    composition.add(Part(problem.op, attention.plan(over_rows(problem), device), names))
+    return composition.plan()
 
 
 def unpack(problem: Problem) -> Plan:
