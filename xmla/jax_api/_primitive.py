@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from xmla.core.attribute import Attributes
-from xmla.core.derivative import check_derivative, derivative_call
+from xmla.core.derivative import check_derivative, derivative_call, refuse_derivative
 from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
@@ -36,7 +36,8 @@ jit_p = Primitive("xmla")
 
 
 def bind(*operands: Any, op: Op, given: tuple[str, ...], **params: Any) -> list[Any]:
-    """A call; params are attrs, implementation and device, the one that is known (None: the lowering finds it)."""
+    """A call; params are attrs, implementation, device, the one that is known (None: the lowering finds it), and
+    derivative_of, if the call is the derivative of another op's."""
     split = _private.MESHES and _sharding.shared_axes(op, given) and not get_abstract_mesh().are_all_axes_manual
     return (jit_p if split else call_p).bind(*operands, op=op, given=given, **params)
 
@@ -105,7 +106,8 @@ def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **p
 
 def _compute(
     *operands: Any, op: Op, given: tuple[str, ...], attrs: Attributes, implementation: str | None, device: Device,
-    callback: Callable[..., Any] | None = None, launch: Callable[..., Any] | None = None,
+    derivative_of: Op | None = None, callback: Callable[..., Any] | None = None,
+    launch: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     arrays = dict(zip(given, operands, strict=True))
     return execute(op, arrays, attrs, implementation, device, callback, launch)
@@ -218,6 +220,8 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, g
     if not moving:
         out = bind(*primals, op=op, given=given, **params)
         return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
+    if derivative_of := params.get("derivative_of"):
+        refuse_derivative(derivative_of, "a gradient", "jax.lax.stop_gradient")
     arrays = {n: v[...] if is_ref(v) else v for n, v in zip(given, primals, strict=True)}
     specs = _specs(given, [jax.typeof(value) for value in arrays.values()])
     constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
@@ -251,7 +255,7 @@ def _transpose(
     its = derivative_call(op, arguments, results, gradients, jnp.zeros_like, attrs, implementation)
     found = bind(
         *its.arguments.values(), op=its.op, given=tuple(its.arguments), attrs=its.attrs, device=device,
-        implementation=its.implementation,
+        implementation=its.implementation, derivative_of=op,
     )  # fmt: skip
     computed = dict(zip(its.op.outputs, found, strict=True))
     return [*[None] * len(known), *[computed[op.gradients[name]] for name in moving]]
