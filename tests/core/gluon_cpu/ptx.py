@@ -1,0 +1,143 @@
+"""The PTX of `gl.inline_asm_elementwise`: an instruction at a time, on arrays of all threads' registers.
+
+Registers hold bits, unsigned; predicates hold booleans. Branches go forward, to a label; after one, threads that have
+taken it have no more effects.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+U16, U32, U64, I32, I64, F32 = (np.dtype(name) for name in ("u2", "u4", "u8", "i4", "i8", "f4"))
+HALF, BRAIN, E4M3 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def _parts(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Registers as vectors of a narrower dtype, the lowest first."""
+    return np.ascontiguousarray(x)[..., None].view(dtype)
+
+
+def _whole(parts: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(parts).view(dtype)[..., 0]
+
+
+def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    return _whole(np.stack([low.astype(HALF), high.astype(HALF)], -1), U32)
+
+
+def _multiply_pairs(dtype: np.dtype) -> Callable[..., np.ndarray]:
+    return lambda a, b: _whole(_parts(a, dtype) * _parts(b, dtype), U32)
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return (a.astype(np.float64) * b + c).astype(F32)
+
+
+def _exp2_flushed(x: np.ndarray) -> np.ndarray:
+    result = np.exp2(x)
+    return np.where(result < np.float32(2.0**-126), np.float32(0), result)
+
+
+def _floor(x: np.ndarray) -> np.ndarray:
+    return np.clip(np.nan_to_num(np.floor(x.astype(np.float64))), -(2**31), 2**31 - 1).astype(I32)
+
+
+def _mad(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return a.astype(c.dtype) * b.astype(c.dtype) + c
+
+
+# Of each instruction the dtypes as which it takes its sources, and what it computes of them.
+INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
+    "mov.b32": ((U32,), lambda a: a),
+    "mov.u32": ((U32,), lambda a: a),
+    "mov.b64": ((U64,), lambda a: a),
+    "cvt.rn.f16x2.e4m3x2": ((U16,), lambda a: _whole(_parts(a, E4M3).astype(F32).astype(HALF), U32)),
+    "cvt.rn.f16x2.f32": ((F32, F32), _pair),
+    "cvt.rmi.s32.f32": ((F32,), _floor),
+    "cvt.s64.s32": ((I32,), lambda a: a.astype(I64)),
+    "mul.f16x2": ((U32, U32), _multiply_pairs(HALF)),
+    "mul.bf16x2": ((U32, U32), _multiply_pairs(BRAIN)),
+    "mul.f32": ((F32, F32), np.multiply),
+    "fma.rn.f32": ((F32, F32, F32), _fma),
+    "abs.f32": ((F32,), np.abs),
+    "max.f32": ((F32, F32), np.fmax),
+    "ex2.approx.ftz.f32": ((F32,), _exp2_flushed),
+    "and.b32": ((U32, U32), np.bitwise_and),
+    "or.b32": ((U32, U32), np.bitwise_or),
+    "shl.b32": ((U32, U32), lambda a, b: np.where(b < 32, a << (b & 31), np.uint32(0))),
+    "shr.s32": ((I32, U32), lambda a, b: a >> np.minimum(b, np.uint32(31)).astype(I32)),
+    "add.s32": ((I32, I32), np.add),
+    "neg.s32": ((I32,), np.negative),
+    "mad.wide.s32": ((I32, I32, I64), _mad),
+    "mad.wide.u32": ((U32, U32, U64), _mad),
+    "setp.ne.s32": ((I32, I32), np.not_equal),
+    "setp.ne.b32": ((U32, U32), np.not_equal),
+    "setp.ge.or.f32": ((F32, F32, np.dtype(bool)), lambda a, b, c: (a >= b) | c),
+}
+STATEMENT = re.compile(r"(?:@(!?)(\w+)\s+)?([\w.]+)\s*(.*)", re.DOTALL)
+SOURCE = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+
+
+class _Thread:
+    """The registers of all threads."""
+
+    def __init__(self, operands: dict[str, np.ndarray]) -> None:
+        self.registers: dict[str, np.ndarray] = dict(operands)
+        self.shape = np.broadcast_shapes(*(x.shape for x in operands.values()))
+
+    def read(self, text: str, dtype: np.dtype) -> np.ndarray:
+        if text in self.registers:
+            value = self.registers[text]
+            return value if dtype.kind == "b" else value.view(dtype)
+        if text.startswith("{"):
+            parts = [self.read(part.strip(), np.dtype(f"u{dtype.itemsize // 2}")) for part in text[1:-1].split(",")]
+            return _whole(np.stack(np.broadcast_arrays(*parts), -1), dtype)
+        if text.startswith("0f"):
+            return np.full(self.shape, int(text[2:], 16), U32).view(dtype)
+        unsigned = np.dtype(f"u{dtype.itemsize}")
+        return np.full(self.shape, int(text, 0) % 2 ** (8 * dtype.itemsize), unsigned).view(dtype)
+
+    def write(self, text: str, value: np.ndarray) -> None:
+        value = np.broadcast_to(value, self.shape)
+        if text.startswith("{"):
+            names = [name.strip() for name in text[1:-1].split(",")]
+            halves = _parts(value, np.dtype(f"u{value.dtype.itemsize // 2}"))
+            self.registers |= {name: halves[..., i] for i, name in enumerate(names)}
+        else:
+            self.registers[text] = value if value.dtype.kind == "b" else value.view(f"u{value.dtype.itemsize}")
+
+    def address(self, text: str) -> np.ndarray:
+        name, _, offset = text[1:-1].partition("+")
+        return self.read(name.strip(), I64) + int(offset or 0)
+
+
+def run(
+    asm: str, outputs: int, operands: Sequence[np.ndarray], add: Callable[[np.ndarray, np.ndarray], None]
+) -> list[np.ndarray]:
+    """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds u64 values at addresses."""
+    threads = _Thread({f"${outputs + i}": value for i, value in enumerate(operands)})
+    active = np.ones(threads.shape, bool)
+    body = asm.strip()
+    for statement in body[1:-1].split(";") if body.startswith("{") else body.split(";"):
+        statement = statement.strip()
+        if not statement or statement.startswith(".reg") or statement.endswith(":"):
+            continue
+        negated, guard, opcode, rest = STATEMENT.fullmatch(statement).groups()
+        affected = active
+        if guard:
+            affected = active & (threads.read(guard, np.dtype(bool)) ^ bool(negated))
+        arguments = [part.strip() for part in SOURCE.findall(rest)]
+        if opcode == "bra":
+            active = active & ~affected
+        elif opcode == "red.relaxed.gpu.global.add.u64":
+            add(threads.address(arguments[0])[affected], threads.read(arguments[1], U64)[affected])
+        elif opcode != "prefetch.global.L2":
+            if guard:
+                raise NotImplementedError(statement)
+            dtypes, compute = INSTRUCTIONS[opcode]
+            sources = [threads.read(text, dtype) for text, dtype in zip(arguments[1:], dtypes, strict=True)]
+            threads.write(arguments[0], compute(*sources))
+    return [threads.registers[f"${i}"] for i in range(outputs)]

@@ -1,0 +1,252 @@
+"""Gluon kernels on the CPU, through the plans of their GPUs: the reference's values, and faults that are planted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import gluon_cpu
+import kit
+import numpy as np
+import pytest
+from conftest import HAS_GPU
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from xmla.core.device import H200, RTX_PRO_6000, Device
+from xmla.core.errors import UnsupportedError
+from xmla.core.formats.mla import PLAIN, V4, V32
+from xmla.core.op import Case, Op, plan_call
+from xmla.core.ops.indexer_logits.cases import make_case as logits_case
+from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
+from xmla.core.ops.sparse_mla.backward.cases import backward_of
+from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.plan import Plan
+from xmla.core.registry import registry
+from xmla.core.spec import Spec
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+
+# With one multiprocessor a program has many tiles, so that stages are used again, and keys are not split.
+HOPPER, SM120 = (replace(device, name=f"{device.arch}", num_sms=1) for device in (H200, RTX_PRO_6000))
+MOST_PROGRAMS = 20
+ATTENTION = registry()["sparse_mla"]
+
+
+def plan_of(op: Op, case: Case, device: Device) -> Plan | None:
+    """The plan by Gluon kernels, if they serve the case."""
+    inputs, attrs = kit.make(case), kit.attributes(op, case)
+    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
+    try:
+        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, "gluon")[0]
+    except UnsupportedError:
+        return None
+
+
+def programs(plan: Plan) -> int:
+    return sum(prod(each.grid) for each in plan.launches if isinstance(each.kernel, GluonJITFunction))
+
+
+def served() -> Iterator[tuple[Op, Case, Device]]:
+    for op in registry().values():
+        if any(each.asked == "gluon" for each in op.implementations):
+            for device in (HOPPER, SM120):
+                for case in op.cases:
+                    plan = plan_of(op, case, device)
+                    if plan is not None and programs(plan) <= MOST_PROGRAMS:
+                        yield op, case, device
+
+
+SM90 = "xmla.core.ops.sparse_mla.gluon_sm90"
+WIDE_V32 = ATTENTION, make_case(1, 17, 330, 64, V32), HOPPER
+WIDE_V4 = ATTENTION, make_case(1, 17, 330, 64, V4), HOPPER
+ROWS = ATTENTION, make_case(1, 17, 330, 64, PLAIN), HOPPER
+FEW_HEADS = ATTENTION, make_case(1, 5, 330, 64, V32), HOPPER
+OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, V32), SM120
+V4_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, V4), SM120
+ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
+LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
+PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
+DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100, 16, PLAIN)), HOPPER
+
+
+def over_one_page(case: Case) -> Case:
+    """The same call over one page of entries, which its slots name often: they are unpacked first."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        cache = inputs["cache"] = inputs["cache"][:1]
+        entries = cache.shape[1]
+        V32.scatter(cache, np.arange(entries), *(rng.standard_normal((entries, dims)) for dims in (512, 64)))
+        inputs["slots"] = np.where(inputs["slots"] < 0, inputs["slots"], inputs["slots"] % entries)
+        return inputs
+
+    return replace(case, name=f"{case.name}-unpacked", make=make)
+
+
+# Stages that are used three times over packed entries, and keys in splits, whose results are float16 on Hopper.
+MORE = [
+    (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
+    (ATTENTION, make_case(1, 17, 600, 61, V32, batch_invariant=True), HOPPER),
+    (ATTENTION, make_case(1, 5, 600, 64, V32), H200),
+    (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
+    (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), SM120),
+    (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), HOPPER),
+]
+
+
+def agrees(op: Op, case: Case, device: Device, seed: int = 0, **edits: tuple[str, str]) -> None:
+    plan, inputs = plan_of(op, case, device), kit.make(case)
+    assert plan is not None
+    got = gluon_cpu.run(plan, kit.copies(inputs), seed, edits)
+    with np.errstate(all="ignore"):
+        reference = op.reference(**inputs, **kit.attributes(op, case))
+    for (name, want), value in zip(kit.results(op, reference), got, strict=True):
+        kit.assert_close(name, value, want, op.outputs[name].agreement, op.outputs[name].written(want))
+
+
+CASES = [*served(), *MORE]
+
+
+@pytest.mark.parametrize(("op", "case", "device"), CASES, ids=lambda value: value.name)
+def test_agrees_with_the_reference(op: Op, case: Case, device: Device) -> None:
+    agrees(op, case, device)
+
+
+def test_every_implementation_has_a_case() -> None:
+    plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
+    run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
+    gluon = {(op.name, each.name) for op in registry().values() for each in op.implementations if each.asked == "gluon"}
+    assert gluon and gluon <= run
+
+
+@dataclass(frozen=True)
+class Planted:
+    """`right` in the module of a kernel becomes `wrong`, which a case has to show."""
+
+    case: tuple[Op, Case, Device]
+    module: str
+    right: str
+    wrong: str
+
+    def __str__(self) -> str:
+        return f"{self.module.rpartition('.')[2]}: {' '.join(self.right.split())}"
+
+
+PACKED, CONSUMERS, V32_PRODUCER, V4_PRODUCER = (
+    f"{SM90}.packed{name}" for name in ("", "_consumers", "_producer_v32", "_producer_v4")
+)
+PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
+BACKWARD = "xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel"
+SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
+RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
+
+PLANTED = [
+    # Waits that are missing.
+    Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),
+    Planted(WIDE_V4, CONSUMERS, "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)\n", ""),
+    Planted(WIDE_V4, CONSUMERS, "        mbarrier.wait(shared.p_full, tile & 1)\n", ""),
+    Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.q_full, 0)\n", ""),
+    Planted(WIDE_V32, V32_PRODUCER, "mbarrier.wait(shared.empty[0].index(stage), (tile // STAGES & 1) ^ 1)", "pass"),
+    Planted(WIDE_V32, V32_PRODUCER, "mbarrier.wait(shared.empty[1].index(stage), (tile // STAGES & 1) ^ 1)", "pass"),
+    Planted(WIDE_V4, V4_PRODUCER, "mbarrier.wait(shared.empty[1].index(stage), (tile // STAGES & 1) ^ 1)", "pass"),
+    Planted(WIDE_V4, V4_PRODUCER, "        async_copy.wait_group(1)\n        left", "        left"),
+    Planted(ROWS, PLAIN_ROWS, "    mbarrier.wait(shared.full[LAST].index(STAGE), pair & 1)\n", ""),
+    Planted(ROWS, PLAIN_ROWS, "    mbarrier.wait(shared.maximum_full.index(STAGE), pair & 1)\n", ""),
+    Planted(ROWS, PLAIN_ROWS, "        mbarrier.wait(shared.p_full.index(1), pair & 1)\n", ""),
+    Planted(ROWS, PLAIN_ROWS, "    mbarrier.wait(shared.sums_full, 0)\n", ""),
+    Planted(ROWS, PLAIN_ROWS, "    mbarrier.wait(shared.empty[LAST].index(STAGE), (pair & 1) ^ 1)\n", ""),
+    Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.p_full.index(stage), phase)\n", ""),
+    Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.p_empty.index(stage), phase ^ 1)\n", ""),
+    Planted(DERIVATIVE, BACKWARD, "TARGETS = gl.constexpr(4)", "TARGETS = gl.constexpr(2)"),
+    # Waits for too little.
+    Planted(WIDE_V32, CONSUMERS, "warpgroup_mma_wait(3 if C.LAYOUT.tail else 2,", "warpgroup_mma_wait(4,"),
+    Planted(WIDE_V4, CONSUMERS, "warpgroup_mma_wait(3 if C.LAYOUT.tail else 2,", "warpgroup_mma_wait(3,"),
+    Planted(DERIVATIVE, BACKWARD, "warpgroup_mma_wait(4, deps=[acc])", "warpgroup_mma_wait(5, deps=[acc])"),
+    Planted(LOGITS, RAGGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(LOGITS, RAGGED, "dots = warpgroup_mma_wait(0, deps=[dots])", "dots = warpgroup_mma_wait(1, deps=[dots])"),
+    Planted(PAGED_LOGITS, PAGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(FEW_HEADS, NARROW, "async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
+    Planted(OF_SM120, SM120_KERNEL, "async_copy.wait_group(AHEAD - 1)", "async_copy.wait_group(AHEAD)"),
+    Planted(ROWS_OF_SM120, SM120_KERNEL, "else STAGES - 1\n", "else STAGES\n"),
+    Planted(WIDE_V32, PACKED, "mbarrier.init(shared.q_full, count=2)", "mbarrier.init(shared.q_full, count=1)"),
+    Planted(ROWS, PLAIN_ROWS, "count=128 + (half != stage)", "count=128"),
+    # Wrong phases.
+    Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)",
+            "    mbarrier.wait(shared.full[0].index(stage), tile & 1)"),
+    Planted(WIDE_V4, CONSUMERS, "wait(shared.p_empty, (tile & 1) ^ 1)", "wait(shared.p_empty, tile & 1)"),
+    Planted(WIDE_V32, CONSUMERS, "wait(shared.s_done, tile & 1)", "wait(shared.s_done, (tile & 1) ^ 1)"),
+    Planted(WIDE_V4, V4_PRODUCER, "mbarrier.wait(shared.empty[0].index(stage), (tile // STAGES & 1) ^ 1)",
+            "mbarrier.wait(shared.empty[0].index(stage), tile // STAGES & 1)"),
+    Planted(ROWS, PLAIN_ROWS, "mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)",
+            "mbarrier.wait(shared.full[FIRST].index(STAGE), (pair & 1) ^ 1)"),
+    Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.full.index(stage), phase)\n        fence",
+            "        mbarrier.wait(shared.full.index(stage), tile & 1)\n        fence"),
+    # What is handed over before it may be.
+    Planted(WIDE_V32, CONSUMERS, "        out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])\n"
+            "        mbarrier.arrive(shared.empty[0].index(tile % STAGES), count=1)\n",
+            "        mbarrier.arrive(shared.empty[0].index(tile % STAGES), count=1)\n"
+            "        out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])\n"),
+    Planted(WIDE_V4, CONSUMERS, "        factor = shared.factor.load(HEADS_O)\n"
+            "        mbarrier.arrive(shared.p_empty, count=1)\n",
+            "        mbarrier.arrive(shared.p_empty, count=1)\n        factor = shared.factor.load(HEADS_O)\n"),
+    Planted(ROWS, PLAIN_ROWS, "    out = warpgroup_mma_wait(0, deps=[running])\n"
+            "    mbarrier.arrive(shared.empty[PART].index(STAGE), count=1)\n",
+            "    mbarrier.arrive(shared.empty[PART].index(STAGE), count=1)\n"
+            "    out = warpgroup_mma_wait(0, deps=[running])\n"),
+    Planted(ROWS, PLAIN_ROWS,
+            "    shared.seen.store(seen)\n    mbarrier.arrive(shared.full[LAST].index(STAGE), count=1)\n",
+            "    mbarrier.arrive(shared.full[LAST].index(STAGE), count=1)\n    shared.seen.store(seen)\n"),
+    Planted(LOGITS, RAGGED, "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)",
+            "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(stage), KEY_STRIDE)"),
+    Planted(PAGED_LOGITS, PAGED, "key_smem.index(free), scale_smem.index(free)",
+            "key_smem.index(free), scale_smem.index(stage)"),
+    # Fences that are missing.
+    Planted(WIDE_V4, CONSUMERS, "    shared.p.store(p)\n    fence_async_shared()\n", "    shared.p.store(p)\n"),
+    Planted(WIDE_V32, V32_PRODUCER, "        fence_async_shared()\n        mbarrier.arrive(shared.full[0]",
+            "        mbarrier.arrive(shared.full[0]"),
+    Planted(ROWS, PLAIN_ROWS,
+            "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n    fence_async_shared()\n",
+            "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
+    Planted(LOGITS, RAGGED, "        fence_async_shared()\n", ""),
+    # Wrong values.
+    Planted(WIDE_V32, CONSUMERS, "shared.factor.store(rescale)", "shared.factor.store(scale)"),
+    Planted(WIDE_V4, V4_PRODUCER, "scale_block(words, scale_bytes, exponent, LEFT_BLOCKS + block)",
+            "scale_block(words, scale_bytes, exponent, block)"),
+    Planted(WIDE_V4, COMMON, "lse = gl.where(has_keys, (base + gl.log2(denominator)) * C.LSE_UNIT",
+            "lse = gl.where(has_keys, (base + gl.log2(total)) * LOG2E"),
+    Planted(WIDE_V32, V32_PRODUCER, "(127 - exponent) * 0x800080", "(128 - exponent) * 0x800080"),
+    Planted(FEW_HEADS, NARROW, "16, BLOCK_DIMS // 16)), (1, 0, 3, 2))",
+            "16, BLOCK_DIMS // 16)), (1, 0, 2, 3))"),
+    Planted(V4_OF_SM120, SM120_KERNEL, "exponent << 23))", "exponent << 22))"),
+    Planted(LOGITS, RAGGED, "place // 16 * 16 + place // 2 % 2 * 8", "place // 16 * 16 + place // 4 % 2 * 8"),
+    Planted(PAGED_LOGITS, PAGED, "offset_of(entry, 4, PAGE_SIZE)", "offset_of(entry, 8, PAGE_SIZE)"),
+    Planted(DERIVATIVE, BACKWARD, "{x(i + 2 * half)}, u,", "{x(i + half)}, u,"),
+]  # fmt: skip
+SEEDS = 4
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
+def test_a_planted_fault_is_noticed(planted: Planted) -> None:
+    for seed in range(SEEDS):
+        try:
+            agrees(*planted.case, seed, **{planted.module: (planted.right, planted.wrong)})
+        except (gluon_cpu.Fault, AssertionError):
+            return
+    pytest.fail(f"{SEEDS} runs without {planted.right!r} noticed nothing")
+
+
+def test_a_fault_names_its_lines() -> None:
+    wait = "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)"
+    with pytest.raises(gluon_cpu.Fault, match=r"^all wait for ever: .*packed_consumers\.py:\d+"):
+        agrees(*WIDE_V4, **{CONSUMERS: (wait, wait.replace(" ^ 1", ""))})
+    ahead = "start, end, key_smem.index(free)"
+    with pytest.raises(gluon_cpu.Fault, match=r"^kernel\.py:\d+: writes beside the read of kernel\.py:\d+$"):
+        agrees(*LOGITS, **{RAGGED: (ahead, ahead.replace("free", "stage"))})
+
+
+CASES_OF_PLANTED = {id(planted.case): planted.case for planted in PLANTED}.values()
+
+
+@pytest.mark.parametrize("case", CASES_OF_PLANTED, ids=lambda case: f"{case[1].name}-{case[2].name}")
+def test_without_a_fault_nothing_is_noticed(case: tuple[Op, Case, Device]) -> None:
+    for seed in range(SEEDS):
+        agrees(*case, seed)
