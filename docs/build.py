@@ -86,9 +86,9 @@ def entries(text: str) -> list[tuple[str, str]]:
     return [(name, description) for name, description in found]
 
 
-def sections(doc: str) -> tuple[str, dict[str, str]]:
-    """A docstring's text, and its sections by heading. What follows a section without indentation is text again."""
-    text, found, current = [], {}, ""
+def sections(doc: str) -> tuple[str, dict[str, str], str]:
+    """A docstring's text before its sections, these by heading, and the text that stands after or between them."""
+    text, found, notes, current = [], {}, [], ""
     for line in doc.splitlines():
         if line.removesuffix(":") in HEADINGS and line.endswith(":"):
             current = line.removesuffix(":")
@@ -97,10 +97,10 @@ def sections(doc: str) -> tuple[str, dict[str, str]]:
             found[current] += f"{line}\n"
         else:
             if current:
-                text.append("")
+                notes.append("")
             current = ""
-            text.append(line)
-    return "\n".join(text), found
+            (notes if found else text).append(line)
+    return "\n".join(text), found, "\n".join(notes)
 
 
 def table(head: str, rows: list[str]) -> str:
@@ -138,7 +138,7 @@ def definitions(text: str, op: Op | None = None) -> str:
 
 def op_page(op: Op) -> str:
     """The page of an op, from its declaration alone."""
-    text, found = sections(inspect.cleandoc(document(op, TORCH)))
+    text, found, notes = sections(inspect.cleandoc(document(op, TORCH)))
     summary, _, rest = text.partition("\n\n")
     options = "out=None, workspace=None, implementation=None" if op.outputs else "implementation=None"
     page = [f"# {op.name}", plain(" ".join(summary.split())), f"```py\n{signature(op, 'xt', options)}\n```"]
@@ -154,6 +154,8 @@ def op_page(op: Op) -> str:
     for title, style in (("PyTorch", TORCH), ("JAX", JAX)):
         example = sections(inspect.cleandoc(document(op, style)))[1]["Example"]
         page += [f"{title}:", f"```pycon\n{inspect.cleandoc(example)}\n```"]
+    if notes.strip():
+        page += ["## Notes", paragraphs(notes)]
     page += ["## Keywords of every op", definitions(found["Keywords of every op"])]
     page += ["## Implementations, best first", definitions(found["Implementations, best first"])]
     support = (DOCS / "support.md").read_text()

@@ -2018,23 +2018,24 @@ def sparse_mla(
 ) -> tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
 
-        S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }                      the valid keys; −1 may stand anywhere
-                   ∪ the same of extra_slots, extra_lengths and extra_cache        one softmax over both
-        s[h,k]   = softmax_scale · q[t,h] · entry(slots[t,k])                       over all L+E dims
-        out[t,h] = Σ_k exp(s[h,k]) · value(slots[t,k]) / (Σ_k exp(s[h,k]) + exp(sink[h]))            k over S[t]
-        lse[t,h] = ln Σ_k exp(s[h,k])                                               without the sink
+        S[t]     = { k < lengths[t] : 0 ≤ slots[t,k] < P·R }
+                   ∪ the same of extra_slots, extra_lengths and extra_cache
+        s[h,k]   = softmax_scale · q[t,h] · entry(slots[t,k])
+        out[t,h] = Σ_k exp(s[h,k]) · value(slots[t,k]) / (Σ_k exp(s[h,k]) + exp(sink[h]))
+        lse[t,h] = ln Σ_k exp(s[h,k])
 
-    A row whose scores are all −inf, as q · k of finite numbers may be in float32, counts as one without valid keys.
-
-    A value is the entry's first 512 dims: the latent in V3.2's formats, all of it in V4's.
+    S[t] has the valid keys of both caches, for one softmax over all of them; −1 may stand anywhere among slots. k runs
+    over S[t], scores are of all L+E dims, and the lse is without the sink. A value is the entry's first 512 dims: the
+    latent in V3.2's formats, all of it in V4's. A row whose scores are all −inf counts as one without valid keys.
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, H ≤ 128, as many dims as an entry: 576, or 512 (V4's, V4.1's,
             "nope", "plain_v4"). Absorbed queries, roped dims last.
         cache: [P, R, ROW] in any format of `write_mla_cache` (with any scales that the format can hold), or plain rows
             of q's dtype; any page size, any page stride. kv[:, None] turns flat rows into pages of one entry.
-        slots: [T, K] int32, page · R + offset. A duplicate counts twice. Entries that no valid slot names are never
-            read, nor are slots at or past their row's length.
+        slots: [T, K] int32, page · R + offset: places in the pool, not positions in a request, which `map_slots` turns
+            into slots. A duplicate counts twice. Entries that no valid slot names are never read, nor are slots at or
+            past their row's length.
         lengths: [T] int32, clamped to [0, K], default K.
         sink: [H] float32, a logit in natural units, not scaled; −inf means no sink, +inf gives out = 0.
         extra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW], a second cache with its own format, page size and slots: V4's
@@ -2052,9 +2053,9 @@ def sparse_mla(
         lse_base: "e", or "2" for base-2 logarithms.
         lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
             row without valid keys is then the sink.
-        batch_invariant: Split a row's keys by K, EXTRA_K and its own lengths alone and use the tile of 128 heads. Its
-            bits then depend neither on the other rows of the call nor on the heads computed beside it, for instance
-            when ranks share the heads.
+        batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
+            beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
+            its own lengths alone, over the tile of 128 heads.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
@@ -2065,15 +2066,16 @@ def sparse_mla(
             named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
         UnsupportedError: H > 128.
 
-    If entries are referenced 32 times or more on average (T · min(K, P·R) ≥ 32 · P·R), the Hopper plan dequantises
-    V3.2 and V4 entries first, to rows of q's dtype, in at most 37 bytes of workspace per slot. It does not when
+    On Hopper V3.2 and V4 entries that are referenced 32 times or more on average (T · min(K, P·R) ≥ 32 · P·R) are
+    dequantised first, to rows of q's dtype, in at most 37 bytes of workspace per slot. That is not done when
     extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
 
-    Numerics: scores and sums in float32; entries and probabilities rounded to q's dtype (exact for quantised entries
-    with power-of-two or e4m3 scales and bfloat16 q). Hopper's Gluon kernel holds packed entries in float16, relative to
-    the entry's largest scale; for V4 entries also relative to 2**-8 of the largest roped dim. With 16 heads or fewer it
-    holds the weights that multiply the entries so instead. Dims 2**-20 below that magnitude lose bits. What it finds
-    over parts of a row's keys it rounds to float16 too, relative to the largest of 256 dims, before it adds the parts.
+    Numerics: scores and sums are in float32, entries and probabilities are rounded to q's dtype. That is exact for
+    quantised entries with power-of-two or e4m3 scales and bfloat16 q. Hopper's Gluon kernel differs in three ways. It
+    holds packed entries in float16, relative to the entry's largest scale, for V4 also to 2**-8 of the largest roped
+    dim. With 16 heads or fewer the weights that multiply the entries are held that way, not the entries. Either way
+    values 2**-20 smaller than that lose bits. Results over parts of a row's keys are rounded to float16 too, relative
+    to the largest of 256 dims, before they are added.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
