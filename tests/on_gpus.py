@@ -36,7 +36,7 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "initcheck": (), "synccheck"
 DEMOS = {"v32": ("--model", "deepseek_v32"), "v4": ("--model", "deepseek_v4"), "train": ("--train",)}
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
-Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
 Parts = Annotated[list[str], typer.Option(help=f"Of {', '.join(PARTS)}.")]
 Seconds = Annotated[int, typer.Option(min=1, help="The most that each part may take.")]
 app = typer.Typer(add_completion=False)

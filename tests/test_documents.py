@@ -1,5 +1,6 @@
 """README and documents: code blocks run, figures are those of the committed results, links lead somewhere."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -242,6 +243,29 @@ def test_one_name_means_one_thing() -> None:
     found = {name_of(file): wrong.findall(file.read_text()) for file in files}
     assert len(found) > 100
     assert {file: names for file, names in found.items() if names} == {}
+
+
+def prose(text: str) -> Iterator[str]:
+    """The sentences of Markdown or of a docstring but for code: of paragraphs, items of a list, cells of a table."""
+    text = re.sub(r"^ *```.*?^ *```$|<!--.*?-->", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", text)):
+        item = r"\||\n" if block.startswith("|") else r"\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\s+\w[\w, ]*: )"
+        for part in re.split(item, block):
+            for sentence in re.split(r"(?<=[.!?])[)*]*\s+|(?<=:)\s+(?=[A-Z])", re.sub(r"\]\([^)]*\)", "]", part)):
+                yield " ".join(word for word in sentence.split() if re.search(r"\w", word))
+
+
+def test_sentences_are_short() -> None:
+    """A reader follows one of 35 words at once; longer ones are two, or a list."""
+    texts = {name_of(page): page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
+    for name, op in registry().items():
+        written, _, _ = inspect.cleandoc(op.doc).partition("Implementations, best first:")  # what follows is a list
+        sections = re.split(r"\n\s*\n", written)
+        texts[name] = "\n\n".join(part for part in sections if not part.startswith(" ") and ">>>" not in part)
+    found = {name: list(prose(text)) for name, text in texts.items()}
+    assert sum(map(len, found.values())) > 2000
+    long = [(name, sentence) for name, told in found.items() for sentence in told if len(sentence.split()) > 35]
+    assert long == []
 
 
 def paths(text: str) -> list[str]:

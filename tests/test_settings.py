@@ -256,7 +256,7 @@ def test_warmup_needs_compiled_kernels() -> None:
     from xmla.machine.environment import HAS_GPU
 
     if not HAS_GPU:
-        with pytest.raises(UnsupportedError, match="no GPU is present; name a device"):
+        with pytest.raises(UnsupportedError, match="no GPU is present; pass the device"):
             warmup(ModelConfig())
         with pytest.raises(UnsupportedError, match="interpreted in this process; unset TRITON_INTERPRET"):
             warmup(ModelConfig(batches=(1,), max_lens=(64,), prefill_tokens=()), H200)

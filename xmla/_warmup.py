@@ -17,7 +17,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Model
 
 log = logging.getLogger("xmla")
-ANOTHER = "name a device to fill the cache on disk for it: device=find_device('H200'), --device H200"
+ANOTHER = "pass the device to fill the cache on disk for: device=find_device('H200'), --device H200"
 
 
 @dataclass(frozen=True, slots=True)

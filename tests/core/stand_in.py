@@ -350,7 +350,7 @@ def check_case(key: tuple[str, str]) -> dict[str, object]:
 
 
 Out = Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")]
-Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
 Jobs = Annotated[int, typer.Option(help="Processes that compile.")]
 
 

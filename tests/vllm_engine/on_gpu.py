@@ -72,7 +72,7 @@ WRITERS = {"write_mla_cache", "write_indexer_cache"}
 FARTHER = 1.25
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
-Commit = Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(gpu_engine.ENGINES)}.")]
 Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may take.")]
 app = typer.Typer(add_completion=False)

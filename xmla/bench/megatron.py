@@ -187,7 +187,7 @@ class Step:
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="Append to this file.", dir_okay=False, callback=writable)],
-    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
     tokens: Annotated[int, typer.Option(help="Of a step, of one sequence.")] = 4096,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     context_parallel: Annotated[int, typer.Option(help="Ranks that share the tokens.")] = 1,

@@ -196,7 +196,7 @@ def worker(store: str, rank: int, ranks: int, seconds: float) -> None:
 def run(
     ranks: Annotated[list[int], typer.Option(min=1, help="Numbers of GPUs.")],
     out: Annotated[Path, typer.Option(help="Append to this file.", callback=writable)],
-    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Begin no case of a number of ranks after this.")] = 60,
 ) -> None:
     """Time every case on each number of ranks; exit 1 if one failed or was wrong."""

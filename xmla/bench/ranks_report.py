@@ -39,7 +39,7 @@ class Results:
 def _table(results: Results) -> str:
     versions = results.head["versions"]
     *_, most = several = [ranks for ranks in results.ranks if ranks > 1]
-    columns = [f"{ranks} GPUs" for ranks in several]
+    columns = [column for ranks in several for column in (f"{ranks} GPUs", f"{ranks}, scattered")]
     columns += ["exchange", "bytes, predicted", "by NVLink"]
     shown = [
         f"{origin(results.head)}, torch {versions['torch']}, Triton {versions['triton']}, NCCL.",
@@ -49,10 +49,10 @@ def _table(results: Results) -> str:
     ]
     for context, requests in sorted({(context, requests) for _, requests, context in results.cases}):
         alone = results.cases.get((1, requests, context))  # a run that was short of time has it on more ranks alone
-        cells = [f"{context:,}", str(requests), f"{alone['us']['one GPU']:.0f} µs" if alone else ""]
+        cells = [f"{context:,}", str(requests), f"{alone['us']['one GPU']:.0f} µs" if alone else "not timed"]
         for count in several:
             times = results.cases[count, requests, context]["us"]
-            cells.append(f"{times['step']:.0f} / {times['step, scattered']:.0f} µs")
+            cells += [f"{times[kind]:.0f} µs" for kind in ("step", "step, scattered")]
         last = results.cases[most, requests, context]
         cells += [f"{last['share_of_exchange']:.0%}", f"{sum(last['received_bytes'].values()) / 1e6:.2f} MB"]
         cells.append(f"{last['nvlink_received_bytes'] / 1e6:.2f} MB" if "nvlink_received_bytes" in last else "")

@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 def main(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
     out: Annotated[Path, typer.Option(help="Append to this file.", callback=writable)],
-    commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
     lines: Annotated[int, typer.Option(min=1, help="How many of the last lines to keep.")] = 40,
 ) -> None:
     """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""

@@ -1781,7 +1781,7 @@ def indexer_loss(
         softmax_scale: Factor of q · row; given if and only if q is.
         coeff: Factor of the loss.
         workspace_bytes: The most device memory to use besides the results. With indices but without target the target
-            is stored for as many tokens at a time as fit, and computed twice if those are not all; the bits of the
+            is stored for as many tokens at a time as fit, and computed twice if those are not all. The bits of the
             results do not depend on it.
 
     Returns:
@@ -1796,10 +1796,10 @@ def indexer_loss(
         UnsupportedError: I > 64 or H > 128; workspace_bytes is too small; another argument than index_q, index_k and
             index_weights is differentiated.
 
-    No array has T · N elements: the workspace is 12 · T bytes, (8 · D + 5) · N bytes for the sums of dindex_k, and with
-    indices but without target 4 · K bytes for each of at most T tokens and at least a 1024-th of them. The sums are
-    exact to the last bit of a unit that the key's greatest summand sets, so that the order of tokens does not matter;
-    the same arguments give the same bits.
+    No array has T · N elements: the workspace is 12 · T bytes, and (8 · D + 5) · N bytes for the sums of dindex_k. With
+    indices but without target there are 4 · K bytes more for each of at most T tokens and at least a 1024-th of them.
+    The sums are exact to the last bit of a unit that the key's greatest summand sets, so that the order of tokens does
+    not matter; the same arguments give the same bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
     are the loss's own: its derivative, `indexer_loss_backward`, multiplies them by the gradient of the loss.
@@ -2102,7 +2102,8 @@ def indexer_topk(
 
     The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
     workspace: at least 64 tokens or 2²¹ logits. If those do not fit, or there would be more than 1024 parts, no logits
-    are stored: each program keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or N.
+    are stored. Each program then keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or
+    N.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
@@ -2830,8 +2831,8 @@ def sparse_mla(
             named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
         UnsupportedError: H > 128.
 
-    On Hopper V3.2 and V4 entries that are referenced 32 times or more on average (T · min(K, P·R) ≥ 32 · P·R) are
-    dequantised first, to rows of q's dtype, in at most 37 bytes of workspace per slot. That is not done when
+    Hopper's plan dequantises V3.2 and V4 entries first if they are referenced 32 times or more on average, T · min(K,
+    P·R) ≥ 32 · P·R. They become rows of q's dtype, in at most 37 bytes of workspace per slot. That is not done when
     extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
 
     Numerics: scores and sums are in float32, entries and probabilities are rounded to q's dtype. That is exact for
@@ -2945,7 +2946,7 @@ def sparse_mla_backward(
     (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
     summand is rounded to a multiple of 2**−29 of the greatest Σ_h B of the tokens that name the entry, or less, or of
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
-    finite in float32; dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
+    finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
     exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
@@ -3229,7 +3230,7 @@ def write_indexer_cache(
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
             ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
-            nibble; one UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+            nibble. One UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.

@@ -18,7 +18,8 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
 
     The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
     workspace: at least 64 tokens or 2²¹ logits. If those do not fit, or there would be more than 1024 parts, no logits
-    are stored: each program keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or N.
+    are stored. Each program then keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or
+    N.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.

@@ -75,8 +75,8 @@ def sparse_mla(
             named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
         UnsupportedError: H > 128.
 
-    On Hopper V3.2 and V4 entries that are referenced 32 times or more on average (T · min(K, P·R) ≥ 32 · P·R) are
-    dequantised first, to rows of q's dtype, in at most 37 bytes of workspace per slot. That is not done when
+    Hopper's plan dequantises V3.2 and V4 entries first if they are referenced 32 times or more on average, T · min(K,
+    P·R) ≥ 32 · P·R. They become rows of q's dtype, in at most 37 bytes of workspace per slot. That is not done when
     extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
 
     Numerics: scores and sums are in float32, entries and probabilities are rounded to q's dtype. That is exact for

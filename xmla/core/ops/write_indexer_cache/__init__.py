@@ -21,7 +21,7 @@ def write_indexer_cache(keys, slots, cache) -> Any:
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
             ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
-            nibble; one UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+            nibble. One UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.

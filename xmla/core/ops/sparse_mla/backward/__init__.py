@@ -55,7 +55,7 @@ def sparse_mla_backward(
     (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
     summand is rounded to a multiple of 2**−29 of the greatest Σ_h B of the tokens that name the entry, or less, or of
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
-    finite in float32; dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
+    finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
     exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
