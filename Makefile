@@ -4,10 +4,15 @@ BOOTSTRAP ?= $(shell command -v python3.12 || command -v python3)
 PYTHON ?= .venv/bin/python
 # JAX looks for a GPU through its CUDA plugin, which crashes where there is none.
 NO_GPU := $(shell test -e /dev/nvidiactl || echo JAX_PLATFORMS=cpu TRITON_INTERPRET=1)
+comma := ,
 ENV := $(NO_GPU) XLA_PYTHON_CLIENT_PREALLOCATE=false
+
+# The demo needs less than tests do: no older Tritons, and JAX's CUDA plugin only beside a GPU.
+DEMO := torch,jax,demo$(if $(NO_GPU),,$(comma)cuda)
 
 ifeq ($(PYTHON),.venv/bin/python)
 READY := .venv/ready
+DEMO_READY := .venv/demo
 endif
 
 # What users import: no type in it may be unknown.
@@ -76,7 +81,7 @@ mutants: $(READY)
 matrix: $(READY)
 	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/core/test_compile.py tests/test_lowering.py
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	$(ENV) $(PYTHON) -m xmla demo
 
 # build/docs/html/index.html, offline; a warning is an error.
@@ -117,6 +122,13 @@ types: $(READY)
 	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
 	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
 	.venv/bin/python tests/core/tritons.py
+	touch .venv/demo $@
+
+.venv/demo: pyproject.toml
+	@echo "Installing torch, Triton, JAX and transformers into .venv: 6.3 GB, some minutes, once."
+	test -x .venv/bin/python || $(BOOTSTRAP) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --progress-bar on --editable '.[$(DEMO)]'
 	touch $@
 
 clean:

@@ -45,9 +45,15 @@ def show(demo: Demo, details: bool = False) -> list[Figure]:
     tell(console, told)
     with Progress(console=console, transient=True) as bar, torch.no_grad():
         task = bar.add_task("as shipped", total=1 + demo.PARTS)
+
+        def begin(part: str) -> None:
+            bar.update(task, advance=1, description=part)
+            if not console.is_terminal:  # where no bar is drawn
+                tell(console, {"now": part})
+
         model = demo.build(device)
         shipped = run_as_shipped(model, tokens, demo.PROMPT)
-        compared = demo.compare(model, tokens, shipped, lambda part: bar.update(task, advance=1, description=part))
+        compared = demo.compare(model, tokens, shipped, begin)
     figures = compared.figures
     tell_verdict(console, figures)
     for kind, meaning in demo.KINDS.items():
