@@ -69,7 +69,7 @@ def run(rank: int, store: str) -> None:
     rounding = 2**-7 * alone.abs().max().item()  # each rank's part and the merged result are bfloat16
     assert torch.equal(indices, expected) and torch.allclose(out.float(), alone.float(), atol=rounding)
     if rank == 0:
-        print(f"out {tuple(out.shape)} {out.dtype} on {RANKS} ranks, the {K} selected keys are those of one")
+        print(f"out {tuple(out.shape)} {out.dtype} on {RANKS} ranks, which select the same {K} keys as one GPU")
     dist.destroy_process_group()
 
 

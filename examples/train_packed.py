@@ -54,4 +54,5 @@ for first, length in zip(begins.tolist(), documents, strict=True):
     assert torch.equal(out[first : first + length], alone)
     for packed, own in zip(gradients, wanted, strict=True):
         assert bool(own.any()) and torch.equal(packed[first : first + length], own)
-print(f"out {tuple(out.shape)} of {len(documents)} packed documents, {len(gradients)} gradients: bits of each alone")
+print(f"out {tuple(out.shape)} of {len(documents)} packed documents")
+print(f"output and all {len(gradients)} gradients have the bits that each document has in a batch of its own")
