@@ -125,7 +125,7 @@ types: $(READY)
 	touch .venv/demo $@
 
 .venv/demo: pyproject.toml
-	@echo "Installing torch, Triton, JAX and transformers into .venv: 6.3 GB, some minutes, once."
+	@echo "Installing torch, Triton, JAX and transformers into .venv: 6.4 GB, some minutes, once."
 	test -x .venv/bin/python || $(BOOTSTRAP) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --progress-bar on --editable '.[$(DEMO)]'
