@@ -17,23 +17,24 @@ endif
 
 # What users import: no type in it may be unknown.
 PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/flash_mla.py interop.py layouts.py \
-	megatron.py torch_api/__init__.py torch_api/_functions.py torch_api/parallel.py jax_api/__init__.py jax_api/_functions.py jax_api/parallel.py core/errors.py \
+	maxtext.py megatron.py torch_api/__init__.py torch_api/_functions.py torch_api/parallel.py jax_api/__init__.py jax_api/_functions.py jax_api/parallel.py core/errors.py \
 	core/models/base.py core/models/v32.py core/models/v4.py core/parallel.py core/support.py
 
 RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
 VLLM ?= 0.26.0 0.33.0
 SGLANG ?= 0.5.23
+MAXTEXT ?= 0.2.5
 JAX ?= 0.11.2 0.12.0.1
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py tests/core/test_imports.py \
   tests/test_docstrings.py tests/test_indexer_training.py tests/test_interop.py tests/test_layouts.py tests/test_live.py \
-  tests/test_lowering.py tests/test_parallel.py tests/test_parity.py tests/test_private.py tests/test_settings.py \
-  tests/test_training.py
+  tests/test_lowering.py tests/test_maxtext.py tests/test_parallel.py tests/test_parity.py tests/test_private.py \
+  tests/test_settings.py tests/test_training.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast jax vllm sglang fuzz matrix mutants lint types docs pages report wheel clean
+.PHONY: demo test test-fast jax vllm sglang maxtext fuzz matrix mutants lint types docs pages report wheel clean
 test: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -57,6 +58,14 @@ sglang: build/sglang/$(SGLANG)/ready
 
 build/sglang/%/ready: tests/sglang_engine/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/sglang/$* sglang==$* --requirement $<
+	touch $@
+
+# MaxText's own layer, forward and backward, by its code and by xmla, in the interpreter (80 MB).
+maxtext: build/maxtext/$(MAXTEXT)/ready
+	$(ENV) JAX_NUM_CPU_DEVICES=2 PYTHONPATH=build/maxtext/$(MAXTEXT) $(PYTHON) -m pytest tests/maxtext_layer
+
+build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target build/maxtext/$* maxtext==$* --requirement $<
 	touch $@
 
 # The tests that take JAX, with each release that is served, in an environment of its own (800 MB each).
