@@ -51,9 +51,9 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
 
 
 # Digests of the kernels that passed, of their sources and what they are compiled for, are kept. Of a function that has
-# another digest one kernel is compiled, with older Tritons for one or two architectures alone, and a sample of the
-# others; `make matrix` compiles all and writes the digests. PTX for an architecture with another's code generator is
-# taken from there and assembled.
+# another digest one kernel is compiled, with older Tritons for a third of the architectures, and a sample of the others;
+# `make matrix` compiles all and writes the digests. With the newest Triton PTX for an architecture with another's code
+# generator is taken from there and assembled; with older ones it differs.
 MATRIX = bool(os.environ.get("XMLA_MATRIX"))
 SHARED_AMONG = 3  # functions are, with an older Triton
 SAME_GENERATOR = {103: 100, 121: 120}
@@ -61,7 +61,7 @@ SAME_GENERATOR = {103: 100, 121: 120}
 CONFIGURATIONS = [
     pytest.param(
         version, arch, id=f"{version}-sm_{arch}" if version in OLDER else f"sm_{arch}",
-        marks=pytest.mark.xdist_group(f"{version} sm_{SAME_GENERATOR.get(arch, arch)}"),
+        marks=[] if version in OLDER else pytest.mark.xdist_group(f"sm_{SAME_GENERATOR.get(arch, arch)}"),
     )
     for version in (triton.__version__, *OLDER)
     for arch in support_matrix.ARCHITECTURES
@@ -75,7 +75,7 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
     `make matrix` writes the digests."""
     known = DIGESTS / f"triton-{version}-sm_{arch}.json"
     other = folder(version) if version in OLDER else None
-    options = ["--as", str(SAME_GENERATOR[arch])] if arch in SAME_GENERATOR else []
+    options = ["--as", str(SAME_GENERATOR[arch])] if arch in SAME_GENERATOR and not other else []
     shares = f"{support_matrix.ARCHITECTURES.index(arch) % SHARED_AMONG}/{SHARED_AMONG}" if other else "0/1"
     options += [] if MATRIX else ["--some", shares]
     digests, lines = support_matrix.compile_all(arch, *options, triton=other, but=known)
@@ -94,7 +94,7 @@ def test_every_configuration_compiles(version: str, arch: int) -> None:
     require_assembler(arch)
     with compiled(version, arch) as (lines, kernels):
         assert {line["op"] for line in lines} == set(registry()), "an op was not planned"
-        if arch in SAME_GENERATOR:
+        if arch in SAME_GENERATOR and version not in OLDER:
             compared = {line["kernel"]: line["same_ptx"] for line in kernels if "same_ptx" in line}
             assert compared.keys() == {line["kernel"] for line in kernels} and all(compared.values()), compared
         for kernel in kernels:
