@@ -51,7 +51,7 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
 
 
 # Digests of the kernels that passed, of their sources and what they are compiled for, are kept. Of a function that has
-# another digest one kernel is compiled, with older Tritons for a third of the architectures, and a sample of the others;
+# another digest one kernel is compiled, with older Tritons for a third of the architectures, and a sample of others;
 # `make matrix` compiles all and writes the digests. With the newest Triton PTX for an architecture with another's code
 # generator is taken from there and assembled; with older ones it differs.
 MATRIX = bool(os.environ.get("XMLA_MATRIX"))
