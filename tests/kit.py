@@ -180,8 +180,8 @@ def results(op: Op, reference: tuple[np.ndarray, ...]) -> Iterator[tuple[str, np
     yield from zip(op.outputs, reference, strict=True)
 
 
-def plan_of(op: Op, case: Case, device: Device) -> Plan:
+def plan_of(op: Op, case: Case, device: Device, implementation: str | None = None) -> Plan:
     """The plan of a case's call on a device, which need not be here."""
     inputs = make(case)
     specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
-    return plan_call(op, specs, op.attributes(**case.attrs), device)[0]
+    return plan_call(op, specs, op.attributes(**case.attrs), device, implementation)[0]

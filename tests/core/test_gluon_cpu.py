@@ -14,14 +14,13 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from xmla.core.device import H200, RTX_PRO_6000, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.formats.mla import PLAIN, V4, V32
-from xmla.core.op import Case, Op, plan_call
+from xmla.core.op import Case, Op
 from xmla.core.ops.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
 from xmla.core.ops.sparse_mla.backward.cases import backward_of
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 
@@ -33,10 +32,8 @@ ATTENTION = registry()["sparse_mla"]
 
 def plan_of(op: Op, case: Case, device: Device) -> Plan | None:
     """The plan by Gluon kernels, if they serve the case."""
-    inputs, attrs = kit.make(case), kit.attributes(op, case)
-    specs = tuple(Spec.of_numpy(inputs[name]) if name in inputs else None for name in op.tensors)
     try:
-        return plan_call(op, specs, tuple(attrs[attr.name] for attr in op.attrs), device, "gluon")[0]
+        return kit.plan_of(op, case, device, "gluon")
     except UnsupportedError:
         return None
 

@@ -224,15 +224,18 @@ def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
         ) from error
 
 
-# This version covers every architecture here, and ptxas of CUDA 12.9 and later assembles it.
+# This version covers every known device's architecture, and ptxas of CUDA 12.9 and later assembles it.
 PTX_VERSION = 88
+# The first versions that have younger ones. With an older one LLVM ends the process on sm_110.
+YOUNGER_PTX_VERSIONS = {107: 94, 110: 90}
 
 
 @cache
 def _ptx_option(arch: int) -> dict[str, Hashable]:
-    """PTX no newer than 8.8: JAX assembles it with its own ptxas, and CUDA 13.0's refuses the 9.4 of Triton 3.9."""
+    """The oldest PTX: JAX assembles it with its own ptxas, and CUDA 13.0's refuses the 9.4 of Triton 3.9."""
     default = get_ptx_version_from_options(SimpleNamespace(ptx_version=None), arch)
-    return {"ptx_version": PTX_VERSION} if default > PTX_VERSION else {}
+    wanted = YOUNGER_PTX_VERSIONS.get(arch, PTX_VERSION)
+    return {"ptx_version": wanted} if default > wanted else {}
 
 
 def _reason(error: BaseException) -> str:
