@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -305,3 +306,12 @@ def test_training_notices_a_wrong_gradient(
 )  # fmt: skip
 def test_what_is_not_trained_is_refused(options: tuple[str, ...], message: str) -> None:
     assert str(demo(*options).exception) == message
+
+
+@pytest.mark.parametrize("model", [deepseek_v32, deepseek_v4], ids=lambda model: model.__name__)
+def test_a_pass_as_shipped_warns_of_nothing(model: Any, device: str) -> None:
+    """transformers renames arguments; the demo's story has no warnings of that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        run = run_as_shipped(model.build(device), torch.arange(1, 9, device=device), 6)
+    assert len(run.logits) == 8

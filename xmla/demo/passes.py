@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from xmla.demo.paged import PagedAttention
 
@@ -47,11 +49,10 @@ def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
         )
         indexers = [part for name, part in module.named_modules() if name.split(".")[-1] == "indexer"]
         hooks += [indexer.register_forward_hook(keep) for indexer in indexers]
-    logits, past = [], None
-    for part in _steps(tokens, prompt):
-        result = model(input_ids=part[None], past_key_values=past, use_cache=True)
-        past = result.past_key_values
-        logits.append(result.logits[0])
+    past = DynamicCache(config=model.config)  # as the model makes it if it is given none
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # older transformers' name
+    steps = _steps(tokens, prompt)
+    logits = [model(input_ids=part[None], use_cache=True, **{name: past}).logits[0] for part in steps]
     for hook in hooks:
         hook.remove()
     selected = [torch.cat(picked).to(torch.int32) if picked else None for picked in indices]
