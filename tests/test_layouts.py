@@ -9,7 +9,7 @@ import torch
 
 from xmla import ArgumentError, layouts
 from xmla.core.cases import indexer_pool, mla_pool
-from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, IndexerLayout
+from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout
 from xmla.core.formats.mla import (
     MLA_LAYOUTS,
     NOPE,
@@ -63,6 +63,38 @@ def test_convert_indexer_keys(dim: int, forms: tuple[str, str], kind: str, devic
     values, factors = source.operands(*source.gather(pool, every))
     target.scatter(want, every, *target.quantize((values * factors[:, None]).astype(np.float32)))
     kit.assert_bits_equal("pool", got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", ["fp8", "mxfp4"])
+def test_keys_whose_scale_is_four_ue8m0_bytes(target: str, kind: str, device: str) -> None:
+    """The same pool with float32 scales gives the same; where the four bytes differ the scale is NaN."""
+    every, fp8 = np.arange(48), IndexerLayout(128)
+    pool = indexer_pool(np.random.default_rng(0), fp8, 3, 16, every)
+    values, _ = fp8.gather(pool, every)
+    values[5] = values[5, 0]  # an entry that was never written
+    exponent = np.random.default_rng(1).integers(-22, 3, len(every))
+    scales = np.exp2(exponent).astype(np.float32)
+    stored = np.repeat((exponent + 127).astype(np.uint8)[:, None], 4, axis=1)
+    stored[7, 3] += 1
+    theirs = np.zeros_like(pool)
+    fp8.scatter(theirs, every, values, stored.view(np.float32)[:, 0])
+    scales[7] = np.nan
+    fp8.scatter(pool, every, values, scales)
+
+    found = layouts.inspect(KINDS[kind](theirs, device))
+    assert (found.format, found.power_of_two) == (UE8M0_KEYS.name, None), found.reason
+    assert layouts.inspect(pool).format == fp8.name
+    got = layouts.convert(KINDS[kind](theirs, device), f"indexer_{target}_d128")
+    want = pool if target == "fp8" else layouts.convert(pool, "indexer_mxfp4_d128")
+    kit.assert_bits_equal("pool", got, want)
+    with pytest.raises(ArgumentError, match="cache_format is 'indexer_fp8_ue8m0_d128', expected one of v32"):
+        layouts.convert(pool, UE8M0_KEYS.name)
+    message = (
+        r"pool has rows of 68 uint8 at a stride of 68, expected dense rows of 132 bytes \(indexer_fp8_ue8m0_d128\)"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        layouts.convert(pool[..., :68].copy(), "indexer_fp8_d128", source_format=UE8M0_KEYS.name)
 
 
 def test_inspect_tells_scales_that_are_no_powers_of_two() -> None:

@@ -1,6 +1,7 @@
 """Whole paged caches: infer the format of a pool from its bytes, and convert a pool to another format.
 
-Formats are named as in `write_mla_cache`; those of `write_indexer_cache` have names such as `indexer_fp8_d128`.
+Formats are named as in `write_mla_cache`; those of `write_indexer_cache` have names such as `indexer_fp8_d128`. A pool
+may also have keys as vLLM 0.33 writes them on Blackwell, `indexer_fp8_ue8m0_d128`, which no op reads: convert it first.
 `xmla.core.formats` defines their bytes.
 """
 
@@ -8,10 +9,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from xmla.core.errors import ArgumentError
-from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout, indexer_layouts
+from xmla.core.formats.indexer import INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
 from xmla.core.problem import BYTES, HALVES
 from xmla.core.registry import registry
@@ -26,6 +28,10 @@ USUAL_SCALES = 2.0**-40, 2.0**40
 SAMPLED_PAGES = 64
 Layout = MlaLayout | IndexerLayout
 LAYOUTS: tuple[Layout, ...] = (*MLA_LAYOUTS, *INDEXER_LAYOUTS)
+# The bytes of the float32 that each UE8M0 byte stands for.
+FLOATS_OF_UE8M0 = (
+    np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[:, None].view(np.uint8)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
     sample = _to_host(pool, np.unique(pages.astype(np.int64)))
     fitting, reasons = [], []
     indexers = indexer_layouts(spec.shape[2]) if spec.itemsize == 1 else []
+    if indexers and spec.shape[2] == UE8M0_KEYS.row and len(UE8M0_KEYS.used_scales(sample)):
+        indexers.append(UE8M0_KEYS)
     for layout in (*mla_layouts(spec), *indexers):
         fits, reason = _judge(layout, sample)
         fitting += [layout] * fits
@@ -103,14 +111,15 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
         pool: [P, R, ROW], a torch, JAX or NumPy array; the result is of the same kind and on the same device.
         cache_format: The name of the new format. In torch the page stride is the multiple that the format's allocators
             use. Plain rows are bfloat16.
-        source_format: The format of `pool`. Default: the one that `inspect` finds.
+        source_format: The format of `pool`. Default: the one that `inspect` finds. Of `indexer_fp8_ue8m0_d128` every
+            scale is exact; an entry whose four bytes of it differ gets NaN, and ranks last.
         scale_floor: As in `write_mla_cache`; indexer keys have one rule.
 
     Raises:
         ArgumentError: A name is unknown, the formats hold different dims, or `inspect` finds no format.
     """
     spec = _spec_of(pool)
-    layout = _named("cache_format", cache_format)
+    layout = _named("cache_format", cache_format, LAYOUTS)
     if scale_floor not in SCALE_FLOORS:
         raise ArgumentError(f"convert: scale_floor is {scale_floor!r}, expected 'scale' or 'amax'")
     if source_format is None:
@@ -118,7 +127,17 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
         if found.format is None:
             raise ArgumentError(f"convert: source_format is None, expected a name, because {found.reason}")
         source_format = found.format
-    origin = _named("source_format", source_format)
+    origin = _named("source_format", source_format, (*LAYOUTS, UE8M0_KEYS))
+    kind = _framework(pool)
+    array: Any = pool  # a type checker cannot follow `kind`
+    if origin is UE8M0_KEYS:
+        if spec.itemsize != 1 or spec.shape[2] != origin.row or not spec.has_stride(1, origin.row):
+            got = f"rows of {spec.shape[2]} {spec.dtype} at a stride of {spec.stride(1)}"
+            raise ArgumentError(f"convert: pool has {got}, expected dense rows of {origin.row} bytes ({origin.name})")
+        origin = IndexerLayout(origin.dim)
+        array = _with_float_scales(array, kind, origin)
+        if layout == origin:
+            return array
     pages, entries, _ = spec.shape
     dtype = "uint8" if layout.packed else "bfloat16"
     if isinstance(layout, MlaLayout) and isinstance(origin, MlaLayout):
@@ -129,8 +148,6 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
         attrs = {"source_format": origin.format, "cache_format": layout.format}
     else:
         raise ArgumentError(f"convert: cache_format is {layout.name!r}, expected one with the dims of {origin.name!r}")
-    kind = _framework(pool)
-    array: Any = pool  # a type checker cannot follow `kind`
     if kind == "torch":
         import torch
 
@@ -160,10 +177,25 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     return cache
 
 
-def _named(argument: str, name: str) -> Layout:
-    layout = next((known for known in LAYOUTS if known.name == name), None)
+def _with_float_scales(pool: Any, kind: str, layout: IndexerLayout) -> Any:
+    """Keys of `UE8M0_KEYS` as a new pool of `layout`, which has a float32 in the place of the four bytes."""
+    xp: Any = import_module("jax.numpy" if kind == "jax" else kind)
+    pages, entries, row = pool.shape
+    flat = pool.view(xp.uint8).reshape(pages, entries * row)
+    values, stored = flat[:, : entries * layout.value_bytes], flat[:, entries * layout.value_bytes :]
+    stored = stored.reshape(pages, entries, 4)
+    place = stored[..., 0]
+    floats, nan = (xp.asarray(table) for table in (FLOATS_OF_UE8M0, FLOATS_OF_UE8M0[255]))
+    if kind == "torch":
+        floats, nan, place = floats.to(pool.device), nan.to(pool.device), place.long()
+    scales = xp.where((stored == stored[..., :1]).all(-1)[..., None], floats[place], nan)
+    return xp.concatenate([values, scales.reshape(pages, entries * 4)], 1).reshape(pages, entries, row)
+
+
+def _named(argument: str, name: str, layouts: tuple[Layout, ...]) -> Layout:
+    layout = next((known for known in layouts if known.name == name), None)
     if layout is None:
-        known = ", ".join(known.name for known in LAYOUTS)
+        known = ", ".join(known.name for known in layouts)
         raise ArgumentError(f"convert: {argument} is {name!r}, expected one of {known}")
     return layout
 

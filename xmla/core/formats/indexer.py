@@ -100,11 +100,15 @@ class IndexerLayout:
 
     def used_scales(self, cache: np.ndarray) -> np.ndarray:
         """Scales [entries, 1], or [entries, 4] of blocks, of the written entries: not all bytes of values are equal."""
-        values, footer = self._sections(cache)
-        scales = footer[(values.view(np.uint8) != values.view(np.uint8)[..., :1]).any(axis=-1)][:, None]
+        scales = self._written(cache)[:, None]
         if self.format == "fp8":
             return scales
         return np.ascontiguousarray(scales).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+
+    def _written(self, cache: np.ndarray) -> np.ndarray:
+        """Scales, as they are stored, of the written entries."""
+        values, footer = self._sections(cache)
+        return footer[(values.view(np.uint8) != values.view(np.uint8)[..., :1]).any(axis=-1)]
 
     def _sections(self, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Views of the values [P, R, value_bytes] and the scales [P, R] of all pages."""
@@ -116,6 +120,26 @@ class IndexerLayout:
         return values.reshape(pages, entries, self.value_bytes, copy=False), footer
 
 
+@dataclass(frozen=True, slots=True)
+class Ue8m0IndexerLayout(IndexerLayout):
+    """fp8 keys whose one scale, a power of two, is stored as four equal UE8M0 bytes, in the place of the float32.
+
+    vLLM 0.33 writes it on Blackwell (`mqa_logits_use_mx_scales` in its `utils/deep_gemm.py`). No op reads it:
+    `xmla.layouts` tells it from float32 scales, and converts pools.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"indexer_fp8_ue8m0_d{self.dim}"
+
+    def used_scales(self, cache: np.ndarray) -> np.ndarray:
+        """Scales [entries, 1] of the written entries, NaN where the four bytes differ."""
+        stored = np.ascontiguousarray(self._written(cache))[:, None].view(np.uint8)
+        equal = (stored == stored[:, :1]).all(axis=1, keepdims=True)
+        return np.where(equal, stored[:, :1].copy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32), np.nan)
+
+
+UE8M0_KEYS = Ue8m0IndexerLayout(128)
 INDEXER_LAYOUTS = tuple(IndexerLayout(dim, form) for dim in INDEXER_DIMS for form in INDEXER_FORMATS)
 
 
