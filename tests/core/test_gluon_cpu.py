@@ -108,6 +108,22 @@ def test_agrees_with_the_reference(op: Op, case: Case, device: Device) -> None:
     agrees(op, case, device)
 
 
+def test_exact_arithmetic_gives_exact_logits() -> None:
+    op, case, device = LOGITS
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {
+            name: array if array.dtype == np.int32 else rng.integers(-3, 4, array.shape).astype(array.dtype)
+            for name, array in case.make(rng).items()
+        }
+
+    whole = replace(case, name="integers", make=make)
+    plan, inputs = plan_of(op, whole, device), kit.make(whole)
+    assert plan is not None
+    (got,), (want,) = gluon_cpu.run(plan, kit.copies(inputs)), op.reference(**inputs)
+    assert np.isfinite(want).any() and np.array_equal(got, want)
+
+
 def test_every_implementation_has_a_case() -> None:
     plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
     run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
