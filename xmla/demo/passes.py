@@ -34,6 +34,12 @@ def attentions(model: Any) -> list[Any]:
     return [layer.self_attn for layer in layers if getattr(layer, "block_type", None) != "linear_attention"]
 
 
+def _empty_cache(model: Any) -> dict[str, DynamicCache]:
+    """As the model makes it if it is given none, by the name that the installed transformers has for it."""
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
+
+
 @torch.no_grad()
 def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
     """A pass with the model's own attention, indexer and cache, watched by hooks."""
@@ -49,10 +55,8 @@ def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
         )
         indexers = [part for name, part in module.named_modules() if name.split(".")[-1] == "indexer"]
         hooks += [indexer.register_forward_hook(keep) for indexer in indexers]
-    past = DynamicCache(config=model.config)  # as the model makes it if it is given none
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # older transformers' name
-    steps = _steps(tokens, prompt)
-    logits = [model(input_ids=part[None], use_cache=True, **{name: past}).logits[0] for part in steps]
+    cache = _empty_cache(model)
+    logits = [model(input_ids=part[None], use_cache=True, **cache).logits[0] for part in _steps(tokens, prompt)]
     for hook in hooks:
         hook.remove()
     selected = [torch.cat(picked).to(torch.int32) if picked else None for picked in indices]
@@ -66,12 +70,11 @@ def run_with(model: Any, layers: Sequence[PagedAttention], tokens: torch.Tensor,
     for layer in layers:
         layer.module.forward = layer
     try:
-        logits, start, past = [], 0, None
+        logits, start = [], 0
+        cache = _empty_cache(model)  # of layers that are not replaced
         for part in _steps(tokens, prompt):
             positions = torch.arange(start, start + len(part), device=tokens.device)[None]
-            result = model(input_ids=part[None], position_ids=positions, past_key_values=past, use_cache=True)
-            past = result.past_key_values  # of layers that are not replaced
-            logits.append(result.logits[0])
+            logits.append(model(input_ids=part[None], position_ids=positions, use_cache=True, **cache).logits[0])
             start += len(part)
     finally:
         for layer, original in zip(layers, originals, strict=True):
