@@ -44,7 +44,10 @@ def test_demo_agrees(tmp_path: Any) -> None:
     } <= names
     assert all(figure["ok"] for figure in figures)
     told = result.output.splitlines()
-    assert [line.split(":")[0] for line in told if ":" in line][:4] == ["model", "replaced", "text", "Agrees"]
+    subjects = [line.split(":")[0] for line in told if ":" in line]
+    assert subjects[:3] == ["model", "replaced", "text"]
+    parts = deepseek_v32.PARTS + torch.cuda.is_available()
+    assert subjects[3 : 4 + parts] == [*["now"] * parts, "Agrees"], "parts in words, where no bar is drawn"
     assert f"Agrees: {len(figures)} of {len(figures)} figures keep their bounds" in told
     assert re.search(r"([1-9]\d*) of \1 results identical bit for bit", result.output)
     assert re.search(r"for (99|100)% with plain rows", result.output)
