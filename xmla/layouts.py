@@ -29,7 +29,7 @@ SAMPLED_PAGES = 64
 Layout = MlaLayout | IndexerLayout
 LAYOUTS: tuple[Layout, ...] = (*MLA_LAYOUTS, *INDEXER_LAYOUTS)
 # The bytes of the float32 that each UE8M0 byte stands for.
-FLOATS_OF_UE8M0 = (
+FLOATS_OF_UE8M0: np.ndarray = (
     np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[:, None].view(np.uint8)
 )
 

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 
 import kit
 from far_strides import source_ir
@@ -43,6 +44,7 @@ def plan_of(op: Op, case: Case, specs: Specs, device: Device, implementation: st
         return None
 
 
+@cache
 def tiled(specialization: Specialization, arch: int) -> str:
     """The IR of a kernel with sums once its tiles have layouts; what follows costs most and keeps their order."""
     module, backend, options = source_ir(specialization, arch)
