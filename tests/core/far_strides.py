@@ -34,7 +34,7 @@ from xmla.core.registry import registry
 ARCH = 90
 OTHERS = (120,)
 FAR = 2**31 - 2**21  # a stride, or the entries of a page
-AMPLE = 2**40  # bytes of a workspace
+AMPLE = 2**40  # bytes of a workspace, where the case's is too small for so many entries
 TILE = 256  # the most tokens or keys of one
 COUNTS = {"next_n", "split_keys", "chunk"}  # sizes of the call: tokens of a request, keys of a split and of a program
 # Entries of a page are dense; one page of FAR of them is a whole pool.
@@ -210,12 +210,11 @@ def calls() -> Iterator[tuple[Planned, str]]:
             for kind, far in (("strides", far_apart(op, specs)), ("entries", far_within(op, specs))):
                 if kind == "entries" and "page_size" in attrs:
                     attrs = attrs | {"page_size": FAR}
-                ways = [attrs]
-                if kind == "entries" and "workspace_bytes" in attrs:  # that of the case, and what so many keys may take
-                    ways.append(attrs | {"workspace_bytes": AMPLE})
                 for by in (None, *op.choices) if len(op.implementations) > 1 else (None,):
-                    for way in ways:
-                        yield planned(name, case, far, way, DEVICES[ARCH], by), kind
+                    call = planned(name, case, far, attrs, DEVICES[ARCH], by)
+                    if call.plan is None and kind == "entries" and "workspace_bytes" in op.defaults:
+                        call = planned(name, case, far, attrs | {"workspace_bytes": AMPLE}, DEVICES[ARCH], by)
+                    yield call, kind
                 for arch in OTHERS:  # what it has that is not planned for ARCH
                     if any(each.name.endswith(f"sm{arch}") for each in op.implementations):
                         yield planned(name, case, far, attrs, DEVICES[arch], None), kind
