@@ -228,11 +228,12 @@ def test_a_second_derivative_and_forward_mode_are_refused(loss: Callable[..., An
     leaves = [tensor.clone().requires_grad_() for tensor in leaves_of(given)]
     (first,) = torch.autograd.grad(loss(given, *leaves), leaves[0], create_graph=True)
     op, argument = NAMES[loss]
-    with pytest.raises(UnsupportedError, match=f"{op}: a gradient is differentiated, supported: constants"):
+    message = f"{op}: a gradient is differentiated, supported: constants"
+    with pytest.raises(UnsupportedError, match=message):
         first.float().sum().backward()
     arrays = {name: kit.torch_to_jax(tensor) for name, tensor in given.items()}
     function = lambda q: loss(arrays, q, *leaves_of(arrays)[1:], api=jax_api)
-    with pytest.raises(UnsupportedError, match=f"{op}_backward: .* is differentiated, supported: constants"):
+    with pytest.raises(UnsupportedError, match=message):
         jax.grad(lambda q: jax.grad(function)(q).astype(jnp.float32).sum())(arrays["index_q"])
     for derive in (jax.jvp, lambda f, x, t: jax.linearize(f, *x)[1](*t)):
         with pytest.raises(UnsupportedError, match=f"{op}: {argument} is differentiated in forward mode, supported: "):
