@@ -1,11 +1,13 @@
 // The launcher above a driver that notes launches instead of making them, as a custom call on the CPU.
 
+#include <mutex>
 #include <string>
 
 #include "../xmla/jax_api/launcher.cc"
 
 namespace {
 
+std::mutex one_call;                         // at a time: devices have threads of their own
 std::string noted;                           // a line a launch
 ffi::Span<const int32_t> argument_counts;    // of the launches to come
 size_t launched;
@@ -15,6 +17,7 @@ ffi::Error on_host(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi:
                    ffi::Span<const int32_t> programs, ffi::Span<const int32_t> early,
                    ffi::Span<const int32_t> counts, ffi::Span<const int32_t> places,
                    ffi::Span<const int64_t> values) {
+  std::lock_guard lock(one_call);
   argument_counts = counts;
   launched = 0;
   noted.clear();
