@@ -99,6 +99,7 @@ docs: $(READY)
 
 # What does not fit the built pages on a phone and on a desktop, by Chromium, which CI does not have.
 pages: docs
+	$(PYTHON) -m pip install --quiet --editable '.[pages]'
 	$(PYTHON) docs/check_pages.py
 
 # Every figure of the README and the documents, from the committed results.

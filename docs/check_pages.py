@@ -5,31 +5,26 @@ python docs/check_pages.py [--html FOLDER] [--pictures FOLDER] [page …]       
 Every page is laid out at the width of a phone and of a desktop. Each line names a table, picture or page that does not
 fit: it sticks out of the column of text, or has to be scrolled to be seen. On a phone what is wide may scroll in a box
 of its own, but for tables of up to three columns. The exit status is 1 if there is such a line. With --pictures each
-page is also drawn to PNG files, at each width, light and dark. It needs Chromium (Debian: `apt-get install chromium`),
-and no network.
+page is also drawn to PNG files, at each width, light and dark. It needs playwright (`.[pages]`), Chromium (Debian:
+`apt-get install chromium`), and no network.
 """
 
 import argparse
-import base64
-import json
-import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from select import select
 from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
 
 HTML = Path(__file__).parent.parent / "build" / "docs" / "html"
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--remote-debugging-pipe")
 WIDTHS = {"phone": 390, "desktop": 1400}
+HEIGHT = 900
 MOST_COLUMNS = 3
-PATIENCE = 120  # seconds
 TALLEST = 8000  # of a picture; a page may be longer
 # Of every table and picture: what it is, its columns, by how much it sticks out, and how much of it is hidden.
 MEASURE = """
@@ -55,80 +50,21 @@ MEASURE = """
   return [...found, {name: 'the page', outside: root.scrollWidth - root.clientWidth, hidden: 0}];
 })()
 """
-LOADED = "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))"
-
-
-class Browser:
-    """A page of Chromium, which reads commands from one pipe and answers into another."""
-
-    def __init__(self, commands: int, answers: int) -> None:
-        self.commands, self.answers = commands, answers
-        self.read, self.calls, self.page = bytearray(), 0, {}
-        target = self.call("Target.createTarget", url="about:blank")
-        self.page = {"sessionId": self.call("Target.attachToTarget", **target, flatten=True)["sessionId"]}
-
-    def message(self) -> Any:
-        """The next that the browser says, an answer or an event."""
-        while b"\0" not in self.read:
-            if not select([self.answers], [], [], PATIENCE)[0]:
-                raise TimeoutError(f"the browser has said nothing for {PATIENCE} seconds")
-            if not (more := os.read(self.answers, 1 << 20)):
-                raise RuntimeError("the browser has ended")
-            self.read += more
-        text, _, self.read = self.read.partition(b"\0")
-        return json.loads(text)
-
-    def call(self, method: str, **parameters: Any) -> Any:
-        """A method of the DevTools protocol and its result."""
-        self.calls += 1
-        command = {"id": self.calls, "method": method, "params": parameters} | self.page
-        os.write(self.commands, json.dumps(command).encode() + b"\0")
-        while (message := self.message()).get("id") != self.calls:
-            pass
-        if "error" in message:
-            raise RuntimeError(f"{method}: {message['error']['message']}")
-        return message["result"]
-
-    def evaluate(self, expression: str) -> Any:
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
-        return found["result"].get("value")
-
-    def open(self, page: Path, width: int, scheme: str) -> None:
-        """Lay out a page, with its pictures."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", url=page.resolve().as_uri())
-        self.evaluate(LOADED)
-
-    def picture(self, width: int) -> bytes:
-        height = min(self.evaluate("document.documentElement.scrollHeight"), TALLEST)
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        return base64.b64decode(self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"])
 
 
 @contextmanager
-def browser() -> Iterator[Browser]:
+def tab() -> Iterator[Page]:
+    """A page of the machine's own Chromium."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         sys.exit("docs/check_pages.py: there is no Chromium on the PATH (Debian: apt-get install chromium)")
-    commands, to_browser = os.pipe()
-    from_browser, answers = os.pipe()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # Chromium reads file 3 and writes file 4.
-        pipes = f'exec 3<&{commands} 4>&{answers}; exec "$@"'
-        command = ["bash", "-c", pipes, "bash", program, *FLAGS, f"--user-data-dir={profile}"]
-        process = subprocess.Popen(command, pass_fds=(commands, answers), stderr=subprocess.DEVNULL)
-        os.close(commands)
-        os.close(answers)
-        try:
-            yield Browser(to_browser, from_browser)
-        finally:
-            process.terminate()
-            process.wait()
-            os.close(to_browser)
-            os.close(from_browser)
+    with sync_playwright() as playwright:
+        # Elsewhere its sandbox may be missing, and the pages are ours.
+        chromium = playwright.chromium.launch(
+            executable_path=program, chromium_sandbox=False, ignore_default_args=["--hide-scrollbars"]
+        )
+        yield chromium.new_page()
+        chromium.close()
 
 
 def faults(found: list[dict[str, Any]], kind: str) -> Iterator[str]:
@@ -136,7 +72,8 @@ def faults(found: list[dict[str, Any]], kind: str) -> Iterator[str]:
     for one in found:
         if one["outside"] > 1:
             yield f"{one['name']} is {one['outside']:.0f} px outside"
-        if one["hidden"] > 1 and (kind == "desktop" or one.get("columns", MOST_COLUMNS + 1) <= MOST_COLUMNS):
+        narrow = one.get("columns") is not None and one["columns"] <= MOST_COLUMNS
+        if one["hidden"] > 1 and (kind == "desktop" or narrow):
             yield f"{one['name']} has {one['hidden']:.0f} px to scroll"
 
 
@@ -152,18 +89,22 @@ def main() -> int:
     if not pages:
         parser.error(f"no pages in {options.html}: make docs")
     wrong = 0
-    with browser() as window:
-        for page, kind in product(pages, WIDTHS):
+    with tab() as window:
+        for page, (kind, width) in product(pages, WIDTHS.items()):
             name = str(page.relative_to(options.html).with_suffix(""))
-            window.open(page, WIDTHS[kind], "light")
+            window.set_viewport_size({"width": width, "height": HEIGHT})
+            window.emulate_media(color_scheme="light")
+            window.goto(page.resolve().as_uri())
             for fault in faults(window.evaluate(MEASURE), kind):
                 print(f"{name}, {kind}: {fault}", flush=True)
                 wrong += 1
             for scheme in ("light", "dark") if options.pictures else ():
-                window.open(page, WIDTHS[kind], scheme)
-                file = options.pictures / f"{name.replace('/', '-')}-{kind}-{scheme}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(window.picture(WIDTHS[kind]))
+                window.emulate_media(color_scheme=scheme)
+                height = min(window.evaluate("document.documentElement.scrollHeight"), TALLEST)
+                window.screenshot(
+                    path=options.pictures / f"{name.replace('/', '-')}-{kind}-{scheme}.png", full_page=True,
+                    clip={"x": 0, "y": 0, "width": width, "height": height},
+                )  # fmt: skip
     print(f"{len(pages)} pages, {wrong} faults")
     return bool(wrong)
 
