@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import compile_unknown
 import pytest
 import support_matrix
 import triton
@@ -119,36 +118,13 @@ def check_spills_of_an_older_triton(kernels: list[support_matrix.Line]) -> None:
         assert not kernel["kernel"].endswith("_sm90_kernel") or kernel["spilled_bytes"] <= most, kernel
 
 
-YOUNGER = """
-import json, sys
-import numpy as np
-from xmla.core.call import plan_call
-from xmla.core.compile import compiled, specialize
-from xmla.core.device import Device
-from xmla.core.registry import registry
-from xmla.core.spec import Spec
-op, arch = registry()["sparse_mla"], int(sys.argv[1])
-case = op.cases[0]
-specs = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
-arguments = tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs)
-plan, _ = plan_call(op, *arguments, Device.of("younger", arch, 148))
-kernel = compiled(specialize(plan.launches[0], plan, specs), arch)
-print(json.dumps([kernel.metadata.shared, kernel.asm["ptx"]]))
-"""
-
-
 @pytest.mark.parametrize("arch", [107, 110], ids=lambda arch: f"sm_{arch}")
 def test_architectures_younger_than_the_oldest_ptx_compile(arch: int) -> None:
     """Devices that are not known: one kernel stands for those that `KNOWN_DEVICES` would have compiled."""
     require_assembler(arch)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", YOUNGER, str(arch)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    shared, ptx = json.loads(done.stdout.splitlines()[-1])
-    assert f".target sm_{arch}a" in ptx and NATIVE[100] in ptx
-    assert DEVICES[120].smem_bytes < shared <= DEVICES[100].smem_bytes, "tiles are those of sm_100"
+    (line,) = support_matrix.lines_of(Path(compile_unknown.__file__), str(arch))
+    assert f".target sm_{arch}a" in line["ptx"] and NATIVE[100] in line["ptx"]
+    assert DEVICES[120].smem_bytes < line["shared"] <= DEVICES[100].smem_bytes, "tiles are those of sm_100"
 
 
 def check_committed(arch: int, lines: list[support_matrix.Line]) -> None:
