@@ -28,12 +28,19 @@ def demo(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["demo", *arguments])
 
 
+def agreeing(file: Path, *arguments: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A demo's run and its figures, all of which keep their bounds."""
+    result = demo(*arguments, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    figures = json.loads(file.read_text())
+    assert all(figure["ok"] for figure in figures)
+    return result, figures
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
-def test_demo_agrees(tmp_path: Any) -> None:
-    result = demo("--json", str(tmp_path / "figures.json"))
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "figures.json").read_text())
+def test_demo_agrees(tmp_path: Path) -> None:
+    result, figures = agreeing(tmp_path / "figures.json")
     names = {figure["name"] for figure in figures}
     assert {
         "selection, same caches",
@@ -42,7 +49,6 @@ def test_demo_agrees(tmp_path: Any) -> None:
         "logits, same caches",
         "torch = JAX: out",
     } <= names
-    assert all(figure["ok"] for figure in figures)
     told = result.output.splitlines()
     subjects = [line.split(":")[0] for line in told if ":" in line]
     assert subjects[:3] == ["model", "replaced", "text"]
@@ -107,14 +113,11 @@ def test_parity_notices_one_bit(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
-def test_v4_demo_agrees(tmp_path: Any) -> None:
-    result = demo("--model", "deepseek_v4", "--json", str(tmp_path / "figures.json"))
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "figures.json").read_text())
+def test_v4_demo_agrees(tmp_path: Path) -> None:
+    _, figures = agreeing(tmp_path / "figures.json", "--model", "deepseek_v4")
     names = {figure["name"] for figure in figures}
     assert {"attention, plain rows", "attention, as shipped", "attention, reference", "selection, as shipped",
             "torch = JAX: results", "torch = JAX: compressor entries", "entries, reference"} <= names  # fmt: skip
-    assert all(figure["ok"] for figure in figures)
 
 
 def without_sink(arguments: dict[str, Any]) -> None:
@@ -182,12 +185,9 @@ def test_the_v4_model_has_deepseeks_geometry() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
-def test_glm_demo_agrees(tmp_path: Any) -> None:
-    result = demo("--model", "glm5_next", "--json", str(tmp_path / "figures.json"))
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "figures.json").read_text())
+def test_glm_demo_agrees(tmp_path: Path) -> None:
+    _, figures = agreeing(tmp_path / "figures.json", "--model", "glm5_next")
     places = {(figure["name"], figure["where"]) for figure in figures}
-    assert all(figure["ok"] for figure in figures)
     assert places >= {
         ("selection, as shipped", "layer 1, full"), ("selection, reference", "layer 1, full"),
         ("attention, plain rows", "layer 2, shared, decode"), ("attention, as shipped", "layer 2, shared, decode"),

@@ -134,3 +134,18 @@ def written_by_jax(layer: PagedAttention) -> list[torch.Tensor]:
         arrays = [refs[place] if (place := tensor.data_ptr()) in refs else _to_jax(tensor) for tensor in tensors]
         getattr(jax_api, call.op)(*arrays, **call.attrs)
     return [interop.to_torch(ref[...]) for ref in refs.values()]
+
+
+def against_jax(layers: Sequence[PagedAttention], places: Sequence[str]) -> Iterator[Figure]:
+    """JAX's results of the first layer's prefill and of every layer's last step, and what it writes, bit for bit.
+
+    `places` names the layers.
+    """
+    for layer, where in zip(layers, places, strict=True):
+        steps = [("prefill", layer.steps[0])] if layer is layers[0] else []
+        for phase, calls in (*steps, ("decode", layer.steps[-1])):
+            answers = [(call.results, by_jax(call)) for call in calls if not writes(call)]
+            ours, theirs = (flatten([result for answer in answers for result in answer[side]]) for side in (0, 1))
+            yield identical("torch = JAX: results", f"{where}, {phase}", ours, theirs)
+        for (name, pool), theirs in zip(layer.pools.items(), written_by_jax(layer), strict=True):
+            yield identical(f"torch = JAX: {name}", where, pool.pages, theirs)

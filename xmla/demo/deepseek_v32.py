@@ -15,7 +15,7 @@ from xmla.core.registry import registry
 from xmla.demo.comparisons import Comparison, against_model, against_reference, by_jax, flatten, written_by_jax
 from xmla.demo.figures import Figure, errors, identical
 from xmla.demo.paged import PagedAttention, Pool
-from xmla.demo.passes import Run, run_with
+from xmla.demo.passes import Run, attentions, run_with
 
 TITLE = "DeepSeek-V3.2 of transformers, attention by xmla"
 STORY = {
@@ -169,8 +169,8 @@ def run_replaced(
     if filled:
         pools = [layer.pools for layer in filled.layers]
     layers = [
-        SparseAttention(layer.self_attn, pool, filled is None, keys, implementation=implementation)
-        for layer, pool, keys in zip(model.model.layers, pools, selected or [None] * len(PLACES), strict=True)
+        SparseAttention(module, pool, filled is None, keys, implementation=implementation)
+        for module, pool, keys in zip(attentions(model), pools, selected or [None] * len(PLACES), strict=True)
     ]
     return run_with(model, layers, tokens, prompt)
 

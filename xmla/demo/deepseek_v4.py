@@ -13,19 +13,10 @@ from xmla._frameworks import missing
 from xmla.core.formats import stored_values
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN_V4, V4, MlaLayout
-from xmla.demo.comparisons import (
-    Comparison,
-    against_model,
-    against_reference,
-    by_jax,
-    flatten,
-    writes,
-    written_by_jax,
-    written_by_reference,
-)
+from xmla.demo.comparisons import Comparison, against_jax, against_model, against_reference, written_by_reference
 from xmla.demo.figures import Figure, figure, identical, relative_error
 from xmla.demo.paged import PagedAttention, Pool
-from xmla.demo.passes import Run, run_with
+from xmla.demo.passes import Run, attentions, run_with
 from xmla.torch_api._arrays import to_numpy
 
 TITLE = "DeepSeek-V4 of transformers, attention by xmla"
@@ -209,7 +200,7 @@ def run_replaced(
     """
     layout, dtype = (V4, torch.bfloat16) if packed else (PLAIN_V4, torch.float16)
     device = str(tokens.device)
-    modules = [layer.self_attn for layer in model.model.layers]
+    modules = attentions(model)
     ropes = rope_tables(model, len(tokens), device)
     pools = [empty_pools(module, len(tokens), layout, dtype, device) for module in modules]
     layers = [
@@ -236,7 +227,7 @@ def compare(
         figures += entries_against_reference(layer, f"layer {place}")
     if not missing("jax"):
         begin("JAX")
-        figures += parity(packed)
+        figures += against_jax(packed.layers, [f"layer {place}" for place in range(len(PLACES))])
     return Comparison(packed, plain, figures)
 
 
@@ -255,15 +246,3 @@ def _values(pages: torch.Tensor) -> torch.Tensor:
     array = to_numpy(pages.cpu())
     dim = 128 if array.shape[2] == IndexerLayout(128).row else 512
     return torch.from_numpy(stored_values(array, dim)).nan_to_num(0.0)
-
-
-def parity(run: Run) -> Iterator[Figure]:
-    """JAX's results of the first layer's prefill and of every layer's last step, and what it writes, bit for bit."""
-    for place, layer in enumerate(run.layers):
-        steps = [("prefill", layer.steps[0])] if place == 0 else []
-        for phase, calls in (*steps, ("decode", layer.steps[-1])):
-            answers = [(call.results, by_jax(call)) for call in calls if not writes(call)]
-            ours, theirs = (flatten([result for answer in answers for result in answer[side]]) for side in (0, 1))
-            yield identical("torch = JAX: results", f"layer {place}, {phase}", ours, theirs)
-        for (name, pool), theirs in zip(layer.pools.items(), written_by_jax(layer), strict=True):
-            yield identical(f"torch = JAX: {name}", f"layer {place}", pool.pages, theirs)

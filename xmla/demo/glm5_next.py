@@ -1,6 +1,6 @@
 """GLM-5.3-Flash of transformers, and the same model with xmla's ops as its attention."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +12,8 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextForConditio
 from xmla._frameworks import missing
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import NOPE, PLAIN, MlaLayout
-from xmla.demo.comparisons import (
-    Comparison,
-    against_model,
-    against_reference,
-    by_jax,
-    flatten,
-    writes,
-    written_by_jax,
-    written_by_reference,
-)  # fmt: skip
-from xmla.demo.figures import Figure, identical
+from xmla.demo.comparisons import Comparison, against_jax, against_model, against_reference, written_by_reference
+from xmla.demo.figures import identical
 from xmla.demo.paged import PagedAttention, Pool
 from xmla.demo.passes import Run, attentions, run_with
 
@@ -199,17 +190,5 @@ def compare(
             figures.append(identical(f"{name}, reference", where, pool.pages, want))
     if not missing("jax"):
         begin("JAX")
-        figures += parity(packed)
+        figures += against_jax(packed.layers, PLACES)
     return Comparison(packed, plain, figures)
-
-
-def parity(run: Run) -> Iterator[Figure]:
-    """JAX's results of the first layer's prefill and of every layer's last step, and what it writes, bit for bit."""
-    for where, layer in zip(PLACES, run.layers, strict=True):
-        steps = [("prefill", layer.steps[0])] if where == PLACES[0] else []
-        for phase, calls in (*steps, ("decode", layer.steps[-1])):
-            answers = [(call.results, by_jax(call)) for call in calls if not writes(call)]
-            ours, theirs = (flatten([result for answer in answers for result in answer[side]]) for side in (0, 1))
-            yield identical("torch = JAX: results", f"{where}, {phase}", ours, theirs)
-        for (name, pool), theirs in zip(layer.pools.items(), written_by_jax(layer), strict=True):
-            yield identical(f"torch = JAX: {name}", where, pool.pages, theirs)

@@ -17,6 +17,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 
 from xmla import torch_api as xt
 from xmla.demo.deepseek_v32 import Rope, build, index, project, project_back
+from xmla.demo.passes import attentions
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def train(
 
     `half` is autocast to bfloat16, as the shipped model would be trained.
     """
-    modules = [layer.self_attn for layer in model.model.layers]
+    modules = attentions(model)
     layers: list[Attention] = [XmlaAttention(module, stage.dense) for module in modules]
     if over is not None:
         selections = zip(*over.selected, strict=True)  # of each layer
