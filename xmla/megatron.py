@@ -74,7 +74,7 @@ def run_fused_qk_topk(
         scores[s,b,n] = Σ_i weights[s,b,i] · relu(q[s,b,i] · k[n,b])        for starts[s] ≤ n < ends[s]
 
     Args:
-        q: [S, B, I, D] bfloat16 or float16, I ≤ 64, D = 32, 64 or 128.
+        q: [S, B, I, D] bfloat16 or float16, 1 ≤ I ≤ 64, D = 32, 64 or 128.
         k: [N, B, D], dtype of q.
         weights: [S, B, I], with all factors of the scores.
         index_topk: K, if there are so many keys.

@@ -20,9 +20,12 @@ MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a t
 QUERY = Tensor("T I D", (*E4M3, "bfloat16"))
 
 
-def check_heads(problem: Problem, query: str) -> None:
-    if problem["I"] > MAX_HEADS:
-        problem.unsupported(query, "axis I (axis 1)", problem["I"], f"at most {MAX_HEADS} indexer heads")
+def check_heads(problem: Problem, query: str, most: int = MAX_HEADS) -> None:
+    """Of no heads a sum is 0 whatever the key, where a kernel would make NaN of a key that is NaN."""
+    if problem["I"] < 1:
+        problem.refuse(query, "axis I (axis 1)", problem["I"], "at least 1")
+    if problem["I"] > most:
+        problem.unsupported(query, "axis I (axis 1)", problem["I"], f"at most {most} indexer heads")
 
 
 def check_query(problem: Problem) -> None:

@@ -1032,7 +1032,7 @@ def dsa_attention(
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
-        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, I ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, 1 ≤ I ≤ 128.
         index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
         mla_cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
         indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Both caches share page ids
@@ -1613,7 +1613,7 @@ def indexer_logits(
         logits[t,n] = −inf                                                           elsewhere
 
     Args:
-        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128 (`quantize_indexer_query`); with MXFP4 keys also
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, 1 ≤ I ≤ 128 (`quantize_indexer_query`); with MXFP4 keys also
             bfloat16.
         weights: [T, I] float32, scales of q folded in. May be negative.
         keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.
@@ -1679,8 +1679,8 @@ def indexer_logits_paged(
         key[n]: entry n % R of page block_table[request of t, n // R]
 
     Args:
-        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128; with MXFP4 keys also bfloat16. Tokens are flat rows,
-            the tokens of a request adjacent.
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, 1 ≤ I ≤ 128; with MXFP4 keys also bfloat16. Tokens are flat
+            rows, those of a request adjacent.
         weights: [T, I] float32, scales of q folded in.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, ROW = D+4 (fp8) or D/2+4 (mxfp4), scales in the page's footer
             (`write_indexer_cache`); any page size, pages start on multiples of 4 bytes.
@@ -1765,7 +1765,7 @@ def indexer_loss(
     I[t,c] − ln Σ exp(I[t,c']), so that it is finite where p[t,c] rounds to 0. A column whose ĝ is 0 adds 0.
 
     Args:
-        index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, 1 ≤ I ≤ 64.
         index_k: [N, D], dtype of index_q. Keys of no valid column are never read, nor are their rows.
         index_weights: [T, I] float32.
         q: [T, H, L+E] bfloat16 or float16, H ≤ 128, L+E a multiple of 64: attention's queries.
@@ -1916,7 +1916,7 @@ def indexer_scores(
         scores[t,c] = Σ_i weights[t,i] · relu(q[t,i] · k[n(t,c)])                    for c in S[t], else −inf
 
     Args:
-        q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, 1 ≤ I ≤ 64.
         k: [N, D], dtype of q. Keys of no valid column are never read.
         weights: [T, I] float32. May be negative.
         ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row. In a batch of packed
@@ -2484,7 +2484,7 @@ def quantize_indexer_query(
     values themselves, in bfloat16, which holds them exactly.
 
     Args:
-        q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, I ≤ 128. Roped.
+        q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, 1 ≤ I ≤ 128. Roped.
         weights: [T, I], any of the same dtypes: weights_proj(x), unscaled.
         scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
         format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was

@@ -19,7 +19,7 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
         logits[t,n] = −inf                                                           elsewhere
 
     Args:
-        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128 (`quantize_indexer_query`); with MXFP4 keys also
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, 1 ≤ I ≤ 128 (`quantize_indexer_query`); with MXFP4 keys also
             bfloat16.
         weights: [T, I] float32, scales of q folded in. May be negative.
         keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.

@@ -22,8 +22,8 @@ def indexer_logits_paged(
         key[n]: entry n % R of page block_table[request of t, n // R]
 
     Args:
-        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, I ≤ 128; with MXFP4 keys also bfloat16. Tokens are flat rows,
-            the tokens of a request adjacent.
+        q8: [T, I, D] float8_e4m3fn, D = 32, 64 or 128, 1 ≤ I ≤ 128; with MXFP4 keys also bfloat16. Tokens are flat
+            rows, those of a request adjacent.
         weights: [T, I] float32, scales of q folded in.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn, ROW = D+4 (fp8) or D/2+4 (mxfp4), scales in the page's footer
             (`write_indexer_cache`); any page size, pages start on multiples of 4 bytes.

@@ -34,7 +34,7 @@ def indexer_loss(
     I[t,c] − ln Σ exp(I[t,c']), so that it is finite where p[t,c] rounds to 0. A column whose ĝ is 0 adds 0.
 
     Args:
-        index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, 1 ≤ I ≤ 64.
         index_k: [N, D], dtype of index_q. Keys of no valid column are never read, nor are their rows.
         index_weights: [T, I] float32.
         q: [T, H, L+E] bfloat16 or float16, H ≤ 128, L+E a multiple of 64: attention's queries.

@@ -20,7 +20,7 @@ def indexer_scores(q, k, weights, ends=None, starts=None, indices=None) -> Any:
         scores[t,c] = Σ_i weights[t,i] · relu(q[t,i] · k[n(t,c)])                    for c in S[t], else −inf
 
     Args:
-        q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, I ≤ 64.
+        q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, 1 ≤ I ≤ 64.
         k: [N, D], dtype of q. Keys of no valid column are never read.
         weights: [T, I] float32. May be negative.
         ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row. In a batch of packed
