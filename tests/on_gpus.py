@@ -63,9 +63,9 @@ def suite(out: Out, commit: Commit = None, part: Parts = list(PARTS), seconds: S
     """The whole suite, or parts of it: ranks with all GPUs, far strides and the rest with a GPU a worker."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    # Every test is named as it ends, so that a run that is cut short tells what it has run.
-    pytest = ["timeout", str(seconds), "python3", "-m", "pytest", "-v", "-rfs", "--tb=short", "--show-capture=no"]
-    pytest += ["-p", "no:cacheprovider", "--durations=20"]
+    # Every test is named as it ends, so that a run that is cut short tells what it has run; an interrupt also sums up.
+    pytest = ["timeout", "-s", "INT", "-k", "20", str(seconds), "python3", "-m", "pytest", "-v", "-rfEs", "--tb=short"]
+    pytest += ["--show-capture=no", "-p", "no:cacheprovider", "--durations=20"]
     workers = {"ranks": 2, "far": 2 * gpus}
     apart = [f"--ignore={file}" for file in (*RANKS, *FAR, *LARGE, *FLASH)]
     others = [FOLDERS[name] for name in part if name in FOLDERS]

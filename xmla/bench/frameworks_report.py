@@ -28,7 +28,7 @@ def peer_of(line: dict[str, Any]) -> str:
 def gpu_rows(lines: list[dict[str, Any]]) -> list[str]:
     table = ["| op | case | PyTorch, µs | JAX, µs | PyTorch / JAX | best peer, µs |", "|---|---|---|---|---|---|"]
     for line in lines:
-        ours, by_jax = line["us"]["xmla"][0], line["jax"]["us"][0]
+        ours, by_jax = picture.in_turns(line)
         table.append(f"| `{line['op']}` | {line['case']} | {ours} | {by_jax} | {ours / by_jax:.2f} | {peer_of(line)} |")
     return table
 

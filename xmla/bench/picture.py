@@ -130,11 +130,16 @@ def draw_speeds(head: Line, lines: list[Line], file: Path) -> None:
         _save(pyplot, figure, file, shown)
 
 
+def in_turns(line: Line) -> tuple[float, float]:
+    """Microseconds by PyTorch and by JAX. An older run has PyTorch's beside its peers alone."""
+    return line["torch"].get("us", line["us"]["xmla"])[0], line["jax"]["us"][0]
+
+
 def shown_frameworks(head: Line, lines: list[Line]) -> Any:
     """What `draw_frameworks` draws: of each op, times by PyTorch and speeds by JAX as multiples of PyTorch's."""
     points: dict[str, list[list[float]]] = {}
     for line in (line for line in lines if "us" in line.get("jax", {})):
-        ours, by_jax = line["us"]["xmla"][0], line["jax"]["us"][0]
+        ours, by_jax = in_turns(line)
         points.setdefault(line["op"], []).append([ours, round(ours / by_jax, 3)])
     return {"origin": origin(head), "points": points}
 

@@ -49,7 +49,7 @@ def record(
     return {
         "op": benchmark.op,
         "case": benchmark.case,
-        "us": {name: [round(t.median, 2), round(t.minimum, 2), round(t.maximum, 2)] for name, t in times.items()},
+        "us": {name: timing.rounded() for name, timing in times.items()},
         "tflop_per_s": round(benchmark.flops / seconds / 1e12, 1),
         "gb_per_s": round(benchmark.bytes / seconds / 1e9, 1),
         "ceiling": benchmark.bound,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xmla.bench import vllm_report
+from xmla.bench import picture, vllm_report
 from xmla.bench.report import read, show
 
 MARKERS = "<!-- speed -->\n", "<!-- /speed -->"
@@ -38,7 +38,7 @@ def beside(lines: list[Line], peer: str, chosen: Callable[[str], bool]) -> str:
 def in_jax(lines: list[Line]) -> str:
     """Speed of a jitted step of layers beside the CUDA graph of PyTorch's."""
     steps = [line for line in lines if line["case"].startswith("step of")]
-    return span(line["us"]["xmla"][0] / line["jax"]["us"][0] for line in steps)
+    return span(by_torch / by_jax for by_torch, by_jax in map(picture.in_turns, steps))
 
 
 def megatron(file: Path) -> str:

@@ -1,13 +1,15 @@
-"""The timer of JAX: GPU time of a case's calls, and the host's part of one.
+"""The timer of JAX: GPU time of a case's calls, in turns with PyTorch's, and the host's part of one.
 
 A program is some calls of a case in one `jit`. The GPU's time is the time by which several programs more prolong work
 that was queued before them: it keeps the GPU busy until the host has queued all, so that the host's time does not
-count, as it does not in a CUDA graph's replay.
+count, as it does not in a CUDA graph's replay. PyTorch's graph is replayed between JAX's rounds: a GPU that has paused
+is faster than one that works without a break, as it does for the times beside peers.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from xmla import interop, jax_api
 from xmla.bench.benchmark import Benchmark
-from xmla.bench.timing import Timing
+from xmla.bench.timing import Timing, replays
 
 PROGRAM_US = 300.0  # of the calls in a program, at least, but for the most of them
 MOST_CALLS = 16
@@ -26,9 +28,11 @@ MOST_PROGRAMS = 24  # XLA lets the host queue 32 of them
 ROUNDS = 5
 
 
-def as_jax(array: torch.Tensor | None) -> jax.Array | None:
-    """The same memory, but for arrays with strides, which JAX does not have."""
-    return None if array is None else interop.to_jax(array.contiguous())
+def dense(benchmark: Benchmark) -> Benchmark:
+    """The same case over arrays without gaps, since JAX has no strides; an array that several sets have stays one."""
+    arrays = {id(array): array for inputs in benchmark.inputs for array in inputs}
+    found = {key: None if array is None else array.contiguous() for key, array in arrays.items()}
+    return replace(benchmark, inputs=[[found[id(array)] for array in inputs] for inputs in benchmark.inputs])
 
 
 @cache
@@ -40,15 +44,13 @@ def _busy() -> Callable[[], jax.Array]:
 
 
 class Case:
-    """A benchmark's calls by JAX."""
+    """A benchmark's calls by JAX, on the memory of the tensors of `benchmark`, which are dense."""
 
     def __init__(self, benchmark: Benchmark) -> None:
-        self.benchmark = benchmark
-        shared: dict[int, jax.Array | None] = {}  # an array that several sets have is converted once
-        for array in (array for arrays in benchmark.inputs for array in arrays):
-            if id(array) not in shared:
-                shared[id(array)] = as_jax(array)
-        self.inputs = [[shared[id(array)] for array in arrays] for arrays in benchmark.inputs]
+        self.benchmark = benchmark = dense(benchmark)
+        arrays = {id(array): array for inputs in benchmark.inputs for array in inputs}
+        shared = {key: None if array is None else interop.to_jax(array) for key, array in arrays.items()}
+        self.inputs = [[shared[id(array)] for array in inputs] for inputs in benchmark.inputs]
         # Copies: JAX updates in place what it has allocated.
         self.updated = [jnp.array(self.inputs[0][place], copy=True) for place in benchmark.updates]
 
@@ -86,8 +88,9 @@ class Case:
         return start
 
 
-def gpu_time(case: Case, us: float) -> Timing:
-    """Microseconds of GPU time a call, which is expected to take some `us`."""
+def gpu_times(case: Case, us: float) -> tuple[Timing, Timing]:
+    """Microseconds of GPU time a call, which is expected to take some `us`: by PyTorch and by JAX, in turns."""
+    by_torch = replays(case.benchmark.ours, len(case.inputs))
     calls = min(MOST_CALLS, max(1, len(case.inputs), round(PROGRAM_US / us)))
     programs = min(MOST_PROGRAMS, max(2, round(PROGRAMS_US / (calls * us))))
     start, busy = case.program(calls), _busy()
@@ -103,8 +106,9 @@ def gpu_time(case: Case, us: float) -> Timing:
         return (time.perf_counter() - begun) * 1e6
 
     elapsed(2)
-    each = [(elapsed(1 + programs) - elapsed(1)) / (programs * calls) for _ in range(ROUNDS)]
-    return Timing(statistics.median(each), min(each), max(each))
+    each = [(by_torch(), (elapsed(1 + programs) - elapsed(1)) / (programs * calls)) for _ in range(ROUNDS)]
+    torch_us, jax_us = map(Timing.of, zip(*each, strict=True))
+    return torch_us, jax_us
 
 
 def waited(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int = 15) -> tuple[float, float]:
@@ -132,23 +136,20 @@ def same_bits(benchmark: Benchmark, by_torch: Any, by_jax: Sequence[jax.Array]) 
 
 
 def beside_torch(benchmark: Benchmark, us: float) -> dict[str, Any]:
-    """What a case's line has of the two frameworks: bits, the host's part of a call, GPU time by JAX."""
+    """What a case's line has of the two frameworks: GPU time in turns, the host's part of a call, bits."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     case = Case(benchmark)
     one = case.program(1)
     by_jax = jax.block_until_ready(one())
-    by_torch = benchmark.ours(0)
+    by_torch = case.benchmark.ours(0)
     torch.cuda.synchronize()
     equal = same_bits(benchmark, by_torch, by_jax)
     del by_torch, by_jax
-    eager = waited(partial(benchmark.ours, 0), lambda _: torch.cuda.synchronize())
+    eager = waited(partial(case.benchmark.ours, 0), lambda _: torch.cuda.synchronize())
     jitted = waited(one, jax.block_until_ready)
-    found = gpu_time(case, us)
+    torch_us, jax_us = gpu_times(case, us)
     return {
-        "torch": {"host_us": eager[0], "waited_us": eager[1]},
-        "jax": {
-            "us": [round(found.median, 2), round(found.minimum, 2), round(found.maximum, 2)],
-            "host_us": jitted[0], "waited_us": jitted[1], "same_bits": equal,
-        },
-    }  # fmt: skip
+        "torch": {"us": torch_us.rounded(), "host_us": eager[0], "waited_us": eager[1]},
+        "jax": {"us": jax_us.rounded(), "host_us": jitted[0], "waited_us": jitted[1], "same_bits": equal},
+    }
