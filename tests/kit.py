@@ -36,6 +36,31 @@ def make(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     return case.make(np.random.default_rng(seed))
 
 
+# Axes whose sizes follow from another's.
+FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2), "D": ("2·D", 2)}
+
+
+def smallest(op: Op) -> Case:
+    return min(op.cases, key=lambda case: sum(array.size for array in make(case).values()))
+
+
+def axes(op: Op, inputs: dict[str, np.ndarray]) -> list[str]:
+    """Those whose sizes are free."""
+    following = {axis for axis, _ in FOLLOWS.values()}
+    return sorted({label for name in inputs for label in op.tensors[name].names} - following)
+
+
+def with_axis(op: Op, inputs: dict[str, np.ndarray], axis: str, size: int) -> dict[str, np.ndarray]:
+    """The first `size` along an axis; what has no elements keeps no strides, as arrays from NumPy."""
+    follows, factor = FOLLOWS.get(axis, ("", 1))
+    sizes = {axis: size, follows: size + 1 if follows == "B+1" else size * factor}
+    found = {}
+    for name, array in inputs.items():
+        cut = array[tuple(slice(sizes.get(label)) for label in op.tensors[name].names)]
+        found[name] = np.ascontiguousarray(cut)
+    return found
+
+
 def attributes(op: Op, case: Case) -> dict[str, object]:
     return op.defaults | dict(case.attrs)
 

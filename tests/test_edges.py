@@ -12,29 +12,12 @@ from conftest import HAS_GPU
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.op import Case, Op
+from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.tolerance import Tolerance
 
 OPS = registry()
 ATTENTION = OPS["sparse_mla"]
-# Axes whose sizes follow from another's.
-FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2), "D": ("2·D", 2)}
-
-
-def smallest(op: Op) -> Case:
-    return min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
-
-
-def with_axis(op: Op, inputs: dict[str, np.ndarray], axis: str, size: int) -> dict[str, np.ndarray]:
-    """The first `size` along an axis; what has no elements keeps no strides, as arrays from NumPy."""
-    follows, factor = FOLLOWS.get(axis, ("", 1))
-    sizes = {axis: size, follows: size + 1 if follows == "B+1" else size * factor}
-    found = {}
-    for name, array in inputs.items():
-        cut = array[tuple(slice(sizes.get(label)) for label in op.tensors[name].names)]
-        found[name] = np.ascontiguousarray(cut)
-    return found
 
 
 def outcome(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any], device: str, by: str | None) -> Any:
@@ -66,14 +49,13 @@ def tensor_of(array: np.ndarray, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("op", OPS.values(), ids=kit.case_id)
 def test_axes_at_0_and_1(op: Op, size: int, device: str) -> None:
-    case = smallest(op)
+    case = kit.smallest(op)
     whole = kit.make(case)
     refused = []
-    axes = {label for name in whole for label in op.tensors[name].names} - {"B+1", "2·C·D", "2·D"}
-    for axis in sorted(axes):
+    for axis in kit.axes(op, whole):
         if axis == "B" and size and "state_table" in whole:
             continue  # the tokens of all requests would be one's, which have distinct positions
-        cut = with_axis(op, whole, axis, size)
+        cut = kit.with_axis(op, whole, axis, size)
         guarded = {name: kit.guarded(array) for name, array in cut.items()}
         inputs = {name: array for name, (array, _) in guarded.items()}
         defined = outcome(op, kit.copies(cut), dict(case.attrs), device, "reference")

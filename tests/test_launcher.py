@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import kit
 import noting as stand_in
+import numpy as np
 import pytest
 from noting import WARPS, Noting
 
+from xmla import ArgumentError, UnsupportedError
 from xmla.core.call import plan_call
 from xmla.core.device import H100, Device
 from xmla.core.op import Case, Op
@@ -44,21 +48,20 @@ def noting(request: pytest.FixtureRequest, registered: Noting, monkeypatch: pyte
     return registered
 
 
-def run(op: Op, case: Case, device: Device) -> tuple[Plan, dict[str, int]]:
-    """A case's plan, run on the CPU by the launcher, and the address of each of its arrays that has elements."""
-    given = {n: a for n, a in zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True) if a is not None}
+def run(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any], device: Device) -> tuple[Plan, dict[str, int]]:
+    """A call's plan, run on the CPU by the launcher, and the address of each of its arrays that has elements."""
+    given = {n: a for n, a in zip(op.tensors, kit.jax_inputs(op, inputs), strict=True) if a is not None}
     specs = {name: _spec(array) for name, array in given.items()}
-    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs), device)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**attrs), device)
     if not plan.active:
-        pytest.skip("the call launches nothing")
+        return plan, {}
     found = jax.jit(lambda arrays: _launcher.run(plan, arrays, specs, op.mutates, device, once=True))(given)
     arrays = given | dict(zip([*plan.results, *op.mutates], found, strict=True))
     return plan, {name: array.unsafe_buffer_pointer() for name, array in arrays.items() if array.size}
 
 
-@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
-def test_a_plans_launches_reach_the_driver(op: Op, case: Case, noting: Noting) -> None:
-    plan, addresses = run(op, case, H100)
+def check(plan: Plan, addresses: Mapping[str, int], noting: Noting) -> None:
+    """What reached the driver is the plan's launches, each with its arguments in order."""
     noted = noting.launches()
     assert len(noted) == len(plan.active)
     starts = set()  # of the workspace, as each of its buffers has it
@@ -73,12 +76,37 @@ def test_a_plans_launches_reach_the_driver(op: Op, case: Case, noting: Noting) -
         assert tuple(arguments[slice(*sizes)]) == launch.size_values
         pointers = [*arguments[: sizes[0]], *arguments[sizes[1] : -2]]
         for array, pointer in zip([*launch.reads, *launch.writes], pointers, strict=True):
-            if array in plan.workspace:
-                starts.add(pointer - plan.workspace[array])
-            elif array in addresses:
+            if array in addresses:
                 assert pointer == addresses[array], f"{launch.name}: {array}"
+            elif array in plan.workspace and plan.buffers[array].nbytes:
+                starts.add(pointer - plan.workspace[array])
     assert len(starts) == bool(plan.workspace_bytes)
     assert not starts & set(addresses.values())
+
+
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_a_plans_launches_reach_the_driver(op: Op, case: Case, noting: Noting) -> None:
+    plan, addresses = run(op, kit.make(case), case.attrs, H100)
+    if not plan.active:
+        pytest.skip("the call launches nothing")
+    check(plan, addresses, noting)
+
+
+@pytest.mark.parametrize("noting", ["small"], indirect=True)
+def test_arrays_without_elements_are_passed_too(noting: Noting) -> None:
+    """Each axis at 0: a launch may still have work, though the call has not a byte of workspace."""
+    launched = set()
+    for op in registry().values():
+        case = kit.smallest(op)
+        for axis in kit.axes(op, kit.make(case)):
+            try:
+                plan, addresses = run(op, kit.with_axis(op, kit.make(case), axis, 0), case.attrs, H100)
+            except (ArgumentError, UnsupportedError):
+                continue
+            if plan.active:
+                check(plan, addresses, noting)
+                launched.add(op.name)
+    assert registry().keys() - launched == {"indexer_logits", "quantize_indexer_query"}, "of these no axis leaves work"
 
 
 def test_the_driver_failing_and_an_unknown_kernel_are_told(noting: Noting) -> None:
@@ -88,7 +116,7 @@ def test_the_driver_failing_and_an_unknown_kernel_are_told(noting: Noting) -> No
         with pytest.raises(
             jax.errors.JaxRuntimeError, match="xmla: launch of map_slots_kernel on device 0: CUDA_ERROR"
         ):
-            run(op, op.cases[1], H100)
+            run(op, kit.make(op.cases[1]), op.cases[1].attrs, H100)
     finally:
         noting.library.fail_with(0)
 
@@ -100,7 +128,7 @@ def test_a_program_of_another_process_is_refused(noting: Noting, monkeypatch: py
     monkeypatch.setattr(_launcher, "_number", other)
     op = registry()["map_slots"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="another process has compiled the program"):
-        run(op, op.cases[1], H100)
+        run(op, kit.make(op.cases[1]), op.cases[1].attrs, H100)
 
 
 def test_programs_of_every_kind_are_taken(library: Path) -> None:

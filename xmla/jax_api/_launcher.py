@@ -104,7 +104,7 @@ def run(
     types = [jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in made]
     operands = [*arrays]
     places = {name: (place, 0) for place, name in enumerate([*operands, *plan.results])}
-    if plan.workspace_bytes:
+    if plan.workspace:  # whose buffers may have no bytes
         whole = len(operands) + len(types)
         places |= {name: (whole, offset) for name, offset in plan.workspace.items()}
         types.append(jax.ShapeDtypeStruct((plan.workspace_bytes,), np.uint8))
