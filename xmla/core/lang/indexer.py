@@ -57,7 +57,11 @@ def log2_of(power):
 def _heads_of_lane(x, GROUP: tl.constexpr):
     """x [N, GROUP · BLOCK_I] as BLOCK_I / 4 tensors [N, GROUP, 4, 1]: one for each head that a lane holds of a token.
 
-    Four lanes share a row of a wgmma's result; each holds two adjacent columns of every eight.
+    Four lanes share a row of a wgmma's result; each holds two adjacent columns of every eight:
+
+        column   0 1   2 3   4 5   6 7   8 9   10 11   …
+        lane      0     1     2     3     0      1     …
+        head     0 1   0 1   0 1   0 1   2 3    2 3    …   of the lane
     """
     N: tl.constexpr = x.shape[0]
     HEADS: tl.constexpr = x.shape[1] // GROUP // 4

@@ -1,3 +1,15 @@
+"""The indexer's loss and its gradients, in two passes over the keys of a token.
+
+    measure_kernel         a program takes a token: Σ exp I and the target's sum, and of each of its keys the bound of
+                           a summand of the gradient
+    ── all tokens have ended: the unit of each key's sums is known ──
+    indexer_loss_kernel    a program takes a token: prediction and target of each key again, the token's loss, dindex_q
+                           and dindex_weights, and of each key a summand, added in integers
+    average_kernel         the mean of the tokens' losses
+
+What a program does with a tile of keys is in `lang.scores`; sums in integers are in `lang.sums`.
+"""
+
 import triton
 import triton.language as tl
 

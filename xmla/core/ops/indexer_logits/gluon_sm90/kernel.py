@@ -3,6 +3,11 @@
 A CTA keeps the queries and weights of as many tokens as fill the ROWS of heads of a product, and loops over tiles of
 KEYS keys, which its four warps copy STAGES − 1 tiles ahead. The occupancy is three CTAs an SM: one sums over heads
 while another multiplies. They share keys through the L2 cache alone, and do not synchronise.
+
+    tile t    keys have arrived → dots = K·Qᵀ starts ──────────────┐ in the tensor cores
+              copies of tile t + STAGES − 1 start, to where t − 1 was
+              dots ◄───────────────────────────────────────────────┘
+              sum over each token's heads, times the key's scale; −inf outside the token's range → logits
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import (

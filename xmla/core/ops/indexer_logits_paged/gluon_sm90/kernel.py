@@ -4,6 +4,12 @@ Work is divided among CTAs as there. A CTA keeps a group's queries and weights w
 keys, as in indexer_logits/gluon_sm90. Its four warps copy tiles ahead, two warps for each half of a tile, which lies
 on one page. In shared memory the first 32 keys of both halves precede the last 32: a product leaves rows r and r + 64
 to the same warp, and so a warp has the keys of one page when it copies, scales and stores.
+
+    CTA     tiles of all groups' keys, one list        of each group in the CTA's run
+    0       group 0 ███████                            queries, weights → shared memory
+            group 1 ██│                                tile t: as in indexer_logits/gluon_sm90, but that the pages of
+    1               │█████████                         tile t + STAGES are loaded from the block table meanwhile
+            group 2 ███│███                            a barrier, since the next group's keys take the place of these
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import (

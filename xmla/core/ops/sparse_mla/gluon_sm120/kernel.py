@@ -4,6 +4,15 @@ A CTA computes BLOCK_H heads of a token against its keys, a tile at a time. Entr
 bytes, tiles ahead; packed ones are then dequantised, once for all heads of the CTA. GROUPS groups of warps divide the
 dims of the entries: each has its part of the queries in registers, reads its part of the entries from shared memory for
 either product, and no product is computed twice. The groups' scores are added through shared memory.
+
+The warps keep in step, with barriers between the rows below. Meanwhile the entries of the next tiles are on their way:
+of packed ones two, since a stage is free once it is dequantised, of plain rows one.
+
+    tile t    packed entries dequantised, once, → 16-bit rows
+              each group Q·Kᵀ of its dims → parts of scores [groups, heads, keys] in shared memory
+              copies start to the stage that is free; sum of the parts, softmax → P, factor in shared memory
+              each group P·V of its dims
+
 See benchmarks/log/sm12x.md.
 """
 

@@ -5,6 +5,16 @@ are copied to shared memory two tiles ahead. Each warp takes one block of 128 la
 share a scale per key. The scale multiplies the block's scores, and P before its product with the block's values, so
 that e4m3 converts to float16 without a multiplication. Each entry is read from shared memory twice, straight into the
 registers of the product's operands: the dims are permuted so that a thread reads 16 bytes of either operand.
+
+The four warps keep in step, with barriers between the rows below. Meanwhile the entries of tile t + 1 are on their way,
+as are the scales of t + 1 and the slots of t + 3:
+
+    tile t    scales, their exponents, and which keys are valid → shared memory; the entries of t have arrived
+              each warp Q·Kᵀ of its dims → parts of scores [4, heads, keys] in shared memory
+              each warp the sum of four heads' parts, softmax → P, factor in shared memory
+              each warp P·V of its dims
+              copies of t + 2 start, to where t was
+
 See benchmarks/log/sparse_mla_decode.md.
 """
 

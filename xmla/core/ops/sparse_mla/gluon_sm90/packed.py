@@ -8,7 +8,17 @@ of the first. Three warpgroups exchange tiles through shared memory and mbarrier
   other, and computes the left half of the columns of P·V.
 - The right consumer computes the right half, and prefetches entries into the L2 cache.
 The halves of a stage have barriers of their own: the left half is free as soon as its P·V is done. Over V3.2 the right
-P·V runs during the next softmax, when nothing else uses the tensor cores.
+P·V runs during the next softmax, when nothing else uses the tensor cores. An arrow goes from who arrives at a barrier
+to who waits for it:
+
+              producer                      left consumer                    right consumer
+    tile t    left half  → full[0] ───────► S(t), once full[1] is complete
+              right half → full[1] ───┐     softmax(t)
+              gather of t + 1 starts  │     P, factor → p_full ────────────► P, factor to registers → p_empty
+                                      │     P·V left(t), S(t + 1) → s_done ► (V3.2)
+                                      └────────────────────────────────────► P·V right(t)
+              left half of t + 2  ◄──────── → empty[0]                       prefetch of t + 3
+              right half of t + 2 ◄───────────────────────────────────────── → empty[1]
 
 Numbers: float16 holds e4m3 exactly. An entry is divided by 2**e, the largest of its scales rounded down to a power of
 two, and a row of Q by such a power too; scores are multiplied by both in float32. The values stay divided, so the

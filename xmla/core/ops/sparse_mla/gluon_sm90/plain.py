@@ -6,7 +6,19 @@ A CTA computes TILE_HEADS heads of a token against its keys, a tile at a time, o
   half of the columns of every tile's P·V; the right one those of odd tiles, and the right half. The products of one run
   during the softmax of the other.
 The consumers exchange a tile's maximum as soon as it is known, so that sums are rescaled before P is ready. P is stored
-over the roped dims of its tile, which only S needs.
+over the roped dims of its tile, which only S needs. Of an even tile e and the odd one o after it, an arrow from who
+arrives at a barrier to who waits for it:
+
+              gather                left consumer                           right consumer
+    e, o      e → full[·][0] ─────► S(e)
+              o → full[·][1] ─────────────────────────────────────────────► S(o)
+                                    maximum(e) → maximum_full[0] ─────────► sums rescaled
+                                    P(e) → p_full[0] ─────────────────────► P·V right(e)
+                                    P·V left(e)                             maximum(o) → maximum_full[1]
+                                    sums rescaled ◄──────────────────────── P(o) → p_full[1]
+              e + 2 ◄────────────── → empty[0][0]                           → empty[1][0]
+                                    P·V left(o), after p_full[1]            P·V right(o)
+              o + 2 ◄────────────── → empty[0][1]                           → empty[1][1]
 
 The consumer that multiplies a half of a stage by P frees it, and the producer refills it at once: the L2 cache limits
 the speed of a tile. See benchmarks/log/sparse_mla_prefill.md.

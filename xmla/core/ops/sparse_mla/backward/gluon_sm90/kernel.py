@@ -7,6 +7,15 @@ A CTA has a block of heads of a token and all its keys, a tile at a time, on fou
 - Two, `differentiate`, have half of the other dims each: of dq += dS·K, and of entries' gradients qᵀ·dS + doutᵀ·P, a
   piece of dims at a time.
 
+An arrow goes from who arrives at a barrier to who waits for it:
+
+              gather                            score                       differentiate, twice
+    tile t    entries, unit, place → full ────► S, dP → P, dS → p_full ───► dq += dS·K
+                                 └────────────────────────────────────────► qᵀ·dS + doutᵀ·P of the first piece, added
+              entries of t + 2 ◄─────────────── roped dims → empty          → empty
+                                                                            the other pieces, each added
+                                                P, dS of t + 2 ◄─────────── → p_empty, before the last is added
+
 What is added in the L2 cache limits the speed, by requests as well as by bytes. A wgmma whose rows are dims leaves 8
 dims, and those 8 further, of 4 entries to a warp. Those pairs are neighbours in the sums, and are added as one integer:
 4 requests of 64 bytes. Whatever else the additions' queue serves waits behind them, so that nothing spills between them
