@@ -42,6 +42,7 @@ from xmla import torch_api
 from xmla.core.call import plan_call
 from xmla.core.device import H200
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Case, Op
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
@@ -191,10 +192,11 @@ def cut(
 ) -> None:
     """Leave out the end of some axes, where the op takes it: what remains is no longer dense."""
     plan = bind(op, arrays, attrs, by)
-    constants = [launch.constexprs for launch in plan.launches] if plan is not None else []
+    constants = [launch.constants for launch in plan.launches] if plan is not None else []
     # A shorter page has values for scales: sums of several of MXFP4's or V4's round.
     summed = any(result.agreement for result in op.outputs.values())
-    far = any(c.get("MXFP4") or (summed and "LAYOUT" in c and c["LAYOUT"].footer) for c in constants)
+    layouts = [value for named in constants for value in named.values() if isinstance(value, MlaLayout)]
+    far = any(named.get("MXFP4") for named in constants) or (summed and any(layout.footer for layout in layouts))
     for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
         if axis in ("R", "EXTRA_R") and far:
             continue

@@ -27,7 +27,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4, MlaLayout
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
 from xmla.core.op import Op
+from xmla.core.ops.sparse_mla.plan import PortableAttention
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
@@ -199,7 +200,7 @@ def report(specialization: Specialization, arch: int, source_arch: int) -> dict[
         "kernel": specialization.kernel.__name__,
         "triton": triton.__version__,
         "ptx": float(re.findall(r"^\.version (\S+)", ptx, re.MULTILINE)[0]),
-        "block_h": dict(specialization.constexprs).get("BLOCK_H", 0),
+        "block_h": specialization.constants.get("BLOCK_H", 0),
         "shared": built.shared,
         "tensor_memory": built.tensor_memory,
         "cubin_bytes": len(built.cubin),
@@ -231,14 +232,13 @@ def tile_bytes(specialization: Specialization) -> int:
 
     Those are entries between multiples of 16 bytes, and a second cache's of V4 in pages of two.
     """
-    values: dict[str, Any] = dict(specialization.constexprs)
-    layout = values.get("LAYOUT")
-    if "BLOCK_N" not in values or not isinstance(layout, MlaLayout) or not layout.packed:
+    C = dict(specialization.constexprs).get("C")
+    if not isinstance(C, PortableAttention) or not C.LAYOUT.packed:
         return 0
-    strides = layout.data, values["PAGE_STRIDE"], values["EXTRA_PAGE_STRIDE"]
-    if specialization.unaligned or any(stride % 16 for stride in strides) or values["EXTRA_PAGE_SIZE"] == 2:
+    strides = [C.LAYOUT.data, *(pages.PAGE_STRIDE for pages in (C.SOURCE, C.EXTRA) if pages is not None)]
+    if specialization.unaligned or any(stride % 16 for stride in strides) or (C.EXTRA and C.EXTRA.PAGE_SIZE == 2):
         return 0
-    return values["BLOCK_N"] * layout.quantized * layout.value_bits // 8
+    return C.BLOCK_N * C.LAYOUT.quantized * C.LAYOUT.value_bits // 8
 
 
 def reused_barriers(ptx: str) -> list[int]:
@@ -303,14 +303,18 @@ def meaning(value: Any) -> str:
 
 def identity(kernel: Specialization, arch: int) -> str:
     """All that a kernel's code for `arch` follows from: its source and what it is compiled for."""
-    objects = [value for _, value in kernel.constexprs if is_dataclass(value)]
-    derived = [
-        f"{name}={getattr(value, name)!r}"
-        for value in objects
-        for name, attribute in vars(type(value)).items()
-        if isinstance(attribute, property)
-    ]
+    derived = [text for _, value in kernel.constexprs for text in properties(value)]
     return digest(triton.__version__, str(arch), source(kernel.kernel), str(kernel), *sorted(derived))
+
+
+def properties(value: Any) -> Iterator[str]:
+    """What follows from a constant that is an object, and from the objects in it: kernels read that too."""
+    if is_dataclass(value):
+        for name, attribute in inspect.getmembers_static(type(value)):
+            if isinstance(attribute, property):
+                yield f"{name}={getattr(value, name)!r}"
+        for field in fields(value):
+            yield from properties(getattr(value, field.name))
 
 
 def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:

@@ -106,7 +106,7 @@ def line(call: Call, keys: int | None, device: Device, peaks: Peaks) -> str:
     places, count = device.num_sms * max(programs, 1), prod(launch.grid)
     filled = count / (cdiv(count, places) * places)
     computed = sum(2.0 * prod(map(int, sizes)) for sizes in PRODUCT.findall(built.ptx)) * launch.num_warps
-    least = needed(problem, dict(specialization.constexprs)) if computed else None
+    least = needed(problem, specialization.constants) if computed else None
     redundant = computed / least if least else 1.0
     works = op.work(problem, keys)
     roofline = sum(seconds_of(work, peaks) for work in works)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,8 @@ from compile_plans import identity, source
 from triton import knobs
 
 from xmla.core.compile import Specialization
-from xmla.core.formats.mla import V4, V32
+from xmla.core.formats.mla import V4, V32, MlaLayout
+from xmla.core.plan import Constants
 
 KERNEL = '''
 from typing import NamedTuple
@@ -104,10 +106,28 @@ def test_a_kernel_does_not_name_a_module_of_ours(tmp_path: Path) -> None:
         source(loaded(tmp_path, text.replace("place = ", "helpers.offset_of\n    place = ")).kernel)
 
 
-def test_a_property_of_a_layout_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels read what follows from a layout, too."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Some(Constants):
+    LAYOUT: MlaLayout
+
+    @property
+    def ONE(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class More(Some):
+    SOURCE: Some
+
+
+@pytest.mark.parametrize("value", [V32, More(LAYOUT=V4, SOURCE=Some(LAYOUT=V32))], ids=["layout", "constants"])
+@pytest.mark.parametrize(("of", "name"), [(MlaLayout, "tail"), (Some, "ONE")], ids=["layout", "constants"])
+def test_a_property_of_a_constant_counts(
+    value: object, of: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels read what follows from a layout, and from constants, too."""
     kernel = loaded(tmp_path, KERNEL).kernel
-    made = Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 16), ("LAYOUT", V32)), 4, 3)
+    made = Specialization(kernel, (("x_ptr", "*fp32"),), (("N", 16), ("C", value)), 4, 3)
     before = identity(made, 90)
-    monkeypatch.setattr(type(V32), "tail", property(lambda layout: 1))
-    assert identity(made, 90) != before
+    monkeypatch.setattr(of, name, property(lambda it: 3))
+    assert (identity(made, 90) != before) == (of is MlaLayout or value is not V32)

@@ -224,7 +224,7 @@ PLANTED = [
     Planted(WIDE_V32, CONSUMERS, "shared.factor.store(rescale)", "shared.factor.store(scale)"),
     Planted(WIDE_V4, V4_PRODUCER, "scale_block(words, scale_bytes, exponent, LEFT_BLOCKS + block)",
             "scale_block(words, scale_bytes, exponent, block)"),
-    Planted(WIDE_V4, COMMON, "lse = gl.where(has_keys, (base + gl.log2(denominator)) * C.LSE_UNIT",
+    Planted(WIDE_V4, COMMON, "lse = gl.where(has_keys, (base + gl.log2(denominator)) * EPILOGUE.LSE_UNIT",
             "lse = gl.where(has_keys, (base + gl.log2(total)) * LOG2E"),
     Planted(WIDE_V32, V32_PRODUCER, "(127 - exponent) * 0x800080", "(128 - exponent) * 0x800080"),
     Planted(FEW_HEADS, NARROW, "16, BLOCK_DIMS // 16)), (1, 0, 3, 2))",

@@ -7,10 +7,12 @@ import kit
 import numpy as np
 import pytest
 
+from xmla.core import compile
 from xmla.core.call import plan_call
-from xmla.core.compile import specialize
+from xmla.core.compile import Specialization, specialize
 from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError
+from xmla.core.formats.mla import V4
 from xmla.core.models.base import POOLS, Call, Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.v4 import ModelConfigV4
@@ -66,7 +68,8 @@ READ_EARLY: dict[str, dict[str, str]] = {
         "cache_ptr": "", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "HAS_REQUEST_IDS",
     },
     "sparse_mla_sm90_kernel": {
-        "q_ptr": "", "lengths_ptr": "HAS_LENGTHS", "extra_lengths_ptr": "HAS_EXTRA_LENGTHS", "positions_ptr": "ROTATE",
+        "q_ptr": "", "lengths_ptr": "SOURCE.HAS_LENGTHS", "extra_lengths_ptr": "EXTRA.HAS_LENGTHS",
+        "positions_ptr": "EPILOGUE.ROPE",
     },
 }  # fmt: skip
 
@@ -77,7 +80,8 @@ def test_a_launch_reads_arguments_alone_before_it_waits(op: Op, case: Case) -> N
     for launch in plan.active[1:]:
         if launch.waits:
             for pointer, flag in READ_EARLY.get(launch.name, {}).items():
-                assert not launch.constexprs.get(flag, True) or launch.pointers[pointer] not in plan.buffers, pointer
+                read = not flag or launch.constants.get(flag)  # there is no EXTRA.HAS_LENGTHS without EXTRA
+                assert not read or launch.pointers[pointer] not in plan.buffers, pointer
 
 
 def test_launches_take_turns_where_nothing_waits() -> None:
@@ -279,13 +283,45 @@ def test_a_swapped_launch_is_refused() -> None:
             Launch(map_slots_kernel, **right | wrong)
 
 
+def specialization(extra: bool, page_size: int = 64) -> Specialization:
+    """Of attention over one source, or over a second one beside it."""
+    cache, slots = Spec((8, page_size, 584), "uint8"), Spec((3, 40), "int32")
+    specs = {"q": Spec((3, 64, 512), "bfloat16"), "cache": cache, "slots": slots}
+    specs |= {"extra_cache": cache, "extra_slots": slots} if extra else {}
+    plan = Call("sparse_mla", specs, {"softmax_scale": 1.0}).plan(H200)
+    return specialize(plan.launches[0], plan, specs)
+
+
+def test_what_a_kernel_is_compiled_for_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants in an object, too, and those of an object that the other kernel has not."""
+    one, two, smaller = specialization(False), specialization(True), specialization(True, 32)
+    assert one.facts()["EXTRA"] is None and two.facts()["EXTRA.PAGE_SIZE"] == 64
+    monkeypatch.setattr(compile, "_compiles", [compile.Compile(two, 90, 0, 0.0, {})])
+    size, stride = (64, 32), (64 * 584, 32 * 584)
+    assert compile._news(smaller, 90, 0) == {
+        "SOURCE.PAGE_STRIDE": stride, "SOURCE.PAGE_SIZE": size, "EXTRA.PAGE_STRIDE": stride, "EXTRA.PAGE_SIZE": size,
+    }  # fmt: skip
+    assert compile._news(one, 90, 0)["EXTRA.LAYOUT"] == (V4, None)
+    assert "SOURCE.PAGE_SIZE=64, SOURCE.HAS_LENGTHS=False, EXTRA=None" in str(one)
+
+
+@pytest.mark.parametrize("plan", ["attention", "selection"])
+def test_a_launch_in_turn_waits_for_nothing(plan: str) -> None:
+    """Whether a kernel takes its constants one by one or as an object."""
+    launch = (
+        attention(1, 128, 2048, H200).launches[-1] if plan == "attention" else selection(130, 8000, 64).launches[-1]
+    )
+    assert launch.waits and not launch.in_turn().waits
+    assert {**launch.constants, "BESIDE": 0} == launch.in_turn().constants
+
+
 @pytest.mark.parametrize(
     ("heads", "padding", "invariant", "tile"),
     [(16, 0, False, 16), (1, 16, False, 16), (17, 0, False, 64), (16, 4, False, 64), (16, 0, True, 64)],
 )
 def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, invariant: bool, tile: int) -> None:
     plan = attention(64, heads, 2048, H200, padding, batch_invariant=invariant)
-    assert plan.launches[0].constexprs["BLOCK_H"] == tile
+    assert plan.launches[0].constants["BLOCK_H"] == tile
 
 
 @pytest.mark.parametrize(
@@ -302,7 +338,7 @@ def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, 
     ],
 )
 def test_tokens_with_most_keys_come_first_on_hopper(tokens: int, heads: int, lengths: bool, places: int) -> None:
-    assert attention(tokens, heads, 2048, H200, lengths=lengths).launches[0].constexprs["ORDERED"] == places
+    assert attention(tokens, heads, 2048, H200, lengths=lengths).launches[0].constants["ORDERED"] == places
 
 
 def test_batch_invariant_splits_depend_on_k_alone() -> None:
@@ -379,8 +415,8 @@ def test_the_stride_of_a_single_row_is_of_no_matter() -> None:
         specs = {"q": Spec((1, 4, 576), "bfloat16", strides), **given}
         plans.append(plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, H200)[0])
     assert plans[0] == plans[1] == plans[2]
-    assert plans[0].launches[0].constexprs["Q_STRIDE_T"] == 2304
-    assert plans[0].launches[0].constexprs["PAGE_STRIDE"] == 64 * 656
+    assert plans[0].launches[0].constants["Q_STRIDE_T"] == 2304
+    assert plans[0].launches[0].constants["SOURCE.PAGE_STRIDE"] == 64 * 656
 
 
 @pytest.mark.parametrize("model", MODELS)

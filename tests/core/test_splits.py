@@ -4,22 +4,23 @@ import numpy as np
 import pytest
 import torch
 
+from xmla.core.ops.sparse_mla.constants import Combination, Epilogue
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import next_power_of_2
 
 TOKENS, HEADS, DIMS = 2, 3, 512
-ENDING = {"HAS_SINK": False, "ROTATE": False, "ROPE": 64, "COS_SIN_STRIDE": 0, "EMPTY_LSE": -np.inf, "LSE_UNIT": 1.0}
+EPILOGUE = Epilogue(HAS_SINK=False, EMPTY_LSE=-np.inf, LSE_UNIT=1.0, LSE_SINK=False, ROPE=0, COS_SIN_STRIDE=0)
 
 
 def combine(parts: torch.Tensor, lse: torch.Tensor, powers: int, skip: bool) -> tuple[np.ndarray, np.ndarray]:
     splits = parts.shape[1]
     out, out_lse = (torch.full(shape, torch.nan, device=parts.device) for shape in ((TOKENS, HEADS, DIMS), (TOKENS, 3)))
     with np.errstate(all="ignore"):  # NumPy warns of a row without a key
+        most = next_power_of_2(splits)
+        constants = Combination(HEADS=HEADS, EPILOGUE=EPILOGUE, POWERS=powers, SKIP=skip, MAX_SPLITS=most, BESIDE=0)
         combine_splits_kernel[(TOKENS * HEADS,)](
-            parts, lse, lse, lse, lse, splits, 0, out, out_lse, HEADS=HEADS, LSE_SINK=False,
-            POWERS=powers, SKIP=skip, MAX_SPLITS=next_power_of_2(splits), BESIDE=0, enable_fp_fusion=True,
-            **ENDING,
-        )  # fmt: skip
+            parts, lse, lse, lse, lse, splits, 0, out, out_lse, C=constants, enable_fp_fusion=True
+        )
     return out.cpu().numpy(), out_lse.cpu().numpy()
 
 

@@ -7,6 +7,7 @@ the served layouts with one field changed.
 """
 
 import json
+from collections.abc import Hashable
 from dataclasses import replace
 
 from compile_plans import DEVICES, planned
@@ -15,6 +16,7 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 
 from xmla.core.compile import Specialization, specialize
 from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, V4, V32, MlaLayout
+from xmla.core.plan import with_constant
 from xmla.core.spec import Spec
 
 CHANGES: dict[str, list[dict[str, object]]] = {
@@ -68,11 +70,11 @@ def differentiated(layout: MlaLayout) -> Specialization:
     return specialize(launch, call.plan, specs)
 
 
-def refusal(launch: Specialization, constants: dict[str, object]) -> str | None:
-    """The message of the `static_assert` that the kernel fails with these constants; None if it compiles."""
-    changed = tuple((name, constants.get(name, value)) for name, value in launch.constexprs)
+def refusal(launch: Specialization, name: str, value: Hashable) -> str | None:
+    """The message of the `static_assert` that the kernel fails with this constant; None if it compiles."""
+    constexprs = with_constant(dict(launch.constexprs), name, value)
     try:
-        front_end(replace(launch, constexprs=changed))
+        front_end(replace(launch, constexprs=tuple(constexprs.items())))
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -92,23 +94,24 @@ def main() -> None:
     for name, change, layout in layouts:
         of_layout = packed if layout.packed else plain
         for of, launch in (("64 heads", of_layout), ("16 heads", few), ("derivative", derivative)):
-            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, {"LAYOUT": layout})}
+            constant = "LAYOUT" if launch is derivative else "SOURCE.LAYOUT"
+            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, constant, layout)}
             print(json.dumps(line), flush=True)
     packed, plain = (launched(64, layout, arch=120) for layout in (V32, PLAIN))
     layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
     for layout in (V32, V4, PLAIN):
         layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM120[layout.name]]
     for name, change, layout in layouts:
-        refused = refusal(packed if layout.packed else plain, {"LAYOUT": layout})
+        refused = refusal(packed if layout.packed else plain, "SOURCE.LAYOUT", layout)
         print(json.dumps({"of": "SM12x", "layout": name, "change": change, "refusal": refused}), flush=True)
-    others: list[tuple[str, Specialization, dict[str, object]]] = [
-        ("64 heads of SM12x", packed, {"BLOCK_H": 64}),
-        ("32 heads", launched(64, V32), {"BLOCK_H": 32}),
-        ("another second layout", two, {"EXTRA_LAYOUT": V32}),
-        ("few heads of two sources", two, {"BLOCK_H": 16}),
+    others: list[tuple[str, Specialization, str, Hashable]] = [
+        ("64 heads of SM12x", packed, "BLOCK_H", 64),
+        ("32 heads", launched(64, V32), "BLOCK_H", 32),
+        ("another second layout", two, "EXTRA.LAYOUT", V32),
+        ("few heads of two sources", two, "BLOCK_H", 16),
     ]
-    for other, launch, constants in others:
-        print(json.dumps({"other": other, "refusal": refusal(launch, constants)}), flush=True)
+    for other, launch, name, value in others:
+        print(json.dumps({"other": other, "refusal": refusal(launch, name, value)}), flush=True)
 
 
 if __name__ == "__main__":

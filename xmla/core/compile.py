@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from xmla.core.config import settings
 from xmla.core.errors import CompileError, UnsupportedError
-from xmla.core.plan import Kernel, Launch, Plan
+from xmla.core.plan import Kernel, Launch, Plan, constants_by_name
 from xmla.core.spec import DTYPES, Spec
 
 log = logging.getLogger("xmla")
@@ -53,9 +53,14 @@ class Specialization:
         """The op whose folder has the kernel."""
         return self.kernel.__module__.removeprefix("xmla.core.ops.").split(".")[0]
 
+    @property
+    def constants(self) -> dict[str, Hashable]:
+        """The values of `constexprs`, those of objects too, by name."""
+        return constants_by_name(self.constexprs)
+
     def __str__(self) -> str:
         types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
-        values = [f"{name}={value}" for name, value in self.constexprs]
+        values = [f"{name}={value}" for name, value in self.constants.items()]
         options = [f"num_warps={self.num_warps}", f"num_stages={self.num_stages}"]
         if self.max_registers is not None:
             options.append(f"max_registers={self.max_registers}")
@@ -64,7 +69,7 @@ class Specialization:
     def facts(self) -> dict[str, Hashable]:
         """What distinguishes kernels of one function, by name."""
         types = {name: f"{kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types}
-        return {**types, **dict(self.constexprs), "num_warps": self.num_warps, "num_stages": self.num_stages,
+        return {**types, **self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages,
                 "max_registers": self.max_registers}  # fmt: skip
 
     def options(self) -> dict[str, Hashable]:
@@ -192,7 +197,8 @@ def _news(specialization: Specialization, arch: int, ordinal: int) -> dict[str, 
     for other in reversed(_compiles):
         if other.specialization.kernel is specialization.kernel:
             there = {**other.specialization.facts(), "arch": other.arch, "GPU": other.ordinal}
-            found.append({name: (there[name], value) for name, value in here.items() if there[name] != value})
+            pairs = {name: (there.get(name), here.get(name)) for name in here | there}  # EXTRA, or EXTRA.PAGE_SIZE …
+            found.append({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
     return min(found, key=len, default={})
 
 

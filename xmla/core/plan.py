@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -37,6 +37,50 @@ def most_registers(warps: int) -> int:
 
 # The type of what `triton.jit` and `gluon.jit` return; Triton 3.9 types it as the function itself.
 Kernel = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Constants that a kernel takes as one constexpr: a frozen dataclass, whose fields a plan gives by name.
+
+    Fields have names like constexprs, and hold values or other `Constants`. What follows from them are properties.
+    """
+
+    def by_name(self) -> dict[str, Hashable]:
+        """The fields' values; those of a field that holds `Constants` by both names, `SOURCE.PAGE_SIZE`."""
+        values: dict[str, Hashable] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Constants):
+                values |= {f"{each.name}.{name}": inner for name, inner in value.by_name().items()}
+            else:
+                values[each.name] = value
+        return values
+
+    def replaced(self, name: str, value: Hashable) -> "Constants":
+        """The same but for one, by the name that it has in `by_name`."""
+        name, _, inner = name.partition(".")
+        change: dict[str, Any] = {name: getattr(self, name).replaced(inner, value) if inner else value}
+        return replace(self, **change)
+
+
+def constants_by_name(constexprs: Iterable[tuple[str, Hashable]]) -> dict[str, Hashable]:
+    """The values of constexprs; of one that holds `Constants` theirs, without its own name."""
+    values: dict[str, Hashable] = {}
+    for name, value in constexprs:
+        values |= value.by_name() if isinstance(value, Constants) else {name: value}
+    return values
+
+
+def with_constant(constexprs: Mapping[str, Hashable], name: str, value: Hashable) -> dict[str, Hashable]:
+    """The constexprs with another value of one, by its name in `constants_by_name`; the same if none has that name."""
+    changed = dict(constexprs)
+    for each, old in constexprs.items():
+        if each == name:
+            changed[each] = value
+        elif isinstance(old, Constants) and name in old.by_name():
+            changed[each] = old.replaced(name, value)
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +160,18 @@ class Launch:
         return tuple((name, self.constexprs[name]) for name in self.kernel.arg_names if name in self.constexprs)
 
     @property
+    def constants(self) -> dict[str, Hashable]:
+        """The values that the kernel is compiled for, by name, in the kernel's order."""
+        return constants_by_name(self.constexpr_values)
+
+    @property
     def waits(self) -> bool:
         """Whether its kernel waits for the launches before it, so that it may start early (core/lang/launches.py)."""
-        return bool(self.constexprs.get("BESIDE"))
+        return bool(self.constants.get("BESIDE"))
+
+    def in_turn(self) -> "Launch":
+        """The same launch, which starts when the one before it has ended."""
+        return replace(self, constexprs=with_constant(self.constexprs, "BESIDE", 0))
 
     def with_sizes(self, **sizes: int) -> "Launch":
         """The same launch with other runtime sizes."""
@@ -203,8 +256,8 @@ class Plan:
         lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
         for launch in self.launches:
             lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.num_warps} warps, {launch.num_stages} stages")
-            values = launch.constexpr_values
-            for label, pairs in (("arrays", launch.pointers), ("sizes", launch.sizes), ("constexprs", dict(values))):
+            facts = {"arrays": launch.pointers, "sizes": launch.sizes, "constants": launch.constants}
+            for label, pairs in facts.items():
                 lines.append(f"    {label}: {', '.join(f'{name}={value}' for name, value in pairs.items())}")
         return "\n".join(lines)
 

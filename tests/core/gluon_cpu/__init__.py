@@ -8,7 +8,6 @@ registers; programs beside each other; the order in which hardware adds; speed.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -41,9 +40,8 @@ def run(
     def interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:
         if isinstance(launch.kernel, GluonJITFunction):
             program.run(launch, arrays, seed)
-        else:  # launches take turns
-            alone = {name: 0 if name == "BESIDE" else value for name, value in launch.constexprs.items()}
-            of_triton(replace(launch, constexprs=alone), arrays)
+        else:
+            of_triton(launch.in_turn(), arrays)
 
     with mock.patch.object(interpreter, "_interpret", interpret), mock.patch.object(
         TritonSemantic, "to_tensor", unwrapped

@@ -52,7 +52,7 @@ def after_ends(plan: Plan) -> Plan:
     `topk_candidates_kernel` reads the ends before it waits for earlier launches, since they are its caller's.
     """
     launches = [
-        replace(launch, constexprs={**launch.constexprs, "BESIDE": 0})
+        launch.in_turn()
         if launch.kernel is topk_candidates_kernel and launch.pointers["ends_ptr"] in plan.buffers
         else launch
         for launch in plan.launches

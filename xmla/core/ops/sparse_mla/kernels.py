@@ -19,43 +19,44 @@ def as_source(cache_ptr, LAYOUT: tl.constexpr):
 @triton.jit
 def attend(
     q, q_tail, maximum, denominator, accumulator, cache_ptr, slots_ptr, first, end, num_slots, extra_cache_ptr,
-    extra_slots_ptr, extra_first, extra_end, num_extra_slots, LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BOTH: tl.constexpr, EXTRA_PAGE_STRIDE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, HOIST: tl.constexpr, HIDE_BYTES: tl.constexpr,
+    extra_slots_ptr, extra_first, extra_end, num_extra_slots, PAGES: tl.constexpr, EXTRA: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Add keys to the running sums of a tile of heads, Σ 2**(s − maximum) v and Σ 2**(s − maximum).
 
-    The keys are first … end − 1 of a cache and, if BOTH, also of a second cache with this layout, in one pipelined
-    loop.
+    The keys are first … end − 1 of the cache with PAGES and, unless EXTRA is None, also of a second cache with the same
+    layout, in one pipelined loop.
     """
+    LAYOUT: tl.constexpr = PAGES.LAYOUT
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     tiles = tl.cdiv(tl.maximum(end, first) - first, BLOCK_N)  # a length may be the least integer
     all_tiles = tiles
-    if BOTH:
+    if EXTRA is not None:
         all_tiles += tl.cdiv(tl.maximum(extra_end, extra_first) - extra_first, BLOCK_N)
-    for tile in tl.range(0, all_tiles, disable_licm=not HOIST):
+    for tile in tl.range(0, all_tiles, disable_licm=not C.HOIST):
         offs_n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if BOTH:
+        if EXTRA is not None:
             is_extra = tile >= tiles
             offs_n = tl.where(is_extra, offs_n - first - tiles * BLOCK_N + extra_first, offs_n)
             slots_at = tl.where(is_extra, extra_slots_ptr, slots_ptr)
             cache_at = tl.where(is_extra, as_source(extra_cache_ptr, LAYOUT), as_source(cache_ptr, LAYOUT))
             slot = tl.load(slots_at + offs_n, mask=offs_n < tl.where(is_extra, extra_end, end), other=-1)
             ok = (slot >= 0) & (slot < tl.where(is_extra, num_extra_slots, num_slots))  # [BLOCK_N]
-            data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
-            extra_data, extra_scales = entry_offsets(slot, LAYOUT, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE)
+            data, scales = entry_offsets(slot, LAYOUT, PAGES.PAGE_STRIDE, PAGES.PAGE_SIZE)
+            extra_data, extra_scales = entry_offsets(slot, LAYOUT, EXTRA.PAGE_STRIDE, EXTRA.PAGE_SIZE)
             data, scales = tl.where(is_extra, extra_data, data), tl.where(is_extra, extra_scales, scales)
         else:
             slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
             ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
             cache_at = as_source(cache_ptr, LAYOUT)
-            data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+            data, scales = entry_offsets(slot, LAYOUT, PAGES.PAGE_STRIDE, PAGES.PAGE_SIZE)
         value, tail = load_entries(cache_at, data, scales, ok, q.dtype, LAYOUT)
         if LAYOUT.packed:
-            value, tail = hidden(value, HIDE_BYTES), hidden(tail, HIDE_BYTES)
+            value, tail = hidden(value, C.HIDE_BYTES), hidden(tail, C.HIDE_BYTES)
         scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
         if LAYOUT.tail:
             scores = tl.dot(q_tail, tl.trans(tail), scores)
-        scores = tl.where(ok[None, :], scores * (SCALE * LOG2E), float("-inf"))
+        scores = tl.where(ok[None, :], scores * (C.SCALE * LOG2E), float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # Without a valid key so far the maximum is −inf; −inf − −inf would be NaN.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -68,7 +69,7 @@ def attend(
 
 
 @triton.jit
-def finish(denominator, maximum, sink_log2, EMPTY_LSE: tl.constexpr, LSE_UNIT: tl.constexpr, LSE_SINK: tl.constexpr):
+def finish(denominator, maximum, sink_log2, EPILOGUE: tl.constexpr):
     """Factor of the output rows, and lse, of unnormalised sums Σ 2**(s − maximum) v, Σ 2**(s − maximum), per head.
 
     The sink adds to the denominator only; a head without keys has the factor 0 whatever its sink.
@@ -77,11 +78,11 @@ def finish(denominator, maximum, sink_log2, EMPTY_LSE: tl.constexpr, LSE_UNIT: t
     base = tl.where(has_keys, maximum, 0.0)
     factor = tl.where(has_keys, 1.0 / (denominator + tl.exp2(sink_log2 - base)), 0.0)
     lse = tl.where(has_keys, base + tl.log2(denominator), float("-inf"))
-    if LSE_SINK:
+    if EPILOGUE.LSE_SINK:
         base = tl.maximum(lse, sink_log2)
         base = tl.where(tl.abs(base) == float("inf"), 0.0, base)
         lse = base + tl.log2(tl.exp2(lse - base) + tl.exp2(sink_log2 - base))
-    return factor, tl.where(lse == float("-inf"), EMPTY_LSE, lse * LSE_UNIT)
+    return factor, tl.where(lse == float("-inf"), EPILOGUE.EMPTY_LSE, lse * EPILOGUE.LSE_UNIT)
 
 
 @triton.jit
@@ -94,13 +95,14 @@ def load_sink(sink_ptr, offs_h, head_ok, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
-def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, ROPE: tl.constexpr, STRIDE: tl.constexpr):
+def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, EPILOGUE: tl.constexpr):
     """The inverse rope of the token's position, on the last ROPE lanes of out [BLOCK_H, LANES], pairs of neighbours."""
+    ROPE: tl.constexpr = EPILOGUE.ROPE
     GROUP: tl.constexpr = LANES // ROPE
     position = tl.load(positions_ptr + token)
     known = (position >= 0) & (position < num_positions)
     offs = tl.arange(0, ROPE // 2)  # of the pair
-    row = cos_sin_ptr + offset_of(position, STRIDE) + offs
+    row = cos_sin_ptr + offset_of(position, EPILOGUE.COS_SIN_STRIDE) + offs
     mask = offs < tl.where(known, ROPE // 2, 0)
     cos = tl.load(row, mask=mask, other=1.0).to(tl.float32)[None, None, :]
     sin = tl.load(row + ROPE // 2, mask=mask, other=0.0).to(tl.float32)[None, None, :]
@@ -116,13 +118,13 @@ def sparse_mla_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
-    sink_ptr,  # [H] f32 if HAS_SINK
-    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
-    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
-    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
-    cos_sin_ptr,  # [S, E] if ROTATE
-    positions_ptr,  # [T] i32 if ROTATE
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
+    sink_ptr,  # [H] f32 if EPILOGUE.HAS_SINK
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA
+    extra_lengths_ptr,  # [T] i32 if EXTRA.HAS_LENGTHS
+    cos_sin_ptr,  # [S, E] if EPILOGUE.ROPE
+    positions_ptr,  # [T] i32 if EPILOGUE.ROPE
     num_slots,
     num_keys,  # K
     slot_stride,
@@ -134,33 +136,12 @@ def sparse_mla_kernel(
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
     out_ptr,  # [T, H, LANES]; if SPLIT [T, num_splits, H, LANES] f32, normalised
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    EXTRA_PAGE_STRIDE: tl.constexpr,
-    EXTRA_PAGE_SIZE: tl.constexpr,
-    EXTRA_LAYOUT: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_EXTRA_LENGTHS: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    SCALE: tl.constexpr,
-    EMPTY_LSE: tl.constexpr,
-    LSE_UNIT: tl.constexpr,
-    LSE_SINK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROTATE: tl.constexpr,
-    COS_SIN_STRIDE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HOIST: tl.constexpr,  # whether to allow loop-invariant code motion out of the loop over keys
-    HIDE_BYTES: tl.constexpr,
-    BESIDE: tl.constexpr,
+    C: tl.constexpr,  # PortableAttention
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(C.BESIDE)
+    wait_for_earlier(C.BESIDE)
+    HEADS: tl.constexpr = C.HEADS
+    BLOCK_H: tl.constexpr = C.BLOCK_H
     # Head blocks of one split are neighbours: they read the same entries.
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -171,21 +152,22 @@ def sparse_mla_kernel(
     offs_h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
     offs_l = tl.arange(0, LANES)
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
+    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T) + offset_of(offs_h[:, None], C.Q_STRIDE_H, HEADS)
     q = tl.load(q_row + offs_l[None, :], mask=head_ok[:, None], other=0.0)  # [BLOCK_H, LANES]
     q_tail = tl.zeros([BLOCK_H, TAIL_LANES], q.dtype)
-    if LAYOUT.tail:
+    if C.LAYOUT.tail:
         q_tail = tl.load(q_row + LANES + tl.arange(0, TAIL_LANES)[None, :], mask=head_ok[:, None], other=0.0)
 
     first = split * split_keys
     end = num_keys
-    if HAS_LENGTHS:
+    if C.SOURCE.HAS_LENGTHS:
         end = tl.minimum(tl.load(lengths_ptr + token), num_keys)
     end = tl.minimum(end, first + split_keys)
-    extra_first = first - tl.cdiv(num_keys, BLOCK_N) * BLOCK_N
+    extra_first = first - tl.cdiv(num_keys, C.BLOCK_N) * C.BLOCK_N
     extra_end = num_extra_keys
-    if HAS_EXTRA_LENGTHS:
-        extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
+    if C.EXTRA is not None:
+        if C.EXTRA.HAS_LENGTHS:
+            extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
     extra_end = tl.minimum(extra_end, extra_first + split_keys)
     extra_first = tl.maximum(extra_first, 0)
 
@@ -194,30 +176,27 @@ def sparse_mla_kernel(
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     accumulator = tl.zeros([BLOCK_H, LANES], tl.float32)
-    BOTH: tl.constexpr = EXTRA_LAYOUT == LAYOUT
     maximum, denominator, accumulator = attend(
         q, q_tail, maximum, denominator, accumulator, cache_ptr, slots, first, end, num_slots, extra_cache_ptr,
-        extra_slots, extra_first, extra_end, num_extra_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, BOTH,
-        EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, BLOCK_N, HOIST, HIDE_BYTES,
+        extra_slots, extra_first, extra_end, num_extra_slots, C.SOURCE, C.JOINED, C,
     )  # fmt: skip
-    if EXTRA_LAYOUT is not None and not BOTH:
+    if C.EXTRA is not None and C.JOINED is None:
         maximum, denominator, accumulator = attend(
             q, q_tail, maximum, denominator, accumulator, extra_cache_ptr, extra_slots, extra_first, extra_end,
-            num_extra_slots, cache_ptr, slots, first, end, num_slots, EXTRA_LAYOUT, EXTRA_PAGE_STRIDE,
-            EXTRA_PAGE_SIZE, False, PAGE_STRIDE, PAGE_SIZE, SCALE, BLOCK_N, HOIST, HIDE_BYTES,
+            num_extra_slots, cache_ptr, slots, first, end, num_slots, C.EXTRA, None, C,
         )  # fmt: skip
 
-    if SPLIT:
+    if C.SPLIT:
         factor = tl.where(denominator != 0.0, 1.0 / denominator, 0.0)
         lse = tl.where(denominator != 0.0, maximum + tl.log2(denominator), float("-inf"))
         row = offset_of(offset_of(token, num_splits) + split, HEADS) + offs_h
     else:
-        sink_log2 = load_sink(sink_ptr, offs_h, head_ok, HAS_SINK)
-        factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
+        sink_log2 = load_sink(sink_ptr, offs_h, head_ok, C.EPILOGUE.HAS_SINK)
+        factor, lse = finish(denominator, maximum, sink_log2, C.EPILOGUE)
         row = offset_of(token, HEADS) + offs_h
     out = accumulator * factor[:, None]
-    if ROTATE and not SPLIT:
-        out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, LAYOUT.rope, COS_SIN_STRIDE)
+    if C.EPILOGUE.ROPE and not C.SPLIT:
+        out = rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, C.EPILOGUE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
     out_ptrs = out_ptr + offset_of(row[:, None], LANES) + offs_l[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None])
@@ -228,28 +207,20 @@ def sparse_mla_kernel(
 def combine_splits_kernel(
     split_out_ptr,  # [T, num_splits, H, LANES], normalised: f32, or f16 over a power of two for each of POWERS groups
     split_lse_ptr,  # [T, num_splits, 1 + POWERS, H] f32: the lse in log2, then the powers
-    sink_ptr,  # [H] f32 if HAS_SINK
-    cos_sin_ptr,  # [S, E] if ROTATE
-    positions_ptr,  # [T] i32 if ROTATE
+    sink_ptr,  # [H] f32 if EPILOGUE.HAS_SINK
+    cos_sin_ptr,  # [S, E] if EPILOGUE.ROPE
+    positions_ptr,  # [T] i32 if EPILOGUE.ROPE
     num_splits,
     num_positions,  # S
     out_ptr,  # [T, H, LANES]
     lse_ptr,  # [T, H] f32
-    HEADS: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ROPE: tl.constexpr,
-    COS_SIN_STRIDE: tl.constexpr,
-    EMPTY_LSE: tl.constexpr,
-    LSE_UNIT: tl.constexpr,
-    LSE_SINK: tl.constexpr,
-    POWERS: tl.constexpr,
-    SKIP: tl.constexpr,  # whether splits with the lse −inf may have no results; those of the others then come later
-    MAX_SPLITS: tl.constexpr,  # a power of two
-    BESIDE: tl.constexpr,
+    C: tl.constexpr,  # Combination
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(C.BESIDE)
+    wait_for_earlier(C.BESIDE)
+    HEADS: tl.constexpr = C.HEADS
+    POWERS: tl.constexpr = C.POWERS
+    MAX_SPLITS: tl.constexpr = C.MAX_SPLITS
     GROUPS: tl.constexpr = max(POWERS, 1)
     DIMS: tl.constexpr = LANES // GROUPS
     LSE_STRIDE: tl.constexpr = (1 + POWERS) * HEADS
@@ -270,7 +241,7 @@ def combine_splits_kernel(
         mask = split < num_splits
         split_lse_ptrs = lse_ptrs + offset_of(split, LSE_STRIDE, MAX_SPLITS)
         lse = tl.load(split_lse_ptrs, mask=mask, other=float("-inf"))  # [AT_ONCE, 1]
-        if SKIP:
+        if C.SKIP:
             mask = lse != float("-inf")
         ptrs = part_ptrs + offset_of(split[:, :, None], HEADS * LANES, MAX_SPLITS) + offs_p
         part = tl.load(ptrs, mask=mask[:, :, None], other=0.0).to(tl.float32)  # [AT_ONCE, GROUPS, DIMS]
@@ -285,11 +256,11 @@ def combine_splits_kernel(
         accumulator = accumulator * rescale[:, None] + tl.sum(part * weight[:, :, None], 0)
         maximum = new_maximum
 
-    sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, HAS_SINK)
-    factor, lse = finish(denominator, maximum, sink_log2, EMPTY_LSE, LSE_UNIT, LSE_SINK)
+    sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, C.EPILOGUE.HAS_SINK)
+    factor, lse = finish(denominator, maximum, sink_log2, C.EPILOGUE)
     out = tl.reshape(accumulator, (1, LANES)) * factor[:, None]
-    if ROTATE:
-        out = rotate_back(out, cos_sin_ptr, positions_ptr, row // HEADS, num_positions, ROPE, COS_SIN_STRIDE)
+    if C.EPILOGUE.ROPE:
+        out = rotate_back(out, cos_sin_ptr, positions_ptr, row // HEADS, num_positions, C.EPILOGUE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
     tl.store(out_ptr + offset_of(row, LANES) + tl.arange(0, LANES)[None, :], out.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)

@@ -1,8 +1,10 @@
 from dataclasses import dataclass
+from functools import partial
 
 from xmla.core.device import Device
 from xmla.core.formats.mla import V32, MlaLayout
 from xmla.core.implementation import Implementation
+from xmla.core.ops.sparse_mla.constants import Attention
 from xmla.core.ops.sparse_mla.kernels import sparse_mla_kernel
 from xmla.core.ops.sparse_mla.splits import Config, attend
 from xmla.core.plan import Plan
@@ -16,6 +18,15 @@ class PortableConfig(Config):
     """`hoist`: allow loop-invariant code motion, which keeps descriptors of operands in registers."""
 
     hoist: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableAttention(Attention):
+    """Constants of the portable kernel."""
+
+    BLOCK_N: int  # keys of a tile
+    HOIST: bool  # whether to allow loop-invariant code motion out of the loop over keys
+    HIDE_BYTES: bool  # lang.numbers.hidden
 
 
 def configure(heads: int, query: str, layout: MlaLayout, extra: MlaLayout | None, device: Device) -> PortableConfig:
@@ -48,12 +59,13 @@ def plan(problem: Problem, device: Device) -> Plan:
     layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
     config = configure(heads, problem.specs["q"].dtype, layout, extra, device)
     packed = layout.packed or (extra is not None and extra.packed)
-    constexprs = {
-        "BLOCK_N": config.block_n,
-        "HOIST": config.hoist,
-        "HIDE_BYTES": packed and device.hides_bytes(config.block_h),
-    }
-    return attend(problem, device, sparse_mla_kernel, config, constexprs)
+    constants = partial(
+        PortableAttention,
+        BLOCK_N=config.block_n,
+        HOIST=config.hoist,
+        HIDE_BYTES=packed and device.hides_bytes(config.block_h),
+    )
+    return attend(problem, device, sparse_mla_kernel, config, constants)
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -1,11 +1,11 @@
 """What the plans of all attention kernels share: splits of the keys, the launch, the combination of the splits."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, log
 
 from xmla.core.device import Device
 from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.ops.sparse_mla.constants import Attention, Combination, Epilogue, Pages
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.problem import LARGEST_SIZE, Problem
@@ -60,9 +60,9 @@ def count_keys(problem: Problem, config: Config) -> int:
 
 
 def attend(
-    problem: Problem, device: Device, kernel: Kernel, config: Config, constexprs: Mapping[str, Hashable]
+    problem: Problem, device: Device, kernel: Kernel, config: Config, constants: Callable[..., Attention] = Attention
 ) -> Plan:
-    """The launches of `kernel` over splits of the keys and of their combination; `constexprs` are the kernel's own."""
+    """The launches of `kernel` over splits of the keys and of their combination; `constants` makes the kernel's."""
     specs, attrs = problem.specs, problem.attrs
     tokens, heads = problem["T"], problem["H"]
     head_blocks = cdiv(heads, config.block_h)
@@ -86,16 +86,18 @@ def attend(
         lengths="slots", sink="slots", extra_cache="cache", extra_slots="slots", extra_lengths="slots", cos_sin="slots",
         positions="slots",
     )  # fmt: skip
-    # Parameters of a row's epilogue, in the attention kernel itself or in the combination.
-    ending = {
-        "HEADS": heads,
-        "HAS_SINK": problem.has("sink"),
-        "EMPTY_LSE": inf if attrs.empty_lse == "+inf" else -inf,
-        "LSE_UNIT": 1.0 if attrs.lse_base == "2" else log(2),
-        "LSE_SINK": attrs.lse_sink,
-        "ROTATE": rotate,
-        "COS_SIN_STRIDE": specs["cos_sin"].stride(0) if rotate else 0,
-    }
+    attention = constants(
+        HEADS=heads,
+        Q_STRIDE_T=specs["q"].stride(0),
+        Q_STRIDE_H=specs["q"].stride(1),
+        SOURCE=Pages.of(problem, "cache", "lengths"),
+        EXTRA=Pages.of(problem, "extra_cache", "extra_lengths") if extra else None,
+        SCALE=float(attrs.softmax_scale),
+        SPLIT=splits > 1,
+        EPILOGUE=Epilogue.of(problem),
+        BLOCK_H=config.block_h,
+        BESIDE=device.beside,
+    )
     launch = Launch(
         kernel,
         grid=(tokens * head_blocks * splits,),
@@ -112,24 +114,7 @@ def attend(
             "num_splits": splits,
             "split_keys": split_keys,
         },
-        constexprs={
-            **ending,
-            "Q_STRIDE_T": specs["q"].stride(0),
-            "Q_STRIDE_H": specs["q"].stride(1),
-            "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
-            "LAYOUT": problem.formats["cache"],
-            "EXTRA_PAGE_STRIDE": specs["extra_cache"].stride(0) if extra else 0,
-            "EXTRA_PAGE_SIZE": problem["EXTRA_R"] if extra else 1,
-            "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
-            "HAS_LENGTHS": problem.has("lengths"),
-            "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
-            "SCALE": float(attrs.softmax_scale),
-            "SPLIT": splits > 1,
-            "BLOCK_H": config.block_h,
-            "BESIDE": device.beside,
-            **constexprs,
-        },
+        constexprs={"C": attention},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # With 99 KB of shared memory, and before sm_90, the compiler would spill for a second program on the SM.
@@ -138,23 +123,23 @@ def attend(
     results = problem.results
     if splits == 1:
         return Plan((launch,), results, ("out", "lse"))
-    most_splits = next_power_of_2(splits)
+    combination = Combination(
+        HEADS=heads,
+        EPILOGUE=attention.EPILOGUE,
+        POWERS=config.powers,
+        SKIP=attention.HAS_LENGTHS,
+        MAX_SPLITS=next_power_of_2(splits),
+        BESIDE=device.beside,
+    )
     combine = Launch(
         combine_splits_kernel,
         grid=(tokens * heads,),
         outputs=("out", "lse"),
         arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
         sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
-        constexprs={
-            **ending,
-            "ROPE": problem.formats["cache"].rope,
-            "POWERS": config.powers,
-            "SKIP": problem.has("lengths") or problem.has("extra_lengths"),
-            "MAX_SPLITS": most_splits,
-            "BESIDE": device.beside,
-        },
+        constexprs={"C": combination},
         # Two programs of eight warps on an SM: 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22). In more
         # waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24).
-        num_warps=8 if most_splits > 8 and tokens * heads <= 2 * device.num_sms else 4,
+        num_warps=8 if combination.MAX_SPLITS > 8 and tokens * heads <= 2 * device.num_sms else 4,
     )
     return Plan((launch, combine), {**workspace, **results}, ("out", "lse"))

@@ -28,7 +28,6 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     ROPE_DIMS,
     VALUE_DIMS,
-    Constants,
     Source,
     Task,
     Turn,
@@ -62,11 +61,6 @@ class Copied(NamedTuple):
     rope: Any  # [STAGES, BLOCK_N, ROPE_DIMS / 2] i32, if they are apart
     scales: Any  # [STAGES, BLOCK_N, words] i32 if packed
     valid: Any  # [STAGES, BLOCK_N] i32: whether the slot is valid
-
-
-@gluon.constexpr_function
-def constants(*values):
-    return Constants(*values)
 
 
 @gluon.constexpr_function
@@ -255,8 +249,9 @@ def check_constants(LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr):
 
 
 @gluon.jit
-def attend(main, extra, main_tiles, tiles, task, BLOCK_H: gl.constexpr, C: gl.constexpr):
+def attend(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     """Attention of BLOCK_H heads of a token."""
+    BLOCK_H: gl.constexpr = C.BLOCK_H
     LAYOUT: gl.constexpr = C.LAYOUT
     check_constants(LAYOUT, BLOCK_H)
     DTYPE: gl.constexpr = task.q_row.dtype.element_ty
@@ -342,7 +337,7 @@ def attend(main, extra, main_tiles, tiles, task, BLOCK_H: gl.constexpr, C: gl.co
     share = by_row(gl.convert_layout(inverse, HEADS_O))
     out = gl.reshape(gl.permute(gl.where(share < 0.0, 0.0, out * share), (1, 0, 2)), (BLOCK_H, VALUE_DIMS))
     if task.turn is not None:
-        out = turn_back(out, task.turn, LAYOUT.rope)
+        out = turn_back(out, task.turn, C.EPILOGUE.ROPE)
     result = gl.convert_layout(out.to(task.out_row.dtype.element_ty), DIMS)
     offs_h = task.head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, DIMS))
     offs_l = gl.arange(0, VALUE_DIMS, layout=gl.SliceLayout(0, DIMS))
@@ -361,13 +356,13 @@ def sparse_mla_sm120_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
-    sink_ptr,  # [H] f32 if HAS_SINK
-    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA_LAYOUT
-    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
-    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
-    cos_sin_ptr,  # [S, E] if ROTATE
-    positions_ptr,  # [T] i32 if ROTATE
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
+    sink_ptr,  # [H] f32 if EPILOGUE.HAS_SINK
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA
+    extra_lengths_ptr,  # [T] i32 if EXTRA.HAS_LENGTHS
+    cos_sin_ptr,  # [S, E] if EPILOGUE.ROPE
+    positions_ptr,  # [T] i32 if EPILOGUE.ROPE
     num_slots,
     num_keys,  # K
     slot_stride,
@@ -379,71 +374,47 @@ def sparse_mla_sm120_kernel(
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
     out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_H: gl.constexpr,
-    PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    EXTRA_PAGE_STRIDE: gl.constexpr,
-    EXTRA_PAGE_SIZE: gl.constexpr,
-    EXTRA_LAYOUT: gl.constexpr,
-    HEADS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
-    HAS_EXTRA_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    SCALE: gl.constexpr,
-    EMPTY_LSE: gl.constexpr,
-    LSE_UNIT: gl.constexpr,
-    LSE_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROTATE: gl.constexpr,
-    COS_SIN_STRIDE: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    BESIDE: gl.constexpr,
+    C: gl.constexpr,  # Attention
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(C.BESIDE)
+    wait_for_earlier(C.BESIDE)
     # Head blocks of one split are neighbours: they read the same entries.
-    HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    place = offset_of(token, HEADS)
-    if SPLIT:
-        place = offset_of(offset_of(token, num_splits) + split, HEADS)
+    place = offset_of(token, C.HEADS)
+    if C.SPLIT:
+        place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
 
     first = split * split_keys
     end = num_keys
-    if HAS_LENGTHS:
+    if C.SOURCE.HAS_LENGTHS:
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
     end = gl.minimum(end, first + split_keys)
-    main = Source(pool(cache_ptr, LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
+    main = Source(pool(cache_ptr, C.LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
     main_tiles = gl.cdiv(gl.maximum(end, first) - first, BLOCK_N)  # a length may be the least integer
     tiles = main_tiles
-    if EXTRA_LAYOUT is not None:
-        gl.static_assert(EXTRA_LAYOUT == LAYOUT, "both sources have entries of one layout")
+    if C.EXTRA is not None:
+        gl.static_assert(C.EXTRA.LAYOUT == C.LAYOUT, "both sources have entries of one layout")
         extra_first = first - gl.cdiv(num_keys, BLOCK_N) * BLOCK_N
         extra_end = num_extra_keys
-        if HAS_EXTRA_LENGTHS:
+        if C.EXTRA.HAS_LENGTHS:
             extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
         extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
-        extra = Source(pool(extra_cache_ptr, LAYOUT), extra_slots, num_extra_slots, extra_first, extra_end)
+        extra = Source(pool(extra_cache_ptr, C.LAYOUT), extra_slots, num_extra_slots, extra_first, extra_end)
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, BLOCK_N)
     else:
         extra: gl.constexpr = None
-    if ROTATE and not SPLIT:
+    if C.EPILOGUE.ROPE and not C.SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
-        turn = Turn(cos_sin_ptr + offset_of(position, COS_SIN_STRIDE), known)
+        turn = Turn(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
     else:
         turn: gl.constexpr = None
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T)
+    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
     task = Task(q_row, sink_ptr, turn, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place, head_block)
-    C: gl.constexpr = constants(
-        LAYOUT, PAGE_STRIDE, PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, HEADS, Q_STRIDE_H, SCALE, HAS_SINK,
-        EMPTY_LSE, LSE_UNIT, LSE_SINK, SPLIT, BESIDE,
-    )  # fmt: skip
-    attend(main, extra, main_tiles, tiles, task, BLOCK_H, C)
+    attend(main, extra, main_tiles, tiles, task, C)

@@ -27,7 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     # A head's bits depend on its tile: tensor-parallel ranks use the tile of all heads, whatever the tokens.
     invariant = problem.attrs.batch_invariant
     config = configure(*((device.num_sms, MAX_HEADS) if invariant else (problem["T"], problem["H"])), device)
-    return attend(problem, device, sparse_mla_sm120_kernel, config, {})
+    return attend(problem, device, sparse_mla_sm120_kernel, config)
 
 
 def _other_format(problem: Problem, device: Device) -> str | None:

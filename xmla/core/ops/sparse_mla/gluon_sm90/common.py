@@ -1,6 +1,5 @@
 """What the attention kernels for Hopper share: tile sizes, addresses of entries, and the epilogue."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xmla.core.formats import mla
@@ -47,31 +46,11 @@ class Task(NamedTuple):
     """What a CTA computes: a block of heads of a token."""
 
     q_row: Any  # [HEADS, L+E]
-    sink: Any  # [HEADS] f32 if HAS_SINK
+    sink: Any  # [HEADS] f32 if EPILOGUE.HAS_SINK
     turn: Any  # Turn or None
     out_row: Any  # [HEADS, VALUE_DIMS]; if SPLIT f16, over powers of two
     lse_row: Any  # [HEADS] f32; if SPLIT [1 + groups of dims, HEADS], with the powers after the lse
     head_block: Any
-
-
-@dataclass(frozen=True)
-class Constants:
-    """The kernel's constexpr parameters of the same names, for all warpgroups."""
-
-    LAYOUT: Any
-    PAGE_STRIDE: int
-    PAGE_SIZE: int
-    EXTRA_PAGE_STRIDE: int
-    EXTRA_PAGE_SIZE: int
-    HEADS: int
-    Q_STRIDE_H: int
-    SCALE: float
-    HAS_SINK: bool
-    EMPTY_LSE: float
-    LSE_UNIT: float
-    LSE_SINK: bool
-    SPLIT: bool
-    BESIDE: int
 
 
 @gluon.jit
@@ -105,12 +84,12 @@ def offsets(slot, LAYOUT: gl.constexpr, PAGE_STRIDE: gl.constexpr, PAGE_SIZE: gl
 def entry_pointers(main, extra, main_tiles, tile, slot, C: gl.constexpr):
     """Pointers [TILE_KEYS] to a tile's entries and to their scales, and which slots are valid."""
     cache, num_slots = main.cache, main.num_slots
-    data, scales = offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
+    data, scales = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
     if extra is not None:
         is_extra = tile >= main_tiles
         cache = gl.where(is_extra, extra.cache, cache)
         num_slots = gl.where(is_extra, extra.num_slots, num_slots)
-        extra_data, extra_scales = offsets(slot, C.LAYOUT, C.EXTRA_PAGE_STRIDE, C.EXTRA_PAGE_SIZE)
+        extra_data, extra_scales = offsets(slot, C.LAYOUT, C.EXTRA.PAGE_STRIDE, C.EXTRA.PAGE_SIZE)
         data, scales = gl.where(is_extra, extra_data, data), gl.where(is_extra, extra_scales, scales)
     return cache + data, cache + scales, (slot >= 0) & (slot < num_slots)
 
@@ -143,6 +122,7 @@ def close_sums(maximum, denominator, seen, rows, task, C: gl.constexpr):
 
     The denominator is 0 where all scores are −inf; without a valid key it may be NaN, that of the query.
     """
+    EPILOGUE: gl.constexpr = C.EPILOGUE
     head_ok = rows < C.HEADS
     has_keys = (seen > 0) & (denominator != 0.0) & head_ok
     if C.SPLIT:
@@ -151,17 +131,17 @@ def close_sums(maximum, denominator, seen, rows, task, C: gl.constexpr):
     else:
         base = gl.where(has_keys, maximum, 0.0)
         total = denominator
-        if C.HAS_SINK:
+        if EPILOGUE.HAS_SINK:
             sink = gl.load(task.sink + rows, mask=head_ok, other=0.0) * LOG2E
             total += gl.exp2(sink - base)
         inverse = gl.where(has_keys, 1.0 / total, -1.0)
-        lse = gl.where(has_keys, (base + gl.log2(denominator)) * C.LSE_UNIT, C.EMPTY_LSE)
-        if C.HAS_SINK and C.LSE_SINK:
+        lse = gl.where(has_keys, (base + gl.log2(denominator)) * EPILOGUE.LSE_UNIT, EPILOGUE.EMPTY_LSE)
+        if EPILOGUE.HAS_SINK and EPILOGUE.LSE_SINK:
             lse = gl.where(has_keys, base + gl.log2(denominator), float("-inf"))
             top = gl.maximum(lse, sink)
             top = gl.where(gl.abs(top) == float("inf"), 0.0, top)
             lse = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
-            lse = gl.where(lse == float("-inf"), C.EMPTY_LSE, lse * C.LSE_UNIT)
+            lse = gl.where(lse == float("-inf"), EPILOGUE.EMPTY_LSE, lse * EPILOGUE.LSE_UNIT)
     return inverse, lse
 
 
@@ -204,7 +184,7 @@ def store_half(out, share, smem, PART: gl.constexpr, task, C: gl.constexpr):
     share = gl.expand_dims(share, 1)
     out = out * share
     if PART == 1 and task.turn is not None:
-        out = turn_back(out, task.turn, C.LAYOUT.rope)
+        out = turn_back(out, task.turn, C.EPILOGUE.ROPE)
     if C.SPLIT:
         exponent = exponent_for_half(out, 1)
         rows = task.head_block * TILE_HEADS + gl.arange(0, TILE_HEADS, layout=exponent.type.layout)

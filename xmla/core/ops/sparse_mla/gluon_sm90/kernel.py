@@ -9,7 +9,6 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     TILE_HEADS,
     TILE_KEYS,
     VALUE_DIMS,
-    Constants,
     Source,
     Task,
     Turn,
@@ -17,11 +16,6 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS, attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
 from xmla.core.ops.sparse_mla.gluon_sm90.plain import attend_plain
-
-
-@gluon.constexpr_function
-def constants(**values):
-    return Constants(**values)
 
 
 @gluon.jit
@@ -63,13 +57,13 @@ def sparse_mla_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
-    sink_ptr,  # [H] f32 if HAS_SINK
-    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA_LAYOUT
-    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
-    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
-    cos_sin_ptr,  # [S, E] if ROTATE
-    positions_ptr,  # [T] i32 if ROTATE
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
+    sink_ptr,  # [H] f32 if EPILOGUE.HAS_SINK
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, ROW] if EXTRA
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA
+    extra_lengths_ptr,  # [T] i32 if EXTRA.HAS_LENGTHS
+    cos_sin_ptr,  # [S, E] if EPILOGUE.ROPE
+    positions_ptr,  # [T] i32 if EPILOGUE.ROPE
     num_slots,
     num_keys,  # K
     slot_stride,
@@ -81,114 +75,88 @@ def sparse_mla_sm90_kernel(
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K; rows with lengths share out their own
     out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over a power of two a group of dims
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_H: gl.constexpr,
-    PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    EXTRA_PAGE_STRIDE: gl.constexpr,
-    EXTRA_PAGE_SIZE: gl.constexpr,
-    EXTRA_LAYOUT: gl.constexpr,
-    HEADS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
-    HAS_EXTRA_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    SCALE: gl.constexpr,
-    EMPTY_LSE: gl.constexpr,
-    LSE_UNIT: gl.constexpr,
-    LSE_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROTATE: gl.constexpr,
-    COS_SIN_STRIDE: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    ORDERED: gl.constexpr,  # places for the tokens, if these are computed in the order of their lengths; else 0
-    BESIDE: gl.constexpr,
+    C: gl.constexpr,  # HopperAttention
 ):
-    let_next_start(BESIDE)
-    HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    let_next_start(C.BESIDE)
+    HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = pid // HEAD_BLOCKS // num_splits
-    if ORDERED > 0:
+    if C.ORDERED > 0:
         # CTAs start in the order of their ids: those with most keys first, so that the last ones to end are short.
         # Every warp has all tokens, so that it counts without waiting for others; adjacent ones in adjacent lanes.
-        OF_LANE: gl.constexpr = ORDERED // 32
-        held = gl.arange(0, ORDERED, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
+        OF_LANE: gl.constexpr = C.ORDERED // 32
+        held = gl.arange(0, C.ORDERED, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
         tokens = held % OF_LANE * 32 + held // OF_LANE
         num_tokens = gl.num_programs(0) // HEAD_BLOCKS // num_splits
         known = gl.minimum(tokens, num_tokens - 1)  # without masks all loads are under way at once
-        tiles = count_tiles(lengths_ptr, known, num_keys, HAS_LENGTHS)
-        if EXTRA_LAYOUT is not None:
-            tiles += count_tiles(extra_lengths_ptr, known, num_extra_keys, HAS_EXTRA_LENGTHS)
+        tiles = count_tiles(lengths_ptr, known, num_keys, C.SOURCE.HAS_LENGTHS)
+        if C.EXTRA is not None:
+            tiles += count_tiles(extra_lengths_ptr, known, num_extra_keys, C.EXTRA.HAS_LENGTHS)
         token = token_of_rank(token, tokens, tokens < num_tokens, tiles)
     token = token.to(gl.int64)
-    place = offset_of(token, HEADS)
+    place = offset_of(token, C.HEADS)
     lse_place = place
-    if SPLIT:
-        POWERS: gl.constexpr = BLOCKS if BLOCK_H == FEW_HEADS else HALVES
-        place = offset_of(offset_of(token, num_splits) + split, HEADS)
+    if C.SPLIT:
+        POWERS: gl.constexpr = BLOCKS if C.BLOCK_H == FEW_HEADS else HALVES
+        place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
         lse_place = offset_of(place, 1 + POWERS)
 
     end = num_keys
-    if HAS_LENGTHS:
+    if C.SOURCE.HAS_LENGTHS:
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
     tiles_before = gl.cdiv(num_keys, TILE_KEYS)  # of the first source, before those of the second
-    if EXTRA_LAYOUT is not None:
+    if C.EXTRA is not None:
         extra_end = num_extra_keys
-        if HAS_EXTRA_LENGTHS:
+        if C.EXTRA.HAS_LENGTHS:
             extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
-    if SPLIT and (HAS_LENGTHS or HAS_EXTRA_LENGTHS):
+    if C.SPLIT and C.HAS_LENGTHS:
         tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
         row_tiles = tiles_before
-        if EXTRA_LAYOUT is not None:
+        if C.EXTRA is not None:
             row_tiles += gl.cdiv(gl.maximum(extra_end, 0), TILE_KEYS)
         split_keys = gl.cdiv(row_tiles, num_splits) * TILE_KEYS
     first = split * split_keys
     end = gl.minimum(end, first + split_keys)
-    cache = pool(cache_ptr, LAYOUT)
+    cache = pool(cache_ptr, C.LAYOUT)
     main = Source(cache, slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
     main_tiles = gl.cdiv(gl.maximum(end, first) - first, TILE_KEYS)  # a length may be the least integer
     tiles = main_tiles
-    if EXTRA_LAYOUT is not None:
-        gl.static_assert(EXTRA_LAYOUT == LAYOUT, "both sources have entries of one layout")
+    if C.EXTRA is not None:
+        gl.static_assert(C.EXTRA.LAYOUT == C.LAYOUT, "both sources have entries of one layout")
         extra_first = first - tiles_before * TILE_KEYS
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
-        extra_cache = pool(extra_cache_ptr, LAYOUT)
+        extra_cache = pool(extra_cache_ptr, C.LAYOUT)
         extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
         extra = Source(extra_cache, extra_slots, num_extra_slots, extra_first, extra_end)
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
     else:
         extra: gl.constexpr = None
     out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
-    if SPLIT and (HAS_LENGTHS or HAS_EXTRA_LENGTHS):
-        rows = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if C.SPLIT and C.HAS_LENGTHS:
+        rows = head_block * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.BlockedLayout([1], [32], [4], [0]))
         if tiles == 0:  # fewer tiles than splits: the combination reads no more of this one than its lse
-            wait_for_earlier(BESIDE)
-            gl.store(lse_row + rows, float("-inf"), mask=rows < HEADS)
+            wait_for_earlier(C.BESIDE)
+            gl.store(lse_row + rows, float("-inf"), mask=rows < C.HEADS)
             return
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
 
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T)
-    if ROTATE and not SPLIT:
+    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
+    if C.EPILOGUE.ROPE and not C.SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
-        turn = Turn(cos_sin_ptr + offset_of(position, COS_SIN_STRIDE), known)
+        turn = Turn(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
     else:
         turn: gl.constexpr = None
     task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
-    C: gl.constexpr = constants(
-        LAYOUT=LAYOUT, PAGE_STRIDE=PAGE_STRIDE, PAGE_SIZE=PAGE_SIZE, EXTRA_PAGE_STRIDE=EXTRA_PAGE_STRIDE,
-        EXTRA_PAGE_SIZE=EXTRA_PAGE_SIZE, HEADS=HEADS, Q_STRIDE_H=Q_STRIDE_H, SCALE=SCALE, HAS_SINK=HAS_SINK,
-        EMPTY_LSE=EMPTY_LSE, LSE_UNIT=LSE_UNIT, LSE_SINK=LSE_SINK, SPLIT=SPLIT, BESIDE=BESIDE,
-    )  # fmt: skip
-    if BLOCK_H == FEW_HEADS:
-        gl.static_assert(EXTRA_LAYOUT is None, "the tile of few heads has one source")
+    if C.BLOCK_H == FEW_HEADS:
+        gl.static_assert(C.EXTRA is None, "the tile of few heads has one source")
         attend_few_heads(main, tiles, task, C)
     else:
-        gl.static_assert(BLOCK_H == TILE_HEADS, "a CTA has TILE_HEADS or FEW_HEADS heads")
-        if LAYOUT.packed:
+        gl.static_assert(C.BLOCK_H == TILE_HEADS, "a CTA has TILE_HEADS or FEW_HEADS heads")
+        if C.LAYOUT.packed:
             attend_packed(main, extra, main_tiles, tiles, task, C)
         else:
             attend_plain(main, extra, main_tiles, tiles, task, C)

@@ -1,6 +1,10 @@
+from dataclasses import dataclass
+from functools import partial
+
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.implementation import Condition, Implementation
+from xmla.core.ops.sparse_mla.constants import Attention
 from xmla.core.ops.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
@@ -15,11 +19,17 @@ NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2, powers=BLOCK
 FEWEST_PLACES, MOST_PLACES = 128, 512  # of tokens that are ordered by their lengths
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperAttention(Attention):
+    """Constants of Hopper's kernel."""
+
+    ORDERED: int  # places for the tokens, if these are computed in the order of their lengths; else 0
+
+
 def plan(problem: Problem, device: Device) -> Plan:
     config = NARROW if takes_few_heads(problem) else WIDE
-    return attend(
-        problem, device, sparse_mla_sm90_kernel, config, {"ORDERED": places_in_order(problem, config, device)}
-    )
+    constants = partial(HopperAttention, ORDERED=places_in_order(problem, config, device))
+    return attend(problem, device, sparse_mla_sm90_kernel, config, constants)
 
 
 def places_in_order(problem: Problem, config: Config, device: Device) -> int:
