@@ -21,7 +21,7 @@ import queue
 import time
 import traceback
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -638,12 +638,13 @@ def main(
     if failures:
         console.print("one of them again: python tests/fuzz.py --rerun OP/CASE/SEED")
     shapes = shapes_of(op or [], first)
-    by_op: Counter[str] = Counter()
+    by_op: defaultdict[str, list[int]] = defaultdict(list)  # cases of each shape
     for place, (target, _) in enumerate(shapes):
-        by_op[target.op.name] += done[place]
-    for name, number in sorted(by_op.items()):
+        by_op[target.op.name].append(done[place])
+    for name, numbers in sorted(by_op.items()):
         wrong = sum(failure.startswith((f"{name}/", f"{name}@")) for failure in failures)
-        console.print(f"{name}: {number} cases, {wrong} failures")
+        reached = len(numbers) - numbers.count(0)
+        console.print(f"{name}: {sum(numbers)} cases of {reached} of {len(numbers)} shapes, {wrong} failures")
     rate = done.total() / took
     console.print(
         f"{done.total()} cases of {len(+done)} of {len(shapes)} shapes from batch {first} on, {len(failures)} "

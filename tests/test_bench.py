@@ -17,6 +17,7 @@ from xmla import interop, torch_api
 from xmla.bench import (
     baselines,
     cases,
+    evidence_report,
     frameworks_report,
     layer,
     layer_jax,
@@ -285,6 +286,63 @@ def test_a_layers_table_has_what_was_measured(tmp_path: Path) -> None:
         "| 4,096 | 1 ms, 0.5 GiB | out of memory | out of memory |  |",
         "| 8,192 | 1 ms, 0.5 GiB | out of memory | failed |  |",
     ]
+
+
+def test_what_has_run_is_told_by_commit(tmp_path: Path) -> None:
+    """Parts at one commit are added, what ran again counts once, what is missing is named; of an op the last run."""
+
+    def write(file: str, *runs: tuple[str, str, str, dict[str, Any]]) -> None:
+        versions = {"devices": ["a GPU"] * 2}
+        lines = [
+            {"command": command, "commit": commit, "versions": versions, "exit_code": 0, "last_lines": last.split("; ")}
+            | more
+            for command, commit, last, more in runs
+        ]
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    suite = "timeout -k 9 60 python3 -m pytest -v tests --ignore=tests/core --ignore=tests/gpu"
+    core, gpu = ("python3 -m pytest -v tests/core", "python3 -m pytest tests/gpu")
+    old, new = "0123456" + "789" * 11, "abcdef0, with a remark"
+    write(
+        "test",
+        (gpu, old, "== 1 failed in 2.5s ==", {"exit_code": 1}),
+        (suite, old, "== 5 passed, 1 skipped in 7s ==", {}),
+        (core, old, "== 7 passed in 1s ==", {}),
+        (gpu, old, "== 2 passed in 2.5s ==", {}),
+        (suite, new, "== 1 failed, 2 passed in 60s ==", {"exit_code": 124, "collected": 10, "remark": "mended"}),
+        (core, new, "== 3 passed, 1 error in 1s ==", {"exit_code": 1}),
+        ("python3 -m pytest tests/test_bench.py -k told", "fffffff", "1 passed in 1s", {}),
+    )
+    fuzz, tool = "python3 tests/fuzz.py --seconds 9", "compute-sanitizer --tool {} python3 tests/fuzz.py"
+    write(
+        "contract",
+        (fuzz, old, "map_slots: 100 cases, 0 failures; merge_topk: 100 cases, 0 failures", {}),
+        (tool.format("memcheck"), old, "map_slots: 4 cases, 0 failures", {}),
+        (tool.format("synccheck"), old, "map_slots: 4 cases, 0 failures", {}),
+        (tool.format("racecheck"), old, "map_slots: 4 cases, 0 failures", {"exit_code": 9}),
+        (
+            fuzz, new,
+            "map_slots: 900 cases of 2 of 6 shapes, 0 failures; merge_topk: 0 cases of 0 of 4 shapes, 0 failures",
+            {},
+        ),
+        (fuzz, new, "map_slots: 200 cases of 3 of 6 shapes, 1 failures; 200 cases of 3 of 10 shapes", {"exit_code": 1}),
+    )  # fmt: skip
+    told = evidence_report.report(tmp_path).splitlines()
+    assert told[:2] == ["| what | of which | at commit | found |", "|---|---|---|---|"]
+    assert told[2:6] == [
+        "| test suite | on 2 GPUs; without `gpu`; cut by its time: 7 tests not reached | abcdef0 | "
+        "5 passed, 2 failed; mended |",
+        "| test suite | all, on 2 GPUs | 0123456 | 14 passed, none failed |",
+        "| fuzzer | 1,100 cases of `map_slots` | abcdef0 | 1 failed |",
+        "| fuzzer | 100 cases of `merge_topk` | 0123456 | nothing |",
+    ]
+    assert told[6].startswith("| fuzzer | `compress_kv`, ") and told[6].endswith(" |  | not run yet |")
+    assert told[7:9] == [
+        "| memcheck, synccheck | 4 cases of `map_slots` | 0123456 | nothing |",
+        "| racecheck | 4 cases of `map_slots` | 0123456 | reports, see below |",
+    ]
+    assert told[-1] == "| `map_slots` | 3 of 6 |"
+    assert [line.split(" | ")[0] for line in told if "initcheck" in line] == ["| initcheck"]
 
 
 def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

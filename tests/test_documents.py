@@ -15,6 +15,7 @@ from conftest import require_tool
 
 import xmla
 from xmla.bench import (
+    evidence_report,
     frameworks_report,
     layer_report,
     megatron_report,
@@ -188,6 +189,13 @@ def test_figures_of_megatrons_layer_are_the_committed_ones() -> None:
     page = (ROOT / "docs/megatron.md").read_text()
     assert insert(page, table, megatron_report.MARKERS) == page
     assert table.count(" ms, ") >= 4
+
+
+def test_what_has_run_is_what_the_results_say() -> None:
+    table = evidence_report.report(RESULTS)
+    page = (ROOT / "docs/contract.md").read_text()
+    assert insert(page, table, evidence_report.MARKERS) == page
+    assert {"test suite", "fuzzer"} < {line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()}
 
 
 def test_the_readmes_speeds_are_the_committed_ones() -> None:

@@ -1,0 +1,207 @@
+"""`python -m xmla.bench.evidence_report RESULTS [--into docs/contract.md]`: what has run on GPUs, and what it found.
+
+RESULTS is the folder of a device's results: test.jsonl has runs of the test suite, contract.jsonl of the fuzzer, alone
+or under a tool of compute-sanitizer. `python tests/on_gpus.py` makes both. What ran at one commit is one run, in any
+number of parts. Of the suite the last run is told, and the last whole one if that is another; of each op the last run
+of the fuzzer, and of each tool. A line's "remark", if somebody gave it one, is told with it.
+"""
+
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xmla.bench.report import read, show
+from xmla.core.registry import registry
+
+MARKERS = "<!-- evidence -->\n", "<!-- /evidence -->"
+SUITE = "tests"  # the folder of all tests, as a command's argument
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+OUTCOME = re.compile(r"(\d+) (passed|failed|error|skipped)")
+FUZZED = re.compile(r"(\w+): (\d+) cases(?: of (\d+) of (\d+) shapes)?, (\d+) failures")
+CUT, REPORTED = 124, 9  # exit codes: of `timeout`, and of a tool that found something
+NOT_RUN = "not run yet"
+FEW = 8  # ops of a row that has their names
+Line = dict[str, Any]
+Row = tuple[str, str, str, str]  # what ran, of which, at which commit, what it found
+
+
+def lines_of(file: Path) -> list[Line]:
+    """The commands of a file; of their commits the first seven digits, without remarks."""
+    return [head | {"commit": head["commit"][:7]} for head, *_ in read([file])]
+
+
+def remarks(lines: Iterable[Line]) -> list[str]:
+    """What somebody wrote beside results, for those who read their table."""
+    return [*dict.fromkeys(line["remark"] for line in lines if "remark" in line)]
+
+
+def outcome(line: Line) -> Counter[str]:
+    """How many tests passed, failed and so on, by pytest's last line; none if it was killed before."""
+    last = line["last_lines"][-1]
+    return Counter({kind: int(count) for count, kind in OUTCOME.findall(last)} if " in " in last else {})
+
+
+@dataclass(slots=True)
+class Suite:
+    """The tests that ran at one commit.
+
+    Attributes:
+        parts: The commands by their paths: of several with the same paths the last.
+        ignored: Paths that a command left to another.
+    """
+
+    parts: dict[frozenset[str], Line] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
+
+    def add(self, line: Line) -> None:
+        _, _, arguments = line["command"].partition(" pytest ")
+        words = shlex.split(arguments)
+        paths = frozenset(word for word in words if word.startswith(SUITE))
+        if paths and "-k" not in words and not any("::" in path for path in paths):
+            self.parts[paths] = line
+            self.ignored.update(word.removeprefix("--ignore=") for word in words if word.startswith("--ignore="))
+
+    @property
+    def of_all(self) -> bool:
+        """Whether a command took all tests but those that it ignored."""
+        return any(SUITE in paths for paths in self.parts)
+
+    @property
+    def left_out(self) -> list[str]:
+        return sorted(self.ignored.difference(*self.parts))
+
+    @property
+    def cut(self) -> list[Line]:
+        return [line for line in self.parts.values() if line["exit_code"] == CUT]
+
+    @property
+    def whole(self) -> bool:
+        return self.of_all and not self.left_out and not self.cut
+
+    def row(self, commit: str) -> Row:
+        lines = self.parts.values()
+        counts = sum(map(outcome, lines), Counter[str]())
+        wrong = counts["failed"] + counts["error"]
+        gpus = max(len(line["versions"]["devices"]) for line in lines)
+        of = [f"all, on {gpus} GPUs" if self.whole else f"on {gpus} GPUs"]
+        if self.left_out:
+            of.append("without " + ", ".join(f"`{path.removeprefix('tests/')}`" for path in self.left_out))
+        if self.cut:
+            # Of a command that was killed before it told how many there are nothing is known but that.
+            missed = [line["collected"] - outcome(line).total() for line in self.cut if "collected" in line]
+            of.append(f"cut by its time: {sum(missed) if len(missed) == len(self.cut) else 'some'} tests not reached")
+        found = "; ".join([f"{counts['passed']} passed, {wrong or 'none'} failed", *remarks(lines)])
+        return "test suite", "; ".join(of), commit, found
+
+
+def suites(lines: Iterable[Line]) -> list[Row]:
+    """The last run of the suite, and the last whole one."""
+    by_commit: defaultdict[str, Suite] = defaultdict(Suite)
+    for line in lines:
+        by_commit[line["commit"]].add(line)
+    latest = [(commit, suite) for commit, suite in reversed(by_commit.items()) if suite.of_all]
+    whole = next(each for each in latest if each[1].whole)
+    return [suite.row(commit) for commit, suite in dict([latest[0], whole]).items()]
+
+
+@dataclass(slots=True)
+class Fuzzed:
+    """What ran of an op at one commit, by these commands.
+
+    Attributes:
+        shapes: How many ran, of how many; 0 where the commands do not tell. Of several the most.
+    """
+
+    commands: list[Line] = field(default_factory=list)
+    cases: int = 0
+    failures: int = 0
+    shapes: tuple[int, int] = 0, 0
+
+    def add(self, command: Line, cases: str, reached: str | None, shapes: str | None, failures: str) -> None:
+        self.commands.append(command)
+        self.cases += int(cases)
+        self.failures += int(failures)
+        self.shapes = max(self.shapes, (int(reached or 0), int(shapes or 0)))
+
+
+def last_runs(lines: Iterable[Line], tool: str | None) -> dict[str, tuple[str, Fuzzed]]:
+    """By op the commit of the fuzzer's last run, alone or under a tool, and what ran."""
+    runs: defaultdict[tuple[str, str], Fuzzed] = defaultdict(Fuzzed)
+    for line in lines:
+        words = shlex.split(line["command"])
+        under = words[words.index("--tool") + 1] if "--tool" in words else None
+        if "tests/fuzz.py" in words and under == tool:
+            for found in filter(None, map(FUZZED.fullmatch, line["last_lines"])):
+                op, cases, *counts = found.groups()
+                if int(cases):
+                    runs[line["commit"], op].add(line, cases, *counts)
+    return {op: (commit, ran) for (commit, op), ran in runs.items() if op in registry()}
+
+
+def named(ops: Iterable[str]) -> str:
+    return ", ".join(f"`{op}`" for op in ops)
+
+
+def fuzzer_rows(lines: list[Line], tool: str | None) -> Iterator[tuple[str, str, str]]:
+    """Of each commit that has an op's last run, the latest first: of which, the commit, what it found."""
+    by_commit: dict[str, dict[str, Fuzzed]] = {line["commit"]: {} for line in reversed(lines)}
+    for op, (commit, ran) in sorted(last_runs(lines, tool).items()):
+        by_commit[commit][op] = ran
+    for commit, ops in by_commit.items():
+        if ops:
+            commands = [command for ran in ops.values() for command in ran.commands]
+            failures = sum(ran.failures for ran in ops.values())
+            cases = sum(ran.cases for ran in ops.values())
+            found = [f"{failures} failed"] * bool(failures)
+            found += ["reports, see below"] * any(command["exit_code"] == REPORTED for command in commands)
+            of = named(ops) if len(ops) <= FEW else f"{len(ops)} ops"
+            yield f"{cases:,} cases of {of}", commit, "; ".join([*(found or ["nothing"]), *remarks(commands)])
+    if missing := sorted(registry().keys() - {op for ops in by_commit.values() for op in ops}):
+        yield named(missing), "", NOT_RUN
+
+
+def unreached(lines: list[Line]) -> Iterator[tuple[str, str]]:
+    """The ops of which the fuzzer's last run did not take every shape, and how many it took."""
+    for op, (_, ran) in sorted(last_runs(lines, None).items()):
+        reached, shapes = ran.shapes
+        if reached < shapes:
+            yield f"`{op}`", f"{reached} of {shapes}"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return [first, "|---" * len(head) + "|", *others]
+
+
+def report(results: Path) -> str:
+    """Markdown: a row of each run, then the shapes that the fuzzer's last runs took, where these are not all."""
+    fuzzing = lines_of(results / "contract.jsonl")
+    rows = [*suites(lines_of(results / "test.jsonl")), *(("fuzzer", *row) for row in fuzzer_rows(fuzzing, None))]
+    same: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for tool in TOOLS:
+        for row in fuzzer_rows(fuzzing, tool):
+            same[row].append(tool)
+    checked = [(", ".join(tools), *row) for row, tools in same.items()]
+    rows += sorted(checked, key=lambda row: row[-1] == NOT_RUN)
+    shown = table(("what", "of which", "at commit", "found"), rows)
+    if shapes := [*unreached(fuzzing)]:
+        shown += ["", "The fuzzer's last run did not take every shape of these:", "", *table(("op", "shapes"), shapes)]
+    return "\n".join([*shown, ""])
+
+
+def main(
+    results: Annotated[Path, typer.Argument(help="Folder of a device's results.", exists=True)],
+    into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
+) -> None:
+    """Print the tables in Markdown, or put them in their place."""
+    show(report(results), into, MARKERS)
+
+
+if __name__ == "__main__":
+    typer.run(main)
