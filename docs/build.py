@@ -316,6 +316,9 @@ def diagram(layout: MlaLayout | IndexerLayout) -> str:
 
 def format_table() -> str:
     """All formats side by side."""
+    if WRITERS.keys() != {layout.name for layout in LAYOUTS}:
+        names = ", ".join(sorted(WRITERS.keys() ^ {layout.name for layout in LAYOUTS}))
+        raise RuntimeError(f"docs/build.py: WRITERS and the formats differ in {names}")
     rows = []
     for layout in LAYOUTS:
         if isinstance(layout, IndexerLayout):

@@ -11,6 +11,8 @@ from hypothesis import example, given
 from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.formats.numbers import dequantize_mxfp4, power_of_two_exponent, quantize, quantize_mxfp4
+from xmla.core.registry import registry
+from xmla.core.spec import Spec
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -125,6 +127,16 @@ def test_fp4_pages_byte_by_byte() -> None:
         # One explicit bit: half a step is a quarter of a normal value, and a quarter of a scale below 1.
         bound = np.maximum(np.abs(entry[:512]) / 4, np.repeat(scales, 16) / 4)
         assert (np.abs(values - entry[:512]) <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["write_mla_cache", "read_mla_cache", "convert_mla_cache", "sparse_mla"])
+def test_every_format_has_cases(name: str) -> None:
+    """Of the ops that take any format."""
+    op, served = registry()[name], set()
+    for case in op.cases:
+        specs = {argument: Spec.of_numpy(array) for argument, array in case.make(np.random.default_rng(0)).items()}
+        served.update(op.bind(specs, op.attributes(**case.attrs)).formats.values())
+    assert served == set(MLA_LAYOUTS)
 
 
 @given(
