@@ -1,3 +1,15 @@
+"""Attention in Triton, over entries of every format and on every architecture.
+
+    unpack_entries_kernel    before a prefill that names entries often (unpack.py): marked entries → rows
+    sparse_mla_kernel        a program takes BLOCK_H heads of a token and a split of its keys (`attend`):
+                               tile t dequantised → S = Q·Kᵀ → softmax, sums so far rescaled → P·V
+                             tiles of a second source follow, in the same loop if its entries are alike
+    ── if a row has several splits: all of them have ended, or are waited for ──
+    combine_splits_kernel    a program takes a head of a token: Σ 2**(lse − maximum) · out over its splits
+
+Whichever ends a row divides by the denominator, adds the sink, and rotates back (`finish`, `rotate_back`).
+"""
+
 import triton
 import triton.language as tl
 
