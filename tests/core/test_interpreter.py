@@ -14,6 +14,7 @@ from conftest import HAS_GPU
 
 from xmla import torch_api
 from xmla.core import interpreter
+from xmla.core.spec import DTYPES
 
 # Without the shim: a dot of two bf16 tiles of ones, and casts that round up into the next exponent and to even.
 UPSTREAM = """
@@ -119,6 +120,53 @@ def test_other_kernels_are_interpreted_as_without_xmla(device: str) -> None:
     assert np.allclose(after[2], x, atol=0.25) and after[2].any()
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(after, before, strict=True))
     assert not (after[1] == 16).all(), "Triton interprets bf16 right now: the shim is not needed"
+
+
+UNWRITTEN = -1.25
+
+
+@triton.jit
+def operators_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    """Operands of either type as tiles, a row, a column, a scalar and numbers, by every kind of operator."""
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    a, b = tl.load(a_ptr + rows * N + columns), tl.load(b_ptr + rows * N + columns)
+    a_row, b_one = tl.load(a_ptr + columns), tl.load(b_ptr)
+    place = out_ptr + rows * N + columns
+    for value in (
+        a + b, a - b_one, a_row * b, a_row + tl.trans(a_row), a * 3, 1 - b, -a, a == b, a_row < b, a >= b_one, a != 0,
+        (a > 0) & (b > 0), (a > b) == (b > 1), tl.where(a > b, a, b), tl.where(a_row > 0, a, 0), tl.maximum(a, b_one),
+        tl.minimum(a_row, tl.trans(a_row)), a.to(tl.float32) / (b.to(tl.float32) + 0.5), -0.0 * a.to(tl.float32),
+        a.to(tl.int32) // 3, a.to(tl.int32) % 5, a.to(tl.int32) << 2, a.to(tl.int64) * b.to(tl.int32) >> 1,
+        a.to(tl.uint8) ^ 5, tl.sum(a, axis=1)[:, None] + b, tl.max(b, axis=0)[None, :] - a, tl.cumsum(a, axis=0) * b,
+        a[:, None, :].reshape(N, N) + b, tl.exp(a.to(tl.float32)) + rows,
+    ):  # fmt: skip
+        tl.store(place, value.to(tl.float64))
+        place += N * N
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+@pytest.mark.parametrize("left", ["int8", "uint8", "int32", "int64", "float16", "float32"])
+def test_shortcuts_change_no_bit(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    operands = [
+        rng.integers(0, 9, (16, 16)).astype(DTYPES[name][0])
+        for name in ("int8", "int32", "int64", "float16", "float32")
+    ]
+    a = rng.integers(0, 9, (16, 16)).astype(DTYPES[left][0])
+
+    def run() -> list[np.ndarray]:
+        found = []
+        for b in operands:
+            out = np.full((29, 16, 16), UNWRITTEN)
+            with interpreter.corrected():
+                operators_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
+            found.append(out)
+        return found
+
+    ours = run()
+    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
+    for mine, theirs in zip(ours, run(), strict=True):
+        assert not (mine == UNWRITTEN).any() and np.array_equal(mine.view(np.uint64), theirs.view(np.uint64))
 
 
 # A process forks, as a loader of data does, while another thread is in the interpreter.

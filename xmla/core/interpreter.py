@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from xmla.core.errors import UnsupportedError
 from xmla.core.plan import Launch, Plan
+from xmla.core.shortcuts import SHORTCUTS
 from xmla.core.spec import DTYPES
 
 _NUMPY = {
@@ -55,35 +55,20 @@ def _create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_
     return TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
 
-_patch_for = cache(interpreter._patch_lang)
-
-
-def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a device function without patching Triton's language again, which takes a third of all time.
-
-    The launch has already patched `tl`, which our functions see; Triton's own functions see it under another name,
-    which stays patched.
-    """
-    if function.fn.__module__.startswith("triton."):
-        _patch_for(function.fn)
-    return function.rewrite()(*args, **kwargs)
-
-
 _CORRECTIONS: tuple[tuple[Any, str, Any], ...] = (
     (interpreter, "_convert_float", _convert_float),
     (interpreter.InterpreterBuilder, "create_dot", _create_dot),
-    (InterpretedFunction, "__call__", _call_device_function),
 )
 
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Triton's interpreter with the shim, for one thread at a time."""
+    """Triton's interpreter with the shim and `SHORTCUTS`, for one thread at a time."""
     with _lock:
-        kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _CORRECTIONS]
+        kept = [(owner, name, getattr(owner, name)) for owner, name, _ in (*_CORRECTIONS, *SHORTCUTS)]
         try:
-            for correction in _CORRECTIONS:
-                setattr(*correction)
+            for replacement in (*_CORRECTIONS, *SHORTCUTS):
+                setattr(*replacement)
             yield
         finally:
             for original in kept:
