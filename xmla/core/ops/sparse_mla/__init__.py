@@ -13,8 +13,8 @@ from xmla.core.ops.sparse_mla.sources import (
     ATTENTION_RESULTS,
     attention_work,
     check_sources,
+    require_both,
     source_limits,
-    together,
 )
 from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Problem, Tensor
 from xmla.core.work import Work, all_but_pools_once
@@ -99,7 +99,7 @@ def sparse_mla(
 
 def check(problem: Problem) -> None:
     layout = check_sources(problem)
-    together(problem, "cos_sin", "positions")
+    require_both(problem, "cos_sin", "positions")
     if problem.has("cos_sin"):
         if not layout.rope_in_value:
             problem.refuse("cos_sin", "argument", "given", f"none: values of {layout.name!r} hold no roped dims")

@@ -6,7 +6,7 @@ from xmla.core.formats.mla import V32, MlaLayout
 from xmla.core.implementation import Implementation
 from xmla.core.ops.sparse_mla.constants import Attention
 from xmla.core.ops.sparse_mla.kernels import sparse_mla_kernel
-from xmla.core.ops.sparse_mla.splits import Config, attend
+from xmla.core.ops.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import Plan
 from xmla.core.problem import Problem
 
@@ -65,7 +65,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         HOIST=config.hoist,
         HIDE_BYTES=packed and device.hides_bytes(config.block_h),
     )
-    return attend(problem, device, sparse_mla_kernel, config, constants)
+    return attention_plan(problem, device, sparse_mla_kernel, config, constants)
 
 
 IMPLEMENTATION = Implementation("triton", plan)

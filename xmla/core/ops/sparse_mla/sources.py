@@ -23,7 +23,7 @@ def check_sources(problem: Problem) -> MlaLayout:
         problem.refuse("q", "axis L+E (axis 2)", problem["L+E"], f"{layout.dims} for {layout.name!r} entries")
     if problem["H"] > 128:
         problem.unsupported("q", "axis H (axis 1)", problem["H"], "at most 128 heads")
-    together(problem, "extra_cache", "extra_slots")
+    require_both(problem, "extra_cache", "extra_slots")
     if extra is not None:
         _check_dtype(problem, "extra_cache", extra)
         if (extra.dims, extra.tail) != (layout.dims, layout.tail):
@@ -41,11 +41,11 @@ def _check_dtype(problem: Problem, cache: str, layout: MlaLayout) -> None:
         problem.refuse(cache, "dtype", dtype, f"{expected}, as q")
 
 
-def together(problem: Problem, one: str, other: str) -> None:
+def require_both(problem: Problem, one: str, other: str) -> None:
     """Refuse one of two arguments without the other."""
-    for given, missing in ((one, other), (other, one)):
-        if problem.has(given) and not problem.has(missing):
-            problem.refuse(missing, "argument", "missing", f"an array beside {given}")
+    for present, missing in ((one, other), (other, one)):
+        if problem.has(present) and not problem.has(missing):
+            problem.refuse(missing, "argument", "missing", f"an array beside {present}")
 
 
 def source_limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:

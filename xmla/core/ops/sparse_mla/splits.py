@@ -59,7 +59,7 @@ def count_keys(problem: Problem, config: Config) -> int:
     return keys
 
 
-def attend(
+def attention_plan(
     problem: Problem, device: Device, kernel: Kernel, config: Config, constants: Callable[..., Attention] = Attention
 ) -> Plan:
     """The launches of `kernel` over splits of the keys and of their combination; `constants` makes the kernel's."""

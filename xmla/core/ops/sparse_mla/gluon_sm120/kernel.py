@@ -28,9 +28,9 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     ROPE_DIMS,
     VALUE_DIMS,
+    Rotation,
     Source,
     Task,
-    Turn,
     close_sums,
     entry_pointers,
 )
@@ -196,16 +196,16 @@ def as_values(entries):
 
 
 @gluon.jit
-def turn_back(out, turn, ROPE: gl.constexpr):
+def rotate_back(out, rotation, ROPE: gl.constexpr):
     """The inverse rope on the last ROPE columns of out [BLOCK_H, VALUE_DIMS], which rotates adjacent pairs."""
     HEADS: gl.constexpr = out.shape[0]
     PARTS: gl.constexpr = VALUE_DIMS // ROPE
     even, odd = gl.split(gl.reshape(out, (HEADS, PARTS, ROPE // 2, 2)))
     PAIRS: gl.constexpr = even.type.layout
     offs = gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, PAIRS)))
-    mask = offs < gl.where(turn.known, ROPE // 2, 0)
-    cos = gl.load(turn.cos_sin + offs, mask=mask, other=1.0).to(gl.float32)
-    sin = gl.load(turn.cos_sin + ROPE // 2 + offs, mask=mask, other=0.0).to(gl.float32)
+    mask = offs < gl.where(rotation.known, ROPE // 2, 0)
+    cos = gl.load(rotation.cos_sin + offs, mask=mask, other=1.0).to(gl.float32)
+    sin = gl.load(rotation.cos_sin + ROPE // 2 + offs, mask=mask, other=0.0).to(gl.float32)
     cos = gl.expand_dims(gl.expand_dims(cos, 0), 0)
     sin = gl.expand_dims(gl.expand_dims(sin, 0), 0)
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
@@ -336,8 +336,8 @@ def attend(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     share = by_row(gl.convert_layout(inverse, HEADS_O))
     out = gl.reshape(gl.permute(gl.where(share < 0.0, 0.0, out * share), (1, 0, 2)), (BLOCK_H, VALUE_DIMS))
-    if task.turn is not None:
-        out = turn_back(out, task.turn, C.EPILOGUE.ROPE)
+    if task.rotation is not None:
+        out = rotate_back(out, task.rotation, C.EPILOGUE.ROPE)
     result = gl.convert_layout(out.to(task.out_row.dtype.element_ty), DIMS)
     offs_h = task.head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, DIMS))
     offs_l = gl.arange(0, VALUE_DIMS, layout=gl.SliceLayout(0, DIMS))
@@ -412,9 +412,9 @@ def sparse_mla_sm120_kernel(
     if C.EPILOGUE.ROPE and not C.SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
-        turn = Turn(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
+        rotation = Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
     else:
-        turn: gl.constexpr = None
+        rotation: gl.constexpr = None
     q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
-    task = Task(q_row, sink_ptr, turn, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place, head_block)
+    task = Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place, head_block)
     attend(main, extra, main_tiles, tiles, task, C)

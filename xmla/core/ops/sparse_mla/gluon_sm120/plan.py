@@ -5,7 +5,7 @@ from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.sparse_mla.gluon_sm120.kernel import BLOCK_N, STAGES, WARPS, sparse_mla_sm120_kernel
 from xmla.core.ops.sparse_mla.plan import MAX_HEADS
-from xmla.core.ops.sparse_mla.splits import Config, attend
+from xmla.core.ops.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import Plan, cdiv
 from xmla.core.problem import Problem
 
@@ -27,7 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     # A head's bits depend on its tile: tensor-parallel ranks use the tile of all heads, whatever the tokens.
     invariant = problem.attrs.batch_invariant
     config = configure(*((device.num_sms, MAX_HEADS) if invariant else (problem["T"], problem["H"])), device)
-    return attend(problem, device, sparse_mla_sm120_kernel, config)
+    return attention_plan(problem, device, sparse_mla_sm120_kernel, config)
 
 
 def _other_format(problem: Problem, device: Device) -> str | None:

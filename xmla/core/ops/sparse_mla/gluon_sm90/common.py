@@ -35,7 +35,7 @@ class Source(NamedTuple):
     end: Any
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The token's row of the inverse rope: cosines, then sines. Not read if not `known`: the result is not rotated."""
 
     cos_sin: Any
@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
     q_row: Any  # [HEADS, L+E]
     sink: Any  # [HEADS] f32 if EPILOGUE.HAS_SINK
-    turn: Any  # Turn or None
+    rotation: Any  # Rotation or None
     out_row: Any  # [HEADS, VALUE_DIMS]; if SPLIT f16, over powers of two
     lse_row: Any  # [HEADS] f32; if SPLIT [1 + groups of dims, HEADS], with the powers after the lse
     head_block: Any
@@ -146,14 +146,14 @@ def close_sums(maximum, denominator, seen, rows, task, C: gl.constexpr):
 
 
 @gluon.jit
-def turn_back(out, turn, ROPE: gl.constexpr):
+def rotate_back(out, rotation, ROPE: gl.constexpr):
     """The inverse rope on the last ROPE columns of out [TILE_HEADS, HALF_DIMS], which rotates adjacent pairs."""
     even, odd = gl.split(gl.reshape(out, (TILE_HEADS, HALF_DIMS // ROPE, ROPE // 2, 2)))
     PAIRS: gl.constexpr = even.type.layout
     offs = gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, PAIRS)))
-    mask = offs < gl.where(turn.known, ROPE // 2, 0)
-    cos = gl.load(turn.cos_sin + offs, mask=mask, other=1.0).to(gl.float32)
-    sin = gl.load(turn.cos_sin + ROPE // 2 + offs, mask=mask, other=0.0).to(gl.float32)
+    mask = offs < gl.where(rotation.known, ROPE // 2, 0)
+    cos = gl.load(rotation.cos_sin + offs, mask=mask, other=1.0).to(gl.float32)
+    sin = gl.load(rotation.cos_sin + ROPE // 2 + offs, mask=mask, other=0.0).to(gl.float32)
     cos = gl.expand_dims(gl.expand_dims(cos, 0), 0)
     sin = gl.expand_dims(gl.expand_dims(sin, 0), 0)
     GROUPS: gl.constexpr = HALF_DIMS // ROPE
@@ -183,8 +183,8 @@ def store_half(out, share, smem, PART: gl.constexpr, task, C: gl.constexpr):
     """
     share = gl.expand_dims(share, 1)
     out = out * share
-    if PART == 1 and task.turn is not None:
-        out = turn_back(out, task.turn, C.EPILOGUE.ROPE)
+    if PART == 1 and task.rotation is not None:
+        out = rotate_back(out, task.rotation, C.EPILOGUE.ROPE)
     if C.SPLIT:
         exponent = exponent_for_half(out, 1)
         rows = task.head_block * TILE_HEADS + gl.arange(0, TILE_HEADS, layout=exponent.type.layout)

@@ -9,9 +9,9 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     TILE_HEADS,
     TILE_KEYS,
     VALUE_DIMS,
+    Rotation,
     Source,
     Task,
-    Turn,
 )
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS, attend_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm90.packed import attend_packed
@@ -32,7 +32,7 @@ def token_of_rank(rank, token, ok, tiles):
     """The one at `rank` of the tokens that are `ok`, ordered by their `tiles`, most first."""
     least = gl.min(gl.where(ok, tiles, 0x7FFFFFFF), 0)
     most = gl.max(gl.where(ok, tiles, -1), 0)
-    found = rank
+    chosen = rank
     if least < most:
         tiles = gl.where(ok, tiles, -1)
         while least < most:  # more than `rank` tokens have at least so many tiles as `least`
@@ -42,8 +42,8 @@ def token_of_rank(rank, token, ok, tiles):
             most = gl.where(enough, most, middle - 1)
         equal = tiles == least
         place = gl.sum((tiles > least).to(gl.int32), 0) + gl.associative_scan(equal.to(gl.int32), 0, add) - 1
-        found = gl.sum(gl.where(equal & (place == rank), token, 0), 0)
-    return found
+        chosen = gl.sum(gl.where(equal & (place == rank), token, 0), 0)
+    return chosen
 
 
 @gluon.jit
@@ -87,13 +87,13 @@ def sparse_mla_sm90_kernel(
         # CTAs start in the order of their ids: those with most keys first, so that the last ones to end are short.
         # Every warp has all tokens, so that it counts without waiting for others; adjacent ones in adjacent lanes.
         OF_LANE: gl.constexpr = C.ORDERED // 32
-        held = gl.arange(0, C.ORDERED, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
-        tokens = held % OF_LANE * 32 + held // OF_LANE
+        index = gl.arange(0, C.ORDERED, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
+        tokens = index % OF_LANE * 32 + index // OF_LANE
         num_tokens = gl.num_programs(0) // HEAD_BLOCKS // num_splits
-        known = gl.minimum(tokens, num_tokens - 1)  # without masks all loads are under way at once
-        tiles = count_tiles(lengths_ptr, known, num_keys, C.SOURCE.HAS_LENGTHS)
+        existing = gl.minimum(tokens, num_tokens - 1)  # without masks all loads are under way at once
+        tiles = count_tiles(lengths_ptr, existing, num_keys, C.SOURCE.HAS_LENGTHS)
         if C.EXTRA is not None:
-            tiles += count_tiles(extra_lengths_ptr, known, num_extra_keys, C.EXTRA.HAS_LENGTHS)
+            tiles += count_tiles(extra_lengths_ptr, existing, num_extra_keys, C.EXTRA.HAS_LENGTHS)
         token = token_of_rank(token, tokens, tokens < num_tokens, tiles)
     token = token.to(gl.int64)
     place = offset_of(token, C.HEADS)
@@ -147,10 +147,10 @@ def sparse_mla_sm90_kernel(
     if C.EPILOGUE.ROPE and not C.SPLIT:
         position = gl.load(positions_ptr + token)
         known = (position >= 0) & (position < num_positions)
-        turn = Turn(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
+        rotation = Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
     else:
-        turn: gl.constexpr = None
-    task = Task(q_row, sink_ptr, turn, out_row, lse_row, head_block)
+        rotation: gl.constexpr = None
+    task = Task(q_row, sink_ptr, rotation, out_row, lse_row, head_block)
     if C.BLOCK_H == FEW_HEADS:
         gl.static_assert(C.EXTRA is None, "the tile of few heads has one source")
         attend_few_heads(main, tiles, task, C)

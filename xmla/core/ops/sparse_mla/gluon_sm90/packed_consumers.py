@@ -52,7 +52,7 @@ def prefetch(main, extra, main_tiles, tile, slot, C: gl.constexpr):
     gl.static_assert(END <= LINES * LINE, "an entry has more lines than one prefetch takes")
     if LAYOUT.footer:
         ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
-    wanted = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
+    needed = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
     gl.inline_asm_elementwise(
         """
         {
@@ -61,7 +61,7 @@ def prefetch(main, extra, main_tiles, tile, slot, C: gl.constexpr):
         @p prefetch.global.L2 [$1];
         mov.u32 $0, 0;
         }
-        """, "=r,l,r", [ptrs.to(gl.int64, bitcast=True), wanted], dtype=gl.int32, is_pure=False, pack=1,
+        """, "=r,l,r", [ptrs.to(gl.int64, bitcast=True), needed], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def holds_back(LAYOUT):
 
 
 @gluon.jit
-def weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK: gl.constexpr):
+def softmax_tile(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK: gl.constexpr):
     """Online softmax of a tile's scores: P and the factor that rescales sums so far go to shared memory."""
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.tensor_type.layout)
     scores = warpgroup_mma_wait(0, deps=[s])
@@ -168,13 +168,13 @@ def attend_left(tiles, shared, task, C: gl.constexpr):
     empty_scores = gl.zeros([TILE_HEADS, TILE_KEYS], gl.float32, S_LAYOUT)
     s = start_scores(shared, 0, empty_scores, C.LAYOUT)
     for tile in range(0, tiles - 1):
-        out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
+        out, maximum, denominator = softmax_tile(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
         running = warpgroup_mma(shared.p, shared.entries.index(tile % STAGES * 2), out, is_async=True)
         s = start_scores(shared, tile + 1, empty_scores, C.LAYOUT)
         out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])
         mbarrier.arrive(shared.empty[0].index(tile % STAGES), count=1)
     tile = tiles - 1
-    out, maximum, denominator = weigh(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
+    out, maximum, denominator = softmax_tile(s, out, scale, maximum, denominator, tile, shared, HOLD_BACK)
     running = warpgroup_mma(shared.p, shared.entries.index(tile % STAGES * 2), out, is_async=True)
 
     denominator = gl.convert_layout(gl.sum(denominator, 1), HEADS_S)

@@ -217,7 +217,7 @@ def multiply(p, out, shared, pair, STAGE: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def hand_back(running, shared, STAGE: gl.constexpr, PART: gl.constexpr):
+def free_half(running, shared, STAGE: gl.constexpr, PART: gl.constexpr):
     """Wait for P·V of a half of a stage and free it."""
     out = warpgroup_mma_wait(0, deps=[running])
     mbarrier.arrive(shared.empty[PART].index(STAGE), count=1)
@@ -237,9 +237,9 @@ def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, 
         denominator = scaled(denominator, factor) + shares
         maximum, factor = maximum_of_other(maximum, shared, pair, 1)
         denominator = scaled(denominator, factor)
-        out = scaled(hand_back(running, shared, 0, PART), factor)
+        out = scaled(free_half(running, shared, 0, PART), factor)
         mbarrier.wait(shared.p_full.index(1), pair & 1)
-        out = hand_back(multiply(shared.p.index(1), out, shared, pair, 1, PART), shared, 1, PART)
+        out = free_half(multiply(shared.p.index(1), out, shared, pair, 1, PART), shared, 1, PART)
     else:
         maximum, factor = maximum_of_other(maximum, shared, pair, 0)
         denominator = scaled(denominator, factor)
@@ -250,8 +250,8 @@ def attend_pair(s, out, maximum, denominator, pair, shared, PART: gl.constexpr, 
         scores, maximum, factor = raise_maximum(scores, valid, maximum, shared, 1, SCALE)
         p, shares = weights(scores, maximum, shared, 1)
         denominator = scaled(denominator, factor) + shares
-        out = scaled(hand_back(running, shared, 0, PART), factor)
-        out = hand_back(multiply(p, out, shared, pair, 1, PART), shared, 1, PART)
+        out = scaled(free_half(running, shared, 0, PART), factor)
+        out = free_half(multiply(p, out, shared, pair, 1, PART), shared, 1, PART)
     return out, maximum, denominator
 
 

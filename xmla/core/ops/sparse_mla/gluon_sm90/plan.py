@@ -8,7 +8,7 @@ from xmla.core.ops.sparse_mla.constants import Attention
 from xmla.core.ops.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
 from xmla.core.ops.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
-from xmla.core.ops.sparse_mla.splits import Config, attend
+from xmla.core.ops.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 
@@ -29,7 +29,7 @@ class HopperAttention(Attention):
 def plan(problem: Problem, device: Device) -> Plan:
     config = NARROW if takes_few_heads(problem) else WIDE
     constants = partial(HopperAttention, ORDERED=places_in_order(problem, config, device))
-    return attend(problem, device, sparse_mla_sm90_kernel, config, constants)
+    return attention_plan(problem, device, sparse_mla_sm90_kernel, config, constants)
 
 
 def places_in_order(problem: Problem, config: Config, device: Device) -> int:
@@ -38,8 +38,8 @@ def places_in_order(problem: Problem, config: Config, device: Device) -> int:
     One wave's tokens all start at once, and of many waves the last one's are few.
     """
     tokens, programs = problem["T"], problem["T"] * cdiv(problem["H"], config.block_h)
-    given = problem.has("lengths") or problem.has("extra_lengths")
-    if not given or tokens > MOST_PLACES or programs <= device.num_sms * config.programs:
+    differ = problem.has("lengths") or problem.has("extra_lengths")
+    if not differ or tokens > MOST_PLACES or programs <= device.num_sms * config.programs:
         return 0
     return max(next_power_of_2(tokens), FEWEST_PLACES)
 
