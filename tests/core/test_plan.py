@@ -266,7 +266,8 @@ def test_a_swapped_launch_is_refused() -> None:
             "next_n": 1,
         },
         "constexprs": dict.fromkeys(
-            ("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "HAS_LENGTHS", "COMPACT", "BLOCK_K", "ONE_STEP", "BESIDE"), 1
+            ("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "HAS_LENGTHS", "COMPACT", "BLOCK_K", "ONE_STEP", "OVERLAP_LIMIT"),
+            1,
         ),
     }
     assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices", "indices")
@@ -312,7 +313,7 @@ def test_a_launch_in_turn_waits_for_nothing(plan: str) -> None:
         attention(1, 128, 2048, H200).launches[-1] if plan == "attention" else selection(130, 8000, 64).launches[-1]
     )
     assert launch.waits and not launch.in_turn().waits
-    assert {**launch.constants, "BESIDE": 0} == launch.in_turn().constants
+    assert {**launch.constants, "OVERLAP_LIMIT": 0} == launch.in_turn().constants
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ def combine(parts: torch.Tensor, lse: torch.Tensor, powers: int, skip: bool) -> 
     out, out_lse = (torch.full(shape, torch.nan, device=parts.device) for shape in ((TOKENS, HEADS, DIMS), (TOKENS, 3)))
     with np.errstate(all="ignore"):  # NumPy warns of a row without a key
         most = next_power_of_2(splits)
-        constants = Combination(HEADS=HEADS, EPILOGUE=EPILOGUE, POWERS=powers, SKIP=skip, MAX_SPLITS=most, BESIDE=0)
+        constants = Combination(
+            HEADS=HEADS, EPILOGUE=EPILOGUE, POWERS=powers, SKIP=skip, MAX_SPLITS=most, OVERLAP_LIMIT=0
+        )
         combine_splits_kernel[(TOKENS * HEADS,)](
             parts, lse, lse, lse, lse, splits, 0, out, out_lse, C=constants, enable_fp_fusion=True
         )

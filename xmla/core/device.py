@@ -29,8 +29,8 @@ class Device:
         return cls(name, arch, num_sms, SMEM_BYTES.get(arch, 99 << 10))
 
     @property
-    def beside(self) -> int:
-        """The most programs of a launch that leave room for the next one beside them; 0 where launches take turns.
+    def overlap_limit(self) -> int:
+        """The most programs of a launch that the next one may overlap; 0 where launches take turns.
 
         Half of an H200's SMs, where it was measured, so that GPUs with other numbers of SMs share the kernels.
         Programmatic dependent launch starts with Hopper. See core/lang/launches.py.

@@ -167,11 +167,11 @@ class Launch:
     @property
     def waits(self) -> bool:
         """Whether its kernel waits for the launches before it, so that it may start early (core/lang/launches.py)."""
-        return bool(self.constants.get("BESIDE"))
+        return bool(self.constants.get("OVERLAP_LIMIT"))
 
     def in_turn(self) -> "Launch":
         """The same launch, which starts when the one before it has ended."""
-        return replace(self, constexprs=with_constant(self.constexprs, "BESIDE", 0))
+        return replace(self, constexprs=with_constant(self.constexprs, "OVERLAP_LIMIT", 0))
 
     def with_sizes(self, **sizes: int) -> "Launch":
         """The same launch with other runtime sizes."""

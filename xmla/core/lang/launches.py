@@ -1,10 +1,11 @@
 """What a kernel and the launches around it in a plan wait for.
 
-With BESIDE a launch may start before the one before it has ended: when all programs of that one are done, or have begun
-if they are at most BESIDE. (Beside more of them, programs of the next launch would gather on the SMs that are free
-first.) So each kernel of such a plan waits before it reads what launches before it wrote. It may read the call's own
-arguments sooner: the first launch of a call starts when everything before has ended. A launch that has ended has
-waited, so that all launches before it have ended too.
+By programmatic dependent launch a launch may start before the one before it has ended: when all programs of that one
+are done, or have begun if they are at most OVERLAP_LIMIT. (Beside more of them, programs of the next launch would
+gather on the SMs that are free first.) So each kernel of such a plan waits before it reads what launches before it
+wrote. It may read the call's own arguments sooner: the first launch of a call starts when everything before has ended.
+A launch that has ended has waited, so that all launches before it have ended too. With an OVERLAP_LIMIT of 0 launches
+take turns.
 """
 
 import triton
@@ -14,14 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from xmla.core.lang.gluon import gluon
 
 
-def _let_next_start(BESIDE):
-    if BESIDE:  # noqa: SIM102
-        if tl.num_programs(0) <= BESIDE:
+def _let_next_start(OVERLAP_LIMIT):
+    if OVERLAP_LIMIT:  # noqa: SIM102
+        if tl.num_programs(0) <= OVERLAP_LIMIT:
             gdc_launch_dependents()
 
 
-def _wait_for_earlier(BESIDE):
-    if BESIDE:
+def _wait_for_earlier(OVERLAP_LIMIT):
+    if OVERLAP_LIMIT:
         gdc_wait()
 
 

@@ -43,11 +43,11 @@ def select_slots_kernel(
     COMPACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_STEP: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
     """`topk_select_kernel` and `map_slots_kernel` of a row: it is selected by one program, which then maps it."""
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     select_row(
         logits_ptr, starts_ptr, ends_ptr, candidates_ptr, candidate_counts_ptr, thresholds_ptr, first_row, num_columns,
         row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,

@@ -34,7 +34,7 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
             "GRANULARITY": problem.attrs.granularity,
             "BLOCK_N": config.block_n,
             "BLOCK_I": head_rows(problem),
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
         num_warps=config.warps,
         num_stages=config.stages,

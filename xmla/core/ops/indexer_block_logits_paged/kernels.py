@@ -42,10 +42,10 @@ def indexer_block_logits_paged_kernel(
     GRANULARITY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     row = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
     token = first_row + row

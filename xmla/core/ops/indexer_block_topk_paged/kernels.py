@@ -22,10 +22,10 @@ def block_indices_kernel(
     UNIT: tl.constexpr,  # of k
     GRANULARITY: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     row = first_row + tl.program_id(0).to(tl.int64)
     _, length = row_range(starts_ptr, ends_ptr, row, num_keys, HAS_STARTS)
     blocks_row = blocks_ptr + offset_of(row, blocks_stride)

@@ -60,7 +60,7 @@ def positions(problem: Problem, device: Device, rows: int) -> Plan:
             "UNIT": results["indices"].vector(k),
             "GRANULARITY": problem.attrs.granularity,
             "BLOCK_K": next((block for block in BLOCKS_K if k <= block), BLOCKS_K[-1]),
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
     )
     return Plan((launch,), results, ("indices",))

@@ -52,10 +52,10 @@ def indexer_logits_paged_kernel(
     BLOCK_G: tl.constexpr,  # groups whose tiles are counted at once when work is divided
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     offs_d = tl.arange(0, D)
     offs_g = tl.arange(0, BLOCK_G)
     member = tl.arange(0, GROUP)

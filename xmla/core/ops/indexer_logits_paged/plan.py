@@ -94,7 +94,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "BLOCK_G": 256,
             "BLOCK_N": config.block_n,
             "BLOCK_I": grouping.block_i,
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
         num_warps=config.warps,
         num_stages=config.stages,

@@ -59,10 +59,10 @@ def map_slots_kernel(
     COMPACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_STEP: tl.constexpr,  # K ≤ BLOCK_K
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     token = tl.program_id(0).to(tl.int64)
     request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
     width = tl.where(request >= 0, table_width, 0)

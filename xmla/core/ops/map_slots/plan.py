@@ -31,7 +31,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "COMPACT": problem.attrs.compact,
             "BLOCK_K": block,
             "ONE_STEP": keys <= block,
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
     )
     return Plan((launch,), problem.results, ("slots", "counts"))

@@ -22,10 +22,10 @@ def quantize_indexer_query_kernel(
     MXFP4: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     row = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)  # [BLOCK] rows of (token, head)
     ok = row < num_rows
     token, head = row // HEADS, row % HEADS

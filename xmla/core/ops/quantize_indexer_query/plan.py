@@ -27,7 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "MXFP4": layout.format == "mxfp4",
             "MIN_EXPONENT": layout.min_exponent,
             "BLOCK": BLOCK,
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
     )
     return Plan((launch,), problem.results, ("q8", "folded_weights"))

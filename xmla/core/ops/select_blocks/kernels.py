@@ -26,10 +26,10 @@ def block_maxima_kernel(
     GRANULARITY: tl.constexpr,
     NEWEST: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)

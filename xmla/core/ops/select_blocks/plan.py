@@ -37,7 +37,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "GRANULARITY": granularity,
             "NEWEST": attrs.newest,
             "BLOCK_B": block_b,
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
     )
     composition = Composition(problem, device)

@@ -14,7 +14,7 @@ places are then found for pieces instead of candidates.
       sample of the whole row → threshold ─┐ (every segment finds the same one)
       load tile 0 (EARLY: before it)       ├→ keep of tile i ─→ append to candidates[segment], counts[segment]
       load tile i + 1 ─────────────────────┘   while tile i + 1 is on its way
-    ── all segments of all rows have ended (or, with BESIDE, are waited for) ──
+    ── all segments of all rows have ended (or, with OVERLAP_LIMIT, are waited for) ──
     topk_select_kernel: a program takes a row
       counts: k ≤ total, and all fit ── yes → candidates in registers → thirds → winners by column → indices
                                      └─ no  → 32 passes over the row, a bit of the threshold each → indices
@@ -101,13 +101,13 @@ def topk_candidates_kernel(
     TRIALS: tl.constexpr,
     EARLY: tl.constexpr,  # the first tile is loaded before the sample
     WARPS: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
-    wait_for_earlier(BESIDE)
+    wait_for_earlier(OVERLAP_LIMIT)
     if length > k:
         row_ptr = logits_ptr + offset_of(row, multiple(row_stride, UNIT)) + start
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
@@ -211,10 +211,10 @@ def topk_select_kernel(
     TRIALS: tl.constexpr,
     WARPS: tl.constexpr,
     TILE: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP_LIMIT: tl.constexpr,
 ):
-    let_next_start(BESIDE)
-    wait_for_earlier(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
+    wait_for_earlier(OVERLAP_LIMIT)
     select_row(
         logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns,
         row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,

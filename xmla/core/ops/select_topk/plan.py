@@ -111,7 +111,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         "SEGMENTS": config.segments,
         "CAPACITY": config.capacity,
         "PIECE": config.piece,
-        "BESIDE": device.beside,
+        "OVERLAP_LIMIT": device.overlap_limit,
     }
     arrays = problem.stand_ins(starts="ends")
     logits = problem.specs["logits"]

@@ -65,7 +65,7 @@ class Attention(Constants):
     SPLIT: bool  # whether the keys of a row are divided among programs
     EPILOGUE: Epilogue
     BLOCK_H: int  # heads of a program
-    BESIDE: int  # core/lang/launches.py
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
     @property
     def LAYOUT(self) -> MlaLayout:
@@ -92,4 +92,4 @@ class Combination(Constants):
     POWERS: int  # groups of a split's dims that are f16 over a power of two each; 0 if they are f32
     SKIP: bool  # whether splits with the lse −inf may have no results; those of the others then come later
     MAX_SPLITS: int  # a power of two
-    BESIDE: int
+    OVERLAP_LIMIT: int

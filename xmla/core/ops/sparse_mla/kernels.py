@@ -150,8 +150,8 @@ def sparse_mla_kernel(
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     C: tl.constexpr,  # PortableAttention
 ):
-    let_next_start(C.BESIDE)
-    wait_for_earlier(C.BESIDE)
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     HEADS: tl.constexpr = C.HEADS
     BLOCK_H: tl.constexpr = C.BLOCK_H
     # Head blocks of one split are neighbours: they read the same entries.
@@ -228,8 +228,8 @@ def combine_splits_kernel(
     lse_ptr,  # [T, H] f32
     C: tl.constexpr,  # Combination
 ):
-    let_next_start(C.BESIDE)
-    wait_for_earlier(C.BESIDE)
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     HEADS: tl.constexpr = C.HEADS
     POWERS: tl.constexpr = C.POWERS
     MAX_SPLITS: tl.constexpr = C.MAX_SPLITS

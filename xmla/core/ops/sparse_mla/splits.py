@@ -96,7 +96,7 @@ def attention_plan(
         SPLIT=splits > 1,
         EPILOGUE=Epilogue.of(problem),
         BLOCK_H=config.block_h,
-        BESIDE=device.beside,
+        OVERLAP_LIMIT=device.overlap_limit,
     )
     launch = Launch(
         kernel,
@@ -129,7 +129,7 @@ def attention_plan(
         POWERS=config.powers,
         SKIP=attention.HAS_LENGTHS,
         MAX_SPLITS=next_power_of_2(splits),
-        BESIDE=device.beside,
+        OVERLAP_LIMIT=device.overlap_limit,
     )
     combine = Launch(
         combine_splits_kernel,

@@ -158,9 +158,9 @@ def indexer_logits_paged_sm90_kernel(
     STAGES: gl.constexpr,  # tiles of keys in shared memory
     BLOCK_G: gl.constexpr,  # groups whose tiles are counted at once
     BLOCK_I: gl.constexpr,
-    BESIDE: gl.constexpr,
+    OVERLAP_LIMIT: gl.constexpr,
 ):
-    let_next_start(BESIDE)
+    let_next_start(OVERLAP_LIMIT)
     ROWS: gl.constexpr = GROUP * BLOCK_I
     COPIES: gl.constexpr = copies(D)
     DOTS: gl.constexpr = dots_layout(ROWS)
@@ -243,7 +243,7 @@ def indexer_logits_paged_sm90_kernel(
                 pages = load_pages(table_row, ahead + KEYS, last_page, known, PAGE_SIZE)
 
             # After the keys: the launch before this one may still write the queries.
-            wait_for_earlier(BESIDE)
+            wait_for_earlier(OVERLAP_LIMIT)
             load_query(
                 q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
                 WEIGHT_STRIDE, HEADS, BLOCK_I,
@@ -286,4 +286,4 @@ def indexer_logits_paged_sm90_kernel(
             async_copy.wait_group(0)
             gl.barrier()  # before the next group's keys are copied to where other warps may still read
         passed += gl.sum(tiles, 0)
-    wait_for_earlier(BESIDE)  # a CTA without keys, too
+    wait_for_earlier(OVERLAP_LIMIT)  # a CTA without keys, too

@@ -27,7 +27,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "STAGES": 2 if few else 3,
             "BLOCK_G": 256,
             "BLOCK_I": grouping.block_i,
-            "BESIDE": device.beside,
+            "OVERLAP_LIMIT": device.overlap_limit,
         },
         num_warps=4,
         num_stages=1,

@@ -376,8 +376,8 @@ def sparse_mla_sm120_kernel(
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
     C: gl.constexpr,  # Attention
 ):
-    let_next_start(C.BESIDE)
-    wait_for_earlier(C.BESIDE)
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     # Head blocks of one split are neighbours: they read the same entries.
     HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     pid = gl.program_id(0)

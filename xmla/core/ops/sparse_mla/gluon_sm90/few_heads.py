@@ -186,7 +186,7 @@ def attend_few_heads(main, tiles, task, C: gl.constexpr):
     p_smem = gl.allocate_shared_memory(gl.float32, [FEW_HEADS, TILE_KEYS], SMEM_H)
     factor_smem = gl.allocate_shared_memory(gl.float32, [FEW_HEADS], SMEM_V)
 
-    wait_for_earlier(C.BESIDE)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     slots = ()
     for tile in gl.static_range(STAGES):
         slots += (load_slots(main, None, 0, tile, gl.SliceLayout(1, WORDS)),)

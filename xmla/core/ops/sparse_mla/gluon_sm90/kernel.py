@@ -77,7 +77,7 @@ def sparse_mla_sm90_kernel(
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
     C: gl.constexpr,  # HopperAttention
 ):
-    let_next_start(C.BESIDE)
+    let_next_start(C.OVERLAP_LIMIT)
     HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     pid = gl.program_id(0)
     head_block = pid % HEAD_BLOCKS
@@ -138,7 +138,7 @@ def sparse_mla_sm90_kernel(
     if C.SPLIT and C.HAS_LENGTHS:
         rows = head_block * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.BlockedLayout([1], [32], [4], [0]))
         if tiles == 0:  # fewer tiles than splits: the combination reads no more of this one than its lse
-            wait_for_earlier(C.BESIDE)
+            wait_for_earlier(C.OVERLAP_LIMIT)
             gl.store(lse_row + rows, float("-inf"), mask=rows < C.HEADS)
             return
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key

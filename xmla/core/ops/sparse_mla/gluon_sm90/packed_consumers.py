@@ -196,7 +196,7 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
     AHEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
     store_queries(shared, 1, task, C)
     mbarrier.arrive(shared.q_full, count=1)
-    wait_for_earlier(C.BESIDE)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     for tile in gl.static_range(1, AHEAD):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
         prefetch(main, extra, main_tiles, tile, ahead, C)

@@ -109,7 +109,7 @@ def produce_v32(main, extra, main_tiles, tiles, shared, C: gl.constexpr):
     PAIRS: gl.constexpr = [TILE_KEYS, HALF_DIMS // 2]
     ROPE_PAIRS: gl.constexpr = [TILE_KEYS, ROPE_DIMS // 2]
 
-    wait_for_earlier(C.BESIDE)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
     entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, C)
     scales0 = load_scales(scales, ok, 0, LAYOUT)

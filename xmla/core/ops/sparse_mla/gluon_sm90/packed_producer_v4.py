@@ -95,7 +95,7 @@ def produce_v4(main, extra, main_tiles, tiles, shared, C: gl.constexpr):
     gl.static_assert(LAYOUT.data % 16 == 0 and LAYOUT.rope_offset % 16 == 0, "V4's producer copies 16 bytes at once")
     SMEM_W: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
-    wait_for_earlier(C.BESIDE)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     slot = load_slots(main, extra, main_tiles, 0, ROWS)
     entries, scales, ok = entry_pointers(main, extra, main_tiles, 0, slot, C)
     copy_blocks(entries, ok, shared.raw[0], 0)

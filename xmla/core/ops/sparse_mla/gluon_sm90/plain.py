@@ -118,7 +118,7 @@ def gather_tile(main, extra, main_tiles, slot, seen, pair, shared, STAGE: gl.con
 @gluon.jit
 def gather(main, extra, main_tiles, pairs, shared, C: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
-    wait_for_earlier(C.BESIDE)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     even = load_slots(main, extra, main_tiles, 0, ROWS)
     odd = load_slots(main, extra, main_tiles, 1, ROWS)
     seen = gl.zeros([TILE_KEYS], gl.int32, ROWS)
