@@ -1,6 +1,7 @@
 """Derivatives: against float64, in every way that PyTorch and JAX ask for one, the same bits in both."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -406,9 +407,11 @@ def test_the_order_of_slots_does_not_change_a_bit(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_references(device: str) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_thousands_of_references(deterministic: bool, device: str) -> None:
     """To one entry, of summands with high parts and without, some of which cancel out."""
     case = with_large_gradients(backward_of(duplicates(1000)))
+    case = replace(case, attrs={**case.attrs, "deterministic": deterministic})
     inputs = kit.make(case)
     named, count = np.unique([slot for slots, n in zip(inputs["slots"], inputs["lengths"], strict=True)
                               for slot in slots[:n]], return_counts=True)  # fmt: skip
@@ -456,7 +459,8 @@ def test_factors_of_a_bound_that_overflow_give_nan(value: float, upstream: float
         assert found[0].isnan().all() and found[1].isfinite().all()
 
 
-def test_duplicates_and_nobody(device: str) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_duplicates_and_nobody(deterministic: bool, device: str) -> None:
     """A slot that stands twice counts twice; rows without keys, and entries that nobody names, have zeros."""
     bf16 = ml_dtypes.bfloat16
     rng = np.random.default_rng(3)
@@ -466,7 +470,9 @@ def test_duplicates_and_nobody(device: str) -> None:
     tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
     out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
-    dq, dcache, dsink, extra = torch_api.sparse_mla_backward(*tensors, out, lse, dout, dlse, softmax_scale=SCALE)
+    dq, dcache, dsink, extra = torch_api.sparse_mla_backward(
+        *tensors, out, lse, dout, dlse, softmax_scale=SCALE, deterministic=deterministic
+    )
     assert not dq[1].any() and not dcache[0, [0, 2, 3, 5]].any()
     assert dcache[0, [1, 4]].isfinite().all() and dsink.numel() == extra.numel() == 0
     want = BACKWARD.reference(
@@ -476,9 +482,11 @@ def test_duplicates_and_nobody(device: str) -> None:
         kit.assert_close(name, got.float().cpu().numpy(), expected, BACKWARD.outputs[name].agreement)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("heads", [1, 16, 63, 64, 65, 128])
-def test_any_number_of_heads(heads: int, device: str) -> None:
-    case = backward_of(make_case(2, heads, 5, 4, PLAIN, with_sink=True), with_dlse=True)
+def test_any_number_of_heads(heads: int, deterministic: bool, device: str) -> None:
+    call = make_case(2, heads, 5, 4, PLAIN, with_sink=True, deterministic=deterministic)
+    case = backward_of(call, with_dlse=True)
     inputs = kit.make(case)
     found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)
     wanted = BACKWARD.reference(**inputs, **case.attrs)
@@ -487,16 +495,19 @@ def test_any_number_of_heads(heads: int, device: str) -> None:
     kit.assert_close("dsink", found[2].cpu().numpy(), wanted[2], BACKWARD.outputs["dsink"].agreement)
 
 
-def test_another_calls_lse_is_nan_not_garbage(device: str) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_another_calls_lse_is_nan_not_garbage(deterministic: bool, device: str) -> None:
     case = BACKWARD.cases[0]
     inputs = kit.make(case)
     inputs["forward_lse"] = inputs["forward_lse"] - 5
-    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)
+    attrs = {**case.attrs, "deterministic": deterministic}
+    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **attrs)
     for got, want in zip(found[:2], BACKWARD.reference(**inputs, **case.attrs)[:2], strict=True):  # dq, dcache
         assert np.isnan(want).any() and np.array_equal(got.isnan().cpu().numpy(), np.isnan(want))
 
 
-def test_another_calls_lse_is_nan_beside_a_great_sink(device: str) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_another_calls_lse_is_nan_beside_a_great_sink(deterministic: bool, device: str) -> None:
     """The probabilities in out are small then, those of the lse, by which dlse is multiplied, are not."""
     rng = np.random.default_rng(0)
     q, cache = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((2, 3, 576), (1, 4, 576)))
@@ -507,8 +518,9 @@ def test_another_calls_lse_is_nan_beside_a_great_sink(device: str) -> None:
     lse[1] -= 5
     given = q, cache, slots, out.astype(q.dtype), lse, np.ones((2, 3, 512), q.dtype), np.ones((2, 3), np.float32)
     found = torch_api.sparse_mla_backward(
-        *(kit.to_torch(x, device) for x in given), sink=kit.to_torch(sink, device), softmax_scale=SCALE
-    )
+        *(kit.to_torch(x, device) for x in given), sink=kit.to_torch(sink, device), softmax_scale=SCALE,
+        deterministic=deterministic,
+    )  # fmt: skip
     want = BACKWARD.reference(*given, sink=sink, softmax_scale=SCALE)
     assert np.isnan(want[1][0, 2]).all() and np.isfinite(want[1][0, [0, 1, 3]]).all()
     assert np.isnan(want[0][1]).all() and np.isfinite(want[0][0]).all()
@@ -530,3 +542,94 @@ def test_a_large_gradient_costs_others_no_bit(device: str) -> None:
     named = np.unique(few["slots"][(few["slots"] >= 0) & (few["slots"] < inputs["cache"].shape[0])])
     kit.assert_bits_equal("dcache", kit.as_numpy(whole)[named], kit.as_numpy(alone)[named])
     assert kit.as_numpy(alone)[named].astype(np.float32).any()
+
+
+# Sums in any order.
+
+
+def in_runs(inputs: dict[str, np.ndarray], attrs: dict[str, Any], order: list[int], device: str) -> np.ndarray:
+    """dcache of the tokens `order`."""
+    moved = {n: a[order] if "T" in BACKWARD.tensors[n].names else a for n, a in inputs.items()}
+    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, moved, device), **attrs)[1]
+    return found.float().cpu().numpy().astype(np.float64)
+
+
+def test_runs_in_any_order_are_within_the_stated_bound(device: str) -> None:
+    """Large gradients of two tokens cancel out. In several orders of tokens: the interpreter adds in the one given."""
+    case = backward_of(make_case(8, 3, 40, 7, PLAIN))
+    attrs, inputs = {**case.attrs, "deterministic": False}, kit.make(case)
+    inputs["slots"][-1] = inputs["slots"][0]
+    for name in ("q", "forward_lse", "forward_out", "dout"):
+        inputs[name][-1] = inputs[name][0]
+    inputs["dout"][0] *= 4096
+    inputs["dout"][-1] = -inputs["dout"][0]
+    tokens = [*range(8)]
+    # One token has one summand of an entry, here rounded to bfloat16.
+    summands = (1 + 2.0**-7) * sum(np.abs(in_runs(inputs, attrs, [token], device)) for token in tokens)
+    bound = 2 * len(tokens) * (2.0**-23 * summands + 2.0**-126)
+    first, *others = (in_runs(inputs, attrs, order, device) for order in
+                      (tokens, [0, 7, 1, 2, 3, 4, 5, 6], [3, 6, 0, 2, 7, 1, 4, 5]))  # fmt: skip
+    for one in others:
+        apart = np.abs(one - first)
+        assert (apart <= bound + 2.0**-7 * np.maximum(np.abs(one), np.abs(first))).all()
+        assert 0 < np.count_nonzero(apart) < apart.size  # sums have an order
+
+
+def in_any_order(given: dict[str, Any], *leaves: Any, attend: Callable[..., Any] = torch_api.sparse_mla) -> Any:
+    return loss_of(given, *leaves, attend=partial(attend, deterministic=False))
+
+
+def compiled_in_any_order(given: dict[str, Any], *leaves: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(partial(in_any_order, given), fullgraph=True, backend="aot_eager")(*leaves)
+
+
+def test_both_front_ends_in_any_order(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    """Gradients of queries and sinks have the same bits, those of caches are nearly the deterministic ones."""
+    jax_any = partial(in_any_order, attend=jax_api.sparse_mla)
+    jitted_any = lambda given, *leaves: jax.jit(partial(jax_any, given))(*leaves)
+    found = [by_backward(way, arguments) for way in (in_any_order, compiled_in_any_order)]
+    found += [[interop.to_torch(x) for x in grad(way, in_jax(arguments))] for way in (jax_any, jitted_any)]
+    for gradients in found:
+        for name, got, first, want in zip(LEAVES, gradients, found[0], wanted, strict=True):
+            if "cache" not in name:
+                assert torch.equal(got.cpu(), first.cpu()), name
+            assert torch.allclose(got.float().cpu(), want.float().cpu(), rtol=2**-6, atol=2**-6), name
+
+
+def test_the_option_changes_nothing_but_the_derivative(arguments: dict[str, Any]) -> None:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    plans = [torch_api.sparse_mla.plan(**given, softmax_scale=SCALE, deterministic=way) for way in (True, False)]
+    assert plans[0] == plans[1]
+    results = [torch_api.sparse_mla(**given, softmax_scale=SCALE, deterministic=way) for way in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("case", [case for case in BACKWARD.cases if case.attrs.get("deterministic", True)],
+                         ids=kit.case_id)  # fmt: skip
+def test_in_any_order_agrees_with_the_reference(case: Case, device: str) -> None:
+    attrs, inputs = {**case.attrs, "deterministic": False}, kit.make(case)
+    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **attrs)
+    for (name, want), got in zip(kit.results(BACKWARD, BACKWARD.reference(**inputs, **attrs)), found, strict=True):
+        kit.assert_close(name, got, want, BACKWARD.outputs[name].agreement)
+
+
+@pytest.mark.parametrize("name", ["q", "cache", "dout", "forward_out"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_in_any_order_what_is_not_finite_stays_with_its_token(name: str, bad: float, device: str) -> None:
+    """As in order: an entry's gradient is NaN in all dims or in none."""
+    case = BACKWARD.cases[0]
+    inputs, slot = kit.make(case), None
+    if name == "cache":
+        slot = next(slot for slot in inputs["slots"][0] if 0 <= slot < inputs["cache"].shape[0] * 16)
+        inputs[name][slot // 16, slot % 16, 3] = bad
+    else:
+        inputs[name][0, 0, 3] = bad
+    want, got = (
+        torch_api.sparse_mla_backward(
+            *kit.torch_inputs(BACKWARD, inputs, device), **case.attrs, deterministic=deterministic
+        )[1]
+        for deterministic in (True, False)
+    )
+    wrong = want.isnan()
+    assert wrong.any() and not wrong.all() and torch.equal(wrong, got.isnan())

@@ -131,6 +131,7 @@ MISTAKES = [
     Mistake("sparse_mla", "sparse_mla: empty_lse value is '0', expected '-inf' or '+inf'", attrs={"empty_lse": "0"}),
     Mistake("sparse_mla", "sparse_mla: softmax_scale type is str, expected float", attrs={"softmax_scale": "1"}),
     Mistake("sparse_mla", "sparse_mla: batch_invariant type is int, expected bool", attrs={"batch_invariant": 1}),
+    Mistake("sparse_mla", "sparse_mla: deterministic type is int, expected bool", attrs={"deterministic": 0}),
     Mistake("write_mla_cache", f"write_mla_cache: cache axis ROW (axis 2) of uint8 is 655, expected {ROWS}",
             lambda a: {"cache": np.zeros((3, 64, 655), np.uint8)}),
     Mistake("write_mla_cache", "write_mla_cache: latent axis L (axis 1) is 511, expected 512 in 'v32'",
@@ -672,6 +673,7 @@ def test_gluon_differentiates_what_it_supports() -> None:
         (H200, rows(2, 5, 512, first=8, more=8), pool(first=16, more=8), rows(2, 5, 512, first=8, more=16), {}, None),
         (B200, q, pool(), dout, {}, elsewhere),
         (H200, q.to(half), pool(dtype=half), dout.to(half), {}, "in float16, supported: bfloat16"),
+        (H200, q, pool(), dout, {"deterministic": False}, "with sums in any order, supported: deterministic sums"),
         (H200, q, pool(), dout, second, "with extra_cache, supported: one source"),
         (H200, q, pool(0), dout, {}, "over a cache without entries, supported: a cache with entries"),
         (H200, rows(2, 5, 512, first=4), pool(), dout, {}, between.format("q")),
@@ -695,7 +697,8 @@ def test_gluon_differentiates_what_it_supports() -> None:
         with assume_device(device):
             names, portable = ({launch.name for launch in plan(implementation=i).launches} for i in (None, "triton"))
             assert ("sparse_mla_backward_sm90_kernel" in names) == (message is None)
-            assert {"sparse_mla_dq_kernel", "sparse_mla_dcache_kernel"} <= (names if message else portable)
+            entries = "sparse_mla_dcache_any_order_kernel" if "deterministic" in given else "sparse_mla_dcache_kernel"
+            assert {"sparse_mla_dq_kernel", entries} <= (names if message else portable)
             if message is None:
                 assert plan(implementation="gluon") == plan()
             else:

@@ -83,9 +83,10 @@ def test_jax_has_the_ops_bits(way: Callable[..., Any], given: Arrays) -> None:
 
 
 RERUN = [
-    (op, max(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values())))
+    (op, max((case for case in op.cases if case.attrs.get("deterministic", True)),
+             key=lambda case: sum(array.size for array in kit.make(case).values())))
     for op in (OPS["sparse_mla_backward"], OPS["indexer_scores_backward"], OPS["indexer_loss"])
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "case"), RERUN, ids=kit.case_id)

@@ -2015,6 +2015,7 @@ def sparse_mla(
     lse_base: str = "e",
     lse_sink: bool = False,
     batch_invariant: bool = False,
+    deterministic: bool = True,
     implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
@@ -2057,6 +2058,8 @@ def sparse_mla(
         batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
             beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
             its own lengths alone, over the tile of 128 heads.
+        deterministic: Whether a derivative of this call has the same bits in every run, as `sparse_mla_backward`; the
+            results have in any case.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
@@ -2113,6 +2116,7 @@ def sparse_mla(
             lse_base,
             lse_sink,
             batch_invariant,
+            deterministic,
         ),
         implementation,
     )
@@ -2137,6 +2141,7 @@ def sparse_mla_backward(
     extra_cache_format: str | None = None,
     lse_base: str = "e",
     lse_sink: bool = False,
+    deterministic: bool = True,
     implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
@@ -2149,7 +2154,8 @@ def sparse_mla_backward(
         dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
 
     The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
-    does not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+    does not matter: the same arguments give the same bits. Without `deterministic` they are sums of float32 in any
+    order. A slot that stands twice counts twice.
 
     Args:
         q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
@@ -2158,6 +2164,8 @@ def sparse_mla_backward(
         dout: [T, H, 512], dtype of q: the gradient of its out.
         dlse: [T, H] float32: the gradient of its lse; default 0.
         softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
+        deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
+            dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
@@ -2175,6 +2183,9 @@ def sparse_mla_backward(
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
     finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
     exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
+    Not deterministic, the float32 sum of an entry's n summands x, one for each slot and block of heads, is within
+    n · (2**−23 · Σ|x| + 2**−126) of the exact one, before it is rounded to cache's dtype once; two runs are within
+    twice that of each other. There is no B: a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -2191,7 +2202,8 @@ def sparse_mla_backward(
             float64 on the host.
 
     Implementations, best first:
-        gluon: compute capability 9.0; bfloat16; one source; a cache with entries; rows on multiples of 16 bytes.
+        gluon: compute capability 9.0; bfloat16; deterministic sums; one source; a cache with entries; rows on multiples
+            of 16 bytes.
         triton: every call.
     """
     return _sparse_mla_backward(
@@ -2202,6 +2214,7 @@ def sparse_mla_backward(
             extra_cache_format,
             lse_base,
             lse_sink,
+            deterministic,
         ),
         implementation,
     )

@@ -24,6 +24,7 @@ def sparse_mla(
     q, cache, slots, lengths=None, sink=None, extra_cache=None, extra_slots=None, extra_lengths=None, cos_sin=None,
     positions=None, *, softmax_scale: float, cache_format: str | None = None, extra_cache_format: str | None = None,
     empty_lse: str = "-inf", lse_base: str = "e", lse_sink: bool = False, batch_invariant: bool = False,
+    deterministic: bool = True,
 ) -> Any:  # fmt: skip
     """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
 
@@ -65,6 +66,8 @@ def sparse_mla(
         batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
             beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
             its own lengths alone, over the tile of 128 heads.
+        deterministic: Whether a derivative of this call has the same bits in every run, as `sparse_mla_backward`; the
+            results have in any case.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.

@@ -23,6 +23,7 @@ def reference(
     lse_base: str = "e",
     lse_sink: bool = False,
     batch_invariant: bool = False,
+    deterministic: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reference of `sparse_mla`, in float64 on the stored entries rounded to q's dtype."""
     (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)

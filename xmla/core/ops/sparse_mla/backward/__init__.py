@@ -19,7 +19,7 @@ MOST_SLOTS = 2**30
 def sparse_mla_backward(
     q, cache, slots, forward_out, forward_lse, dout, dlse=None, lengths=None, sink=None, extra_cache=None,
     extra_slots=None, extra_lengths=None, *, softmax_scale: float, cache_format: str | None = None,
-    extra_cache_format: str | None = None, lse_base: str = "e", lse_sink: bool = False,
+    extra_cache_format: str | None = None, lse_base: str = "e", lse_sink: bool = False, deterministic: bool = True,
 ) -> Any:  # fmt: skip
     """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
 
@@ -31,7 +31,8 @@ def sparse_mla_backward(
         dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
 
     The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
-    does not matter: the same arguments give the same bits. A slot that stands twice counts twice.
+    does not matter: the same arguments give the same bits. Without `deterministic` they are sums of float32 in any
+    order. A slot that stands twice counts twice.
 
     Args:
         q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
@@ -40,6 +41,8 @@ def sparse_mla_backward(
         dout: [T, H, 512], dtype of q: the gradient of its out.
         dlse: [T, H] float32: the gradient of its lse; default 0.
         softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
+        deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
+            dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
@@ -57,6 +60,9 @@ def sparse_mla_backward(
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
     finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
     exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
+    Not deterministic, the float32 sum of an entry's n summands x, one for each slot and block of heads, is within
+    n · (2**−23 · Σ|x| + 2**−126) of the exact one, before it is rounded to cache's dtype once; two runs are within
+    twice that of each other. There is no B: a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

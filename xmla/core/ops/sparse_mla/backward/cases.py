@@ -60,14 +60,21 @@ def backward_of(case: Case, with_dlse: bool = False) -> Case:
         return inputs | given
 
     attrs = {name: value for name, value in case.attrs.items() if name not in ("empty_lse", "batch_invariant")}
-    return replace(case, name=case.name + "-dlse" * with_dlse, make=make, attrs=attrs)
+    any_order = not attrs.get("deterministic", True)
+    return replace(case, name=case.name + "-dlse" * with_dlse + "-any-order" * any_order, make=make, attrs=attrs)
 
 
+# In any order entries have two summands at most, as slots of two tokens or blocks of heads: those have one sum.
 CASES = (
     backward_of(make_case(3, 5, 33, 16, PLAIN, with_lengths=True, padding=8)),
     backward_of(make_case(2, 40, 40, 1, PLAIN, with_sink=True), with_dlse=True),
     backward_of(make_case(2, 3, 33, 53, PLAIN, F16, with_sink=True, lse_sink=True, lse_base="2"), with_dlse=True),
     backward_of(make_case(3, 17, 40, 5, PLAIN_V4, with_lengths=True, with_sink=True, extra=(PLAIN_V4, 30, 64))),
     backward_of(make_case(2, 70, 20, 9, PLAIN_V4, lse_base="2"), with_dlse=True),
+    backward_of(make_case(2, 3, 33, 53, PLAIN, F16, with_sink=True, deterministic=False), with_dlse=True),
+    backward_of(
+        make_case(3, 17, 40, 5, PLAIN_V4, with_lengths=True, padding=8, extra=(PLAIN_V4, 30, 64), deterministic=False)
+    ),
+    backward_of(make_case(2, 70, 70, 9, PLAIN, with_lengths=True, deterministic=False)),
     with_large_gradients(backward_of(duplicates(140))),
 )

@@ -130,12 +130,12 @@ def prepare_kernel(
     dout_ptr,  # [T, H, LANES]
     dlse_ptr,  # [T, H] f32 if HAS_DLSE
     sink_ptr,  # [H] f32 if HAS_SINK
-    reach_ptr,  # [T] f32
-    extra_reach_ptr,  # [T] f32
+    reach_ptr,  # [T] f32 if DETERMINISTIC
+    extra_reach_ptr,  # [T] f32 if DETERMINISTIC
     total_ptr,  # [T, H] f32: log2 of the softmax's denominator, NaN for a head that gives its entries NaN
     delta_ptr,  # [T, H] f32: what is subtracted from dout · value
-    slope_ptr,  # [T, H] f32: a bound of |ds|
-    bound_ptr,  # [T, H] f32: a bound of a head's summand of a gradient; 0 for a head that gives NaN
+    slope_ptr,  # [T, H] f32 if DETERMINISTIC: a bound of |ds|
+    bound_ptr,  # [T, H] f32 if DETERMINISTIC: a bound of a head's summand of a gradient; 0 for a head that gives NaN
     dsinks_ptr,  # [T, H] f32 if HAS_SINK: each token's part of dsink
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -152,6 +152,7 @@ def prepare_kernel(
     SCALE: tl.constexpr,
     LSE_UNIT: tl.constexpr,  # of lse, in binary logarithms
     LSE_SINK: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -182,8 +183,11 @@ def prepare_kernel(
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
         dlse *= LOG2E / LSE_UNIT
-    reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
-    slope = norm(dout) * reach + tl.abs(delta) + tl.abs(dlse)
+    if DETERMINISTIC:
+        reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
+        slope = norm(dout) * reach + tl.abs(delta) + tl.abs(dlse)
+    else:  # only whether all is finite: nothing is bounded
+        slope = tl.abs(delta) + tl.abs(dlse)
     slope = tl.abs(slope * SCALE)  # a negative scale bounds as much as a positive one
     bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
     row = offset_of(token, HEADS) + offs_h
@@ -202,8 +206,9 @@ def prepare_kernel(
     finite &= bound < float("inf")
     tl.store(total_ptr + row, tl.where(finite, total, float("nan")), mask=head_ok)
     tl.store(delta_ptr + row, delta, mask=head_ok)
-    tl.store(slope_ptr + row, slope, mask=head_ok)
-    tl.store(bound_ptr + row, tl.where(finite, bound, 0.0), mask=head_ok)
+    if DETERMINISTIC:
+        tl.store(slope_ptr + row, slope, mask=head_ok)
+        tl.store(bound_ptr + row, tl.where(finite, bound, 0.0), mask=head_ok)
 
 
 @triton.jit
@@ -263,12 +268,23 @@ def exponent_of_ds(slope_ptr, token, offs_h, HEADS: tl.constexpr, dtype: tl.cons
 
 
 @triton.jit
+def scaled_ds(ds, dtype: tl.constexpr):
+    """A tile of ds in `dtype`, and what products of it are multiplied by: in float16 by the tile's greatest."""
+    if dtype == tl.float16:
+        bits = tl.where(tl.abs(ds) < float("inf"), tl.abs(ds), 0.0).to(tl.int32, bitcast=True)
+        exponent = exponent_within(tl.max(tl.max(bits, 1), 0), 14)
+        return (ds * power_of_two(exponent)).to(dtype), power_of_two(-exponent)
+    else:
+        return ds.to(dtype), 1.0
+
+
+@triton.jit
 def add_dq(
     dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr, slots_ptr, end, num_slots,
     LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALE: tl.constexpr,
-    OWN_LSE: tl.constexpr, BLOCK_N: tl.constexpr,
+    OWN_LSE: tl.constexpr, DETERMINISTIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the entries of the first `end` slots to dq of a tile of heads."""
+    """Add the entries of the first `end` slots to dq of a tile of heads, times what ds is multiplied by."""
     for first in tl.range(0, tl.maximum(end, 0), BLOCK_N, disable_licm=True):
         offs_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
@@ -282,10 +298,16 @@ def add_dq(
         _, ds = derive(
             scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
         )
-        ds = (tl.where(ok[None, :], ds, 0.0) * ds_up).to(q.dtype)
-        dq = tl.dot(ds, value, dq)
-        if LAYOUT.tail:
-            dq_tail = tl.dot(ds, tail, dq_tail)
+        if DETERMINISTIC or q.dtype == tl.bfloat16:
+            ds = (tl.where(ok[None, :], ds, 0.0) * ds_up).to(q.dtype)
+            dq = tl.dot(ds, value, dq)
+            if LAYOUT.tail:
+                dq_tail = tl.dot(ds, tail, dq_tail)
+        else:
+            ds, ds_down = scaled_ds(tl.where(ok[None, :], ds, 0.0), q.dtype)
+            dq += tl.dot(ds, value) * ds_down
+            if LAYOUT.tail:
+                dq_tail += tl.dot(ds, tail) * ds_down
     return dq, dq_tail
 
 
@@ -303,7 +325,7 @@ def sparse_mla_dq_kernel(
     extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
-    slope_ptr,  # [T, H] f32
+    slope_ptr,  # [T, H] f32 if DETERMINISTIC
     num_slots,
     num_keys,  # K
     num_extra_slots,
@@ -329,6 +351,7 @@ def sparse_mla_dq_kernel(
     OWN_LSE: tl.constexpr,  # the lse's derivative is not the probability in out: the sink is in that one alone
     SCALE: tl.constexpr,
     LSE_UNIT: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -343,7 +366,9 @@ def sparse_mla_dq_kernel(
     total, delta, lse, dlse = load_rows(
         total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
     )
-    exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, q.dtype)
+    exponent = 0
+    if DETERMINISTIC:
+        exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, q.dtype)
     ds_up = power_of_two(exponent)
     end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
     dq = tl.zeros([BLOCK_H, LANES], tl.float32)
@@ -351,7 +376,7 @@ def sparse_mla_dq_kernel(
     dq, dq_tail = add_dq(
         dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr,
         slots_ptr + offset_of(token, SLOT_STRIDE), end, num_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, SCALE, OWN_LSE,
-        BLOCK_N,
+        DETERMINISTIC, BLOCK_N,
     )  # fmt: skip
     if EXTRA_LAYOUT is not None:
         extra_end = num_extra_keys
@@ -360,7 +385,7 @@ def sparse_mla_dq_kernel(
         dq, dq_tail = add_dq(
             dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, extra_cache_ptr,
             extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, EXTRA_LAYOUT,
-            EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, BLOCK_N,
+            EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, DETERMINISTIC, BLOCK_N,
         )  # fmt: skip
     ds_down = power_of_two(-exponent)
     row = dq_ptr + offset_of((offset_of(token, HEADS) + offs_h)[:, None], LAYOUT.dims)
@@ -394,6 +419,81 @@ def load_sums(row, offs_d, bits, mask, DIMS: tl.constexpr, PAIRED: tl.constexpr)
         low = tl.load(row + offs_d, mask=mask, other=0)
     high = tl.load(as_sums(row + DIMS) + offs_d, mask=mask, other=0)
     return ((high << bits.to(tl.int64)) + low).to(tl.float32)
+
+
+@triton.jit
+def differentiate_entries(
+    q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, slope_ptr, num_slots,
+    num_keys, Q_STRIDE_T: tl.constexpr, Q_STRIDE_H: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LAYOUT: tl.constexpr, DOUT_STRIDE_T: tl.constexpr, DOUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr, DLSE_STRIDE: tl.constexpr, HEADS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    OWN_LSE: tl.constexpr, SCALE: tl.constexpr, LSE_UNIT: tl.constexpr, DETERMINISTIC: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of a token's entries: slots, which are valid, gradients by parts of dims, and of roped dims, and which
+    are NaN if DETERMINISTIC; else NaN is among the gradients.
+    """
+    # Tiles of keys of one token are neighbours: they read the same queries.
+    tiles = tl.cdiv(num_keys, BLOCK_N)
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    offs_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
+    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
+    ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+    data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    entries = cache_ptr + data[:, None]
+    # By parts: a warp's operands of all dims at once take more registers than there are.
+    values = ()
+    for part in tl.static_range(LANES // PART):
+        values = values + (load_dims(entries, ok, part * PART, PART),)  # noqa: RUF005  # Triton has no starred ones
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    P_EXPONENT: tl.constexpr = 14 if dtype == tl.float16 else 0
+    dvalue = (tl.zeros([BLOCK_N, PART], tl.float32),) * (LANES // PART)
+    dtail = tl.zeros([BLOCK_N, TAIL_LANES], tl.float32)
+    wrong = tl.zeros([BLOCK_N], tl.int32)
+    for first_head in tl.range(0, HEADS, BLOCK_H, disable_licm=True):
+        offs_h = first_head + tl.arange(0, BLOCK_H)
+        head_ok = offs_h < HEADS
+        q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
+        dout_rows = head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS)
+        total, delta, lse, dlse = load_rows(
+            total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
+        )
+        if DETERMINISTIC:
+            exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, dtype)
+            ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
+        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        for part in tl.static_range(LANES // PART):
+            value = tl.trans(values[part])
+            scores = tl.dot(load_dims(q_rows, head_ok, part * PART, PART), value, scores)
+            dp = tl.dot(load_dims(dout_rows, head_ok, part * PART, PART), value, dp)
+        if LAYOUT.tail:
+            q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
+            scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
+        p, ds = derive(
+            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
+        )
+        if DETERMINISTIC:
+            wrong |= tl.max(tl.where(tl.abs(ds) < float("inf"), 0, 1), 0)
+            ds = (ds * ds_up).to(dtype)
+        else:  # NaN, and infinities times 0, are NaN in all dims
+            ds, ds_down = scaled_ds(tl.where(tl.abs(ds) < float("inf"), ds, float("nan")), dtype)
+        p = tl.trans((p * 2.0**P_EXPONENT).to(dtype))
+        ds = tl.trans(ds)
+        added = ()
+        for part in tl.static_range(LANES // PART):
+            q = load_dims(q_rows, head_ok, part * PART, PART)
+            dout = load_dims(dout_rows, head_ok, part * PART, PART)
+            if P_EXPONENT:
+                of_both = dvalue[part] + tl.dot(ds, q) * ds_down + tl.dot(p, dout) * 2.0**-P_EXPONENT
+            else:
+                of_both = tl.dot(p, dout, tl.dot(ds, q, dvalue[part]))
+            added = added + (of_both,)  # noqa: RUF005  # Triton has no starred expressions
+        dvalue = added
+        if LAYOUT.tail:
+            dtail += tl.dot(ds, load_dims(q_rows, head_ok, LANES, TAIL_LANES)) * ds_down
+    return slot, ok, dvalue, dtail, wrong
 
 
 @triton.jit
@@ -432,61 +532,12 @@ def sparse_mla_dcache_kernel(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,  # dims that are multiplied at a time
 ):
-    # Tiles of keys of one token are neighbours: they read the same queries.
-    tiles = tl.cdiv(num_keys, BLOCK_N)
-    token = (tl.program_id(0) // tiles).to(tl.int64)
-    offs_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
-    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
-    ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
-    data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
-    entries = cache_ptr + data[:, None]
-    # By parts: a warp's operands of all dims at once take more registers than there are.
-    values = ()
-    for part in tl.static_range(LANES // PART):
-        values = values + (load_dims(entries, ok, part * PART, PART),)  # noqa: RUF005  # Triton has no starred ones
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    P_EXPONENT: tl.constexpr = 14 if dtype == tl.float16 else 0
-    dvalue = (tl.zeros([BLOCK_N, PART], tl.float32),) * (LANES // PART)
-    dtail = tl.zeros([BLOCK_N, TAIL_LANES], tl.float32)
-    wrong = tl.zeros([BLOCK_N], tl.int32)
-    for first_head in tl.range(0, HEADS, BLOCK_H, disable_licm=True):
-        offs_h = first_head + tl.arange(0, BLOCK_H)
-        head_ok = offs_h < HEADS
-        q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
-        dout_rows = head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS)
-        total, delta, lse, dlse = load_rows(
-            total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
-        )
-        exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, dtype)
-        ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
-        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        for part in tl.static_range(LANES // PART):
-            value = tl.trans(values[part])
-            scores = tl.dot(load_dims(q_rows, head_ok, part * PART, PART), value, scores)
-            dp = tl.dot(load_dims(dout_rows, head_ok, part * PART, PART), value, dp)
-        if LAYOUT.tail:
-            q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
-            scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
-        p, ds = derive(
-            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
-        )
-        wrong |= tl.max(tl.where(tl.abs(ds) < float("inf"), 0, 1), 0)
-        p = tl.trans((p * 2.0**P_EXPONENT).to(dtype))
-        ds = tl.trans((ds * ds_up).to(dtype))
-        added = ()
-        for part in tl.static_range(LANES // PART):
-            q = load_dims(q_rows, head_ok, part * PART, PART)
-            dout = load_dims(dout_rows, head_ok, part * PART, PART)
-            if P_EXPONENT:
-                of_both = dvalue[part] + tl.dot(ds, q) * ds_down + tl.dot(p, dout) * 2.0**-P_EXPONENT
-            else:
-                of_both = tl.dot(p, dout, tl.dot(ds, q, dvalue[part]))
-            added = added + (of_both,)  # noqa: RUF005  # Triton has no starred expressions
-        dvalue = added
-        if LAYOUT.tail:
-            dtail += tl.dot(ds, load_dims(q_rows, head_ok, LANES, TAIL_LANES)) * ds_down
+    slot, ok, dvalue, dtail, wrong = differentiate_entries(
+        q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, slope_ptr,
+        num_slots, num_keys, Q_STRIDE_T, Q_STRIDE_H, SLOT_STRIDE, PAGE_STRIDE, PAGE_SIZE, LAYOUT, DOUT_STRIDE_T,
+        DOUT_STRIDE_H, LSE_STRIDE, DLSE_STRIDE, HEADS, HAS_LENGTHS, OWN_LSE, SCALE, LSE_UNIT, True, BLOCK_H, BLOCK_N,
+        PART,
+    )  # fmt: skip
     unit = power_of_two(exponent_within(tl.load(bounds_ptr + slot, mask=ok, other=0), SUMMAND_BITS))[:, None]
     # Another program may have stored NOT_A_NUMBER there; then what is added does not matter.
     bits = low_bits(tl.load(references_ptr + slot, mask=ok, other=1))[:, None]
@@ -497,6 +548,90 @@ def sparse_mla_dcache_kernel(
     if LAYOUT.tail:
         add_to_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], dtail * unit, bits, right, LAYOUT.dims)
     tl.store(references_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
+
+
+@triton.jit
+def sparse_mla_dcache_any_order_kernel(
+    q_ptr,  # [T, H, L+E]
+    cache_ptr,  # [P, R, ROW]
+    slots_ptr,  # [T, K] i32
+    dout_ptr,  # [T, H, LANES]
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lse_ptr,  # [T, H] f32 if OWN_LSE
+    dlse_ptr,  # [T, H] f32 if OWN_LSE
+    total_ptr,  # [T, H] f32
+    delta_ptr,  # [T, H] f32
+    num_slots,
+    num_keys,  # K
+    sums_ptr,  # [P, R, ROW] f32
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DOUT_STRIDE_T: tl.constexpr,
+    DOUT_STRIDE_H: tl.constexpr,
+    LSE_STRIDE: tl.constexpr,
+    DLSE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    OWN_LSE: tl.constexpr,
+    SCALE: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,  # dims that are multiplied at a time
+):
+    slot, ok, dvalue, dtail, _ = differentiate_entries(
+        q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, delta_ptr,
+        num_slots, num_keys, Q_STRIDE_T, Q_STRIDE_H, SLOT_STRIDE, PAGE_STRIDE, PAGE_SIZE, LAYOUT, DOUT_STRIDE_T,
+        DOUT_STRIDE_H, LSE_STRIDE, DLSE_STRIDE, HEADS, HAS_LENGTHS, OWN_LSE, SCALE, LSE_UNIT, False, BLOCK_H, BLOCK_N,
+        PART,
+    )  # fmt: skip
+    row = sums_ptr + offset_of(slot[:, None], LAYOUT.dims)
+    for part in tl.static_range(LANES // PART):
+        offs_d = part * PART + tl.arange(0, PART)[None, :]
+        tl.atomic_add(row + offs_d, dvalue[part], mask=ok[:, None], sem="relaxed")
+    if LAYOUT.tail:
+        offs_e = LANES + tl.arange(0, TAIL_LANES)[None, :]
+        tl.atomic_add(row + offs_e, dtail, mask=ok[:, None], sem="relaxed")
+
+
+@triton.jit
+def clear_sums_kernel(
+    num_slots,
+    sums_ptr,  # [P, R, ROW] f32
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK, LANES], tl.float32)
+    tail = tl.zeros([BLOCK, TAIL_LANES], tl.float32)
+    store_entries(sums_ptr, slot, slot < num_slots, zeros, tail, LAYOUT, LAYOUT.dims, 1, 0)
+
+
+@triton.jit
+def store_sums_kernel(
+    sums_ptr,  # [P, R, ROW] f32
+    num_slots,
+    dcache_ptr,  # [P, R, ROW]
+    LAYOUT: tl.constexpr,
+    FOURS: tl.constexpr,  # of 16 dims, those that stand together are 2i, 2i + 1, 2i + 8 and 2i + 9
+    BLOCK: tl.constexpr,
+):
+    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
+    ok = slot < num_slots
+    row = sums_ptr + offset_of(slot[:, None], LAYOUT.dims)
+    offs_l, offs_e = tl.arange(0, LANES)[None, :], LANES + tl.arange(0, TAIL_LANES)[None, :]
+    if FOURS:
+        offs_l = offs_l // 16 * 16 + offs_l % 8 // 2 * 4 + offs_l // 8 % 2 * 2 + offs_l % 2
+        offs_e = offs_e // 16 * 16 + offs_e % 8 // 2 * 4 + offs_e // 8 % 2 * 2 + offs_e % 2
+    value = tl.load(row + offs_l, mask=ok[:, None], other=0.0)
+    tail = tl.zeros([BLOCK, TAIL_LANES], tl.float32)
+    if LAYOUT.tail:
+        tail = tl.load(row + offs_e, mask=ok[:, None], other=0.0)
+    store_entries(dcache_ptr, slot, ok, value, tail, LAYOUT, LAYOUT.dims, 1, 0)
 
 
 @triton.jit

@@ -3,10 +3,15 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.ops.sparse_mla.backward.kernels import sparse_mla_dcache_kernel, sparse_mla_dq_kernel
+from xmla.core.ops.sparse_mla.backward.kernels import (
+    sparse_mla_dcache_any_order_kernel,
+    sparse_mla_dcache_kernel,
+    sparse_mla_dq_kernel,
+)
 from xmla.core.ops.sparse_mla.backward.stages import (
     around,
     entries_of,
+    in_any_order,
     product_constants,
     sources_of,
 )
@@ -31,10 +36,10 @@ def configure(heads: int, device: Device) -> tuple[Tile, Tile]:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    """Probabilities are computed again from lse. A gradient of entries is summed in integers (`kernels.py`)."""
+    """Probabilities are computed again from lse. A gradient of entries is summed in integers, or in any order."""
     specs, tokens, extra = problem.specs, problem["T"], problem.has("extra_cache")
     tile, key_tile = configure(problem["H"], device)
-    products = product_constants(problem)
+    products, deterministic = product_constants(problem), problem.attrs.deterministic
     dq = Launch(
         sparse_mla_dq_kernel,
         grid=(tokens * cdiv(problem["H"], tile.block_h),),
@@ -57,6 +62,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "EXTRA_PAGE_SIZE": problem["EXTRA_R"] if extra else 1,
             "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
             "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
+            "DETERMINISTIC": deterministic,
             "BLOCK_H": tile.block_h,
             "BLOCK_N": tile.block_n,
         },
@@ -66,11 +72,12 @@ def plan(problem: Problem, device: Device) -> Plan:
     )
     dcaches = [
         Launch(
-            sparse_mla_dcache_kernel,
+            sparse_mla_dcache_kernel if deterministic else sparse_mla_dcache_any_order_kernel,
             grid=(tokens * cdiv(specs[f"{source}slots"].shape[1], key_tile.block_n),),
-            outputs=("references", "sums"),
+            outputs=("references", "sums") if deterministic else ("sums",),
             arrays={
-                **{name: f"{source}{name}" for name in ("cache", "slots", "bounds", "references", "sums")},
+                **{name: f"{source}{name}" for name in ("cache", "slots", "sums")},
+                **({name: f"{source}{name}" for name in ("bounds", "references")} if deterministic else {}),
                 "lengths": f"{source}lengths" if problem.has(f"{source}lengths") else f"{source}slots",
                 "dlse": "dlse" if problem.has("dlse") else "forward_lse",
                 "lse": "forward_lse",
@@ -92,6 +99,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         )
         for source in sources_of(problem)
     ]
+    if not deterministic:
+        return in_any_order(problem, (dq, *dcaches))
     return around(problem, (dq, *dcaches), additions=1, paired=False)
 
 

@@ -23,6 +23,7 @@ def reference(
     extra_cache_format: str | None = None,
     lse_base: str = "e",
     lse_sink: bool = False,
+    deterministic: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Reference of `sparse_mla_backward`, in float64."""
     tokens, heads, _ = q.shape
@@ -44,12 +45,12 @@ def reference(
                 dsink -= weight * (delta - (dlog if lse_sink else 0.0))
             found = [source.entries(token) for source in sources]
             values = np.concatenate([keys[:, :VALUE_DIMS] for _, keys in found])
-            reach = np.linalg.norm(np.where(np.isfinite(values), values, 0.0), axis=1).max(initial=0)
+            reach = np.linalg.norm(np.where(np.isfinite(values), values, 0.0), axis=1).max(initial=0) * deterministic
             norm = np.linalg.norm(upstream, axis=1)
             reaches = norm * reach + np.abs(delta) + np.abs(dlog)
             slope = abs(softmax_scale) * reaches
             bound = slope * np.abs(query).max(axis=1) + np.abs(upstream).max(axis=1)
-            greatest = np.maximum.reduce([norm, np.full(heads, reach), reaches, slope, bound])
+            greatest = np.maximum.reduce([norm * deterministic, np.full(heads, reach), reaches, slope, bound])
             total = np.where(greatest <= np.finfo(np.float32).max, total, np.nan)
             for source, (named, keys) in zip(sources, found, strict=True):
                 scores = softmax_scale * (query @ keys.T)
@@ -64,7 +65,7 @@ def reference(
                 dq[token] += ds @ keys
                 summands = ds.T @ query
                 summands[:, :VALUE_DIMS] += p.T @ upstream
-                right = bound.sum() <= np.finfo(np.float32).max  # False of NaN
+                right = bound.sum() <= np.finfo(np.float32).max or not deterministic  # False of NaN
                 summands[~(np.isfinite(ds) & right).all(axis=0)] = np.nan
                 np.add.at(source.gradient, named, summands)
     gradients = [source.gradient.reshape(source.shape) for source in sources]

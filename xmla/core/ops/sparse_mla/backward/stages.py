@@ -1,19 +1,22 @@
 """What the plans of the derivative share: its launches before and after the products, which are a plan's own."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from types import MappingProxyType
 
 from xmla.core.clearing import clear
 from xmla.core.lang.sums import SUM_WORDS
 from xmla.core.ops.sparse_mla.backward.kernels import (
     bound_sums_kernel,
     bound_values_kernel,
+    clear_sums_kernel,
     count_references_kernel,
     prepare_kernel,
     round_sums_kernel,
     start_sums_kernel,
+    store_sums_kernel,
     sum_sinks_kernel,
 )
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.plan import Kernel, Launch, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
@@ -60,29 +63,61 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
     `additions`: how often products add to an entry for each slot that names it. `paired`: as in `kernels.load_sums`.
     `touched`: so many of the first entries' sums get a 0 added, whether a slot names them or not.
     """
-    specs, attrs = problem.specs, problem.attrs
-    tokens, heads = problem["T"], problem["H"]
-    has_sink, extra, sources = problem.has("sink"), problem.has("extra_cache"), sources_of(problem)
-    workspace = {
-        "total": Spec((tokens, heads), "float32"),
-        "delta": Spec((tokens, heads), "float32"),
-        "slope": Spec((tokens, heads), "float32"),
-        "bound": Spec((tokens, heads), "float32"),
-        "dsinks": Spec((tokens, heads) if has_sink else (1,), "float32"),
-    }
+    sources = sources_of(problem)
+    of_heads = Spec((problem["T"], problem["H"]), "float32")
+    workspace = {**_prepared(problem), "slope": of_heads, "bound": of_heads}
     for source in sources:
-        pages, entries, row = specs[f"{source}cache"].shape
-        workspace[f"{source}reach"] = Spec((tokens,), "float32")
+        pages, entries, row = problem.specs[f"{source}cache"].shape
+        workspace[f"{source}reach"] = Spec((problem["T"],), "float32")
         workspace[f"{source}references"] = Spec((pages, entries), "int32")
         workspace[f"{source}norms"] = Spec((pages, entries), "float32")
         workspace[f"{source}bounds"] = Spec((pages, entries), "int32")
         workspace[f"{source}sums"] = Spec((pages, entries, SUM_WORDS * row), "int32")
-    prepare = Launch(
+    launches = (
+        *[launch for source in sources for launch in _start(problem, source, touched)],
+        _prepare(problem),
+        *[_bound(problem, source) for source in sources],
+        *products,
+        *[_round(problem, source, additions, paired) for source in sources],
+        *_sum_sinks(problem),
+    )
+    return Plan(launches, {**workspace, **problem.results}, tuple(problem.results))
+
+
+def in_any_order(problem: Problem, products: Iterable[Launch], fours: bool = False) -> Plan:
+    """The whole plan without an order of sums: `products` add float32 to entries' sums.
+
+    `fours`: as in `kernels.store_sums_kernel`.
+    """
+    sources = sources_of(problem)
+    unused = {"slope": Spec((1,), "float32"), "bound": Spec((1,), "float32")}
+    sums = {f"{source}sums": Spec(problem.specs[f"{source}cache"].shape, "float32") for source in sources}
+    launches = (
+        *[_each_entry(problem, source, clear_sums_kernel, "sums") for source in sources],
+        _prepare(problem),
+        *products,
+        *[_each_entry(problem, source, store_sums_kernel, "dcache", {"FOURS": fours}) for source in sources],
+        *_sum_sinks(problem),
+    )
+    return Plan(launches, {**_prepared(problem), **unused, **sums, **problem.results}, tuple(problem.results))
+
+
+def _prepared(problem: Problem) -> dict[str, Spec]:
+    """Buffers of what `_prepare` finds of a token's heads."""
+    of_heads = Spec((problem["T"], problem["H"]), "float32")
+    return {"total": of_heads, "delta": of_heads, "dsinks": of_heads if problem.has("sink") else Spec((1,), "float32")}
+
+
+def _prepare(problem: Problem) -> Launch:
+    specs, attrs = problem.specs, problem.attrs
+    reach = "reach" if attrs.deterministic else "forward_lse"  # not read
+    return Launch(
         prepare_kernel,
-        grid=(tokens * cdiv(heads, PREPARED_HEADS),),
+        grid=(problem["T"] * cdiv(problem["H"], PREPARED_HEADS),),
         outputs=("total", "delta", "slope", "bound", "dsinks"),
         arrays={
-            **{"out": "forward_out", "lse": "forward_lse", "extra_reach": "extra_reach" if extra else "reach"},
+            **{"out": "forward_out", "lse": "forward_lse", "reach": reach},
+            "extra_reach": "extra_reach" if attrs.deterministic and problem.has("extra_cache") else reach,
             **problem.stand_ins(dlse="forward_lse", sink="forward_lse"),
         },
         constexprs={
@@ -91,30 +126,39 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
             "OUT_STRIDE_H": specs["forward_out"].stride(1),
             "TAIL": problem.formats["cache"].tail,
             "HAS_DLSE": problem.has("dlse"),
-            "HAS_SINK": has_sink,
+            "HAS_SINK": problem.has("sink"),
             "LSE_SINK": attrs.lse_sink,
+            "DETERMINISTIC": attrs.deterministic,
             "BLOCK_H": PREPARED_HEADS,
         },
     )
-    launches = [launch for source in sources for launch in _start(problem, source, touched)]
-    launches += [
-        prepare,
-        *[_bound(problem, source) for source in sources],
-        *products,
-        *[_round(problem, source, additions, paired) for source in sources],
-    ]
-    if has_sink:
-        launches.append(
-            Launch(
-                sum_sinks_kernel,
-                grid=(heads,),
-                outputs=("dsink",),
-                sizes={"num_tokens": tokens},
-                constexprs={"HEADS": heads, "BLOCK_T": 1024},
-            )
-        )
-    results = problem.results
-    return Plan(tuple(launches), {**workspace, **results}, tuple(results))
+
+
+def _sum_sinks(problem: Problem) -> list[Launch]:
+    if not problem.has("sink"):
+        return []
+    constexprs = {"HEADS": problem["H"], "BLOCK_T": 1024}
+    return [Launch(sum_sinks_kernel, (problem["H"],), ("dsink",), {"num_tokens": problem["T"]}, constexprs)]
+
+
+def _each_entry(
+    problem: Problem,
+    source: str,
+    kernel: Kernel,
+    output: str,
+    constexprs: Mapping[str, Hashable] = MappingProxyType({}),
+) -> Launch:
+    """A launch over the entries of a source, whose sums are float32."""
+    entries = entries_of(problem, source)
+    names = {"sums": f"{source}sums", "dcache": f"d{source}cache"}
+    return Launch(
+        kernel,
+        grid=(cdiv(entries, ENTRIES),),
+        outputs=(output,),
+        arrays={name: array for name, array in names.items() if f"{name}_ptr" in kernel.arg_names},
+        sizes={"num_slots": entries},
+        constexprs={"LAYOUT": problem.formats[f"{source}cache"], **constexprs, "BLOCK": ENTRIES},
+    )
 
 
 def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:

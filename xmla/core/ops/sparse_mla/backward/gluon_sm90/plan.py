@@ -34,6 +34,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     return around(problem, (products,), additions=head_blocks, paired=True, touched=touched)
 
 
+def _any_order(problem: Problem, device: Device) -> str | None:
+    return None if problem.attrs.deterministic else "with sums in any order"
+
+
 def _between_rows(problem: Problem, device: Device) -> str | None:
     for name, axes in (("q", (0, 1)), ("dout", (0, 1)), ("cache", (0,))):
         if not problem.specs[name].on_multiples(16, axes):
@@ -49,6 +53,7 @@ def _without_entries(problem: Problem, device: Device) -> str | None:
 CONDITIONS = (
     Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
     Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
+    Condition("deterministic sums", _any_order),
     Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
     Condition("a cache with entries", _without_entries),
     Condition("rows on multiples of 16 bytes", _between_rows),
