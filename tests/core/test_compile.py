@@ -27,6 +27,7 @@ SPILLED |= {(arch, "indexer_logits_paged_kernel"): 16 for arch in (120, 121)}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
 # that gather, which wait for others.
 SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (112, 64)}
+SPILLED_ON_HOPPER |= {"sparse_mla_backward_any_order_sm90_kernel": (112, 112)}
 NATIVE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma",
           120: "mma.sync", 121: "mma.sync"}  # fmt: skip
 

@@ -63,6 +63,7 @@ ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
 LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
 DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100, 16, PLAIN)), HOPPER
+ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
 
 
 def over_one_page(case: Case) -> Case:
@@ -149,6 +150,7 @@ PACKED, CONSUMERS, V32_PRODUCER, V4_PRODUCER = (
 )
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
 BACKWARD = "xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel"
+ANY_ORDER_KERNEL = "xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order"
 SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
 RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
 
@@ -170,7 +172,15 @@ PLANTED = [
     Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.p_full.index(stage), phase)\n", ""),
     Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.p_empty.index(stage), phase ^ 1)\n", ""),
     Planted(DERIVATIVE, BACKWARD, "TARGETS = gl.constexpr(4)", "TARGETS = gl.constexpr(2)"),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "        mbarrier.wait(shared.p_full, tile & 1)\n", ""),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "        mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)\n", ""),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "        mbarrier.wait(shared.empty, (tile & 1) ^ 1)\n", ""),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "TARGETS = gl.constexpr(2)", "TARGETS = gl.constexpr(1)"),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "init(shared.empty, count=3)", "init(shared.empty, count=2)"),
     # Waits for too little.
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(0, deps=[dq0, dq1, dq2, dq3, dq_tail])",
+            "warpgroup_mma_wait(1, deps=[dq0, dq1, dq2, dq3, dq_tail])"),
     Planted(WIDE_V32, CONSUMERS, "warpgroup_mma_wait(3 if C.LAYOUT.tail else 2,", "warpgroup_mma_wait(4,"),
     Planted(WIDE_V4, CONSUMERS, "warpgroup_mma_wait(3 if C.LAYOUT.tail else 2,", "warpgroup_mma_wait(3,"),
     Planted(DERIVATIVE, BACKWARD, "warpgroup_mma_wait(4, deps=[acc])", "warpgroup_mma_wait(5, deps=[acc])"),
@@ -193,7 +203,12 @@ PLANTED = [
             "mbarrier.wait(shared.full[FIRST].index(STAGE), (pair & 1) ^ 1)"),
     Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.full.index(stage), phase)\n        fence",
             "        mbarrier.wait(shared.full.index(stage), tile & 1)\n        fence"),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "        mbarrier.wait(shared.full, tile & 1)\n        fence",
+            "        mbarrier.wait(shared.full, (tile & 1) ^ 1)\n        fence"),
     # What is handed over before it may be.
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL,
+            "        acc = multiply_piece(shared, empty, LAST, C)\n        mbarrier.arrive(shared.p_empty, count=1)\n",
+            "        mbarrier.arrive(shared.p_empty, count=1)\n        acc = multiply_piece(shared, empty, LAST, C)\n"),
     Planted(WIDE_V32, CONSUMERS, "        out = warpgroup_mma_wait(3 if C.LAYOUT.tail else 2, deps=[running])\n"
             "        mbarrier.arrive(shared.empty[0].index(tile % STAGES), count=1)\n",
             "        mbarrier.arrive(shared.empty[0].index(tile % STAGES), count=1)\n"
@@ -221,6 +236,9 @@ PLANTED = [
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
     Planted(LOGITS, RAGGED, "        fence_async_shared()\n", ""),
     # Wrong values.
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, '"and.b32 lane, lane, 7;"', '"and.b32 lane, lane, 3;"'),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "{to}, {to}, 4, 31", "{to}, {to}, 8, 31"),
+    Planted(ANY_ORDER, ANY_ORDER_KERNEL, "gl.where(place >= 0, sums, 0)", "gl.where(place >= 99, sums, 0)"),
     Planted(WIDE_V32, CONSUMERS, "shared.factor.store(rescale)", "shared.factor.store(scale)"),
     Planted(WIDE_V4, V4_PRODUCER, "scale_block(words, scale_bytes, exponent, LEFT_BLOCKS + block)",
             "scale_block(words, scale_bytes, exponent, block)"),

@@ -11,7 +11,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90 import kernel
 from xmla.core.ops.sparse_mla.gluon_sm120 import kernel as sm12x
 
 PLAIN = {"plain", "plain_v4"}
-SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN}  # layouts
+SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN, "in any order": PLAIN}  # layouts
 SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN}
 FOLDERS = [Path(module.__file__).parent for module in (kernel, sm12x, derivative)]
 

@@ -55,7 +55,7 @@ def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch
     return specialize(call.plan.launches[0], call.plan, specs)
 
 
-def differentiated(layout: MlaLayout) -> Specialization:
+def differentiated(layout: MlaLayout, deterministic: bool) -> Specialization:
     """The kernel of the derivative as it is planned."""
     rows = Spec((64, 64, 512), "bfloat16")
     specs = {
@@ -63,10 +63,10 @@ def differentiated(layout: MlaLayout) -> Specialization:
         **{"slots": Spec((64, 512), "int32"), "forward_out": rows, "forward_lse": Spec((64, 64), "float32")},
         "dout": rows,
     }
-    attrs: dict[str, object] = {"softmax_scale": 0.1, "cache_format": layout.name}
+    attrs = {"softmax_scale": 0.1, "cache_format": layout.name, "deterministic": deterministic}
     call = planned("sparse_mla_backward", "", specs, attrs, DEVICES[ARCH], "gluon")
     assert call.plan is not None, call.reason
-    (launch,) = (launch for launch in call.plan.launches if launch.name == "sparse_mla_backward_sm90_kernel")
+    (launch,) = (launch for launch in call.plan.launches if launch.name.endswith("_sm90_kernel"))
     return specialize(launch, call.plan, specs)
 
 
@@ -87,14 +87,15 @@ def refusal(launch: Specialization, name: str, value: Hashable) -> str | None:
 
 def main() -> None:
     packed, plain, few, two = launched(64, V32), launched(64, PLAIN), launched(16, V32), launched(64, V4, V4)
-    derivative = differentiated(PLAIN)
+    derivative, any_order = (differentiated(PLAIN, deterministic) for deterministic in (True, False))
     layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
     for layout in (V32, V4, PLAIN):
         layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES[layout.name]]
     for name, change, layout in layouts:
         of_layout = packed if layout.packed else plain
-        for of, launch in (("64 heads", of_layout), ("16 heads", few), ("derivative", derivative)):
-            constant = "LAYOUT" if launch is derivative else "SOURCE.LAYOUT"
+        of_kinds = {"64 heads": of_layout, "16 heads": few, "derivative": derivative, "in any order": any_order}
+        for of, launch in of_kinds.items():
+            constant = "LAYOUT" if launch in (derivative, any_order) else "SOURCE.LAYOUT"
             line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, constant, layout)}
             print(json.dumps(line), flush=True)
     packed, plain = (launched(64, layout, arch=120) for layout in (V32, PLAIN))

@@ -53,12 +53,15 @@ def calls(
 
     out, lse = xt.sparse_mla(wide, rows, chosen, softmax_scale=0.05)
     dout = normal(*out.shape)
-    yield (
-        "backward",
-        lambda: xt.sparse_mla_backward(
-            wide, rows, chosen, out, lse, dout, softmax_scale=0.05, implementation=implementation
-        ),
-    )
+
+    def derivative(deterministic: bool) -> tuple[torch.Tensor, ...]:
+        return xt.sparse_mla_backward(
+            wide, rows, chosen, out, lse, dout, softmax_scale=0.05, deterministic=deterministic,
+            implementation=implementation,
+        )  # fmt: skip
+
+    yield "backward", lambda: derivative(deterministic=True)
+    yield "backward in any order", lambda: (derivative(deterministic=False)[0],)
 
     q8, weights = normal(tokens, 64, 128).to(torch.float8_e4m3fn), normal(tokens, 64).float()
     keys = torch.zeros(key_pages, 64, 132, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """The PTX of `gl.inline_asm_elementwise`: an instruction at a time, on arrays of all threads' registers.
 
 Registers hold bits, unsigned; predicates hold booleans. Branches go forward, to a label; after one, threads that have
-taken it have no more effects.
+taken it have no more effects. Where lanes count, arrays are of all threads in order.
 """
 
 import re
@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 
 U16, U32, U64, I32, I64, F32 = (np.dtype(name) for name in ("u2", "u4", "u8", "i4", "i8", "f4"))
+BOOL = np.dtype(bool)
+WARP = 32
 HALF, BRAIN, E4M3 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -45,6 +47,20 @@ def _floor(x: np.ndarray) -> np.ndarray:
     return np.clip(np.nan_to_num(np.floor(x.astype(np.float64))), -(2**31), 2**31 - 1).astype(I32)
 
 
+def _of_other_lanes(x: np.ndarray, mask: np.ndarray, clamp: np.ndarray, members: np.ndarray) -> np.ndarray:
+    if (clamp != WARP - 1).any() or (members != 2**WARP - 1).any():
+        raise NotImplementedError("shuffles of a part of a warp")
+    return np.take_along_axis(x.reshape(-1, WARP), (_lanes(x) ^ mask).reshape(-1, WARP).astype(np.int64), 1).reshape(-1)
+
+
+def _lanes(x: np.ndarray) -> np.ndarray:
+    return (np.arange(x.size) % WARP).astype(U32)
+
+
+def _chosen(x: np.ndarray, y: np.ndarray, first: np.ndarray) -> np.ndarray:
+    return np.where(first, x, y)
+
+
 def _mad(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a.astype(c.dtype) * b.astype(c.dtype) + c
 
@@ -75,7 +91,11 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "mad.wide.u32": ((U32, U32, U64), _mad),
     "setp.ne.s32": ((I32, I32), np.not_equal),
     "setp.ne.b32": ((U32, U32), np.not_equal),
-    "setp.ge.or.f32": ((F32, F32, np.dtype(bool)), lambda a, b, c: (a >= b) | c),
+    "setp.ne.b64": ((U64, U64), np.not_equal),
+    "setp.ge.or.f32": ((F32, F32, BOOL), lambda a, b, c: (a >= b) | c),
+    "selp.f32": ((U32, U32, BOOL), _chosen),
+    "selp.b64": ((U64, U64, BOOL), _chosen),
+    "shfl.sync.bfly.b32": ((U32, U32, U32, U32), _of_other_lanes),
 }
 STATEMENT = re.compile(r"(?:@(!?)(\w+)\s+)?([\w.]+)\s*(.*)", re.DOTALL)
 SOURCE = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
@@ -89,6 +109,8 @@ class _Thread:
         self.shape = np.broadcast_shapes(*(x.shape for x in operands.values()))
 
     def read(self, text: str, dtype: np.dtype) -> np.ndarray:
+        if text == "%laneid":
+            return _lanes(np.empty(self.shape))
         if text in self.registers:
             value = self.registers[text]
             return value if dtype.kind == "b" else value.view(dtype)
@@ -117,7 +139,7 @@ class _Thread:
 def run(
     asm: str, outputs: int, operands: Sequence[np.ndarray], add: Callable[[np.ndarray, np.ndarray], None]
 ) -> list[np.ndarray]:
-    """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds u64 values at addresses."""
+    """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds values at addresses."""
     threads = _Thread({f"${outputs + i}": value for i, value in enumerate(operands)})
     active = np.ones(threads.shape, bool)
     body = asm.strip()
@@ -128,12 +150,18 @@ def run(
         negated, guard, opcode, rest = STATEMENT.fullmatch(statement).groups()
         affected = active
         if guard:
-            affected = active & (threads.read(guard, np.dtype(bool)) ^ bool(negated))
+            affected = active & (threads.read(guard, BOOL) ^ bool(negated))
         arguments = [part.strip() for part in SOURCE.findall(rest)]
         if opcode == "bra":
             active = active & ~affected
         elif opcode == "red.relaxed.gpu.global.add.u64":
             add(threads.address(arguments[0])[affected], threads.read(arguments[1], U64)[affected])
+        elif opcode == "red.relaxed.gpu.global.add.v4.f32":
+            addresses, names = threads.address(arguments[0])[affected], arguments[1][1:-1].split(",")
+            if (addresses % 16).any():
+                raise ValueError(f"{statement}: addresses between multiples of 16 bytes")
+            for i, name in enumerate(names):
+                add(addresses + 4 * i, threads.read(name.strip(), F32)[affected])
         elif opcode != "prefetch.global.L2":
             if guard:
                 raise NotImplementedError(statement)

@@ -144,6 +144,12 @@ def columns_of(dims):
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * dims, element_bitwidth=16, rank=2)
 
 
+@gluon.constexpr_function
+def rows_of(dims):
+    """Threads against rows of so many 16-bit dims: 16 bytes each."""
+    return gl.BlockedLayout([1, 8], [256 // dims, dims // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def load_slots(task, tile, LAYOUT: gl.constexpr):
     """Slots [TILE_KEYS] of a tile's entries, −1 past the end."""
@@ -162,7 +168,7 @@ def load_summands(task, slot):
 def gather(tiles, shared, task, C: gl.constexpr):
     """Copy each tile's entries, and say where and in what unit their gradients are added."""
     PIECES: gl.constexpr = C.pieces
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
+    ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(PIECE_DIMS))
     slot = load_slots(task, 0, ROWS)
     next_slot = load_slots(task, 1, ROWS)
     bound, references = load_summands(task, slot)
@@ -190,12 +196,13 @@ def gather(tiles, shared, task, C: gl.constexpr):
 @gluon.jit
 def copy_rows(rows, first_head, smem, PIECES: gl.constexpr, STRIDE: gl.constexpr, C: gl.constexpr):
     """Copy rows of the heads to shared memory."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    DIMS: gl.constexpr = smem.shape[2]
+    ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(DIMS))
     offs_h = first_head + gl.arange(0, TILE_HEADS, layout=ROWS)
     ok = offs_h < C.HEADS
     rows += offset_of(offs_h, STRIDE, C.HEADS)
     for piece in gl.static_range(PIECES):
-        copy_columns(rows, ok, smem.index(piece), piece * PIECE_DIMS)
+        copy_columns(rows, ok, smem.index(piece), piece * DIMS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -276,17 +283,22 @@ def wait_for_queries(shared, tiles):
 
 
 @gluon.jit
-def store_dq(dq, piece, shared, task, C: gl.constexpr):
-    """Store a piece of dq."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    smem = shared.q.index(piece)
+def store_dims(dq, smem, first, task, C: gl.constexpr):
+    """Store dims `first` … of dq through `smem`."""
+    ROWS: gl.constexpr = rows_of(smem.shape[1])
     smem.store(dq.to(smem.dtype))
     gl.barrier()
     rows = smem.load(ROWS)
     offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, ROWS))
-    offs_d = piece * PIECE_DIMS + gl.arange(0, PIECE_DIMS, layout=gl.SliceLayout(0, ROWS))
+    offs_d = first + gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, ROWS))
     ptrs = task.dq_row + gl.expand_dims(offset_of(offs_h, C.LAYOUT.dims, C.HEADS), 1) + gl.expand_dims(offs_d, 0)
     gl.store(ptrs, rows, mask=gl.expand_dims(offs_h < C.HEADS, 1))
+
+
+@gluon.jit
+def store_dq(dq, piece, shared, task, C: gl.constexpr):
+    """Store a piece of dq."""
+    store_dims(dq, shared.q.index(piece), piece * PIECE_DIMS, task, C)
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 from xmla.core.device import Device
 from xmla.core.implementation import Condition, Implementation
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order import sparse_mla_backward_any_order_sm90_kernel
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
-from xmla.core.ops.sparse_mla.backward.stages import around, product_constants
+from xmla.core.ops.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS
 from xmla.core.plan import Launch, Plan, cdiv
 from xmla.core.problem import Problem
@@ -9,11 +10,12 @@ from xmla.core.problem import Problem
 
 def plan(problem: Problem, device: Device) -> Plan:
     """One kernel for all products."""
+    deterministic = problem.attrs.deterministic
     head_blocks = cdiv(problem["H"], TILE_HEADS.value)
     products = Launch(
-        sparse_mla_backward_sm90_kernel,
+        sparse_mla_backward_sm90_kernel if deterministic else sparse_mla_backward_any_order_sm90_kernel,
         grid=(problem["T"] * head_blocks,),
-        outputs=("references", "sums", "dq"),
+        outputs=("references", "sums", "dq") if deterministic else ("sums", "dq"),
         arrays={"lse": "forward_lse"} | problem.stand_ins(lengths="slots", dlse="forward_lse"),
         sizes={
             "num_slots": problem["P"] * problem["R"],
@@ -29,13 +31,11 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         num_stages=1,
     )
+    if not deterministic:
+        return in_any_order(problem, (products,), fours=True)
     tile_keys = TILE_KEYS.value
     touched = cdiv(problem["K"], tile_keys) * tile_keys  # an invalid slot's is the entry of its place in the list
     return around(problem, (products,), additions=head_blocks, paired=True, touched=touched)
-
-
-def _any_order(problem: Problem, device: Device) -> str | None:
-    return None if problem.attrs.deterministic else "with sums in any order"
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
@@ -53,7 +53,6 @@ def _without_entries(problem: Problem, device: Device) -> str | None:
 CONDITIONS = (
     Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
     Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
-    Condition("deterministic sums", _any_order),
     Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
     Condition("a cache with entries", _without_entries),
     Condition("rows on multiples of 16 bytes", _between_rows),
