@@ -1,4 +1,4 @@
-"""Attention's derivative, over as many plain rows as tokens, beside cuDNN's where it is installed."""
+"""Attention's derivative, over as many plain rows as tokens, beside itself in any order and cuDNN's if installed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +15,7 @@ SHAPES = (
     *((*shape, tokens) for tokens in (4096, 8192, 32768)
       for shape in ((64, 512, 640), (128, 512, 1152), (64, 576, 2048), (128, 576, 2048))),
 )  # fmt: skip
+IN_ANY_ORDER = "itself, deterministic=False"
 
 
 def attention_backward_case(heads: int, dims: int, k: int, tokens: int) -> Benchmark:
@@ -27,8 +28,11 @@ def attention_backward_case(heads: int, dims: int, k: int, tokens: int) -> Bench
     def call(ops: Any, *arrays: Any) -> Any:
         return ops.sparse_mla_backward(*arrays, softmax_scale=scale)
 
-    peers: dict[str, Callable[[int], Any]] = {}
-    peer_checks: dict[str, Callable[[], float]] = {}
+    def in_any_order(_: int = 0) -> Any:
+        return torch_api.sparse_mla_backward(*arguments, softmax_scale=scale, deterministic=False)
+
+    peers: dict[str, Callable[[int], Any]] = {IN_ANY_ORDER: in_any_order}
+    peer_checks = {IN_ANY_ORDER: lambda: gradient_error(in_any_order(), arguments, scale)}
     if baselines.cudnn():
         by_cudnn = baselines.cudnn_backward(*arguments, scale)
         peers["cuDNN"] = lambda _: by_cudnn()
