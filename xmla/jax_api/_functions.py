@@ -2202,8 +2202,7 @@ def sparse_mla_backward(
             float64 on the host.
 
     Implementations, best first:
-        gluon: compute capability 9.0; bfloat16; deterministic sums; one source; a cache with entries; rows on multiples
-            of 16 bytes.
+        gluon: compute capability 9.0; bfloat16; one source; a cache with entries; rows on multiples of 16 bytes.
         triton: every call.
     """
     return _sparse_mla_backward(
