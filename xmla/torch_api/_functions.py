@@ -2960,9 +2960,9 @@ def sparse_mla_backward(
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
     finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
     exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
-    Not deterministic, the float32 sum of an entry's n summands x, one for each slot and block of heads, is within
-    n · (2**−23 · Σ|x| + 2**−126) of the exact one, before it is rounded to cache's dtype once; two runs are within
-    twice that of each other. There is no B: a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
+    Not deterministic, an entry's sum is one of n float32 summands x, one for each slot and block of heads. It is within
+    n · (2**−23 · Σ|x| + 2**−126) of the exact one, two runs are within twice that, and it is then rounded to cache's
+    dtype. There is no B: a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
