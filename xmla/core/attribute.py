@@ -47,14 +47,14 @@ class Attr:
         return tuple(self._one(owner, element) for element in value)
 
     def _one(self, owner: str, value: Any) -> Any:
-        given = type(value).__name__
-        if given == "SymInt" and self.type is int:  # torch.compile's, of a framework that is not imported here
+        type_name = type(value).__name__
+        if type_name == "SymInt" and self.type is int:  # torch.compile's, of a framework that is not imported here
             return value
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
             value = value.item()
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
-            raise ArgumentError(f"{owner}: {self.name} type is {given}, expected {self.type.__name__}")
+            raise ArgumentError(f"{owner}: {self.name} type is {type_name}, expected {self.type.__name__}")
         if self.type is not float:
             return value
         if not -LARGEST_FACTOR <= value <= LARGEST_FACTOR:  # unlike isfinite, torch.compile traces this

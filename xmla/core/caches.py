@@ -23,12 +23,12 @@ def mla_format(problem: Problem, cache: str) -> MlaLayout:
     """
     spec, attribute = problem.specs[cache], problem.tensors[cache].format_attribute
     name = getattr(problem.attrs, attribute)
-    if name is not None and name not in [known.name for known in MLA_LAYOUTS]:
-        problem.refuse(attribute, "value", repr(name), "one of " + ", ".join(known.name for known in MLA_LAYOUTS))
-    known = [layout for layout in MLA_LAYOUTS if name in (None, layout.name)]
+    if name is not None and name not in [layout.name for layout in MLA_LAYOUTS]:
+        problem.refuse(attribute, "value", repr(name), "one of " + ", ".join(layout.name for layout in MLA_LAYOUTS))
+    candidates = [layout for layout in MLA_LAYOUTS if name in (None, layout.name)]
     fitting = mla_layouts(spec, name)
     if not fitting:
-        rows = (f"{k.row} {'bytes' if k.packed else 'elements'} ({k.name})" for k in known)
+        rows = (f"{k.row} {'bytes' if k.packed else 'elements'} ({k.name})" for k in candidates)
         problem.refuse(cache, f"axis ROW (axis 2) of {spec.dtype}", spec.shape[2], " or ".join(rows))
     if len(fitting) > 1:
         problem.refuse(attribute, "value", None, " or ".join(repr(layout.name) for layout in fitting))
@@ -57,11 +57,11 @@ def indexer_format(problem: Problem, cache: str) -> IndexerLayout:
     """
     check_indexer_dim(problem)
     row = problem.tensors[cache].names[2]
-    found = indexer_layouts(problem[row], problem["D"])
-    if not found:
+    layouts = indexer_layouts(problem[row], problem["D"])
+    if not layouts:
         problem.refuse(cache, f"axis {row} (axis 2)", problem[row], indexer_rows(problem["D"]))
     problem.require_pages(cache, INDEXER_ALIGNMENT)
-    return found[0]
+    return layouts[0]
 
 
 def check_indexer_format_name(problem: Problem, attribute: str) -> None:

@@ -128,16 +128,16 @@ def _compiled(specialization: Specialization, arch: int, ordinal: int) -> Compil
     start = time.perf_counter()
     kernel = _compile(specialization, arch)
     seconds = time.perf_counter() - start
-    made = Compile(specialization, arch, ordinal, seconds, _news(specialization, arch, ordinal))
-    _compiles.append(made)
-    log.info("%s: %s", made, specialization)
+    record = Compile(specialization, arch, ordinal, seconds, _news(specialization, arch, ordinal))
+    _compiles.append(record)
+    log.info("%s: %s", record, specialization)
     return kernel
 
 
 @cache
 def _tell_of_warmup() -> None:
-    told = "a kernel is compiled at the first call that needs it, for some seconds, and kept in %s; "
-    log.info(told + "`xmla warmup` or xmla.warmup(…) compiles a model's kernels before", _folder())
+    message = "a kernel is compiled at the first call that needs it, for some seconds, and kept in %s; "
+    log.info(message + "`xmla warmup` or xmla.warmup(…) compiles a model's kernels before", _folder())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +170,10 @@ class Compile:
         return self.specialization.kernel.__name__
 
     def __str__(self) -> str:
-        def shown(value: Hashable) -> Hashable:
+        def label(value: Hashable) -> Hashable:
             return getattr(value, "name", value)  # of a cache's layout
 
-        news = [f"{name} is {shown(here)}, was {shown(there)}" for name, (there, here) in self.news.items()]
+        news = [f"{name} is {label(here)}, was {label(there)}" for name, (there, here) in self.news.items()]
         why = "; ".join(news) or "its first kernel"
         return f"{self.seconds:.2f} s for sm_{self.arch} {self.op}: {self.kernel}, {why}"
 
@@ -193,13 +193,13 @@ def compiles() -> tuple[Compile, ...]:
 def _news(specialization: Specialization, arch: int, ordinal: int) -> dict[str, tuple[Hashable, Hashable]]:
     """The differences from the kernel of the same function that has the fewest; of two with as many the latest."""
     here = {**specialization.facts(), "arch": arch, "GPU": ordinal}
-    found: list[dict[str, tuple[Hashable, Hashable]]] = []
+    differences: list[dict[str, tuple[Hashable, Hashable]]] = []
     for other in reversed(_compiles):
         if other.specialization.kernel is specialization.kernel:
             there = {**other.specialization.facts(), "arch": other.arch, "GPU": other.ordinal}
             pairs = {name: (there.get(name), here.get(name)) for name in here | there}  # EXTRA, or EXTRA.PAGE_SIZE …
-            found.append({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-    return min(found, key=len, default={})
+            differences.append({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+    return min(differences, key=len, default={})
 
 
 def source_of(specialization: Specialization) -> ASTSource:
@@ -240,8 +240,8 @@ YOUNGER_PTX_VERSIONS = {107: 94, 110: 90}
 def _ptx_option(arch: int) -> dict[str, Hashable]:
     """The oldest PTX: JAX assembles it with its own ptxas, and CUDA 13.0's refuses the 9.4 of Triton 3.9."""
     default = get_ptx_version_from_options(SimpleNamespace(ptx_version=None), arch)
-    wanted = YOUNGER_PTX_VERSIONS.get(arch, PTX_VERSION)
-    return {"ptx_version": wanted} if default > wanted else {}
+    version = YOUNGER_PTX_VERSIONS.get(arch, PTX_VERSION)
+    return {"ptx_version": version} if default > version else {}
 
 
 def _reason(error: BaseException) -> str:
@@ -250,26 +250,26 @@ def _reason(error: BaseException) -> str:
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
     innermost = chain[-1]
-    told = getattr(innermost, "error_message", None) or str(innermost).strip() or repr(innermost)
+    message = getattr(innermost, "error_message", None) or str(innermost).strip() or repr(innermost)
     kind = "" if isinstance(innermost, OSError) else f"{type(innermost).__name__}: "
-    below = [text for text in (str(link).strip() for link in chain) if text and text != told]
-    return "\n".join([f"{kind}{told}", *below])
+    below = [text for text in (str(link).strip() for link in chain) if text and text != message]
+    return "\n".join([f"{kind}{message}", *below])
 
 
 def _load_or_compile(source: ASTSource, target: GPUTarget, options: dict[str, Hashable]) -> CompiledKernel:
     """Let Triton load or compile; a kernel whose files in the cache are damaged is compiled again, and logged."""
     try:
-        made = triton.compile(source, target=target, options=options)
-        if is_whole(made.asm["cubin"]):
-            return made
+        kernel = triton.compile(source, target=target, options=options)
+        if is_whole(kernel.asm["cubin"]):
+            return kernel
         damage = "its cubin ends early"
     except (ValueError, LookupError, TypeError, StopIteration) as error:  # what damaged metadata gives
         damage = repr(error)
     with knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        made = triton.compile(source, target=target, options=options)
+        kernel = triton.compile(source, target=target, options=options)
     log.warning("%s for sm_%d was damaged in %s and is compiled again: %s", source.name, target.arch, _folder(), damage)
-    return made
+    return kernel
 
 
 def _folder() -> str:

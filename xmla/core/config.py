@@ -26,9 +26,9 @@ def _fraction(name: str) -> float:
 
 
 def _level(name: str) -> str:
-    text, known = os.environ.get(name, ""), logging.getLevelNamesMapping()
-    if text and text.upper() not in known:
-        raise ArgumentError(f"{name} is {text!r}, expected one of {', '.join(known)}")
+    text, levels = os.environ.get(name, ""), logging.getLevelNamesMapping()
+    if text and text.upper() not in levels:
+        raise ArgumentError(f"{name} is {text!r}, expected one of {', '.join(levels)}")
     return text
 
 
@@ -95,5 +95,5 @@ if settings.log:
 
 def variables() -> list[tuple[str, str, object]]:
     """Each variable with its meaning and the value in force."""
-    shown = [f for f in fields(Settings) if f.metadata]
-    return [(f.metadata["variable"], f.metadata["meaning"], getattr(settings, f.name)) for f in shown]
+    public_fields = [f for f in fields(Settings) if f.metadata]
+    return [(f.metadata["variable"], f.metadata["meaning"], getattr(settings, f.name)) for f in public_fields]

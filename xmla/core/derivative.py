@@ -76,8 +76,8 @@ def check_derivative(
         if name not in op.derivative.tensors and not of_results_alone:
             _refuse(op, f"{argument} is differentiated with {name}", f"{supported} without", constant)
     gradients = [spec if name in op.differentiable else None for name, spec in problem.results.items()]
-    given = problem.specs, problem.results.values(), gradients
-    call = derivative_call(op, *given, lambda spec: spec, attrs, implementation)
+    operands = problem.specs, problem.results.values(), gradients
+    call = derivative_call(op, *operands, lambda spec: spec, attrs, implementation)
     call.op.bind(call.arguments, call.attrs, call.implementation, CalledAs(op.name, {}))
 
 

@@ -101,12 +101,12 @@ def find_device(name: str) -> Device:
     Raises:
         ArgumentError: There is none, or several.
     """
-    known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
-    found = [device for device in known if name.lower() in device.name.lower()]
-    if len(found) != 1:
-        names = ", ".join(device.name for device in found or known)
+    devices = (*KNOWN_DEVICES, *LIMITED_DEVICES)
+    matches = [device for device in devices if name.lower() in device.name.lower()]
+    if len(matches) != 1:
+        names = ", ".join(device.name for device in matches or devices)
         raise ArgumentError(f"device is {name!r}, expected a part of the name of one of: {names}")
-    return found[0]
+    return matches[0]
 
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)

@@ -86,17 +86,17 @@ def document(op: Op, style: Style) -> str:
         returns = f"    Returns:\n{_entries(dict.fromkeys(op.mutates, NEW))}"
         text = text.replace("    Raises:\n", f"{returns}\n\n    Raises:\n")
     elif op.mutates:
-        told = fill(updates(op, style), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        text = text.replace("    Example:\n", f"{told}\n\n    Example:\n")
+        note = fill(updates(op, style), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        text = text.replace("    Example:\n", f"{note}\n\n    Example:\n")
     keywords = {name: what for name, what in style.keywords.items() if op.outputs or name not in style.of_results}
     before, heading, after = text.partition("    Implementations, best first:\n")
     return f"{before}    Keywords of every op:\n{_entries(keywords)}\n\n{heading}{after}"
 
 
-def _entries(told: Mapping[str, str]) -> str:
+def _entries(descriptions: Mapping[str, str]) -> str:
     """A section of a docstring: what is told of each name."""
     entries = [
         fill(f"{name}: {what}", WIDTH - 8, subsequent_indent="    ", break_on_hyphens=False)
-        for name, what in told.items()
+        for name, what in descriptions.items()
     ]
     return indent("\n".join(entries), "        ")

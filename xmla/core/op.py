@@ -147,13 +147,13 @@ class Op:
     def doc(self) -> str:
         """The public docstring: the prototype's, and a list of what each implementation serves."""
         if self.steps:
-            told = ["those of " + ", ".join(step.name for step in self.steps if len(step.choices) > 1) + "."]
+            sentences = ["those of " + ", ".join(step.name for step in self.steps if len(step.choices) > 1) + "."]
         else:
-            told = [
+            sentences = [
                 f"{each.asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
                 for each in self.implementations
             ]
-        lines = [line for text in told for line in wrap(text, 112, subsequent_indent="    ")]
+        lines = [line for text in sentences for line in wrap(text, 112, subsequent_indent="    ")]
         section = "\n".join(["    Implementations, best first:", *(f"        {line}" for line in lines)])
         if self.derivative is not None:
             section += f"\n\n    Derivative: {self.derivative.name}, of {', '.join(self.gradients)}."
@@ -194,28 +194,28 @@ class Op:
         Raises:
             ArgumentError: A value does not have the declared type, or is a float that kernels cannot hold.
         """
-        given = self.Values(*values, **named)
-        return self.Values(*[attr.plain(self.name, value) for attr, value in zip(self.attrs, given, strict=True)])
+        complete = self.Values(*values, **named)
+        return self.Values(*[attr.plain(self.name, value) for attr, value in zip(self.attrs, complete, strict=True)])
 
     def bind(
         self, specs: Mapping[str, Spec | None], attrs: Attributes, implementation: str | None = None,
         called_as: CalledAs | None = None,
     ) -> Problem:  # fmt: skip
         """Check a call against the declaration. Sizes may be symbolic; no value is read."""
-        given = {name: spec for name, spec in specs.items() if spec is not None}
+        present = {name: spec for name, spec in specs.items() if spec is not None}
         axes: dict[str, int] = {}  # these three are filled below
         formats: dict[str, Format] = {}
         results: dict[str, Spec] = {}
-        problem = Problem(self.name, self.tensors, given, attrs, axes, formats, results, implementation, called_as)
+        problem = Problem(self.name, self.tensors, present, attrs, axes, formats, results, implementation, called_as)
         first: dict[str, str] = {}  # the argument that gave each axis its size
         for name, tensor in self.tensors.items():
-            if name not in given:
+            if name not in present:
                 if name not in self.optional:
                     problem.refuse(name, "argument", "missing", "an array")
                 continue
-            self._check_tensor(problem, name, tensor, given[name], axes, first)
+            self._check_tensor(problem, name, tensor, present[name], axes, first)
         for name, tensor in self.tensors.items():
-            if tensor.format is not None and name in given:
+            if tensor.format is not None and name in present:
                 formats[name] = tensor.format(problem, name)
         self.check(problem)
         results |= {name: result.spec(problem) for name, result in self.outputs.items()}

@@ -86,10 +86,10 @@ def query_format(row: int, dim: int) -> str:
     Raises:
         ArgumentError: No format has such rows.
     """
-    found = indexer_layouts(row, dim)
-    if not found:
+    layouts = indexer_layouts(row, dim)
+    if not layouts:
         raise ArgumentError(f"ContextParallel: indexer_cache axis ROW (axis 2) is {row}, expected {indexer_rows(dim)}")
-    return found[0].format
+    return layouts[0].format
 
 
 def heads_of(heads: int, ranks: int) -> int:

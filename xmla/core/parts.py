@@ -15,7 +15,7 @@ MAX_PARTS = 1024  # each has two or three launches
 
 
 def in_parts(
-    problem: Problem, part: Callable[[int], Plan], row_bytes: int, together: int, least: Callable[[int], bool],
+    problem: Problem, part: Callable[[int], Plan], row_bytes: int, multiple: int, least: Callable[[int], bool],
     whole: tuple[str, ...] = (),
 ) -> Plan | None:  # fmt: skip
     """The plan of the largest parts that fit `workspace_bytes`; None if they are too small or too many.
@@ -23,17 +23,17 @@ def in_parts(
     Args:
         part: The plan of so many tokens.
         row_bytes: At least the bytes that each token of a part needs.
-        together: Tokens of a part are a multiple of it.
+        multiple: Tokens of a part are a multiple of it.
         least: Whether a part of so many tokens is large enough.
         whole: The buffers that are of all tokens.
     """
-    tokens, given = problem["T"], problem.attrs.workspace_bytes
-    size = min(tokens, given // row_bytes) // together * together
+    tokens, limit = problem["T"], problem.attrs.workspace_bytes
+    size = min(tokens, limit // row_bytes) // multiple * multiple
     while size and least(size) and cdiv(tokens, size) <= MAX_PARTS:
         plan = join_parts(problem, part, size, whole)
-        if plan.workspace_bytes <= given:
+        if plan.workspace_bytes <= limit:
             return plan
-        size = min(size - 1, size * given // plan.workspace_bytes) // together * together
+        size = min(size - 1, size * limit // plan.workspace_bytes) // multiple * multiple
     return None
 
 

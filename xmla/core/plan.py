@@ -133,8 +133,8 @@ class Launch:
     @property
     def pointers(self) -> dict[str, str]:
         """The array of each pointer, by parameter, in the kernel's order."""
-        given = self.sizes.keys() | self.constexprs.keys()
-        bare = [name.removesuffix("_ptr") for name in self.kernel.arg_names if name not in given]
+        scalars = self.sizes.keys() | self.constexprs.keys()
+        bare = [name.removesuffix("_ptr") for name in self.kernel.arg_names if name not in scalars]
         return {f"{name}_ptr": self.arrays.get(name, name) for name in bare}
 
     @property

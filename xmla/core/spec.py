@@ -56,8 +56,8 @@ class Spec:
 
     def has_stride(self, axis: int, stride: int) -> bool:
         """Whether neighbours along `axis`, if there are any, are `stride` elements apart."""
-        found = (self.strides or row_major(self.shape))[axis]
-        return bool(found == stride) or self.shape[axis] < 2 or 0 in self.shape
+        actual = (self.strides or row_major(self.shape))[axis]
+        return bool(actual == stride) or self.shape[axis] < 2 or 0 in self.shape
 
     @property
     def span(self) -> int:

@@ -67,7 +67,7 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
             shape = tuple(axes.get(axis, size) for axis, size in zip(tensor.names, array.shape, strict=True))
             specs[name] = Spec(shape, dtypes.get(name, array.dtype.name))
     attrs = declared.attributes(**case.attrs)
-    call = _told(specs, kinds_of(op, number))
+    call = _arguments_of(specs, kinds_of(op, number))
     try:
         plan_call(declared, tuple(map(specs.get, declared.tensors)), attrs, device)
     except (ArgumentError, UnsupportedError) as error:
@@ -101,17 +101,17 @@ def _case_with(op: Op, kinds: Mapping[str, str]) -> tuple[int, dict[str, str]]:
         if all(kind in kinds_of(op.name, number).get(name, ()) for name, kind in caches.items()):
             return number, dtypes
     for name, kind in caches.items():
-        there = sorted({known for number in every for known in kinds_of(op.name, number).get(name, ())})
+        there = sorted({form for number in every for form in kinds_of(op.name, number).get(name, ())})
         if kind not in there:
             raise ArgumentError(f"supports: {name} is {kind!r}, expected one of {', '.join(there)}{meant(kind, there)}")
-    together = " and ".join(f"{name} {kind}" for name, kind in caches.items())
-    raise ArgumentError(f"supports: {op.name} has no case with {together} together")
+    combination = " and ".join(f"{name} {kind}" for name, kind in caches.items())
+    raise ArgumentError(f"supports: {op.name} has no case with {combination} together")
 
 
-def _told(specs: Mapping[str, Spec], kinds: Mapping[str, tuple[str, ...]]) -> str:
+def _arguments_of(specs: Mapping[str, Spec], kinds: Mapping[str, tuple[str, ...]]) -> str:
     """Each argument: its dtype, its shape, and the format of a cache."""
-    shown = [
+    arguments = [
         f"{name} {spec.dtype}{list(spec.shape)}" + (f" ({kinds[name][0]})" if len(kinds[name]) > 1 else "")
         for name, spec in specs.items()
     ]
-    return ", ".join(shown)
+    return ", ".join(arguments)

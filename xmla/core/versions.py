@@ -29,9 +29,9 @@ def installed(package: str) -> str | None:
 
 def untested() -> list[str]:
     """A sentence for each installed package whose version is not tested."""
-    found = {package: installed(package) for package in TESTED}
+    versions = {package: installed(package) for package in TESTED}
     return [
-        f"{package} {found[package]}: tested with {TESTED[package]}; {FOLLOWS[package]}"
+        f"{package} {versions[package]}: tested with {TESTED[package]}; {FOLLOWS[package]}"
         for package in TESTED
-        if (have := found[package]) is not None and not TESTED[package].contains(have, prereleases=True)
+        if (have := versions[package]) is not None and not TESTED[package].contains(have, prereleases=True)
     ]

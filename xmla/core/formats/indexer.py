@@ -145,8 +145,8 @@ INDEXER_LAYOUTS = tuple(IndexerLayout(dim, form) for dim in INDEXER_DIMS for for
 
 def indexer_layouts(row: int, dim: int | None = None, form: str | None = None) -> list[IndexerLayout]:
     """Every layout with rows of `row` bytes, restricted to keys of `dim` dims and to format `form` if given."""
-    return [known for known in INDEXER_LAYOUTS
-            if known.row == row and dim in (None, known.dim) and form in (None, known.format)]  # fmt: skip
+    return [layout for layout in INDEXER_LAYOUTS
+            if layout.row == row and dim in (None, layout.dim) and form in (None, layout.format)]  # fmt: skip
 
 
 def indexer_rows(dim: int) -> str:

@@ -248,5 +248,5 @@ SCALE_FLOORS = ("scale", "amax")
 def mla_layouts(spec: Spec, name: str | None = None) -> tuple[MlaLayout, ...]:
     """The layouts that a cache [P, R, ROW] of this row and dtype can have, restricted to `name` if given."""
     packed = spec.itemsize == 1
-    fitting = (known for known in MLA_LAYOUTS if (known.row, known.packed) == (spec.shape[-1], packed))
+    fitting = (layout for layout in MLA_LAYOUTS if (layout.row, layout.packed) == (spec.shape[-1], packed))
     return tuple(layout for layout in fitting if name in (None, layout.name))

@@ -47,9 +47,9 @@ def check_values(op: Op, arrays: Arrays, attrs: Attributes) -> None:
     Raises:
         ArgumentError: A value is out of its limits; the message ends with the command that repeats the call.
     """
-    found = find_violation(op, arrays, attrs)
-    if found is not None:
-        small, _ = shrink(op, arrays, found.rows, lambda array, places: array if places is None else array[places])
+    violation = find_violation(op, arrays, attrs)
+    if violation is not None:
+        small, _ = shrink(op, arrays, violation.rows, lambda array, places: array if places is None else array[places])
         strides = {name: Spec.of_numpy(array).strides for name, array in arrays.items()}
-        repeat = save("XMLA_CHECK", op.name, small, attrs._asdict(), found.message, strides)
-        raise ArgumentError(f"{found.message}; {repeat}")
+        repeat = save("XMLA_CHECK", op.name, small, attrs._asdict(), violation.message, strides)
+        raise ArgumentError(f"{violation.message}; {repeat}")

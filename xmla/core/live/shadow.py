@@ -88,24 +88,26 @@ def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], ta
         after, _ = shrink(op, arrays, None, take)
         got |= {name: after[name] for name in op.mutates}
     try:
-        found = drifts(op, taken.arrays, taken.attrs, got)
+        all_drifts = drifts(op, taken.arrays, taken.attrs, got)
     except Exception as error:
         repeat = save("XMLA_SHADOW", op.name, taken.arrays, taken.attrs, f"reference: {error!r}", taken.strides)
         log.error("shadow %s: the reference raised %r; %s", op.name, error, repeat)
         return []
     with _lock:
         _rows[op.name] += 1 if taken.rows is None else len(taken.rows)
-        for drift in found:
+        for drift in all_drifts:
             key = op.name, drift.result
             _worst[key] = max(_worst.get(key, 0.0), drift.value)
-        shown = ", ".join(f"{d.result} {d.kind} {d.value:.1e} (worst {_worst[op.name, d.result]:.1e})" for d in found)
+        summary = ", ".join(
+            f"{d.result} {d.kind} {d.value:.1e} (worst {_worst[op.name, d.result]:.1e})" for d in all_drifts
+        )
         count = _rows[op.name]
-    log.info("shadow %s: %s; %d rows so far", op.name, shown, count)
-    if wrong := [drift for drift in found if not drift.ok]:
+    log.info("shadow %s: %s; %d rows so far", op.name, summary, count)
+    if wrong := [drift for drift in all_drifts if not drift.ok]:
         failure = "; ".join(f"{d.result}: {d.kind} {d.value:.3g}, at most {d.bound:g}" for d in wrong)
         repeat = save("XMLA_SHADOW", op.name, taken.arrays, taken.attrs, failure, taken.strides)
         log.error("shadow %s: %s; %s", op.name, failure, repeat)
-    return found
+    return all_drifts
 
 
 def drifts(
@@ -121,18 +123,20 @@ def drifts(
         isinstance(agreement, Selection) and not np.array_equal(got[name], want[name])
         for name, agreement in agreements.items()
     )
-    found: list[Drift] = []
+    all_drifts: list[Drift] = []
     for name, value in want.items():
         agreement = agreements.get(name)
         if isinstance(agreement, Selection):
-            found.append(Drift(name, "1 − recall", 1 - _recall(got[name], value), 1 - agreement.recall))
+            all_drifts.append(Drift(name, "1 − recall", 1 - _recall(got[name], value), 1 - agreement.recall))
         elif value.dtype.kind in "iub":
-            found.append(Drift(name, "wrong share", float(np.mean(got[name] != value)) if value.size else 0.0, 0.0))
+            all_drifts.append(
+                Drift(name, "wrong share", float(np.mean(got[name] != value)) if value.size else 0.0, 0.0)
+            )
         else:
             bound = ROUNDED_ONCE if agreement is None else agreement.cosine
             bound = MAX_DRIFT_AFTER_SWAP if swapped else max(bound, ROUNDED_ONCE)
-            found.append(Drift(name, "cosine drift", _cosine_drift(got[name], value), bound))
-    return found
+            all_drifts.append(Drift(name, "cosine drift", _cosine_drift(got[name], value), bound))
+    return all_drifts
 
 
 def _recall(got: np.ndarray, want: np.ndarray) -> float:

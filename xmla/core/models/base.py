@@ -54,10 +54,10 @@ class Call:
 
 def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
     """The kernels that these calls launch on `device`, each once, in order of first use."""
-    found: dict[Specialization, None] = {}
+    kernels: dict[Specialization, None] = {}
     for call in calls:
-        found |= dict.fromkeys(call.specializations(device))
-    return list(found)
+        kernels |= dict.fromkeys(call.specializations(device))
+    return list(kernels)
 
 
 def split(requests: int, next_n: int) -> Call:
@@ -72,10 +72,10 @@ def layout_of(name: str, model: type, rope_in_value: bool) -> MlaLayout:
     Raises:
         ArgumentError: There is no such format for the model.
     """
-    known = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value == rope_in_value}
-    if name not in known:
-        raise ArgumentError(f"{model.__name__}: a cache's format is {name!r}, expected one of {', '.join(known)}")
-    return known[name]
+    layouts = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value == rope_in_value}
+    if name not in layouts:
+        raise ArgumentError(f"{model.__name__}: a cache's format is {name!r}, expected one of {', '.join(layouts)}")
+    return layouts[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

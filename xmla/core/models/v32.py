@@ -109,25 +109,27 @@ class ModelConfig(Model):
         attrs = {"k": self.k, "index_scale": self.index_scale, "mla_cache_format": self.cache_format}
         yield Call("dsa_attention", specs, scale | attrs)
         if self.shared_selection:
-            given = {name: spec for name, spec in specs.items() if not name.startswith("index") and name != "mla_cache"}
-            given |= {"cache": specs["mla_cache"], "indices": Spec((tokens, self.k), "int32")}
-            yield Call("sparse_mla_paged", given, scale | {"cache_format": self.cache_format})
+            attention = {
+                name: spec for name, spec in specs.items() if not name.startswith("index") and name != "mla_cache"
+            }
+            attention |= {"cache": specs["mla_cache"], "indices": Spec((tokens, self.k), "int32")}
+            yield Call("sparse_mla_paged", attention, scale | {"cache_format": self.cache_format})
 
     def shared(self, tokens: int, requests: int, max_len: int, mixed: bool) -> Iterator[Call]:
         """The calls of `ContextParallel.dsa_attention` on each rank, with the strides that torch's exchanges leave."""
         queries, caches, ranks = self.queries(tokens), self.caches(), self.ranks
         ids = {"request_ids": Spec((tokens,), "int32")} if mixed else {}
         sink = {"sink": Spec((self.heads,), "float32")} if self.sink else {}
-        own = self.table(requests, cdiv(max_len, ranks))
+        own_table = self.table(requests, cdiv(max_len, ranks))
         lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
         index = {"q": queries["index_q"], "weights": queries["index_weights"]}
         yield Call("quantize_indexer_query", index, {"scale": self.index_scale, "format": self.index_format})
         index = {
             "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype), "weights": queries["index_weights"],
-            "cache": caches["indexer_cache"], "block_table": own, "lengths": lengths, **ids,
+            "cache": caches["indexer_cache"], "block_table": own_table, "lengths": lengths, **ids,
         }  # fmt: skip
         yield Call("indexer_logits_paged", index, {})
-        logits = Spec((tokens, own.shape[1] * self.page_size), "float32")
+        logits = Spec((tokens, own_table.shape[1] * self.page_size), "float32")
         yield Call("select_topk", {"logits": logits, "ends": lengths}, {"k": self.k})
         strides = (2 * tokens * self.k, self.k, 1)
         candidates = {
