@@ -65,17 +65,17 @@ def _compile(specialization: Specialization, target: Any, backend: Any, options:
     """What jax-triton's `_compile_kernel` returns, for a kernel that `xmla.core.compile` gives."""
     from jax_triton import triton_lib
 
-    made = compiled(specialization, target.arch)
-    facts = made.metadata
-    ir = made.asm["ttir" if "ttir" in made.asm else "ttgir"]  # Gluon starts one level lower
+    binary = compiled(specialization, target.arch)
+    facts = binary.metadata
+    ir = binary.asm["ttir" if "ttir" in binary.asm else "ttgir"]  # Gluon starts one level lower
     scratch = (facts.global_scratch_size, facts.global_scratch_align) if facts.global_scratch_size else ()
     # The launch needs the warps of all partitions of a warp-specialised kernel; the options have those of the first.
     kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
-        facts.name, facts.num_warps, options["num_ctas"], facts.shared, made.asm["ptx"], ir, target.arch, *scratch,
+        facts.name, facts.num_warps, options["num_ctas"], facts.shared, binary.asm["ptx"], ir, target.arch, *scratch,
     )  # fmt: skip
     result = triton_lib.CompilationResult(
-        binary=made.asm["ptx"], name=facts.name, shared_mem_bytes=facts.shared, ttgir=made.asm["ttgir"],
-        llir=made.asm["llir"], global_scratch_size=None, global_scratch_align=None, tensordesc_meta=(),
+        binary=binary.asm["ptx"], name=facts.name, shared_mem_bytes=facts.shared, ttgir=binary.asm["ttgir"],
+        llir=binary.asm["llir"], global_scratch_size=None, global_scratch_align=None, tensordesc_meta=(),
     )  # fmt: skip
     return kernel, ir, backend.parse_options(dict(options)), result
 

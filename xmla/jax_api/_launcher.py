@@ -45,12 +45,12 @@ def _build(compiler: str) -> str:
         return path
     headers = [jax.ffi.include_dir(), str(files("triton.backends.nvidia") / "include")]
     with as_file(source) as text, tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "launcher.so")
+        output = Path(folder, "launcher.so")
         command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *(f"-I{path}" for path in headers)]
-        done = subprocess.run([*command, str(text), "-o", str(made)], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, str(text), "-o", str(output)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompileError(f"{compiler} failed on {SOURCE}, which launches kernels from JAX:\n{done.stderr}")
-        return manager.put(made.read_bytes(), "launcher.so", binary=True)
+        return manager.put(output.read_bytes(), "launcher.so", binary=True)
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -72,11 +72,11 @@ def library() -> ctypes.CDLL | None:
             "no C++ compiler is installed, nor named by CXX: JAX launches every kernel by itself, which is slower"
         )
         return None
-    found = ctypes.CDLL(_build(compiler))
-    declare(found)
-    stages = {stage: jax.ffi.pycapsule(found[f"xmla_{stage}"]) for stage in ("initialize", "execute")}
+    launcher = ctypes.CDLL(_build(compiler))
+    declare(launcher)
+    stages = {stage: jax.ffi.pycapsule(launcher[f"xmla_{stage}"]) for stage in ("initialize", "execute")}
     jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
-    return found
+    return launcher
 
 
 def _number(launch: Launch, plan: Plan, specs: Mapping[str, Spec], device: Device) -> int:
@@ -100,8 +100,8 @@ def run(
     With `once` XLA makes the call just once. Else it may make it again where a part of a stack takes a result that is
     also used elsewhere, as in a scan; but a call that it is to partition over devices cannot be so.
     """
-    made = [*(plan.buffers[name] for name in plan.results), *(specs[name] for name in mutated)]
-    types = [jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in made]
+    outputs = [*(plan.buffers[name] for name in plan.results), *(specs[name] for name in mutated)]
+    types = [jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in outputs]
     operands = [*arrays]
     places = {name: (place, 0) for place, name in enumerate([*operands, *plan.results])}
     if plan.workspace:  # whose buffers may have no bytes
@@ -118,7 +118,7 @@ def run(
         input_output_aliases={operands.index(name): len(plan.results) + i for i, name in enumerate(mutated)},
         has_side_effect=once,
     )  # fmt: skip
-    found = call(
+    results = call(
         *arrays.values(),
         kernels=np.array([_number(launch, plan, specs, device) for launch in plan.active], np.int64),
         programs=np.array([launch.grid[0] for launch in plan.active], np.int32),
@@ -127,4 +127,4 @@ def run(
         places=np.array([place for each in arguments for place, _ in each], np.int32),
         values=np.array([value for each in arguments for _, value in each], np.int64),
     )
-    return tuple(found[: len(plan.results) + len(mutated)])
+    return tuple(results[: len(plan.results) + len(mutated)])

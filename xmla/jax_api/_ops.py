@@ -86,12 +86,12 @@ def public(op: Op) -> Callable[..., Any]:
             read = {name: array[...] if is_ref(array) else array for name, array in arrays.items()}
             jax.debug.callback(lambda host: check_values(op, _to_host(host), attrs), read)
         taken = _sample(op, arrays, attrs) if settings.shadow and implementation != "reference" else None
-        found = call(op, arrays, attrs, implementation, device)
+        results = call(op, arrays, attrs, implementation, device)
         if taken is not None:
             returned = [name for name in op.mutates if not is_ref(arrays[name])]
-            after = arrays | dict(zip(returned, found[len(op.outputs) :], strict=True))
-            shadow.compare(taken, after, found[: len(op.outputs)], _take)
-        return found if len(found) > 1 else found[0] if found else None
+            after = arrays | dict(zip(returned, results[len(op.outputs) :], strict=True))
+            shadow.compare(taken, after, results[: len(op.outputs)], _take)
+        return results if len(results) > 1 else results[0] if results else None
 
     return function
 

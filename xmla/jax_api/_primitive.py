@@ -35,11 +35,11 @@ call_p = Primitive("xmla")
 jit_p = Primitive("xmla")
 
 
-def bind(*operands: Any, op: Op, given: tuple[str, ...], **params: Any) -> list[Any]:
+def bind(*operands: Any, op: Op, names: tuple[str, ...], **params: Any) -> list[Any]:
     """A call; params are attrs, implementation, device, the one that is known (None: the lowering finds it), and
     derivative_of, if the call is the derivative of another op's."""
-    split = _private.MESHES and _sharding.shared_axes(op, given) and not get_abstract_mesh().are_all_axes_manual
-    return (jit_p if split else call_p).bind(*operands, op=op, given=given, **params)
+    split = _private.MESHES and _sharding.shared_axes(op, names) and not get_abstract_mesh().are_all_axes_manual
+    return (jit_p if split else call_p).bind(*operands, op=op, names=names, **params)
 
 
 def is_ref(value: Any) -> bool:
@@ -59,13 +59,13 @@ def _impl(primitive: Primitive, *operands: Any, **params: Any) -> Any:
         return _jitted(primitive, **params)(*operands)
 
 
-def _specs(given: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
-    return {name: Spec(tuple(aval.shape), aval.dtype.name) for name, aval in zip(given, avals, strict=True)}
+def _specs(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
+    return {name: Spec(tuple(aval.shape), aval.dtype.name) for name, aval in zip(names, avals, strict=True)}
 
 
-def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: Attributes, **_: Any) -> tuple[list[Any], set]:
+def _shapes(*avals: Any, op: Op, names: tuple[str, ...], attrs: Attributes, **_: Any) -> tuple[list[Any], set]:
     inner: list[Any] = [aval.inner_aval if isinstance(aval, AbstractRef) else aval for aval in avals]
-    problem = op.bind(_specs(given, inner), attrs)
+    problem = op.bind(_specs(names, inner), attrs)
     # Inside a shard_map a result varies over every mesh axis that an argument varies over.
     manual = _private.varying(inner)
     # Over a mesh of explicit axes a result has the partitioned axes of the arguments.
@@ -78,7 +78,7 @@ def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: Attributes, **_:
     results = zip(problem.results.values(), specs, strict=True)
     out = [value(x.shape, jnp.dtype(x.dtype), spec) for x, spec in results]
     effects: set[Any] = set()
-    for index, (name, aval) in enumerate(zip(given, avals, strict=True)):
+    for index, (name, aval) in enumerate(zip(names, avals, strict=True)):
         if isinstance(aval, AbstractRef):
             effects.add(_private.ReadEffect(index))
             if name in op.mutates:
@@ -88,13 +88,13 @@ def _shapes(*avals: Any, op: Op, given: tuple[str, ...], attrs: Attributes, **_:
     return out, effects
 
 
-def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **params: Any):
+def _discharge(context: Any, *operands: Any, op: Op, names: tuple[str, ...], **params: Any):
     """Discharge Refs to values: the new values of those that the op updates, and the results."""
-    found = bind(*operands, op=op, given=given, **params)
-    results, updated = found[: len(op.outputs)], iter(found[len(op.outputs) :])
+    outputs = bind(*operands, op=op, names=names, **params)
+    results, updated = outputs[: len(op.outputs)], iter(outputs[len(op.outputs) :])
     new: list[Any] = [None] * len(operands)
     returned = []
-    for index, name in enumerate(given):
+    for index, name in enumerate(names):
         if name in op.mutates and not is_ref(operands[index]):
             value = next(updated)
             if isinstance(context.in_avals[index], AbstractRef):
@@ -105,11 +105,11 @@ def _discharge(context: Any, *operands: Any, op: Op, given: tuple[str, ...], **p
 
 
 def _compute(
-    *operands: Any, op: Op, given: tuple[str, ...], attrs: Attributes, implementation: str | None, device: Device,
+    *operands: Any, op: Op, names: tuple[str, ...], attrs: Attributes, implementation: str | None, device: Device,
     derivative_of: Op | None = None, callback: Callable[..., Any] | None = None,
     launch: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    arrays = dict(zip(given, operands, strict=True))
+    arrays = dict(zip(names, operands, strict=True))
     return execute(op, arrays, attrs, implementation, device, callback, launch)
 
 
@@ -134,7 +134,7 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
     if params["implementation"] == "reference" or not _sharding.over_a_mesh(context.module_context):
         return _lower(platform, context, *operands, **params)
     params = _on(platform, context, params)
-    op, given, attrs, implementation = (params[name] for name in ("op", "given", "attrs", "implementation"))
+    op, names, attrs, implementation = (params[name] for name in ("op", "names", "attrs", "implementation"))
     launch = _launch(context, once=True)
 
     def function_of(names: tuple[str, ...]) -> Callable[..., Any]:
@@ -142,18 +142,18 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
         if params["device"] == INTERPRETER:
             callback = _sharding.callback_of(context.module_context, host_function(op, names, attrs, implementation))
 
-        def compute(*own: Any) -> tuple[Any, ...]:
-            return _compute(*own, **params | {"given": names}, callback=callback, launch=launch)
+        def compute(*parts: Any) -> tuple[Any, ...]:
+            return _compute(*parts, **params | {"names": names}, callback=callback, launch=launch)
 
         return compute
 
-    problem = op.bind(_specs(given, context.avals_in), attrs)
+    problem = op.bind(_specs(names, context.avals_in), attrs)
     return mlir.lower_fun(_sharding.partitioned(op, function_of, problem))(context, *operands)
 
 
-def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):
-    arrays = dict(zip(given, operands, strict=True))
-    dims = {n: d if isinstance(d, int) else None for n, d in zip(given, axes, strict=True)}
+def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple[str, ...], **params: Any):
+    arrays = dict(zip(names, operands, strict=True))
+    dims = {n: d if isinstance(d, int) else None for n, d in zip(names, axes, strict=True)}
     size = next(arrays[name].shape[dim] for name, dim in dims.items() if dim is not None)
     refs = {name: array for name, array in arrays.items() if is_ref(array)}
     for name in refs:
@@ -172,25 +172,25 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, given: tuple
         if dims[name] is None:
             arrays[name], dims[name] = jnp.broadcast_to(arrays[name], (size, *arrays[name].shape)), 0
     folded = _batching.fold(op, arrays, dims, size)
-    found = [_batching.unfold(r, size) for r in bind(*folded.values(), op=op, given=given, **params)]
-    results, updated = found[: len(op.outputs)], dict(zip(op.mutates, found[len(op.outputs) :], strict=True))
+    outputs = [_batching.unfold(r, size) for r in bind(*folded.values(), op=op, names=names, **params)]
+    results, updated = outputs[: len(op.outputs)], dict(zip(op.mutates, outputs[len(op.outputs) :], strict=True))
     for name, ref in refs.items():
         if name in updated:
             ref[...] = _batching.move(updated.pop(name), 0, dims[name])
-    found = [*results, *updated.values()]
-    return found, [0] * len(found)
+    outputs = [*results, *updated.values()]
+    return outputs, [0] * len(outputs)
 
 
 def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]):
     """One call after another, of an op that sums over rows: folded, the sums would be those of the whole batch."""
     moved = {name: _batching.move(arrays[name], dim, 0) for name, dim in dims.items() if dim is not None}
 
-    def one(own: dict[str, Any]) -> list[Any]:
-        given = arrays | own
-        return bind(*given.values(), op=op, given=tuple(given), **params)
+    def one(element: dict[str, Any]) -> list[Any]:
+        operands = arrays | element
+        return bind(*operands.values(), op=op, names=tuple(operands), **params)
 
-    found = jax.lax.map(one, moved)
-    return found, [0] * len(found)
+    outputs = jax.lax.map(one, moved)
+    return outputs, [0] * len(outputs)
 
 
 def _batch_apart(
@@ -205,31 +205,31 @@ def _batch_apart(
     def call_op(name: str, operands: dict[str, Any], **attrs: Any) -> list[Any]:
         other = registry()[name]
         theirs = params | {"attrs": other.Values(**attrs)}
-        return bind(*operands.values(), op=other, given=tuple(operands), **theirs)
+        return bind(*operands.values(), op=other, names=tuple(operands), **theirs)
 
-    found = batch(jnp, call_op, {name: first(name) for name in arrays})
-    return list(found), [0] * len(found)
+    outputs = batch(jnp, call_op, {name: first(name) for name in arrays})
+    return list(outputs), [0] * len(outputs)
 
 
 # The tangents of a call's results, linear in those of its arguments. Only transposed: it has no value.
 tangent_p = Primitive("xmla_tangent")
 
 
-def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, given: tuple[str, ...], **params: Any):
-    moving = {n: t for n, t in zip(given, tangents, strict=True) if not isinstance(t, ad.Zero)}
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, names: tuple[str, ...], **params: Any):
+    moving = {n: t for n, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     if not moving:
-        out = bind(*primals, op=op, given=given, **params)
+        out = bind(*primals, op=op, names=names, **params)
         return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
     if derivative_of := params.get("derivative_of"):
         refuse_derivative(derivative_of, "a gradient", "jax.lax.stop_gradient")
-    arrays = {n: v[...] if is_ref(v) else v for n, v in zip(given, primals, strict=True)}
-    specs = _specs(given, [jax.typeof(value) for value in arrays.values()])
+    arrays = {n: v[...] if is_ref(v) else v for n, v in zip(names, primals, strict=True)}
+    specs = _specs(names, [jax.typeof(value) for value in arrays.values()])
     constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
     check_derivative(op, constants, specs, params["attrs"], params["implementation"])
     arrays, moving = _private.vary_alike(arrays, moving)
-    found = bind(*arrays.values(), op=op, given=given, **params)
-    out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(found, op.outputs, strict=True)]
-    moved = tangent_p.bind(*arrays.values(), *out, *moving.values(), op=op, given=given, moving=tuple(moving), **params)
+    results = bind(*arrays.values(), op=op, names=names, **params)
+    out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(results, op.outputs, strict=True)]
+    moved = tangent_p.bind(*arrays.values(), *out, *moving.values(), op=op, names=names, moving=tuple(moving), **params)
     return out, moved
 
 
@@ -239,26 +239,26 @@ def _refuse_tangent(*_: Any, op: Op, moving: tuple[str, ...], **params: Any) -> 
     )
 
 
-def _tangent_shapes(*avals: Any, op: Op, given: tuple[str, ...], **_: Any) -> list[Any]:
-    return list(avals[len(given) : len(given) + len(op.outputs)])
+def _tangent_shapes(*avals: Any, op: Op, names: tuple[str, ...], **_: Any) -> list[Any]:
+    return list(avals[len(names) : len(names) + len(op.outputs)])
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, op: Op, given: tuple[str, ...], moving: tuple[str, ...],
+    cotangents: Sequence[Any], *operands: Any, op: Op, names: tuple[str, ...], moving: tuple[str, ...],
     attrs: Attributes, implementation: str | None, device: Device | None,
 ) -> list[Any]:  # fmt: skip
     """The gradients of the arguments `moving`: a call of the op's derivative."""
-    known = operands[: len(given) + len(op.outputs)]
-    results = known[len(given) :]
+    saved = operands[: len(names) + len(op.outputs)]
+    results = saved[len(names) :]
     gradients = [None if isinstance(cotangent, ad.Zero) else cotangent for cotangent in cotangents]
-    arguments = dict(zip(given, known, strict=False))
+    arguments = dict(zip(names, saved, strict=False))
     its = derivative_call(op, arguments, results, gradients, jnp.zeros_like, attrs, implementation)
-    found = bind(
-        *its.arguments.values(), op=its.op, given=tuple(its.arguments), attrs=its.attrs, device=device,
+    outputs = bind(
+        *its.arguments.values(), op=its.op, names=tuple(its.arguments), attrs=its.attrs, device=device,
         implementation=its.implementation, derivative_of=op,
     )  # fmt: skip
-    computed = dict(zip(its.op.outputs, found, strict=True))
-    return [*[None] * len(known), *[computed[op.gradients[name]] for name in moving]]
+    computed = dict(zip(its.op.outputs, outputs, strict=True))
+    return [*[None] * len(saved), *[computed[op.gradients[name]] for name in moving]]
 
 
 tangent_p.multiple_results = True
@@ -284,7 +284,7 @@ def call(
     op: Op, arrays: dict[str, Any], attrs: Attributes, implementation: str | None, device: Device | None
 ) -> tuple[Any, ...]:
     """Results, then the new values of mutated arguments that are not Refs."""
-    found = bind(
-        *arrays.values(), op=op, given=tuple(arrays), attrs=attrs, implementation=implementation, device=device
+    outputs = bind(
+        *arrays.values(), op=op, names=tuple(arrays), attrs=attrs, implementation=implementation, device=device
     )
-    return tuple(found)
+    return tuple(outputs)

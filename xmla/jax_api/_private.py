@@ -16,7 +16,7 @@ import jax
 MISSING: list[str] = []
 
 
-def _found(module: str, *names: str) -> tuple[Any, ...] | None:
+def _attributes(module: str, *names: str) -> tuple[Any, ...] | None:
     """The names of a private module; None if it lacks one of them."""
     try:
         home = import_module(f"jax._src.{module}")
@@ -26,8 +26,8 @@ def _found(module: str, *names: str) -> tuple[Any, ...] | None:
         return None
 
 
-_types = _found("state.types", "AbstractRef", "ReadEffect", "WriteEffect")
-_discharge = _found("state.discharge", "register_discharge_rule")
+_types = _attributes("state.types", "AbstractRef", "ReadEffect", "WriteEffect")
+_discharge = _attributes("state.discharge", "register_discharge_rule")
 REFS = _types is not None and _discharge is not None
 _refs: tuple[Any, ...] = _types if REFS and _types else ((), None, None)  # isinstance(x, ()) is False
 AbstractRef, ReadEffect, WriteEffect = _refs
@@ -38,8 +38,8 @@ def register_discharge_rule(primitive: Any, rule: Callable[..., Any]) -> None:
         _discharge[0](primitive)(rule)
 
 
-_dispatch = _found("dispatch", "prim_requires_devices_during_lowering")
-_sharding = _found("sharding_impls", "ShardingContext")
+_dispatch = _attributes("dispatch", "prim_requires_devices_during_lowering")
+_sharding = _attributes("sharding_impls", "ShardingContext")
 MESHES = _dispatch is not None and _sharding is not None
 ShardingContext: Any = _sharding[0] if _sharding else ()
 
@@ -49,11 +49,11 @@ def require_devices_during_lowering(primitive: Any) -> None:
         _dispatch[0].add(primitive)
 
 
-_apply = _found("dispatch", "apply_primitive")
+_apply = _attributes("dispatch", "apply_primitive")
 apply_primitive: Any = _apply[0] if _apply else None
 
 
-_manual = _found("core", "ManualAxisType")
+_manual = _attributes("core", "ManualAxisType")
 VARYING = _manual is not None
 
 

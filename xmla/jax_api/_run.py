@@ -51,8 +51,8 @@ def lowered_for(
     try:
         return describe(jax.local_devices(backend="gpu")[0])
     except RuntimeError as error:
-        told = "a GPU, or a device named by xmla.core.device.assume_device"
-        raise UnsupportedError(f"{op.name}: platform is cuda without a GPU, supported: {told}") from error
+        supported = "a GPU, or a device named by xmla.core.device.assume_device"
+        raise UnsupportedError(f"{op.name}: platform is cuda without a GPU, supported: {supported}") from error
 
 
 def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], device: Device) -> tuple[jax.Array, ...]:
@@ -66,8 +66,8 @@ def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], d
     for launch in plan.active:
         inputs = [arrays[name] for name in launch.reads]
         parts = [refs[name] for name in launch.writes if name in refs]
-        made = _jax_triton.launch(launch, plan, specs, inputs, parts, device)
-        arrays |= zip(launch.writes[len(parts) :], made, strict=True)
+        outputs = _jax_triton.launch(launch, plan, specs, inputs, parts, device)
+        arrays |= zip(launch.writes[len(parts) :], outputs, strict=True)
     arrays |= {name: ref[...] for name, ref in refs.items() if name in plan.results}
     # An empty call launches nothing; its results have no elements.
     return tuple(
@@ -75,11 +75,11 @@ def _run_on_gpu(plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], d
     )
 
 
-def host_function(op: Op, given: Sequence[str], attrs: Attributes, implementation: str | None) -> HostFunction:
-    """A call of any sizes on NumPy arrays in the order of `given`: results, then the new values of the mutated."""
+def host_function(op: Op, names: Sequence[str], attrs: Attributes, implementation: str | None) -> HostFunction:
+    """A call of any sizes on NumPy arrays in the order of `names`: results, then the new values of the mutated."""
 
     def compute(*operands: Any) -> tuple[np.ndarray, ...]:
-        host = {name: np.array(value, order="C") for name, value in zip(given, operands, strict=True)}
+        host = {name: np.array(value, order="C") for name, value in zip(names, operands, strict=True)}
         specs = {name: _spec(host[name]) if name in host else None for name in op.tensors}
         if implementation == "reference":
             results = op.bind(specs, attrs).results.values()
@@ -111,11 +111,11 @@ def execute(
     else:
         plan, outputs = plan_call(op, tuple(specs.values()), attrs, device, implementation)
         if device != INTERPRETER:
-            given = {name: spec for name, spec in specs.items() if spec is not None}
+            present = {name: spec for name, spec in specs.items() if spec is not None}
             if plan.active and launch is not None:
-                return launch(plan, arrays, given, op.mutates, device)
+                return launch(plan, arrays, present, op.mutates, device)
             refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
-            return *_run_on_gpu(plan, arrays | refs, given, device), *(ref[...] for ref in refs.values())
+            return *_run_on_gpu(plan, arrays | refs, present, device), *(ref[...] for ref in refs.values())
         from xmla.core import interpreter
 
         interpreter.require(op.name, plan)

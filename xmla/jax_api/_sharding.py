@@ -23,9 +23,9 @@ from xmla.jax_api._run import HostFunction
 Axes = Sequence[str | None]  # of an array; None for an axis of a result that is not sharded
 
 
-def shared_axes(op: Op, given: Sequence[str]) -> list[str]:
-    """The axes that can be sharded in a call with the operands `given`: not one that no result has, a sum over it."""
-    names = {axis for name in given for axis in op.tensors[name].names}
+def shared_axes(op: Op, operands: Sequence[str]) -> list[str]:
+    """The axes that can be sharded in a call with these operands: not one that no result has, a sum over it."""
+    names = {axis for name in operands for axis in op.tensors[name].names}
     names &= {axis for result in op.outputs.values() for axis in result.names}
     whole = op.mutates or not op.rows_apart
     return [axis for axis in ("T", "H") if axis in names and not whole]
@@ -40,25 +40,25 @@ def _result_axes(op: Op, problem: Problem) -> list[Axes]:
 def _mesh_axes(op: Op, problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
     """The mesh axes over which the operands' `specs` shard each axis; a mesh axis serves one axis."""
     shared = shared_axes(op, list(problem.specs))
-    found: dict[str, Any] = {}
+    mesh_axes: dict[str, Any] = {}
     taken: set[str] = set()
     for name, spec in zip(problem.specs, specs, strict=True):
         for axis, entry in zip(op.tensors[name].names, spec, strict=False):  # a spec may be shorter
             over = {entry} if isinstance(entry, str) else set(entry or ())
-            if axis in shared and axis not in found and over and not over & taken:
-                found[axis] = entry
+            if axis in shared and axis not in mesh_axes and over and not over & taken:
+                mesh_axes[axis] = entry
                 taken |= over
-    return found
+    return mesh_axes
 
 
-def _spec(axes: Axes, found: Mapping[str, Any]) -> P:
-    return P(*(found.get(axis) if axis else None for axis in axes))
+def _spec(axes: Axes, mesh_axes: Mapping[str, Any]) -> P:
+    return P(*(mesh_axes.get(axis) if axis else None for axis in axes))
 
 
 def result_specs(op: Op, problem: Problem, specs: Sequence[P]) -> list[P]:
     """How the results are sharded if the operands have `specs`."""
-    found = _mesh_axes(op, problem, specs)
-    return [_spec(axes, found) for axes in _result_axes(op, problem)]
+    mesh_axes = _mesh_axes(op, problem, specs)
+    return [_spec(axes, mesh_axes) for axes in _result_axes(op, problem)]
 
 
 def over_devices(module: mlir.ModuleContext) -> bool:
@@ -103,11 +103,11 @@ def partitioned(
     device gets the request ids of its own.
     """
     shared = shared_axes(op, list(problem.specs))
-    given = tuple(problem.specs)
-    numbered = "T" in shared and "request_ids" in op.tensors and "request_ids" not in given
-    function = function_of((*given, "request_ids") if numbered else given)
-    replicated = function_of(given) if numbered else function
-    operands: list[Axes] = [op.tensors[name].names for name in given]
+    names = tuple(problem.specs)
+    numbered = "T" in shared and "request_ids" in op.tensors and "request_ids" not in names
+    function = function_of((*names, "request_ids") if numbered else names)
+    replicated = function_of(names) if numbered else function
+    operands: list[Axes] = [op.tensors[name].names for name in names]
     operands += [["T"]] * numbered
     results = _result_axes(op, problem)
     whole: list[str] = []
@@ -122,13 +122,13 @@ def partitioned(
         return ", ".join(" ".join(map(factor, axes)) for axes in arrays)
 
     def partition(mesh: Mesh, arguments: Sequence[Any], _: Any) -> tuple[Any, ...]:
-        found = _mesh_axes(op, problem, [argument.sharding.spec for argument in arguments[: len(given)]])
+        mesh_axes = _mesh_axes(op, problem, [argument.sharding.spec for argument in arguments[: len(names)]])
 
         def place(arrays: Sequence[Axes]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, _spec(axes, found)) for axes in arrays)
+            return tuple(NamedSharding(mesh, _spec(axes, mesh_axes)) for axes in arrays)
 
-        own = function if "T" in found else lambda *arrays: replicated(*arrays[: len(given)])
-        return mesh, own, place(results), place(operands)
+        local = function if "T" in mesh_axes else lambda *arrays: replicated(*arrays[: len(names)])
+        return mesh, local, place(results), place(operands)
 
     divided = custom_partitioning(function)
     sharding_rule = f"{rule(operands)} -> {rule(results)}"

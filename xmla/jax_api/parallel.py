@@ -51,11 +51,11 @@ class ContextParallel:
 
     def batch(self, block_table: jax.Array, lengths: jax.Array, request_ids: jax.Array | None = None) -> Batch:
         """The `Batch` of a step, from the whole lengths [T] and this device's block table [B, M]."""
-        rank, own = self._rank(), self.ownership
-        column = jnp.arange(own.own_width(block_table.shape[1]), dtype=jnp.int32)
-        page = Ownership(own.ranks, 1, own.block_pages).position(column, rank)
+        rank, ownership = self._rank(), self.ownership
+        column = jnp.arange(ownership.own_width(block_table.shape[1]), dtype=jnp.int32)
+        page = Ownership(ownership.ranks, 1, ownership.block_pages).position(column, rank)
         table = jnp.take(block_table, page, axis=1, mode="fill", fill_value=-1)
-        return Batch(block_table, table, own.count(lengths, rank).astype(jnp.int32), request_ids)
+        return Batch(block_table, table, ownership.count(lengths, rank).astype(jnp.int32), request_ids)
 
     def select(
         self, index_q: jax.Array, index_weights: jax.Array, indexer_cache: jax.Array | jax.Ref, batch: Batch, *,
@@ -73,17 +73,17 @@ class ContextParallel:
         ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)
         if step < tokens and ids is None:
             ids = jnp.arange(tokens, dtype=jnp.int32) // (tokens // requests)
-        found = []
+        candidates = []
         for first in range(0, max(tokens, 1), step):
             rows = slice(first, first + step)
             lengths = batch.own_lengths[rows]
             logits = jax_api.indexer_logits_paged(
                 q8[rows], weights[rows], indexer_cache, batch.own_table, lengths, None if ids is None else ids[rows]
             )
-            own = jax_api.select_topk(logits, lengths, k=k)
-            values = jnp.take_along_axis(logits, jnp.maximum(own, 0), axis=1)
-            found.append((values, self.ownership.position(own, self._rank())))
-        values, indices = (jnp.concatenate(part) for part in zip(*found, strict=True))
+            places = jax_api.select_topk(logits, lengths, k=k)
+            values = jnp.take_along_axis(logits, jnp.maximum(places, 0), axis=1)
+            candidates.append((values, self.ownership.position(places, self._rank())))
+        values, indices = (jnp.concatenate(part) for part in zip(*candidates, strict=True))
         sent = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), indices])
         gathered = jax.lax.all_gather(sent, self.axis_name)
         values = jax.lax.bitcast_convert_type(gathered[:, 0], jnp.float32)

@@ -53,25 +53,26 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
 
 
 def sequence(
-    launches: Sequence[tuple[Start, Launch]], given: Sequence[str], results: Sequence[str], workspace: Mapping[str, int]
-) -> Callable[..., None]:
+    launches: Sequence[tuple[Start, Launch]], inputs: Sequence[str], results: Sequence[str],
+    workspace: Mapping[str, int],
+) -> Callable[..., None]:  # fmt: skip
     """The function that makes launches one after the other.
 
-    Its arguments: a stream, profilers' hooks, the pointers of a call's `given` arrays, its `results` and its workspace,
+    Its arguments: a stream, profilers' hooks, the pointers of a call's `inputs`, its `results` and its workspace,
     where buffers start at the offsets in `workspace`. It is generated: picking the arguments of a launch from a list
     costs as much as all other Python of the launch. For two launches it reads
 
-        def sequence(stream, enter, leave, given, results, workspace):
-            a0, a1, = given
+        def sequence(stream, enter, leave, inputs, results, workspace):
+            a0, a1, = inputs
             a2 = results[0].data_ptr()
             start = 0 if workspace is None else workspace.data_ptr()
             a3 = start + offset_a3
             start0(stream, enter, leave, (a0, a1, size0_0, a3, ))
             start1(stream, enter, leave, (a3, size1_0, size1_1, a2, ))
     """
-    names = {name: f"a{place}" for place, name in enumerate([*given, *results, *workspace])}
+    names = {name: f"a{place}" for place, name in enumerate([*inputs, *results, *workspace])}
     scope: dict[str, Any] = {}
-    lines = [f"{''.join(f'{names[name]}, ' for name in given)} = given"]
+    lines = [f"{''.join(f'{names[name]}, ' for name in inputs)} = inputs"]
     lines += [f"{names[name]} = results[{place}].data_ptr()" for place, name in enumerate(results)]
     lines.append("start = 0 if workspace is None else workspace.data_ptr()")
     for name, offset in workspace.items():
@@ -82,7 +83,7 @@ def sequence(
         arguments = [*[names[name] for name in launch.reads], *sizes, *[names[name] for name in launch.writes]]
         lines.append(f"start{place}(stream, enter, leave, ({''.join(f'{argument}, ' for argument in arguments)}))")
         scope |= sizes | {f"start{place}": start}
-    head = "def sequence(stream, enter, leave, given, results, workspace):"
+    head = "def sequence(stream, enter, leave, inputs, results, workspace):"
     return generated("\n    ".join([head, *lines]), "sequence", **scope)
 
 

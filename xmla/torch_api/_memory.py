@@ -12,10 +12,10 @@ from xmla.core.spec import Spec
 WORKSPACE = "workspace"
 
 
-def spaces(op: Op, given: Mapping[str, Spec], results: Iterable[Spec] = (), nbytes: int = 0) -> dict[str, Spec]:
+def spaces(op: Op, arguments: Mapping[str, Spec], results: Iterable[Spec] = (), nbytes: int = 0) -> dict[str, Spec]:
     """The memory of a call by the names that errors have: arguments, results and workspace that the caller gives."""
     out = {f"out {name}": spec for name, spec in zip(op.outputs, results, strict=False)}
-    return {**given, **out, **({WORKSPACE: Spec((nbytes,), "uint8")} if nbytes else {})}
+    return {**arguments, **out, **({WORKSPACE: Spec((nbytes,), "uint8")} if nbytes else {})}
 
 
 def _pairs(op: Op, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -31,7 +31,7 @@ def _pairs(op: Op, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     return chain(product(updated, read), product(out, [*read, *updated]), combinations(out, 2), product(space, names))
 
 
-def distances(op: Op, given: Mapping[str, Spec]) -> Callable[..., bool]:
+def distances(op: Op, specs: Mapping[str, Spec]) -> Callable[..., bool]:
     """The function that tells by the addresses of `spaces` that they lie apart; it may not see it of a few that do.
 
     Pages of one length that lie between each other's are seen. The function is generated, since it runs before
@@ -40,11 +40,11 @@ def distances(op: Op, given: Mapping[str, Spec]) -> Callable[..., bool]:
         def apart(a0, a1, a2):
             return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
     """
-    places = {name: place for place, name in enumerate(given)}
+    places = {name: place for place, name in enumerate(specs)}
     scope: dict[str, int] = {}
     tests = []
-    for number, (written, other) in enumerate(_pairs(op, given)):
-        first, second = given[written], given[other]
+    for number, (written, other) in enumerate(_pairs(op, specs)):
+        first, second = specs[written], specs[other]
         if not (first.span and second.span):
             continue
         scope |= {f"low{number}": -second.span, f"high{number}": first.span}
@@ -77,13 +77,13 @@ def _inner(spec: Spec) -> int:
     return Spec(spec.shape[1:], spec.dtype, spec.strides and spec.strides[1:]).span
 
 
-def refuse_shared(op: Op, given: Mapping[str, Spec], addresses: Iterable[int]) -> None:
+def refuse_shared(op: Op, specs: Mapping[str, Spec], addresses: Iterable[int]) -> None:
     """Raise if something that a call writes shares memory with something else.
 
     Raises:
         ArgumentError: It does.
     """
-    at = dict(zip(given, addresses, strict=True))
-    for written, other in _pairs(op, given):
-        if given[written].overlaps(at[written], given[other], at[other]):
+    at = dict(zip(specs, addresses, strict=True))
+    for written, other in _pairs(op, specs):
+        if specs[written].overlaps(at[written], specs[other], at[other]):
             raise ArgumentError(f"{op.name}: {written} memory is shared with {other}, expected memory of its own")

@@ -72,12 +72,12 @@ def call_reference(
     if out:
         check_out(op, specs, out, tensors[0].device)
     if out or op.mutated:
-        given = {name: spec for name, spec in _specs(op, tensors).items() if spec is not None}
+        present = {name: spec for name, spec in _specs(op, tensors).items() if spec is not None}
         memory = [tensor.data_ptr() for tensor in (*tensors, *out) if tensor is not None]
-        refuse_shared(op, spaces(op, given, specs[: len(out)]), memory)
+        refuse_shared(op, spaces(op, present, specs[: len(out)]), memory)
     results = _reference(op, tensors, attrs)
-    for given, result in zip(out, results, strict=False):
-        given.copy_(result)
+    for target, result in zip(out, results, strict=False):
+        target.copy_(result)
     increment_version([tensors[place] for place in op.mutated])
     return out or results
 
@@ -101,8 +101,8 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     keywords = []
     for attr in op.attrs:
         kind = _SCHEMA_TYPES[attr.type] + ("?" if attr.optional else "")
-        shown = f'"{attr.default}"' if isinstance(attr.default, str) else attr.default
-        keywords.append(f"{kind} {attr.name}" + ("" if attr.default is None and not attr.optional else f"={shown}"))
+        default = f'"{attr.default}"' if isinstance(attr.default, str) else attr.default
+        keywords.append(f"{kind} {attr.name}" + ("" if attr.default is None and not attr.optional else f"={default}"))
     inputs = ", ".join([*arguments, "*", *keywords, "str? implementation=None"])
     returns = "()" if not results else f"({', '.join(['Tensor'] * len(results))})"
     _library.define(f"{op.name}({inputs}) -> {returns}")
@@ -155,8 +155,8 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
     differentiable = _differentiable(op, op.derivative, overload, kernel) if op.derivative is not None else None
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [*zip(op.tensors, args, strict=False), *kwargs.items()]
-        moving = {n: constant for n, t in given if isinstance(t, torch.Tensor) and (constant := _differentiated(t))}
+        arguments = [*zip(op.tensors, args, strict=False), *kwargs.items()]
+        moving = {n: constant for n, t in arguments if isinstance(t, torch.Tensor) and (constant := _differentiated(t))}
         if not moving:
             return _private.below_autograd(keyset, overload, kernel, args, kwargs)
         written = any(name.startswith("out_") for name in kwargs)
@@ -191,16 +191,16 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
     def backward(context: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = context.saved_tensors
         tensors, results = dict(zip(op.tensors, saved, strict=False)), saved[len(op.tensors) :]
-        given = [None if gradient is None else gradient.contiguous() for gradient in gradients]
-        call = derivative_call(op, tensors, results, given, torch.zeros_like, context.attrs, context.implementation)
+        upstream = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+        call = derivative_call(op, tensors, results, upstream, torch.zeros_like, context.attrs, context.implementation)
         # They depend on what is differentiated also where they are computed from the call's results alone.
         moving = [tensors[name] for name in op.gradients]
-        found = once.apply(
+        outputs = once.apply(
             call.implementation, call.attrs, *[call.arguments.get(n) for n in derivative.tensors], *moving
         )
-        computed = dict(zip(derivative.outputs, found, strict=True))
-        wanted = dict(zip(op.tensors, context.needs_input_grad[3:], strict=True))
-        return None, None, None, *[computed[op.gradients[n]] if wanted[n] else None for n in op.tensors]
+        computed = dict(zip(derivative.outputs, outputs, strict=True))
+        needs = dict(zip(op.tensors, context.needs_input_grad[3:], strict=True))
+        return None, None, None, *[computed[op.gradients[n]] if needs[n] else None for n in op.tensors]
 
     once = _differentiable_once(op, derivative)
     return _function(_private.Function, op.name, forward=forward, setup_context=setup_context, backward=backward)
@@ -213,17 +213,17 @@ def _differentiable_once(op: Op, derivative: Op) -> Any:
     """
 
     def forward(implementation: str | None, attrs: Attributes, *tensors: Any) -> Any:
-        given = tensors[: len(derivative.tensors)]
-        return getattr(torch.ops.xmla, derivative.name)(*given, **attrs._asdict(), implementation=implementation)
+        arguments = tensors[: len(derivative.tensors)]
+        return getattr(torch.ops.xmla, derivative.name)(*arguments, **attrs._asdict(), implementation=implementation)
 
     def backward(*_: Any) -> Any:
         refuse_derivative(op, "a gradient", "detach()")
 
-    made = _function(
+    function = _function(
         torch.autograd.Function, derivative.name, forward=forward, setup_context=lambda *_: None, backward=backward
     )
-    made.generate_vmap_rule = True
-    return made
+    function.generate_vmap_rule = True
+    return function
 
 
 def _function(base: Any, name: str, **methods: Callable[..., Any]) -> Any:
@@ -310,12 +310,12 @@ def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
         if not _is_seen():
             recalled = recall(op, tensors, attrs, implementation)
             if recalled is not None and (not results or _are_constants(results)):
-                found = run(op, tensors, *recalled, results, workspace)
-                return _single(found) if out is None else out
+                outputs = run(op, tensors, *recalled, results, workspace)
+                return _single(outputs) if out is None else out
             if _are_constants((*tensors, *results)):
                 way = call_reference if implementation == "reference" else look_up
-                found = way(op, tensors, attrs, results, workspace, implementation)
-                return _single(found) if out is None else out
+                outputs = way(op, tensors, attrs, results, workspace, implementation)
+                return _single(outputs) if out is None else out
         # Before the dispatcher, whose messages do not name the op.
         check_tensors(op, tensors)
         check_devices(op, tensors)
@@ -324,8 +324,8 @@ def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
         keywords = dict(zip(op.defaults, op.attributes(*attrs), strict=True))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)
-        given = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}
-        out_variant(*tensors, **keywords, **given, workspace=workspace, implementation=implementation)
+        out_arguments = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}
+        out_variant(*tensors, **keywords, **out_arguments, workspace=workspace, implementation=implementation)
         return out
 
     def plan(tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Plan:

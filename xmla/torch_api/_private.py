@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 FALLBACKS: list[str] = []
 
 
-def _found(path: str, fallback: Any) -> Any:
+def _attribute(path: str, fallback: Any) -> Any:
     try:
         return attrgetter(path)(torch)
     except AttributeError:
@@ -32,17 +32,19 @@ def _empty_strided_on(device: str) -> Callable[[Sequence[int], Sequence[int], to
 
 
 # Inductor's allocator: the same memory as torch.empty_strided in half of its time.
-empty_strided_cpu = _found("_C._dynamo.guards._empty_strided_cpu", _empty_strided_on("cpu"))
-empty_strided_cuda = _found("_C._dynamo.guards._empty_strided_cuda", _empty_strided_on("cuda"))
-current_device = _found("_C._cuda_getDevice", torch.cuda.current_device)
-current_stream = _found("_C._cuda_getCurrentRawStream", lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream)
+empty_strided_cpu = _attribute("_C._dynamo.guards._empty_strided_cpu", _empty_strided_on("cpu"))
+empty_strided_cuda = _attribute("_C._dynamo.guards._empty_strided_cuda", _empty_strided_on("cuda"))
+current_device = _attribute("_C._cuda_getDevice", torch.cuda.current_device)
+current_stream = _attribute(
+    "_C._cuda_getCurrentRawStream", lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream
+)
 # The public one looks whether it is given a tensor or several.
-increment_version = _found("_C._increment_version", torch.autograd.graph.increment_version)
+increment_version = _attribute("_C._increment_version", torch.autograd.graph.increment_version)
 # Without it a forked process gets the driver's own message.
-is_in_bad_fork = _found("cuda._is_in_bad_fork", lambda: False)
-FakeTensor: Any = _found("_subclasses.fake_tensor.FakeTensor", ())  # isinstance(x, ()) is False
+is_in_bad_fork = _attribute("cuda._is_in_bad_fork", lambda: False)
+FakeTensor: Any = _attribute("_subclasses.fake_tensor.FakeTensor", ())  # isinstance(x, ()) is False
 
-_guards = _found("_C._dynamo.guards.TensorGuards", None)
+_guards = _attribute("_C._dynamo.guards.TensorGuards", None)
 
 
 def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
@@ -50,8 +52,8 @@ def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return _guards and _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-_modes = _found("_C._len_torch_dispatch_stack", None)
-_functorch_level = _found("_C._functorch.maybe_current_level", None)
+_modes = _attribute("_C._len_torch_dispatch_stack", None)
+_functorch_level = _attribute("_C._functorch.maybe_current_level", None)
 _sees_dispatch = None not in (_modes, _functorch_level)
 
 
@@ -66,17 +68,17 @@ def forward_mode() -> bool:
 
 
 BACKENDS = ("CPU", "CUDA")
-_after_views = _found("_C._after_ADInplaceOrView_keyset", None)
-_after_autograd = _found("_C._after_autograd_keyset", None)
-_below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
+_after_views = _attribute("_C._after_ADInplaceOrView_keyset", None)
+_after_autograd = _attribute("_C._after_autograd_keyset", None)
+_below_autograd = _attribute("_C._AutoDispatchBelowAutograd", None)
 # Without them ops have no autograd kernel: only the public functions refuse a call that is differentiated.
-AUTOGRAD = all(found is not None for found in (_after_views, _after_autograd, _below_autograd))
+AUTOGRAD = all(each is not None for each in (_after_views, _after_autograd, _below_autograd))
 
 
 # An autograd function inside of an autograd kernel: torch.func chose the level before the dispatcher called the kernel.
 # Without these torch.func refuses the derivative.
-_single_level = _found("autograd.function._SingleLevelFunction", None)
-_allow_single_level = _found("_functorch.autograd_function.enable_single_level_autograd_function", nullcontext)
+_single_level = _attribute("autograd.function._SingleLevelFunction", None)
+_allow_single_level = _attribute("_functorch.autograd_function.enable_single_level_autograd_function", nullcontext)
 Function: Any = _single_level or torch.autograd.Function
 
 

@@ -42,9 +42,8 @@ class Result:
 class Prepared:
     """A planned call: `launch` starts its kernels on a GPU; None on the CPU, where the interpreter runs `plan`.
 
-    `given` and `made` are the specs of arguments and results, `attrs` the attributes, `mutated` is the op's. `same_out`
-    and `same_workspace` compare what callers give with what was accepted before; `apart` has what `_memory.distances`
-    tells of so many addresses.
+    `mutated` is the op's. `same_out` and `same_workspace` compare what callers give with what was accepted before;
+    `apart` has what `_memory.distances` tells of so many addresses.
     """
 
     plan: Plan
@@ -54,8 +53,8 @@ class Prepared:
     launch: Callable[..., None] | None
     mutated: tuple[int, ...]
     attrs: Attributes
-    given: dict[str, Spec]
-    made: tuple[Spec, ...]
+    argument_specs: dict[str, Spec]
+    result_specs: tuple[Spec, ...]
     apart: dict[int, Callable[..., bool]] = field(default_factory=dict)
     same_out: Callable[..., bool] | None = None
     same_workspace: Callable[..., bool] | None = None
@@ -139,9 +138,9 @@ def recall(
 
 def remember(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None, prepared: Prepared) -> None:
     """Let `recall` find a call, if it can: its tensors are plain, without a gradient, and start on 16 bytes."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if all(type(t) is torch.Tensor and not t.requires_grad and t.data_ptr() % 16 == 0 for t in given):
-        same = _private.comparison(given)
+    present = [tensor for tensor in tensors if tensor is not None]
+    if all(type(t) is torch.Tensor and not t.requires_grad and t.data_ptr() % 16 == 0 for t in present):
+        same = _private.comparison(present)
         if same is not None:
             match = matcher(op, tensors, attrs, implementation, same)
             kept.recent[op] = ((match, prepared), *kept.recent[op][: Kept.RECENT - 1])
@@ -154,19 +153,19 @@ def matcher(
 
     `same` compares dtypes, shapes, strides, devices and dispatch keys of the given tensors with those of that call.
     """
-    given = tuple(name for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None)
+    present = tuple(name for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None)
     named = (*zip(op.defaults, attrs, strict=True), ("implementation", implementation))
     ordinal = tensors[0].get_device()  # −1 on the CPU
     literals = tuple(str(value) if value is None or isinstance(value, bool) else "" for _, value in named)
     scope = {"same": same, "current_device": _private.current_device, "ordinal": ordinal}
     for name, value in named:
         scope |= {f"{name}_value": value, f"{name}_type": type(value)}
-    return generated(_match(tuple(op.tensors), given, tuple(op.defaults), literals, ordinal >= 0), "match", **scope)
+    return generated(_match(tuple(op.tensors), present, tuple(op.defaults), literals, ordinal >= 0), "match", **scope)
 
 
 @cache
 def _match(
-    tensors: tuple[str, ...], given: tuple[str, ...], attrs: tuple[str, ...], literals: tuple[str, ...], on_gpu: bool
+    tensors: tuple[str, ...], present: tuple[str, ...], attrs: tuple[str, ...], literals: tuple[str, ...], on_gpu: bool
 ) -> str:
     """The text of a `Match`: a loop over arguments costs more than all comparisons. For an op of few arguments
 
@@ -179,10 +178,10 @@ def _match(
             if not (q % 16 or slots % 16):
                 return [q, slots, ]
     """
-    tests = [f"{name} is None" for name in tensors if name not in given]
+    tests = [f"{name} is None" for name in tensors if name not in present]
     for name, literal in zip((*attrs, "implementation"), literals, strict=True):  # True is not 1, nor is 1.0
         tests.append(f"{name} is {literal}" if literal else f"type({name}) is {name}_type and {name} == {name}_value")
-    tests += [f"same({', '.join(given)})", *["current_device() == ordinal"] * on_gpu]
+    tests += [f"same({', '.join(present)})", *["current_device() == ordinal"] * on_gpu]
 
     def each(names: tuple[str, ...], form: str = "{}, ") -> str:
         return "".join(form.format(name) for name in names)
@@ -191,9 +190,9 @@ def _match(
     {each(tensors)} = tensors
     {each(attrs) or "()"} = attrs
     if {" and ".join(tests)}:
-        {each(given)} = {each(given, "{}.data_ptr(), ")}
-        if not ({" or ".join(f"{name} % 16" for name in given)}):
-            return [{each(given)}]"""
+        {each(present)} = {each(present, "{}.data_ptr(), ")}
+        if not ({" or ".join(f"{name} % 16" for name in present)}):
+            return [{each(present)}]"""
 
 
 def refuse_fork(op: Op) -> None:
@@ -214,9 +213,9 @@ def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
             raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
     allocated = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
     launch = None if tensors[0].device.type == "cpu" else _launches(op, plan, tensors)
-    given = {name: spec_of(tensor) for name, tensor in _by_name(op, tensors).items()}
+    specs = {name: spec_of(tensor) for name, tensor in _by_name(op, tensors).items()}
     ordinal = tensors[0].get_device()
-    return Prepared(plan, allocated, plan.workspace_bytes, ordinal, launch, op.mutated, attrs, given, results)
+    return Prepared(plan, allocated, plan.workspace_bytes, ordinal, launch, op.mutated, attrs, specs, results)
 
 
 def _launches(op: Op, plan: Plan, tensors: Tensors) -> Callable[..., None]:
@@ -354,7 +353,7 @@ def run(
         if not out:
             results = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
         elif not fits(prepared, out):
-            check_out(op, prepared.made, out, tensors[0].device)
+            check_out(op, prepared.result_specs, out, tensors[0].device)
             misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
             raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
         if workspace is not None:
@@ -395,7 +394,7 @@ def _check_apart(
 
 def _spaces(op: Op, prepared: Prepared, count: int) -> dict[str, Spec]:
     """The first `count` of a call's arguments, results and workspace: what a caller gives."""
-    every = _memory.spaces(op, prepared.given, prepared.made, prepared.workspace_bytes)
+    every = _memory.spaces(op, prepared.argument_specs, prepared.result_specs, prepared.workspace_bytes)
     return dict([*every.items()][:count])
 
 
@@ -407,12 +406,12 @@ def _before(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None
     """XMLA_CHECK's validation of a call, and XMLA_SHADOW's sample of it; neither works while a graph is captured."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    given = _by_name(op, tensors)
+    present = _by_name(op, tensors)
     if settings.check:
-        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in given.items()}, attrs)
+        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in present.items()}, attrs)
     if not settings.shadow:
         return None
-    return shadow.sample(op, given, {name: spec_of(tensor) for name, tensor in given.items()}, attrs, take)
+    return shadow.sample(op, present, {name: spec_of(tensor) for name, tensor in present.items()}, attrs, take)
 
 
 def _launch(

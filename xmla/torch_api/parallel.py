@@ -106,13 +106,13 @@ class ContextParallel:
         """The `Batch` of a step, from the whole lengths [T] and this rank's block table [B, M]."""
         pages = self.ownership.own_pages(block_table.shape[1], self.rank)
         if not pages:  # a request has fewer pages than there are ranks; a table without pages would be refused
-            own = torch.full_like(block_table[:, :1], -1)
+            own_table = torch.full_like(block_table[:, :1], -1)
         else:  # a slice if possible, which a CUDA graph can capture
             step = pages[1] - pages[0] if len(pages) > 1 else 1
             even = pages == list(range(pages[0], pages[-1] + 1, step))
-            own = block_table[:, pages[0] : pages[-1] + 1 : step] if even else block_table[:, pages]
-            own = own.contiguous()
-        return Batch(block_table, own, self.ownership.count(lengths, self.rank).to(torch.int32), request_ids)
+            own_table = block_table[:, pages[0] : pages[-1] + 1 : step] if even else block_table[:, pages]
+            own_table = own_table.contiguous()
+        return Batch(block_table, own_table, self.ownership.count(lengths, self.rank).to(torch.int32), request_ids)
 
     def select(
         self, index_q: torch.Tensor, index_weights: torch.Tensor, indexer_cache: torch.Tensor, batch: Batch, *,
@@ -137,9 +137,9 @@ class ContextParallel:
             logits = torch_api.indexer_logits_paged(
                 q8[rows], weights[rows], indexer_cache, batch.own_table, lengths, None if ids is None else ids[rows]
             )
-            own = torch_api.select_topk(logits, lengths, k=k)
-            torch.gather(logits, 1, own.clamp_min(0).long(), out=sent[0, rows].view(torch.float32))
-            sent[1, rows] = self.ownership.position(own, self.rank)
+            places = torch_api.select_topk(logits, lengths, k=k)
+            torch.gather(logits, 1, places.clamp_min(0).long(), out=sent[0, rows].view(torch.float32))
+            sent[1, rows] = self.ownership.position(places, self.rank)
         with _exchange("merge_topk: all_gather", sent, self.group):
             gathered = sent.new_empty((self.ownership.ranks, *sent.shape))
             all_gather(gathered.view(-1), sent.view(-1), group=self.group)
