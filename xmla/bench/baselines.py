@@ -62,8 +62,8 @@ def peers() -> dict[str, str | None]:
 
     sgl-flash-mla 1.0.0 has upstream's last kernels for Hopper.
     """
-    found = {"flash_mla": flash_mla() is not None, "cudnn": cudnn()}
-    return {name: _distribution(name) if installed else None for name, installed in found.items()}
+    packages = {"flash_mla": flash_mla() is not None, "cudnn": cudnn()}
+    return {name: _distribution(name) if installed else None for name, installed in packages.items()}
 
 
 def _distribution(package: str) -> str:
@@ -120,7 +120,7 @@ def cudnn_backward(
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         backward = import_module("cudnn").DSA.sparse_attention_backward_wrapper
-        found = backward(q, rows[:, 0], out, dout, lse, no_sink, slots, softmax_scale=scale)
-        return found["dq"], found["dkv"].unsqueeze(1)
+        gradients = backward(q, rows[:, 0], out, dout, lse, no_sink, slots, softmax_scale=scale)
+        return gradients["dq"], gradients["dkv"].unsqueeze(1)
 
     return call

@@ -55,12 +55,12 @@ def step_error(arguments: Sequence[torch.Tensor], k: int, scale: float) -> float
         place = torch.arange(int(lengths[row]), device=q.device)
         k8, scales = torch_api.read_indexer_cache(indexer, table[row, place // page] * page + place % page)
         logits = (q8[row].float() @ k8.float().T).relu().T @ weights[row] * scales
-        wanted = logits.topk(min(k, len(logits)))[1]
-        errors.append(1 - float(torch.isin(wanted, indices[row]).double().mean()))
+        best = logits.topk(min(k, len(logits)))[1]
+        errors.append(1 - float(torch.isin(best, indices[row]).double().mean()))
     return float(np.max(errors))
 
 
-def gradient_error(found: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], scale: float) -> float:
+def gradient_error(gradients: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], scale: float) -> float:
     """The worst relative error of sampled rows of dq, and of sampled rows of the keys' gradient, in float64."""
     q, rows, slots, out, lse, dout = arguments
 
@@ -71,7 +71,7 @@ def gradient_error(found: Sequence[torch.Tensor], arguments: Sequence[torch.Tens
         delta = (out[tokens].double() * upstream).sum(-1, keepdim=True)
         return p, scale * p * (upstream @ keys[..., :512].mT - delta)
 
-    dq, drows, *_ = found
+    dq, drows, *_ = gradients
     errors = []
     for token in sampled(len(q)):
         keys = rows[slots[token].long(), 0].double()

@@ -37,15 +37,15 @@ def host_rows(lines: list[dict[str, Any]]) -> list[str]:
     head = "| op | case | PyTorch: call, with result, µs | jitted JAX: call, with result, µs |"
     table = [head, "|---|---|---|---|"]
     for line in lines:
-        shown = [f"{line[name]['host_us']}, {line[name]['waited_us']}" for name in ("torch", "jax")]
-        table.append(f"| `{line['op']}` | {line['case']} | {' | '.join(shown)} |")
+        cells = [f"{line[name]['host_us']}, {line[name]['waited_us']}" for name in ("torch", "jax")]
+        table.append(f"| `{line['op']}` | {line['case']} | {' | '.join(cells)} |")
     return table
 
 
 def cache_rows(lines: list[dict[str, Any]]) -> list[str]:
     """What caches cost the host, as donated arrays and as Refs."""
-    found = {line["case"]: line["host_us"] for line in lines if line["op"] == "jit"}
-    counts = sorted({int(case.split()[0]) for case in found})
+    times = {line["case"]: line["host_us"] for line in lines if line["op"] == "jit"}
+    counts = sorted({int(case.split()[0]) for case in times})
     if not counts:
         return []
     table = [
@@ -53,21 +53,21 @@ def cache_rows(lines: list[dict[str, Any]]) -> list[str]:
         "| caches of a jitted step that does next to nothing | donated arrays, µs | Refs, µs |",
         "|---|---|---|",
     ]
-    return table + [f"| {n} | {found[f'{n} donated arrays']} | {found[f'{n} Refs']} |" for n in counts]
+    return table + [f"| {n} | {times[f'{n} donated arrays']} | {times[f'{n} Refs']} |" for n in counts]
 
 
 def report(file: Path) -> str:
     """Markdown: of each run where its figures come from and the GPU's times; then the host's times of steps."""
-    shown, every = [], []
+    markdown, every = [], []
     for head, *lines in read([file]):
         versions, timed = head["versions"], [line for line in lines if "us" in line.get("jax", {})]
         same = sum(line["jax"]["same_bits"] for line in timed)
         packages = ", ".join(f"{name} {versions[name.lower()]}" for name in ("torch", "Triton", "JAX"))
-        shown += [f"{origin(head)}, {packages}. The same bits by both in {same} of {len(timed)} cases.", ""]
-        shown += [*gpu_rows(timed), ""]
+        markdown += [f"{origin(head)}, {packages}. The same bits by both in {same} of {len(timed)} cases.", ""]
+        markdown += [*gpu_rows(timed), ""]
         every += lines
     steps = [line for line in every if line["op"] == "dsa_attention"]
-    return "\n".join([*shown, *host_rows(steps), *cache_rows(every)]) + "\n"
+    return "\n".join([*markdown, *host_rows(steps), *cache_rows(every)]) + "\n"
 
 
 def main(

@@ -38,7 +38,7 @@ def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
 def lines() -> list[dict[str, Any]]:
     """A line per op, allocating its results and with `out` and `workspace`; `torch.add` beside it as the floor."""
     a = torch.randn(1, 64, device=problems.DEVICE)
-    found = []
+    measurements = []
     with torch.inference_mode():
         floor = host_us(lambda: torch.add(a, a), torch.cuda.synchronize)
         for name, (tensors, attrs) in arguments().items():
@@ -57,5 +57,5 @@ def lines() -> list[dict[str, Any]]:
                     lambda f=function, t=tensors, a=attrs, o=out, w=space: f(*t, **a, out=o, workspace=w),
                     torch.cuda.synchronize,
                 )
-            found.append(line)
-    return found
+            measurements.append(line)
+    return measurements

@@ -61,7 +61,7 @@ def cache_lines(count: int) -> Iterator[dict[str, Any]]:
 
 def lines() -> Iterator[dict[str, Any]]:
     arrays, attrs = arguments()
-    step = jax.jit(lambda *given: jax_api.dsa_attention(*given, **attrs))
+    step = jax.jit(lambda *operands: jax_api.dsa_attention(*operands, **attrs))
     trivial = jax.jit(lambda x: x + 1)
 
     def wait() -> None:

@@ -62,13 +62,13 @@ class Layer:
             return torch.randn(tokens, *shape, device=device, dtype=torch.bfloat16)
 
         weights = torch.rand(tokens, sizes.index_heads, device=device) / (sizes.index_heads * 128**0.5)
-        made = cls(
+        layer = cls(
             sizes, normal(sizes.heads, 576), normal(576), normal(sizes.index_heads, 128), normal(128), weights,
             normal(sizes.heads, 512),
         )  # fmt: skip
-        for leaf in made.leaves.values():
+        for leaf in layer.leaves.values():
             leaf.requires_grad_()
-        return made
+        return layer
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -120,15 +120,15 @@ class Layer:
         """Of a step, its loss among them."""
         for leaf in self.leaves.values():
             leaf.grad = None
-        found = {"loss": step()}
-        return found | {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+        results = {"loss": step()}
+        return results | {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
 
 
-def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+def difference(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative norms of the differences."""
     return {
-        name: float((found[name].double() - want.double()).norm() / want.double().norm())
-        for name, want in wanted.items()
+        name: float((results[name].double() - want.double()).norm() / want.double().norm())
+        for name, want in reference.items()
     }
 
 

@@ -72,8 +72,8 @@ class Step:
         self.step = step
 
     def __call__(self) -> dict[str, jax.Array]:
-        found, _ = jax.block_until_ready(self.step(self.leaves, self.dout, self.slots))
-        return found
+        gradients, _ = jax.block_until_ready(self.step(self.leaves, self.dout, self.slots))
+        return gradients
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Of a step, its loss among them, as `Layer.gradients` has them."""
@@ -102,13 +102,13 @@ def main(tokens: Annotated[int, typer.Argument(help="Of the step.")]) -> None:
     torch.manual_seed(0)
     layer = Layer.random(Sizes(), tokens, "cuda")
     # In the host's memory: JAX keeps what a step takes of the GPU's.
-    found = {name: value.cpu() for name, value in layer.gradients(layer.by_xmla).items()}
+    gradients = {name: value.cpu() for name, value in layer.gradients(layer.by_xmla).items()}
     step = Step(layer, layer.select())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     line = measure(step)
     if "ms" in line:
-        apart = difference(found, {name: value.cpu() for name, value in step.gradients().items()})
+        apart = difference(gradients, {name: value.cpu() for name, value in step.gradients().items()})
         line["difference"] = {name: float(f"{d:.2e}") for name, d in apart.items()}
     print(json.dumps(line))
 

@@ -29,7 +29,7 @@ def report(file: Path) -> str:
     versions = head["versions"]
     measured = [name for name in NAMES if name in lines[0]]
     packages = ["torch", "Triton", *(["JAX"] if "dense_in_jax" in measured else [])]
-    shown = [
+    markdown = [
         f"{origin(head)}, {', '.join(f'{name} {versions[name.lower()]}' for name in packages)}.",
         "",
         f"| tokens | {' | '.join(NAMES[name] for name in measured)} | difference of gradients |",
@@ -38,8 +38,8 @@ def report(file: Path) -> str:
     for line in lines:
         differences = [part["difference"] for part in (line, line.get("dense_in_jax", {})) if "difference" in part]
         apart = f"{max(max(each.values()) for each in differences):.1%} at most" if differences else ""
-        shown.append(f"| {line['tokens']:,} | {' | '.join(cell(line[name]) for name in measured)} | {apart} |")
-    return "\n".join(shown) + "\n"
+        markdown.append(f"| {line['tokens']:,} | {' | '.join(cell(line[name]) for name in measured)} | {apart} |")
+    return "\n".join(markdown) + "\n"
 
 
 def main(

@@ -143,24 +143,24 @@ class Step:
 
     def __call__(self) -> Results:
         """The output, the indexer's loss, and the gradient of the input and of every parameter."""
-        (_, found), (dparameters, dx) = self.step(self.parameters, self.x)
+        (_, outputs), (dparameters, dx) = self.step(self.parameters, self.x)
         gradients = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(dparameters)}
-        return jax.block_until_ready(found | {"x": dx} | gradients)
+        return jax.block_until_ready(outputs | {"x": dx} | gradients)
 
 
-def difference(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+def difference(results: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
     """Relative norms of the differences."""
     apart = {}
-    for name, want in wanted.items():
+    for name, want in reference.items():
         want = np.asarray(want, np.float64)
-        apart[name] = float(np.linalg.norm(np.asarray(found[name], np.float64) - want) / np.linalg.norm(want))
+        apart[name] = float(np.linalg.norm(np.asarray(results[name], np.float64) - want) / np.linalg.norm(want))
     return apart
 
 
 def measure(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
     """Milliseconds of a step and the most memory that JAX took, parameters included; its results on the host."""
     try:
-        found = {name: np.asarray(value, np.float32) for name, value in step().items()}
+        results = {name: np.asarray(value, np.float32) for name, value in step().items()}
         times = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
@@ -171,7 +171,7 @@ def measure(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
             return {"out_of_memory": True}, {}
         raise
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
-    return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak / 2**30, 2)}, found
+    return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak / 2**30, 2)}, results
 
 
 @app.command()
@@ -187,8 +187,8 @@ def alone(
     if way == "xmla":
         xmla.maxtext.install()
     with over(config) as mesh:
-        line, found = measure(Step(build(config, mesh), remat=remat))
-    np.savez(results, **found)
+        line, arrays = measure(Step(build(config, mesh), remat=remat))
+    np.savez(results, **arrays)
     print(json.dumps(line))
 
 
@@ -212,9 +212,9 @@ def compare(
             command = [sys.executable, "-m", "xmla.bench.maxtext", "alone", way, str(file), *options]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | JAX_MEMORY, check=True)
             line[way] = json.loads(done.stdout.splitlines()[-1])
-        own, ours = (np.load(file) for file in files.values())
-        if own.files and ours.files:
-            apart = difference(dict(ours), dict(own))
+        theirs, ours = (np.load(file) for file in files.values())
+        if theirs.files and ours.files:
+            apart = difference(dict(ours), dict(theirs))
             line["difference"] = {name: float(f"{d:.2e}") for name, d in apart.items()}
     print(line, flush=True)
     head = provenance(shlex.join(["python", "-m", "xmla.bench.maxtext", *sys.argv[1:]]), commit)

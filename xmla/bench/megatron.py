@@ -147,10 +147,10 @@ class Step:
         q, k, hidden, q_latent = tokens.split([sizes.heads * 576, 576, sizes.hidden, sizes.q_latent], -1)
         rank = state.get_tensor_model_parallel_rank()
         q, up = q.unflatten(-1, (sizes.heads, 576)).chunk(tp, 2)[rank], up.chunk(tp)[rank]
-        made = cls(layer, *[x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up)])
-        for leaf in (made.q, made.k, made.up):
+        step = cls(layer, *[x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up)])
+        for leaf in (step.q, step.k, step.up):
             leaf.requires_grad_()
-        return made
+        return step
 
     def run(self) -> Tensors:
         """Forward and backward: the output, and every gradient."""
@@ -169,7 +169,7 @@ class Step:
     def measure(self) -> tuple[dict[str, Any], Tensors]:
         """Milliseconds of a step and the most memory that was allocated; its results, in the host's memory."""
         try:
-            found = {name: tensor.cpu() for name, tensor in self.run().items()}
+            results = {name: tensor.cpu() for name, tensor in self.run().items()}
             torch.cuda.reset_peak_memory_stats()
             times = []
             for _ in range(ROUNDS):
@@ -181,7 +181,7 @@ class Step:
         except torch.OutOfMemoryError:
             return {"out_of_memory": True}, {}
         peak = torch.cuda.max_memory_allocated() / 2**30
-        return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak, 2)}, found
+        return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak, 2)}, results
 
 
 @app.command()
@@ -208,7 +208,7 @@ def main(
             torch.cuda.empty_cache()
         first, *others = results.values()
         if first and others and others[0]:
-            apart = [difference({n: others[0][n].cuda()}, {n: own.cuda()}) for n, own in first.items()]
+            apart = [difference({n: others[0][n].cuda()}, {n: tensor.cuda()}) for n, tensor in first.items()]
             line["difference"] = {name: float(f"{d:.2e}") for each in apart for name, d in each.items()}
         if dist.get_rank() == 0:
             print(line, flush=True)

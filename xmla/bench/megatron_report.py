@@ -24,7 +24,7 @@ def gpus(line: dict[str, Any]) -> str:
     return " × ".join(names) or "1"
 
 
-def told(line: dict[str, Any]) -> str:
+def origin_and_versions(line: dict[str, Any]) -> str:
     """Where a figure comes from."""
     versions = line["versions"]
     packages = {"Megatron-Core": line["megatron_core"], "torch": versions["torch"], "Triton": versions["triton"]}
@@ -32,25 +32,25 @@ def told(line: dict[str, Any]) -> str:
 
 
 def row(line: dict[str, Any]) -> str:
-    own, ours = line["none"], line["xmla"]
-    ratio = f"{own['ms'] / ours['ms']:.1f} ×" if "ms" in own else ""
+    theirs, ours = line["none"], line["xmla"]
+    ratio = f"{theirs['ms'] / ours['ms']:.1f} ×" if "ms" in theirs else ""
     apart = f"{max(line['difference'].values()):.1%} at most" if "difference" in line else ""
     loss = "selected keys" if line["sparse_loss"] else "all keys"
-    return f"| {line['tokens']:,} | {gpus(line)} | {loss} | {cell(own)} | {cell(ours)} | {ratio} | {apart} |"
+    return f"| {line['tokens']:,} | {gpus(line)} | {loss} | {cell(theirs)} | {cell(ours)} | {ratio} | {apart} |"
 
 
 def report(file: Path) -> str:
     """Markdown: for each origin of figures its sentence, then a line per run."""
-    shown: list[str] = []
-    for text, lines in groupby(map(json.loads, file.read_text().splitlines()), key=told):
-        shown += [
+    markdown: list[str] = []
+    for text, lines in groupby(map(json.loads, file.read_text().splitlines()), key=origin_and_versions):
+        markdown += [
             text,
             "",
             "| tokens | GPUs | loss over | Megatron's code | xmla | speed | difference |",
             "|---" * 7 + "|",
         ]
-        shown += [*map(row, lines), ""]
-    return "\n".join(shown)
+        markdown += [*map(row, lines), ""]
+    return "\n".join(markdown)
 
 
 def main(

@@ -73,10 +73,10 @@ def nvlink_received(ordinal: int) -> int | None:
     """Bytes that a GPU's NVLinks have received so far, NCCL's flags included; None where the driver does not tell."""
     command = ["nvidia-smi", "nvlink", "-gt", "d", "-i", str(ordinal)]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout
+        text = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    counts = re.findall(r"Rx: (\d+) KiB", shown)
+    counts = re.findall(r"Rx: (\d+) KiB", text)
     return sum(map(int, counts)) * 1024 if counts else None
 
 

@@ -27,8 +27,8 @@ LIGHT = {name: light for name, (light, _) in COLORS.items()}
 
 
 def _number(case: str, name: str) -> int | None:
-    found = re.search(rf"\b{name}=(\d+)", case)
-    return int(found[1]) if found else None
+    match = re.search(rf"\b{name}=(\d+)", case)
+    return int(match[1]) if match else None
 
 
 @contextmanager
@@ -56,10 +56,10 @@ def _dark_rules() -> str:
     return "@media (prefers-color-scheme: dark) {" + " ".join(rules) + "}"
 
 
-def _save(pyplot: Any, figure: Any, file: Path, shown: object = None) -> None:
+def _save(pyplot: Any, figure: Any, file: Path, contents: object = None) -> None:
     """Write the figure. An SVG has no ground, follows its reader's scheme, and describes what it shows."""
     if file.suffix == ".svg":
-        described = {} if shown is None else {"Description": json.dumps(shown)}
+        described = {} if contents is None else {"Description": json.dumps(contents)}
         figure.savefig(file, transparent=True, metadata={"Date": None, "Creator": "xmla"} | described)
         file.write_text(file.read_text().replace("</style>", f"\n{_dark_rules()}\n</style>", 1))
     else:
@@ -82,11 +82,11 @@ def speeds(lines: list[Line]) -> dict[str, list[Bar]]:
     panels: dict[str, list[Bar]] = {}
     for title, (pattern, label) in PANELS.items():
         for line in lines:
-            found = re.fullmatch(pattern, line.get("case", ""))
+            match = re.fullmatch(pattern, line.get("case", ""))
             ratios = [ratio for peer, ratio in line.get("ratio_to_peer", {}).items() if peer.startswith("FlashMLA")]
-            if found and ratios:
+            if match and ratios:
                 name = label.format(
-                    *(f"{int(x) // 1024}k" if len(x) > 3 and x.isdigit() else x for x in found.groups())
+                    *(f"{int(x) // 1024}k" if len(x) > 3 and x.isdigit() else x for x in match.groups())
                 )
                 panels.setdefault(title, []).append((name, line["tflop_per_s"], line["tflop_per_s"] / ratios[0]))
     return panels
@@ -96,38 +96,38 @@ def described(file: Path) -> Any:
     """What an SVG of `draw_speeds` says that it shows."""
     from xml.etree import ElementTree
 
-    found = ElementTree.parse(file).find(".//{http://purl.org/dc/elements/1.1/}description")
-    return json.loads(found.text) if found is not None and found.text else None
+    description = ElementTree.parse(file).find(".//{http://purl.org/dc/elements/1.1/}description")
+    return json.loads(description.text) if description is not None and description.text else None
 
 
 def shown_speeds(head: Line, lines: list[Line]) -> Any:
     """What `draw_speeds` draws, as `described` reads it back."""
-    bars = {title: [[name, round(x, 1), round(y, 1)] for name, x, y in found] for title, found in speeds(lines).items()}
+    bars = {title: [[name, round(x, 1), round(y, 1)] for name, x, y in panel] for title, panel in speeds(lines).items()}
     return {"origin": origin(head), "ceiling": round(head["ceilings"]["bf16_flop_per_s"] / 1e12), "bars": bars}
 
 
 def draw_speeds(head: Line, lines: list[Line], file: Path) -> None:
     """TFLOP/s of `sparse_mla` as bars beside FlashMLA's, with their ratio, under the rate of a dense matmul."""
-    shown = shown_speeds(head, lines)
+    contents = shown_speeds(head, lines)
     with _pyplot() as pyplot:
-        widths = [len(found) for found in shown["bars"].values()]
+        widths = [len(bars) for bars in contents["bars"].values()]
         figure, panels = pyplot.subplots(
             1, len(widths), figsize=(11, 3.8), layout="constrained", sharey=True, width_ratios=widths, squeeze=False
         )
-        for panel, (title, found) in zip(panels[0], shown["bars"].items(), strict=True):
-            places = range(len(found))
-            panel.bar([x - 0.2 for x in places], [bar[1] for bar in found], 0.4, color=LIGHT["xmla"], label="xmla")
-            panel.bar([x + 0.2 for x in places], [bar[2] for bar in found], 0.4, color=LIGHT["peer"], label="FlashMLA")
-            panel.axhline(shown["ceiling"], ls="--", color=LIGHT["ceiling"], label="dense bf16 matmul")
-            for x, (_, ours, theirs) in enumerate(found):
+        for panel, (title, bars) in zip(panels[0], contents["bars"].items(), strict=True):
+            places = range(len(bars))
+            panel.bar([x - 0.2 for x in places], [bar[1] for bar in bars], 0.4, color=LIGHT["xmla"], label="xmla")
+            panel.bar([x + 0.2 for x in places], [bar[2] for bar in bars], 0.4, color=LIGHT["peer"], label="FlashMLA")
+            panel.axhline(contents["ceiling"], ls="--", color=LIGHT["ceiling"], label="dense bf16 matmul")
+            for x, (_, ours, theirs) in enumerate(bars):
                 panel.text(x, max(ours, theirs) + 8, f"{ours / theirs:.2f}×", ha="center", fontsize=9)
-            panel.set_xticks(places, [bar[0] for bar in found])
+            panel.set_xticks(places, [bar[0] for bar in bars])
             panel.set_title(title, fontsize=11)
             panel.spines[["top", "right"]].set_visible(False)
         panels[0][0].set_ylabel("TFLOP/s of attention")
         panels[0][0].legend(fontsize=9, loc="upper left", bbox_to_anchor=(0, 0.93))
-        figure.supxlabel(shown["origin"], fontsize=9)
-        _save(pyplot, figure, file, shown)
+        figure.supxlabel(contents["origin"], fontsize=9)
+        _save(pyplot, figure, file, contents)
 
 
 def in_turns(line: Line) -> tuple[float, float]:
@@ -146,17 +146,17 @@ def shown_frameworks(head: Line, lines: list[Line]) -> Any:
 
 def draw_frameworks(head: Line, lines: list[Line], file: Path) -> None:
     """Every case: its time by PyTorch across, its speed by JAX beside it upwards."""
-    shown = shown_frameworks(head, lines)
+    contents = shown_frameworks(head, lines)
     with _pyplot() as pyplot:
         figure, panel = pyplot.subplots(figsize=(11, 3.8), layout="constrained")
-        for op, points in shown["points"].items():
+        for op, points in contents["points"].items():
             panel.scatter(*zip(*points, strict=True), s=18, label=op)
         panel.axhline(1, ls="--", color=LIGHT["ceiling"])
-        panel.set(xscale="log", xlabel=f"µs by PyTorch\n{shown['origin']}", ylabel="PyTorch / JAX", ylim=(0.85, 1.2))
+        panel.set(xscale="log", xlabel=f"µs by PyTorch\n{contents['origin']}", ylabel="PyTorch / JAX", ylim=(0.85, 1.2))
         _logarithmic(panel.xaxis)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(fontsize=9, ncols=3)
-        _save(pyplot, figure, file, shown)
+        _save(pyplot, figure, file, contents)
 
 
 def draw(head: Line, lines: list[Line], file: Path) -> None:

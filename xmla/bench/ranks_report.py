@@ -41,7 +41,7 @@ def _table(results: Results) -> str:
     *_, most = several = [ranks for ranks in results.ranks if ranks > 1]
     columns = [column for ranks in several for column in (f"{ranks} GPUs", f"{ranks}, scattered")]
     columns += ["exchange", "bytes, predicted", "by NVLink"]
-    shown = [
+    table = [
         f"{origin(results.head)}, torch {versions['torch']}, Triton {versions['triton']}, NCCL.",
         "",
         f"| context | requests | 1 GPU | {' | '.join(columns)} |",
@@ -56,8 +56,8 @@ def _table(results: Results) -> str:
         last = results.cases[most, requests, context]
         cells += [f"{last['share_of_exchange']:.0%}", f"{sum(last['received_bytes'].values()) / 1e6:.2f} MB"]
         cells.append(f"{last['nvlink_received_bytes'] / 1e6:.2f} MB" if "nvlink_received_bytes" in last else "")
-        shown.append(f"| {' | '.join(cells)} |")
-    return "\n".join(shown) + "\n"
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
 
 
 def report(file: Path) -> str:

@@ -27,14 +27,14 @@ def main(
 ) -> None:
     """Run a command, show its output, and keep its exit code, seconds and last lines with versions and commit."""
     start = time.monotonic()
-    shown: deque[str] = deque(maxlen=lines)
+    last: deque[str] = deque(maxlen=lines)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         for line in running.stdout or ():
             print(line, end="", flush=True)
             if line.strip():  # where Python and the tree lie is the machine's own
-                shown.append(line.rstrip().replace(sys.prefix, "PYTHON").replace(str(Path.cwd()), "."))
+                last.append(line.rstrip().replace(sys.prefix, "PYTHON").replace(str(Path.cwd()), "."))
     seconds = round(time.monotonic() - start, 1)
-    figures = {"exit_code": running.returncode, "seconds": seconds, "last_lines": [*shown]}
+    figures = {"exit_code": running.returncode, "seconds": seconds, "last_lines": [*last]}
     with out.open("a") as file:
         file.write(json.dumps(provenance(shlex.join(command), commit) | figures, ensure_ascii=False) + "\n")
     raise typer.Exit(code=running.returncode)

@@ -29,15 +29,17 @@ def rows(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def host_rows(lines: list[dict[str, Any]]) -> list[str]:
-    found = [line for line in lines if "torch_add_us" in line]
-    if not found:
+    calls = [line for line in lines if "torch_add_us" in line]
+    if not calls:
         return []
     table = ["", "| host time of an eager torch call | launches | allocations | µs | with `out` and `workspace` |"]
     table.append("|---|---|---|---|---|")
-    for line in found:
-        given = line.get("host_us_out_workspace", "")
-        table.append(f"| `{line['op']}` | {line['launches']} | {line['allocations']} | {line['host_us']} | {given} |")
-    table.append(f"| `torch.add` | 1 | 1 | {found[0]['torch_add_us']} | |")
+    for line in calls:
+        with_out = line.get("host_us_out_workspace", "")
+        table.append(
+            f"| `{line['op']}` | {line['launches']} | {line['allocations']} | {line['host_us']} | {with_out} |"
+        )
+    table.append(f"| `torch.add` | 1 | 1 | {calls[0]['torch_add_us']} | |")
     for line in (line for line in lines if "jitted_addition_us" in line):
         addition = f"a jitted addition takes {line['jitted_addition_us']} µs"
         table += ["", f"Dispatch of a jitted JAX `{line['op']}`: {line['host_us']} µs; {addition}."]
@@ -69,13 +71,13 @@ def read(files: list[Path]) -> list[list[dict[str, Any]]]:
 def report(files: list[Path]) -> str:
     """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any."""
     runs = read(files)
-    shown: list[str] = []
+    markdown: list[str] = []
     for head, *lines in runs:
         if any("us" in line for line in lines):
-            shown += [*([""] if shown else []), beginning(head), "", *rows(lines)]
+            markdown += [*([""] if markdown else []), beginning(head), "", *rows(lines)]
     head, *hosts = next(lines for lines in reversed(runs) if host_rows(lines[1:]))
-    shown += ["", *([beginning(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
-    return "\n".join(shown) + "\n"
+    markdown += ["", *([beginning(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
+    return "\n".join(markdown) + "\n"
 
 
 def draw(files: list[Path], folder: Path) -> None:

@@ -99,14 +99,14 @@ def estimates(lines: Iterable[Mapping[str, Any]]) -> Iterator[Estimate]:
 
 
 def document(lines: Iterable[Mapping[str, Any]]) -> str:
-    found = list(estimates(lines))
+    all_estimates = list(estimates(lines))
     rows = ["| op | cases | measured / model, geometric mean | least | most |", "|---|---|---|---|---|"]
-    for op in dict.fromkeys(estimate.op for estimate in found):
-        ratios = [estimate.ratio for estimate in found if estimate.op == op]
-        shown = f"{geometric_mean(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}"
-        rows.append(f"| `{op}` | {len(ratios)} | {shown} |")
+    for op in dict.fromkeys(estimate.op for estimate in all_estimates):
+        ratios = [estimate.ratio for estimate in all_estimates if estimate.op == op]
+        cells = f"{geometric_mean(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}"
+        rows.append(f"| `{op}` | {len(ratios)} | {cells} |")
     cases = ["| op | case | measured, µs | model, µs | measured / model |", "|---|---|---|---|---|"]
-    cases += [f"| `{e.op}` | {e.case} | {e.measured:.1f} | {e.model:.1f} | {e.ratio:.2f} |" for e in found]
+    cases += [f"| `{e.op}` | {e.case} | {e.measured:.1f} | {e.model:.1f} | {e.ratio:.2f} |" for e in all_estimates]
     return "\n".join([HEAD, *rows, "", *cases]) + "\n"
 
 

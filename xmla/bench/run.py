@@ -72,7 +72,7 @@ def beside_peers(benchmark: "Benchmark") -> tuple[dict[str, "Timing"], dict[str,
         try:
             errors[name] = check()
         except Exception as failure:
-            failures[name] = told(failure)
+            failures[name] = in_one_line(failure)
     peers = {name: call for name, call in benchmark.peers.items() if name not in failures}
     try:
         times = measure({"xmla": benchmark.ours, **peers}, len(benchmark.inputs))
@@ -81,12 +81,12 @@ def beside_peers(benchmark: "Benchmark") -> tuple[dict[str, "Timing"], dict[str,
         if not peers:
             raise
         times = measure({"xmla": benchmark.ours}, len(benchmark.inputs))
-        failures |= dict.fromkeys(peers, told(failure))
+        failures |= dict.fromkeys(peers, in_one_line(failure))
     return times, errors, failures
 
 
-def told(failure: Exception) -> str:
-    """In one line, for a table."""
+def in_one_line(failure: Exception) -> str:
+    """Of an exception, for a table."""
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
@@ -117,10 +117,10 @@ def time_case(benchmark: "Benchmark", limits: Mapping[str, "Ceiling"], with_jax:
     from xmla.bench.timing_jax import beside_torch
 
     try:
-        found = beside_torch(benchmark, times["xmla"].median)
+        timing = beside_torch(benchmark, times["xmla"].median)
     except Exception as failure:  # told at the end, after the other cases
-        found = {"jax": {"failed": told(failure)}}
-    return line | found | ({} if found["jax"].get("same_bits") else {"wrong": True})
+        timing = {"jax": {"failed": in_one_line(failure)}}
+    return line | timing | ({} if timing["jax"].get("same_bits") else {"wrong": True})
 
 
 def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> Table:
@@ -128,8 +128,8 @@ def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> 
     table = Table(*columns)
     for line in lines:
         if "us" not in line:
-            shown = "[red]WRONG, not timed" if line.get("wrong") else f"{line['host_us']} of host time"
-            table.add_row(line["op"], line["case"], shown)
+            cell = "[red]WRONG, not timed" if line.get("wrong") else f"{line['host_us']} of host time"
+            table.add_row(line["op"], line["case"], cell)
             continue
         before = earlier.get((line["op"], line["case"]), {}).get("us", {}).get("xmla")
         table.add_row(
@@ -146,12 +146,12 @@ def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> 
 
 def by_jax(line: Line) -> str:
     """JAX's GPU time of a case, or why there is none."""
-    found = line.get("jax")
-    if found is None:
+    timing = line.get("jax")
+    if timing is None:
         return ""
-    if "failed" in found:
-        return f"[red]FAILED: {escape(found['failed'])}"
-    return str(found["us"][0]) if found["same_bits"] else "[red]OTHER BITS"
+    if "failed" in timing:
+        return f"[red]FAILED: {escape(timing['failed'])}"
+    return str(timing["us"][0]) if timing["same_bits"] else "[red]OTHER BITS"
 
 
 def read_lines(file: Path) -> list[Line]:

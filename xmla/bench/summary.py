@@ -17,8 +17,8 @@ Line = dict[str, Any]
 
 
 def span(ratios: Iterable[float]) -> str:
-    found = sorted(ratios)
-    return f"{found[0]:.2f} to {found[-1]:.2f} ×"
+    ascending = sorted(ratios)
+    return f"{ascending[0]:.2f} to {ascending[-1]:.2f} ×"
 
 
 def lines_of(file: Path) -> list[Line]:
@@ -55,8 +55,8 @@ def layer(file: Path, tokens: int) -> tuple[str, str]:
 def vllm(file: Path, key: str) -> str:
     """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
     cases = [engines for _, *lines in read([file]) for engines in vllm_report.cases_of(lines).values()]
-    found = [vllm_report.figures(engines, key) for engines in cases]
-    return span(own / ours if key.endswith("_us") else ours / own for ours, own in found)
+    pairs = [vllm_report.figures(engines, key) for engines in cases]
+    return span(theirs / ours if key.endswith("_us") else ours / theirs for ours, theirs in pairs)
 
 
 def report(results: Path) -> str:

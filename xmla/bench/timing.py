@@ -69,4 +69,4 @@ def measure(variants: Mapping[str, Callable[[int], Any]], sets: int) -> dict[str
     for _ in range(ROUNDS):
         for name, sample in samplers.items():
             samples[name].append(sample())
-    return {name: Timing.of(found) for name, found in samples.items()}
+    return {name: Timing.of(times) for name, times in samples.items()}

@@ -31,8 +31,8 @@ ROUNDS = 5
 def dense(benchmark: Benchmark) -> Benchmark:
     """The same case over arrays without gaps, since JAX has no strides; an array that several sets have stays one."""
     arrays = {id(array): array for inputs in benchmark.inputs for array in inputs}
-    found = {key: None if array is None else array.contiguous() for key, array in arrays.items()}
-    return replace(benchmark, inputs=[[found[id(array)] for array in inputs] for inputs in benchmark.inputs])
+    dense_arrays = {key: None if array is None else array.contiguous() for key, array in arrays.items()}
+    return replace(benchmark, inputs=[[dense_arrays[id(array)] for array in inputs] for inputs in benchmark.inputs])
 
 
 @cache
@@ -56,13 +56,13 @@ class Case:
 
     def call(self, updated: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The results of a call, and the new values of the arrays that it updates."""
-        given = list(arrays)
+        arguments = list(arrays)
         for place, array in zip(self.benchmark.updates, updated, strict=True):
-            given[place] = array
-        found = self.benchmark.call(jax_api, *given)
-        found = list(found) if isinstance(found, tuple | list) else [found]
-        results = len(found) - len(updated)
-        return found[:results], found[results:]
+            arguments[place] = array
+        results = self.benchmark.call(jax_api, *arguments)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        count = len(results) - len(updated)
+        return results[:count], results[count:]
 
     def program(self, calls: int) -> Callable[[], list[Any]]:
         """A function that starts so many calls in one program.
@@ -97,12 +97,12 @@ def gpu_times(case: Case, us: float) -> tuple[Timing, Timing]:
 
     def elapsed(count: int) -> float:
         """Microseconds of work queued before and so many programs."""
-        found = jax.block_until_ready(start())
+        results = jax.block_until_ready(start())
         begun = time.perf_counter()
         busy()
         for _ in range(count):
-            found = start()
-        jax.block_until_ready(found)
+            results = start()
+        jax.block_until_ready(results)
         return (time.perf_counter() - begun) * 1e6
 
     elapsed(2)
@@ -116,9 +116,9 @@ def waited(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int = 1
     returned, ready = [], []
     for _ in range(repeats + 3):
         begun = time.perf_counter()
-        found = call()
+        results = call()
         returned.append((time.perf_counter() - begun) * 1e6)
-        wait(found)
+        wait(results)
         ready.append((time.perf_counter() - begun) * 1e6)
     return round(statistics.median(returned[3:]), 1), round(statistics.median(ready[3:]), 1)
 

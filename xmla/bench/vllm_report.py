@@ -32,17 +32,17 @@ def engine(head: Line, lines: list[Line]) -> str:
 
 def alike(lines: list[Line]) -> list[str]:
     """Of each pair of engines how far apart their answers are, by prompt; a table for each set of prompts."""
-    shown: list[str] = []
+    markdown: list[str] = []
     pairs = sorted((line for line in lines if "beside" in line), key=lambda pair: max(pair["prompt"]))
     for prompts, of_prompts in groupby(pairs, key=lambda pair: pair["prompt"]):
-        shown += [""] if shown else []
-        shown.append(f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |")
-        shown.append("|---" * (2 + len(prompts)) + "|")
+        markdown += [""] if markdown else []
+        markdown.append(f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |")
+        markdown.append("|---" * (2 + len(prompts)) + "|")
         for pair in of_prompts:
             figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
             cells = [f"{apart:.4f}, {same:.1%}, {equal} of {pair['new_tokens']}" for apart, same, equal in figures]
-            shown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")
-    return shown
+            markdown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")
+    return markdown
 
 
 def cases_of(lines: list[Line]) -> dict[tuple[int, int], dict[str, list[Line]]]:
@@ -69,16 +69,16 @@ def speeds(lines: list[Line]) -> list[str]:
 
     A step that was timed in one round alone is left out: the host's noise decides its ratio.
     """
-    shown = {"forward_us": "decode: the GPU's forward pass", "prefill_tokens_per_s": "prefill, tokens/s"}
+    headings = {"forward_us": "decode: the GPU's forward pass", "prefill_tokens_per_s": "prefill, tokens/s"}
     if all("step_us_by_round" in line for line in lines if "step_us" in line):
-        shown["step_us"] = "decode: a step, with the host's part"
-    rows = [f"| context | requests | {' | '.join(shown.values())} |", "|---" * (2 + len(shown)) + "|"]
+        headings["step_us"] = "decode: a step, with the host's part"
+    rows = [f"| context | requests | {' | '.join(headings.values())} |", "|---" * (2 + len(headings)) + "|"]
     for (context, requests), engines in sorted(cases_of(lines).items()):
         cells = []
-        for key in shown:
-            ours, own = figures(engines, key)
+        for key in headings:
+            ours, theirs = figures(engines, key)
             time = key.endswith("_us")
-            cells.append(f"{ours:.0f} µs ({own / ours:.2f} ×)" if time else f"{ours:,.0f} ({ours / own:.2f} ×)")
+            cells.append(f"{ours:.0f} µs ({theirs / ours:.2f} ×)" if time else f"{ours:,.0f} ({ours / theirs:.2f} ×)")
         rows.append(f"| {context:,} | {requests} | {' | '.join(cells)} |")
     return rows
 
@@ -86,13 +86,13 @@ def speeds(lines: list[Line]) -> list[str]:
 def report(files: list[Path]) -> str:
     """Markdown: speeds, then answers; of each run where the figures come from and its table."""
     runs = [(head, lines) for head, *lines in read(files)]
-    shown: list[str] = []
+    markdown: list[str] = []
     for title, key, tables in (("Speed", "step_us", speeds), ("Answers", "beside", alike)):
         chosen = [(head, lines) for head, lines in runs if any(key in line for line in lines)]
-        shown += [f"### {title}", ""]
+        markdown += [f"### {title}", ""]
         for head, lines in chosen:
-            shown += [engine(head, lines), "", *tables(lines), ""]
-    return "\n".join(shown[:-1]) + "\n"
+            markdown += [engine(head, lines), "", *tables(lines), ""]
+    return "\n".join(markdown[:-1]) + "\n"
 
 
 def main(

@@ -34,8 +34,8 @@ def topk_case(rows: int, columns: int) -> Benchmark:
         return torch.topk(logits[i], K, sorted=False)[1]
 
     def check() -> float:
-        found = call(torch_api, logits[0], ends).sort(1)[0]
-        return float((found != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
+        selected = call(torch_api, logits[0], ends).sort(1)[0]
+        return float((selected != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
 
     return Benchmark(
         op="select_topk",
