@@ -83,7 +83,7 @@ def warmup(config: Model, device: Device | None = None, *, workers: int | None =
 
 
 def make_ready(
-    wanted: Sequence[Specialization], device: Device, ordinal: int | None, *, workers: int | None, progress: bool
+    kernels: Sequence[Specialization], device: Device, ordinal: int | None, *, workers: int | None, progress: bool
 ) -> Warmup:
     """Compile or load these kernels for `device`, and load them onto the GPU with this ordinal, if there is one.
 
@@ -91,7 +91,7 @@ def make_ready(
         UnsupportedError: Kernels are interpreted in this process.
     """
     start = time.perf_counter()
-    if any(isinstance(specialization.kernel, InterpretedFunction) for specialization in wanted):
+    if any(isinstance(specialization.kernel, InterpretedFunction) for specialization in kernels):
         raise UnsupportedError("warmup: kernels are interpreted in this process; unset TRITON_INTERPRET")
 
     def prepare(specialization: Specialization) -> tuple[str, float]:
@@ -102,9 +102,9 @@ def make_ready(
 
     took: dict[str, list[float]] = {}
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool, Progress(transient=True, disable=not progress) as bar:
-        task = bar.add_task(f"compiling for {device.name}", total=len(wanted))
+        task = bar.add_task(f"compiling for {device.name}", total=len(kernels))
         try:
-            for future in as_completed([pool.submit(prepare, specialization) for specialization in wanted]):
+            for future in as_completed([pool.submit(prepare, specialization) for specialization in kernels]):
                 name, seconds = future.result()
                 took.setdefault(name, []).append(seconds)
                 bar.advance(task)
@@ -112,12 +112,12 @@ def make_ready(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if ordinal is not None:
-        for specialization in wanted:
+        for specialization in kernels:
             compiled(specialization, device.arch, ordinal).run  # noqa: B018, loads the kernel onto the device
-    report = Warmup(tuple(wanted), time.perf_counter() - start)
+    report = Warmup(tuple(kernels), time.perf_counter() - start)
     if progress:
         console = Console(stderr=True, soft_wrap=True)
         for name, each in sorted(took.items()):
             console.print(f"{name} × {len(each)}: {sum(each):.1f} s", highlight=False, markup=False)
-        console.print(f"{len(wanted)} kernels ready for {device.name} in {report.seconds:.1f} s")
+        console.print(f"{len(kernels)} kernels ready for {device.name} in {report.seconds:.1f} s")
     return report

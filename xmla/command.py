@@ -20,8 +20,8 @@ from xmla.machine.files import drawable, writable
 app = typer.Typer(help="DeepSeek sparse attention for PyTorch and JAX.", no_args_is_help=True)
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(value: bool) -> None:
+    if value:
         typer.echo(f"xmla {__version__}")
         raise typer.Exit
 

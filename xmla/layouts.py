@@ -123,10 +123,10 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     if scale_floor not in SCALE_FLOORS:
         raise ArgumentError(f"convert: scale_floor is {scale_floor!r}, expected 'scale' or 'amax'")
     if source_format is None:
-        found = inspect(pool)
-        if found.format is None:
-            raise ArgumentError(f"convert: source_format is None, expected a name, because {found.reason}")
-        source_format = found.format
+        inspection = inspect(pool)
+        if inspection.format is None:
+            raise ArgumentError(f"convert: source_format is None, expected a name, because {inspection.reason}")
+        source_format = inspection.format
     origin = _named("source_format", source_format, (*LAYOUTS, UE8M0_KEYS))
     kind = _framework(pool)
     array: Any = pool  # a type checker cannot follow `kind`
@@ -193,7 +193,7 @@ def _with_float_scales(pool: Any, kind: str, layout: IndexerLayout) -> Any:
 
 
 def _named(argument: str, name: str, layouts: tuple[Layout, ...]) -> Layout:
-    layout = next((known for known in layouts if known.name == name), None)
+    layout = next((each for each in layouts if each.name == name), None)
     if layout is None:
         known = ", ".join(known.name for known in layouts)
         raise ArgumentError(f"convert: {argument} is {name!r}, expected one of {known}")

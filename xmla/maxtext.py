@@ -73,11 +73,11 @@ def install() -> None:
         message = f"xmla.maxtext: no MaxText with sparse attention, such as 0.2.5: {error}"
         raise UnsupportedError(message) from error
     for (owner, name), function in replaced.items():
-        taken, known = inspect.signature(getattr(owner, name)), inspect.signature(function)
-        if list(taken.parameters) != list(known.parameters):
+        theirs, ours = inspect.signature(getattr(owner, name)), inspect.signature(function)
+        if list(theirs.parameters) != list(ours.parameters):
             raise UnsupportedError(
-                f"xmla.maxtext: {owner.__name__}.{name} takes {', '.join(taken.parameters)}, "
-                f"supported: {', '.join(known.parameters)}, as in maxtext 0.2.5"
+                f"xmla.maxtext: {owner.__name__}.{name} takes {', '.join(theirs.parameters)}, "
+                f"supported: {', '.join(ours.parameters)}, as in maxtext 0.2.5"
             )
     for (owner, name), function in replaced.items():
         _originals[owner, name] = getattr(owner, name)
@@ -111,8 +111,8 @@ def _refuse(config: Any) -> None:
     for name, served in SERVED.items():
         value = getattr(config, name)
         if value not in served:
-            told = " or ".join(map(str, served))
-            raise UnsupportedError(f"xmla.maxtext: {name}={value} is given, supported: {told}")
+            values = " or ".join(map(str, served))
+            raise UnsupportedError(f"xmla.maxtext: {name}={value} is given, supported: {values}")
     for name, most in MAX_HEADS.items():
         if getattr(config, name) > most:
             raise UnsupportedError(f"xmla.maxtext: {name}={getattr(config, name)} is given, supported: at most {most}")
@@ -218,11 +218,11 @@ def _calculate_indexer_loss(
     ) -> Array:  # fmt: skip
         lse = lse if sparse_loss else _lse_of_ranges(query, key, starts, ends)
         first = _first_rows(*starts.shape)
-        found, *_ = xj.indexer_loss(
+        result, *_ = xj.indexer_loss(
             *map(_flat, (q, k, weights, query, key[:, :, 0], lse, ends + first, starts + first)),
             indices=_slots(indices) if sparse_loss else None, softmax_scale=1.0, coeff=float(scaling_factor),
         )  # fmt: skip
-        return found
+        return result
 
     indices, _, lse = indexed.attend(self.attention_op, query, key)
     arrays = indexed.q, indexed.k, indexed.weights, indexed.starts, indexed.ends
@@ -295,9 +295,9 @@ def _of_sequences(function: Callable[..., Array], keys: Array, *arrays: Array) -
         return padded.reshape(parts, step, *array.shape[1:])
 
     def sequence(each: tuple[Array, ...]) -> Array:
-        own, *rest = each
-        found = jax.lax.map(lambda part: function(own, *part), tuple(map(cut, rest)))
-        return found.reshape(parts * step, *found.shape[2:])[:count]
+        own_keys, *rest = each
+        results = jax.lax.map(lambda part: function(own_keys, *part), tuple(map(cut, rest)))
+        return results.reshape(parts * step, *results.shape[2:])[:count]
 
     return jax.lax.map(sequence, (keys, *arrays))
 

@@ -242,13 +242,13 @@ def _parts(tokens: int, keys: int) -> Iterator[slice]:
 def _select(q: Tensor, k: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor) -> Tensor:
     """[B, S, K] int32, positions among the N keys of a sequence."""
     (tokens, batch), keys, weights = q.shape[:2], len(k), weights.float()
-    found = torch.empty((batch, tokens, min(topk, keys)), dtype=torch.int32, device=q.device)
+    indices = torch.empty((batch, tokens, min(topk, keys)), dtype=torch.int32, device=q.device)
     for b in range(batch):
         for part in _parts(tokens, keys):
             scores = xt.indexer_scores(q[part, b], k[:, b], weights[part, b], ends[part], starts[part])
-            chosen = xt.select_topk(scores, ends[part], starts[part], k=found.shape[2])  # behind the start
-            found[b, part] = torch.where(chosen >= 0, chosen + starts[part, None], -1)
-    return found
+            chosen = xt.select_topk(scores, ends[part], starts[part], k=indices.shape[2])  # behind the start
+            indices[b, part] = torch.where(chosen >= 0, chosen + starts[part, None], -1)
+    return indices
 
 
 def _slots(indices: Tensor) -> Tensor:
@@ -321,13 +321,13 @@ class _Loss:
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, starts: Tensor, ends: Tensor
     ) -> Tensor:
         """Over the keys [starts, ends) [S] of each sequence."""
-        found = []
+        averages = []
         with torch.no_grad():
             for b in range(q.shape[1]):
-                own = ends if self.valid is None else torch.where(self.valid[:, b], ends, starts)
+                valid_ends = ends if self.valid is None else torch.where(self.valid[:, b], ends, starts)
                 arrays = q[:, b], k[:, b], weights[:, b].float(), query[:, b], key[:, b, 0]
-                found.append(self._average_of_sequence(*arrays, starts, own))
-        losses, *gradients = zip(*found, strict=True)
+                averages.append(self._average_of_sequence(*arrays, starts, valid_ends))
+        losses, *gradients = zip(*averages, strict=True)
         stacked = (torch.stack(each, 1) for each in gradients)
         return self._reduce(len(q), q, k, weights, torch.stack(losses).sum(0), *stacked)
 
@@ -349,10 +349,10 @@ class _Loss:
         dq, dweights = torch.empty_like(q), torch.empty_like(weights)
         for part in parts:
             arrays = q[part], k, weights[part], query[part], rows, lse[part]
-            found = self._average(*arrays, seen[part] + keys, ends[part], starts[part])
+            average = self._average(*arrays, seen[part] + keys, ends[part], starts[part])
             share = len(q[part]) / len(q)
-            loss, dk = loss + found[0] * share, dk + found[2] * share
-            dq[part], dweights[part] = found[1] * share, found[3] * share
+            loss, dk = loss + average[0] * share, dk + average[2] * share
+            dq[part], dweights[part] = average[1] * share, average[3] * share
         return loss, dq, dk.to(k.dtype), dweights
 
     def _average(

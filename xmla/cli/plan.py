@@ -38,14 +38,14 @@ def configure(
     Raises:
         ArgumentError: The model is not served by several ranks.
     """
-    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    options: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if ranks > 1:
         if MODELS[model] in (ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash):
             raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
-        given["ranks"] = ranks
+        options["ranks"] = ranks
     return MODELS[model](
         mixed=mixed, batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]),
-        prefill_tokens=tuple(prefill or []), **given,
+        prefill_tokens=tuple(prefill or []), **options,
     )  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def show_plan(config: Model, device_name: str | None) -> None:
     if isinstance(config, ModelConfig) and config.ranks > 1:
         console.print(f"{config.ranks} ranks share each request's pages; received per rank, step and layer:")
         for name, parts in config.exchanged():
-            shown = ", ".join(f"{what} {count:,} B" for what, count in parts.items())
-            console.print(f"  {name}: {sum(parts.values()):,} B ({shown})", soft_wrap=True)
+            counts = ", ".join(f"{what} {count:,} B" for what, count in parts.items())
+            console.print(f"  {name}: {sum(parts.values()):,} B ({counts})", soft_wrap=True)
     count = len(config.specializations(device))
     console.print(
         f"{count} kernels are compiled for these steps, ahead by `xmla warmup`: a launch has more than one where "
@@ -99,27 +99,27 @@ def show_plan(config: Model, device_name: str | None) -> None:
     )  # fmt: skip
 
 
-def show_support(op: str, wanted: list[str], devices: list[str] | None = None) -> bool:
+def show_support(op: str, words: list[str], devices: list[str] | None = None) -> bool:
     """Print the answer for every known device, or those whose names contain one of `devices`; True if one is yes.
 
     Raises:
         ArgumentError: There is no such op, axis, argument, format or device, or a size is none.
     """
     asked: dict[str, int | str] = {}
-    for word in wanted:
+    for word in words:
         name, _, value = word.partition("=")
         if not value or value.isdecimal() != (name not in ARGUMENTS):
             raise ArgumentError(f"asked is {word!r}, expected AXIS=NUMBER, such as H=16, or ARGUMENT=FORMAT or =DTYPE")
         asked[name] = int(value) if value.isdecimal() else value
     known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
     named = {part: [device for device in known if part.lower() in device.name.lower()] for part in devices or [""]}
-    for part, found in named.items():
-        if not found:
+    for part, matches in named.items():
+        if not matches:
             names = [device.name for device in known]
             raise ArgumentError(
                 f"device is {part!r}, expected a part of the name of one of: {', '.join(names)}{meant(part, names)}"
             )
-    answers = {d: supports(op, d, **asked) for d in known if any(d in found for found in named.values())}
+    answers = {d: supports(op, d, **asked) for d in known if any(d in matches for matches in named.values())}
     table = Table("device", "compute capability", "", "implementation")
     for device, answer in answers.items():
         table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.implementation)

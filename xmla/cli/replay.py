@@ -38,8 +38,8 @@ def run(file: Path) -> bool:
         console.print(f"values: {violation.message}", style="red")
     for framework, repeat in front_ends.items():
         for drift in drifts(op, call.arrays, call.attrs, repeat(op, call.arrays, call.attrs)):
-            shown = f"{framework}, {drift.result}: {drift.kind} {drift.value:.3g}, at most {drift.bound:g}"
-            console.print(shown, style=None if drift.ok else "red")
+            line = f"{framework}, {drift.result}: {drift.kind} {drift.value:.3g}, at most {drift.bound:g}"
+            console.print(line, style=None if drift.ok else "red")
             well &= drift.ok
     verdict = "FAILS here: the lines in red" if not well else "does not fail here: its results are within limits"
     console.print(f"the call {verdict}", style=None if well else "red")

@@ -28,14 +28,14 @@ def largest_error(got: np.ndarray, want: np.ndarray) -> float:
 def compare(op: Op, case: Case, front_ends: Mapping[str, calls.Call]) -> tuple[float, bool, bool]:
     """The worst error against the reference, whether all agree with it, whether front-ends agree bit for bit."""
     inputs = case.make(np.random.default_rng(0))
-    found = [call(op, case.make(np.random.default_rng(0)), case.attrs) for call in front_ends.values()]
-    wanted = calls.by_reference(op, case.make(np.random.default_rng(0)), case.attrs)
+    answers = [call(op, case.make(np.random.default_rng(0)), case.attrs) for call in front_ends.values()]
+    reference = calls.by_reference(op, case.make(np.random.default_rng(0)), case.attrs)
     error, right, identical = 0.0, True, True
-    for name, want in wanted.items():
+    for name, want in reference.items():
         result, updated = op.outputs.get(name), op.updates.get(name)
         agreement = None if result is None else result.agreement
         where = None if result is None else result.written(want)
-        values = [results[name] if where is None else results[name][where] for results in found]
+        values = [results[name] if where is None else results[name][where] for results in answers]
         want = want if where is None else want[where]
         for one, other in combinations(values, 2):
             identical &= np.array_equal(one.view(np.uint8), other.view(np.uint8))
@@ -61,11 +61,11 @@ def chosen(names: Iterable[str] | None, every: bool) -> dict[str, tuple[Op, tupl
 
 def of_formats(op: Op) -> tuple[Case, ...]:
     """The first case with each of the formats that the op's caches have together."""
-    found: dict[tuple[str, ...], Case] = {}
+    cases: dict[tuple[str, ...], Case] = {}
     for number, case in enumerate(op.cases):
         kinds = kinds_of(op.name, number)
-        found.setdefault(tuple(kinds[name][0] for name in op.pools if name in kinds), case)
-    return tuple(found.values())
+        cases.setdefault(tuple(kinds[name][0] for name in op.pools if name in kinds), case)
+    return tuple(cases.values())
 
 
 def run(names: Iterable[str] | None = None, every: bool = False) -> bool:
@@ -75,20 +75,20 @@ def run(names: Iterable[str] | None = None, every: bool = False) -> bool:
         ArgumentError: There is no op of a name.
         UnsupportedError: No front-end is installed.
     """
-    wanted = chosen(names, every)
-    console, told = Console(), Console(stderr=True)
+    ops = chosen(names, every)
+    console, stderr = Console(), Console(stderr=True)
     front_ends = calls.installed("verify", console)
     kernels = "compiled" if HAS_GPU else "interpreted"
     table = Table(title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
     for name in ("op", "case", "error", "reference", *(["torch = JAX"] if len(front_ends) > 1 else [])):
         table.add_column(name, overflow="fold")
-    count, wrong = sum(len(cases) for _, cases in wanted.values()), 0
-    with Progress(console=told, transient=True, disable=not told.is_terminal) as bar:
+    count, wrong = sum(len(cases) for _, cases in ops.values()), 0
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("", total=count)
-        for name, (op, cases) in wanted.items():
+        for name, (op, cases) in ops.items():
             bar.update(task, description=name)
-            if not told.is_terminal:
-                told.print(f"{name}: {len(cases)} of {len(op.cases)} cases", highlight=False)
+            if not stderr.is_terminal:
+                stderr.print(f"{name}: {len(cases)} of {len(op.cases)} cases", highlight=False)
             for case in cases:
                 error, right, identical = compare(op, case, front_ends)
                 wrong += not (right and identical)
@@ -96,7 +96,7 @@ def run(names: Iterable[str] | None = None, every: bool = False) -> bool:
                 table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if len(front_ends) > 1 else []))
                 bar.advance(task)
     console.print(table)
-    whole = sum(len(op.cases) for op, _ in wanted.values())
+    whole = sum(len(op.cases) for op, _ in ops.values())
     rest = "" if count == whole else f"; of {whole} cases --all runs the other {whole - count} too"
     verdict = f"all {count} cases agree{rest}" if not wrong else f"{wrong} of {count} cases DIFFER{rest}"
     console.print(verdict, style="red" if wrong else "green", highlight=False, soft_wrap=True)

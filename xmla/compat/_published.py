@@ -58,8 +58,8 @@ class Published:
                 except NotReplacedError as error:
                     if self.module is None:
                         raise UnsupportedError(f"{error}, and {self.absence}") from None
-                given = (args, kwargs) if replace is None else replace(self.module, args, kwargs)
-                return getattr(self.module, function.__name__)(*given[0], **given[1])
+                arguments = (args, kwargs) if replace is None else replace(self.module, args, kwargs)
+                return getattr(self.module, function.__name__)(*arguments[0], **arguments[1])
 
             return call
 
@@ -67,19 +67,19 @@ class Published:
 
 
 def check_axes(
-    here: str, given: Mapping[str, tuple[object, str]], optional: Mapping[str, tuple[object, str]] | None = None
+    here: str, required: Mapping[str, tuple[object, str]], optional: Mapping[str, tuple[object, str]] | None = None
 ) -> None:  # fmt: skip
     """Refuse an argument whose axes are not those of its string, "B S H D": a letter is one size, a number itself.
 
     The ops see arguments that are flattened already, by names of their own.
 
     Args:
-        given: Arguments by name, each with its axes.
+        required: Arguments by name, each with its axes.
         optional: More of them, which may be None.
     """
     sizes: dict[str, tuple[int, str]] = {}
     present = {name: pair for name, pair in (optional or {}).items() if pair[0] is not None}
-    for name, (tensor, axes) in {**given, **present}.items():
+    for name, (tensor, axes) in {**required, **present}.items():
         labels = axes.split()
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{here}: {name} is {type(tensor).__name__}, expected torch.Tensor")

@@ -136,13 +136,13 @@ def fp8_paged_mqa_logits(
 
 def _with_its_schedule(package: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Arguments of paged logits with a schedule that DeepGEMM made."""
-    given = inspect.signature(fp8_fp4_paged_mqa_logits).bind(*args, **kwargs).arguments
-    empty = given["schedule_meta"]
-    indices = {} if given.get("indices") is None else {"indices": given["indices"]}
-    made = package.get_paged_mqa_logits_metadata(
-        given["context_lens"], given["kv_cache"].shape[1], len(empty) - 1, **indices
+    arguments = inspect.signature(fp8_fp4_paged_mqa_logits).bind(*args, **kwargs).arguments
+    empty = arguments["schedule_meta"]
+    indices = {} if arguments.get("indices") is None else {"indices": arguments["indices"]}
+    schedule = package.get_paged_mqa_logits_metadata(
+        arguments["context_lens"], arguments["kv_cache"].shape[1], len(empty) - 1, **indices
     )  # fmt: skip
-    swap = lambda value: made if value is empty else value
+    swap = lambda value: schedule if value is empty else value
     return tuple(map(swap, args)), {name: swap(value) for name, value in kwargs.items()}
 
 

@@ -35,9 +35,9 @@ def against_model(
 ) -> Iterator[Figure]:
     """Selection, attention and logits of a run against the model's own; `places` names the layers."""
     for layer, where in enumerate(places):
-        selected, wanted = run.indices[layer], shipped.indices[layer]
-        if selected is not None and wanted is not None:
-            yield figure(f"selection, {how}", where, overlap(selected, wanted), bounds)
+        ours, theirs = run.indices[layer], shipped.indices[layer]
+        if ours is not None and theirs is not None:
+            yield figure(f"selection, {how}", where, overlap(ours, theirs), bounds)
         yield from errors(
             f"attention, {how}", where, run.attention[layer], shipped.attention[layer], run.prompt, bounds
         )
@@ -87,17 +87,17 @@ def against_reference(
         pairs.setdefault(call.op, []).append((call.results, by_reference(call)))
     for op, answers in pairs.items():
         names = list(registry()[op].outputs)
-        ours, wanted = ([dict(zip(names, answer[side], strict=True)) for answer in answers] for side in (0, 1))
+        ours, theirs = ([dict(zip(names, answer[side], strict=True)) for answer in answers] for side in (0, 1))
         if "indices" in names:
-            got, want = (torch.cat([results["indices"] for results in side]) for side in (ours, wanted))
+            got, want = (torch.cat([results["indices"] for results in side]) for side in (ours, theirs))
             yield figure(f"selection, {how}", where, overlap(got, want), bounds)
         if "out" in names:
-            got, want = (torch.cat([results["out"] for results in side]) for side in (ours, wanted))
+            got, want = (torch.cat([results["out"] for results in side]) for side in (ours, theirs))
             yield from errors(f"attention, {how}", where, got, want, prompt, bounds)
         if not {"indices", "out"} & set(names):
             got, want = (
                 flatten([result for results in side for result in results.values() if result.dtype != torch.float32])
-                for side in (ours, wanted)
+                for side in (ours, theirs)
             )
             yield identical(f"{op}, {how}", where, got, want)
 

@@ -208,8 +208,8 @@ def compare(
         from xmla.demo.real_sizes import measure
 
         begin("real sizes")
-        found, times = measure(BOUNDS)
-        figures += found
+        agreement, times = measure(BOUNDS)
+        figures += agreement
         tables.append(times)
     return Comparison(ours, plain, figures, tables)
 

@@ -204,8 +204,8 @@ def run_replaced(
     ropes = rope_tables(model, len(tokens), device)
     pools = [empty_pools(module, len(tokens), layout, dtype, device) for module in modules]
     layers = [
-        CompressedAttention(module, own, ropes[module.rope_layer_type], dtype, given)
-        for module, own, given in zip(modules, pools, selected or [None] * len(modules), strict=True)
+        CompressedAttention(module, pool, ropes[module.rope_layer_type], dtype, indices)
+        for module, pool, indices in zip(modules, pools, selected or [None] * len(modules), strict=True)
     ]
     return run_with(model, layers, tokens, prompt)
 
@@ -235,8 +235,8 @@ def entries_against_reference(layer: PagedAttention, where: str) -> Iterator[Fig
     """What a layer wrote against what the reference writes: compressed entries by value, all else bit for bit."""
     for (name, pool), want in zip(layer.pools.items(), written_by_reference(layer), strict=True):
         if name.endswith("entries"):
-            ours, wanted = _values(pool.pages), _values(want)
-            yield figure("entries, reference", f"{where}, {name}", relative_error(ours, wanted), BOUNDS)
+            ours, theirs = _values(pool.pages), _values(want)
+            yield figure("entries, reference", f"{where}, {name}", relative_error(ours, theirs), BOUNDS)
         else:
             yield identical(f"{name}, reference", where, pool.pages, want)
 

@@ -102,9 +102,9 @@ class PooledAttention(PagedAttention):
     selected: torch.Tensor | None
     of_step: torch.Tensor | None = field(default=None, init=False)  # the selection that this or an earlier layer made
 
-    def __call__(self, *given: Any, prev_topk_indices: torch.Tensor | None = None, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, prev_topk_indices: torch.Tensor | None = None, **named: Any) -> Any:
         self.of_step = prev_topk_indices
-        projected, weights = super().__call__(*given, **named)
+        projected, weights = super().__call__(*inputs, **named)
         return projected, weights, self.of_step if self.module.next_skip_topk else None
 
     def attend(self, hidden_states: torch.Tensor, position_embeddings: None, positions: torch.Tensor) -> torch.Tensor:

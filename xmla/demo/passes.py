@@ -48,8 +48,8 @@ def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
     indices: list[list[torch.Tensor]] = [[] for _ in modules]
     width = model.config.get_text_config().index_topk
     hooks = []
-    for module, given, picked in zip(modules, attention, indices, strict=True):
-        hooks.append(module.register_forward_hook(lambda _m, _a, got, given=given: given.append(got[0][0])))
+    for module, outputs, picked in zip(modules, attention, indices, strict=True):
+        hooks.append(module.register_forward_hook(lambda _m, _a, got, outputs=outputs: outputs.append(got[0][0])))
         keep = lambda _m, _a, got, picked=picked: picked.append(
             nn.functional.pad(got[0], (0, max(width - got.shape[2], 0)), value=-1)
         )
@@ -60,7 +60,7 @@ def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
     for hook in hooks:
         hook.remove()
     selected = [torch.cat(picked).to(torch.int32) if picked else None for picked in indices]
-    return Run(prompt, torch.cat(logits), [torch.cat(given) for given in attention], selected)
+    return Run(prompt, torch.cat(logits), [torch.cat(outputs) for outputs in attention], selected)
 
 
 @torch.no_grad()

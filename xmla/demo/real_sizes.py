@@ -90,7 +90,7 @@ def measure(bounds: Mapping[str, float]) -> tuple[list[Figure], Table]:
         }.items():
             times.setdefault(name, [name]).append(f"{_microseconds(call):.1f}")
     title = f"{HEADS} heads, {INDEX_HEADS} indexer heads, top-k {K}, context {CONTEXT}"
-    shown = Table("op", "b = 1, µs", f"b = {MAX_BATCH}, µs", title=title)
+    report = Table("op", "b = 1, µs", f"b = {MAX_BATCH}, µs", title=title)
     for row in times.values():
-        shown.add_row(*row)
-    return figures, shown
+        report.add_row(*row)
+    return figures, report

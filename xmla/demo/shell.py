@@ -41,8 +41,8 @@ def show(demo: Demo, details: bool = False) -> list[Figure]:
     console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
     text = files("xmla.demo").joinpath("moby_dick.txt").read_bytes()
     tokens = torch.tensor(list(text[: demo.PROMPT + DECODED]), device=device)
-    told = {**demo.STORY, "text": f"{demo.PROMPT} tokens of Moby Dick prefilled, {DECODED} decoded one by one"}
-    tell(console, told)
+    story = {**demo.STORY, "text": f"{demo.PROMPT} tokens of Moby Dick prefilled, {DECODED} decoded one by one"}
+    tell(console, story)
     with Progress(console=console, transient=True) as bar, torch.no_grad():
         task = bar.add_task("as shipped", total=1 + demo.PARTS)
 
@@ -57,8 +57,8 @@ def show(demo: Demo, details: bool = False) -> list[Figure]:
     figures = compared.figures
     tell_verdict(console, figures)
     for kind, meaning in demo.KINDS.items():
-        if found := [figure for figure in figures if kind in figure["name"]]:
-            tell(console, {kind: f"{', '.join(worst(found))}; {meaning}"})
+        if of_kind := [figure for figure in figures if kind in figure["name"]]:
+            tell(console, {kind: f"{', '.join(worst(of_kind))}; {meaning}"})
     ours, plain = (agreement(run, shipped) for run in (compared.run, compared.plain))
     tell(console, {
         "next token": f"the shipped model's most likely one for {ours:.0%} of the tokens, for {plain:.0%} with plain "
@@ -79,7 +79,7 @@ def show_training(details: bool = False, picture: Path | None = None) -> list[Fi
 
     console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
     sizes = training.SIZES[device]
-    tell(console, training.STORY | {"text": training.told(sizes)})
+    tell(console, training.STORY | {"text": training.description(sizes)})
     with Progress(console=console, transient=True) as bar:
         runs, figures = training.measure(sizes, device, bar)
     tell_verdict(console, figures)
@@ -124,10 +124,10 @@ def worst(figures: Sequence[Figure]) -> Iterator[str]:
     for figure in figures:
         quantity = "results" if figure["bound"] == "identical" else figure["name"].split(", ")[0]
         by_quantity.setdefault(quantity, []).append(figure)
-    for quantity, found in by_quantity.items():
-        values = [figure["value"] for figure in found]
+    for quantity, group in by_quantity.items():
+        values = [figure["value"] for figure in group]
         if quantity == "results":
-            yield f"{sum(figure['ok'] for figure in found)} of {len(found)} results identical bit for bit"
+            yield f"{sum(figure['ok'] for figure in group)} of {len(group)} results identical bit for bit"
         elif quantity == "selection":
             yield f"selection {min(values):.0%} the same"
         else:

@@ -105,11 +105,11 @@ class XmlaAttention(Attention):
 class EagerAttention(Attention):
     """It as shipped; the indexer, which does not learn there, has its loss in PyTorch's own operations.
 
-    While it is not dense it attends to the next keys `given` [N, K], which xmla selected: two keys that all but tie
+    While it is not dense it attends to the next of `selections` [N, K], which xmla selected: two keys that all but tie
     would otherwise part the two models.
     """
 
-    given: Iterator[torch.Tensor] = field(kw_only=True)
+    selections: Iterator[torch.Tensor] = field(kw_only=True)
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Rope, **others: Any
@@ -119,7 +119,7 @@ class EagerAttention(Attention):
         if self.dense:
             allowed = causal.expand(texts, -1, -1)
         else:
-            allowed = mask_of(next(self.given), tokens).unflatten(0, (texts, tokens))
+            allowed = mask_of(next(self.selections), tokens).unflatten(0, (texts, tokens))
         inputs: list[torch.Tensor] = []
 
         def select(hidden_states: torch.Tensor, q_resid: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
@@ -128,16 +128,16 @@ class EagerAttention(Attention):
             return allowed.int().topk(tokens if self.dense else self.selected.shape[1]).indices
 
         indexer.forward = select
-        found: Any = DeepseekV32Attention.forward(module, hidden_states, position_embeddings, **others)
+        results: Any = DeepseekV32Attention.forward(module, hidden_states, position_embeddings, **others)
         del indexer.forward
         arrays = self.index(hidden_states, inputs[0], position_embeddings)
         index_q, index_k, index_weights = (array.unflatten(0, (texts, tokens)) for array in arrays)
         products = torch.einsum("btid,bsd->btis", index_q, index_k).relu()
         scores = torch.einsum("btis,bti->bts", products, index_weights).float()
         logs = scores.masked_fill(~allowed, -torch.inf).log_softmax(-1).masked_fill(~allowed, 0.0)
-        target = nn.functional.normalize(found[1].detach().float().sum(1), p=1.0, dim=-1)
+        target = nn.functional.normalize(results[1].detach().float().sum(1), p=1.0, dim=-1)
         self.kl = (torch.special.xlogy(target, target) - target * logs).sum() / (texts * tokens)
-        return found
+        return results
 
 
 def mask_of(selected: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -154,11 +154,11 @@ def attended(query: torch.Tensor, rows: torch.Tensor, texts: int, scale: float) 
     return logits.masked_fill(later, -torch.inf).softmax(-1).sum(1).flatten(0, 1)
 
 
-def overlap(selected: torch.Tensor, given: torch.Tensor) -> float:
+def overlap(selected: torch.Tensor, weights: torch.Tensor) -> float:
     """The share of the K keys that are given most which were selected, over the tokens that have more than K."""
-    k, tokens = selected.shape[1], given.shape[1]
+    k, tokens = selected.shape[1], weights.shape[1]
     late = torch.arange(len(selected), device=selected.device) % tokens >= k
-    best = mask_of(given.topk(k).indices, tokens)
+    best = mask_of(weights.topk(k).indices, tokens)
     return float((mask_of(selected, tokens) & best)[late].sum() / (k * late.sum()))
 
 
@@ -188,7 +188,7 @@ def train(
     layers: list[Attention] = [XmlaAttention(module, stage.dense) for module in modules]
     if over is not None:
         selections = zip(*over.selected, strict=True)  # of each layer
-        layers = [EagerAttention(m, stage.dense, given=iter(s)) for m, s in zip(modules, selections, strict=True)]
+        layers = [EagerAttention(m, stage.dense, selections=iter(s)) for m, s in zip(modules, selections, strict=True)]
     learned = {name: p for name, p in model.named_parameters() if ".indexer." in name or not stage.dense}
     model.requires_grad_(False)
     for parameter in learned.values():

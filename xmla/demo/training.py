@@ -122,7 +122,7 @@ def learned(curves: Mapping[Stage, Curve]) -> Iterator[Figure]:
         yield bounded("overlap gained", f"up to the end of {stage.name}", rise, OVERLAP_RISES, at_least=True)
 
 
-def told(sizes: Sizes) -> str:
+def description(sizes: Sizes) -> str:
     warm_up, joint = (sizes.steps[stage] for stage in (WARM_UP, JOINT))
     return (
         f"{sizes.texts} texts of {sizes.tokens} tokens of Moby Dick in every step, {sizes.topk} keys selected; "

@@ -42,7 +42,7 @@ def by_jax(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -
     from xmla import jax_api
 
     operands = [jnp.asarray(arrays[name]) if name in arrays else None for name in op.tensors]
-    results = as_tuple(jax.jit(lambda *given: getattr(jax_api, op.name)(*given, **attrs))(*operands))
+    results = as_tuple(jax.jit(lambda *inputs: getattr(jax_api, op.name)(*inputs, **attrs))(*operands))
     return {name: np.asarray(value) for name, value in zip([*op.outputs, *op.mutates], results, strict=True)}
 
 
@@ -64,9 +64,9 @@ def installed(command: str, console: Console) -> dict[str, Call]:
     Raises:
         UnsupportedError: There is none; the message names the extras.
     """
-    found = {name: call for name, call in FRONT_ENDS.items() if not missing(name)}
-    if not found:
+    present = {name: call for name, call in FRONT_ENDS.items() if not missing(name)}
+    if not present:
         raise UnsupportedError(f"{command}: {'; '.join(needed(name) for name in FRONT_ENDS)}")
-    for name in FRONT_ENDS.keys() - found.keys():
+    for name in FRONT_ENDS.keys() - present.keys():
         console.print(f"left out: {name}, since {needed(name)}", markup=False, soft_wrap=True)
-    return found
+    return present

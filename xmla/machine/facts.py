@@ -21,8 +21,8 @@ def _present() -> list[Device]:
     if not missing("torch"):
         import torch
 
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return [Device.of(p.name, p.major * 10 + p.minor, p.multi_processor_count) for p in found]
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [Device.of(p.name, p.major * 10 + p.minor, p.multi_processor_count) for p in properties]
     if not missing("jax"):
         import jax
 
@@ -53,10 +53,10 @@ def _needed_of_programs() -> list[str]:
     """What this command sets for itself and a program must set before it imports triton and jax."""
     if HAS_GPU:
         return ["nothing"]
-    wanted = ["TRITON_INTERPRET=1: without a GPU kernels are interpreted, calls with CPU arrays raise otherwise"]
+    advice = ["TRITON_INTERPRET=1: without a GPU kernels are interpreted, calls with CPU arrays raise otherwise"]
     if not missing("jax"):
-        wanted.append("JAX_PLATFORMS=cpu: JAX's CUDA plugin, if it is installed, crashes the process without a GPU")
-    return wanted
+        advice.append("JAX_PLATFORMS=cpu: JAX's CUDA plugin, if it is installed, crashes the process without a GPU")
+    return advice
 
 
 def collect() -> dict[str, str | list[str]]:

@@ -78,9 +78,9 @@ def check(change: Change, release: str) -> None:
             f"xmla.sglang: SGLang {release} has no {change.target}, which xmla replaces "
             f"({type(error).__name__}: {error}); SGLang serves with its own kernels"
         ) from error
-    found, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
-    if change.hook is not HookType.AFTER and found != expected:
+    actual, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
+    if change.hook is not HookType.AFTER and actual != expected:
         raise UnsupportedError(
-            f"xmla.sglang: {change.target} of SGLang {release} has the parameters ({', '.join(found)}), "
+            f"xmla.sglang: {change.target} of SGLang {release} has the parameters ({', '.join(actual)}), "
             f"expected ({', '.join(expected)}); SGLang serves with its own kernels"
         )

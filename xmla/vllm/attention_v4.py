@@ -113,18 +113,18 @@ class XmlaV4Attention(flashmla.DeepseekV4FlashMLAAttention):
         """What this kind of layers gathers in a step: found by the first of them, its windows by the first layer."""
         if not self.gathers:
             return None
-        found: dict[int, Rows | None] = vars(step).setdefault("rows", {})
-        if 1 not in found:
-            found[1] = self.window_rows(step, part)
-        window, ratio = found[1], self.compress_ratio
-        if window is not None and ratio not in found:
+        rows_by_ratio: dict[int, Rows | None] = vars(step).setdefault("rows", {})
+        if 1 not in rows_by_ratio:
+            rows_by_ratio[1] = self.window_rows(step, part)
+        window, ratio = rows_by_ratio[1], self.compress_ratio
+        if window is not None and ratio not in rows_by_ratio:
             page = self.kv_cache.shape[1]
             last = -(-step.prefill_seq_lens_cpu.long() // (ratio * page))
             most = memory.most_gathered(part.stop - part.start, min(self.entry_widths()))
             table, requests = compressed.block_table[step.num_decodes :], window.window.requests
             entries = Gathered.of(table, requests, torch.zeros_like(last), last, page, most)
-            found[ratio] = None if entries is None else replace(window, entries=entries)
-        return None if window is None else found[ratio]
+            rows_by_ratio[ratio] = None if entries is None else replace(window, entries=entries)
+        return None if window is None else rows_by_ratio[ratio]
 
     def window_rows(self, step: Any, part: slice) -> "Rows | None":
         """The pages that windows of prefills may reach, and the tokens' slots in them."""

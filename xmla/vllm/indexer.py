@@ -129,12 +129,12 @@ def select(
     for chunk in step.prefill.chunks if step.num_prefills else ():
         if not chunk.skip_kv_gather:  # else the buffers hold them: more tokens of the same requests
             gather(chunk, cache, keys, key_scales)
-        own = (chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke)
+        part = (chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke)
         if share is not None:
-            own = share.narrow(chunk)
-        if own is None:
+            part = share.narrow(chunk)
+        if part is None:
             continue
-        first, last, starts, ends = own
+        first, last, starts, ends = part
         rows = slice(first, last)
         total = chunk.max_local_total_seq_lens
         if shards:  # rows of logits start on whole vectors; no token sees what is beyond

@@ -8,10 +8,11 @@ from xmla.core.errors import UnsupportedError
 
 def refuse(reasons: Mapping[str, bool]) -> None:
     """Raise UnsupportedError with those of `reasons` that are true."""
-    found = [reason for reason, there in reasons.items() if there]
-    if found:
+    unserved = [reason for reason, there in reasons.items() if there]
+    if unserved:
         raise UnsupportedError(
-            f"xmla.vllm: not served: {', '.join(found)}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+            f"xmla.vllm: not served: {', '.join(unserved)}; without xmla in VLLM_PLUGINS vLLM serves with its own "
+            "kernels"
         )
 
 

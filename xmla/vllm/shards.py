@@ -51,13 +51,13 @@ class Shards:
         (tokens, k), most = out.shape, min(ROWS, scratch.numel() // (4 * columns))
         for first in range(0, tokens, most):
             rows = slice(first, min(first + most, tokens))
-            found = scratch[: 4 * columns * (rows.stop - first)].view(torch.float32).view(-1, columns)
-            logits(rows, out=found)
+            scores = scratch[: 4 * columns * (rows.stop - first)].view(torch.float32).view(-1, columns)
+            logits(rows, out=scores)
             begins = None if starts is None else starts[rows]
-            own = xt.select_topk(found, ends[rows], begins, k=k)
-            at = own if begins is None else own + begins[:, None]
-            values = found.gather(1, at.clamp(0, columns - 1).long()).view(torch.int32)
-            sent = torch.stack((values, self.ownership.position(own, self.rank)))
+            places = xt.select_topk(scores, ends[rows], begins, k=k)
+            at = places if begins is None else places + begins[:, None]
+            values = scores.gather(1, at.clamp(0, columns - 1).long()).view(torch.int32)
+            sent = torch.stack((values, self.ownership.position(places, self.rank)))
             every = self.gather(sent[None])
             values = torch.empty_like(out[rows], dtype=torch.float32)
             xt.merge_topk(every[:, 0].view(torch.float32), every[:, 1], k=k, out=(values, out[rows]))

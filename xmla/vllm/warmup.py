@@ -75,8 +75,8 @@ class Sizes:
         """Numbers of tokens at which plans are made: all of which a few waves of programs are, then every STEP-th."""
         most = self.tokens if most is None else most
         few, split = 2 * device.num_sms + 2, min(most, memory.SPLIT_TOKENS) + 1
-        found = {*range(1, min(few, most + 1)), *range(few, split, STEP), *powers_of_2(most), most}
-        return sorted(found)
+        numbers = {*range(1, min(few, most + 1)), *range(few, split, STEP), *powers_of_2(most), most}
+        return sorted(numbers)
 
     def rows(self, device: Device) -> list[int]:
         """Numbers of tokens at which selections are planned: those that 1, 2, 4, … programs for each fit the GPU."""
@@ -255,11 +255,11 @@ def warmed(worker: type) -> type:
 
         def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
             device = device_of(self.device)
-            wanted = specializations(calls(self.vllm_config, device), device)
-            if wanted:
+            kernels = specializations(calls(self.vllm_config, device), device)
+            if kernels:
                 workers = max(1, (os.cpu_count() or 1) // torch.cuda.device_count())  # every GPU's worker compiles them
-                ready = make_ready(wanted, device, self.device.index, workers=workers, progress=False)
-                log.info("xmla: %d kernels are ready, after %.1f s", len(wanted), ready.seconds)
+                ready = make_ready(kernels, device, self.device.index, workers=workers, progress=False)
+                log.info("xmla: %d kernels are ready, after %.1f s", len(kernels), ready.seconds)
             return super().compile_or_warm_up_model(*args, **kwargs)
 
     return Worker
