@@ -1,4 +1,4 @@
-"""Which module may import which: no circles, no op below the ops, no framework in the core."""
+"""What every module keeps to: no circles of imports, no op below the ops, no framework in the core, names, errors."""
 
 import ast
 import os
@@ -65,6 +65,24 @@ def test_no_assert_guards_a_user() -> None:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             bare = line.strip().startswith("assert ")
             assert not bare or line.endswith("# checked by bind"), f"{file.name}:{number}: {line.strip()}"
+
+
+PARTICIPLES = {"found", "given", "told", "made", "wanted", "shown"}
+
+
+def test_names_say_what_a_value_is() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).parts[:2] in (("core", "ops"), ("core", "lang")):
+            continue  # digests of kernels follow names
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = ""
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.FunctionDef):
+                name = node.name
+            assert name.strip("_") not in PARTICIPLES, f"{file.relative_to(PACKAGE)}:{node.lineno}: {name}"
 
 
 def test_no_framework_is_named_in_an_import_of_the_core() -> None:
