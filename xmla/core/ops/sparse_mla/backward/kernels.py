@@ -459,9 +459,10 @@ def differentiate_entries(
         total, delta, lse, dlse = load_rows(
             total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
         )
+        exponent = 0
         if DETERMINISTIC:
             exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, dtype)
-            ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
+        ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
         scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         dp = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         for part in tl.static_range(LANES // PART):
