@@ -96,8 +96,8 @@ class Suite:
             # Of a command that was killed before it told how many there are nothing is known but that.
             missed = [line["collected"] - outcome(line).total() for line in self.cut if "collected" in line]
             of.append(f"cut by its time: {sum(missed) if len(missed) == len(self.cut) else 'some'} tests not reached")
-        found = "; ".join([f"{counts['passed']} passed, {wrong or 'none'} failed", *remarks(lines)])
-        return "test suite", "; ".join(of), commit, found
+        outcomes = "; ".join([f"{counts['passed']} passed, {wrong or 'none'} failed", *remarks(lines)])
+        return "test suite", "; ".join(of), commit, outcomes
 
 
 def suites(lines: Iterable[Line]) -> list[Row]:
@@ -137,8 +137,8 @@ def last_runs(lines: Iterable[Line], tool: str | None) -> dict[str, tuple[str, F
         words = shlex.split(line["command"])
         under = words[words.index("--tool") + 1] if "--tool" in words else None
         if "tests/fuzz.py" in words and under == tool:
-            for found in filter(None, map(FUZZED.fullmatch, line["last_lines"])):
-                op, cases, *counts = found.groups()
+            for match in filter(None, map(FUZZED.fullmatch, line["last_lines"])):
+                op, cases, *counts = match.groups()
                 if int(cases):
                     runs[line["commit"], op].add(line, cases, *counts)
     return {op: (commit, ran) for (commit, op), ran in runs.items() if op in registry()}
@@ -158,10 +158,10 @@ def fuzzer_rows(lines: list[Line], tool: str | None) -> Iterator[tuple[str, str,
             commands = [command for ran in ops.values() for command in ran.commands]
             failures = sum(ran.failures for ran in ops.values())
             cases = sum(ran.cases for ran in ops.values())
-            found = [f"{failures} failed"] * bool(failures)
-            found += ["reports, see below"] * any(command["exit_code"] == REPORTED for command in commands)
+            outcomes = [f"{failures} failed"] * bool(failures)
+            outcomes += ["reports, see below"] * any(command["exit_code"] == REPORTED for command in commands)
             of = named(ops) if len(ops) <= FEW else f"{len(ops)} ops"
-            yield f"{cases:,} cases of {of}", commit, "; ".join([*(found or ["nothing"]), *remarks(commands)])
+            yield f"{cases:,} cases of {of}", commit, "; ".join([*(outcomes or ["nothing"]), *remarks(commands)])
     if missing := sorted(registry().keys() - {op for ops in by_commit.values() for op in ops}):
         yield named(missing), "", NOT_RUN
 
@@ -189,10 +189,15 @@ def report(results: Path) -> str:
             same[row].append(tool)
     checked = [(", ".join(tools), *row) for row, tools in same.items()]
     rows += sorted(checked, key=lambda row: row[-1] == NOT_RUN)
-    shown = table(("what", "of which", "at commit", "found"), rows)
+    markdown = table(("what", "of which", "at commit", "found"), rows)
     if shapes := [*unreached(fuzzing)]:
-        shown += ["", "The fuzzer's last run did not take every shape of these:", "", *table(("op", "shapes"), shapes)]
-    return "\n".join([*shown, ""])
+        markdown += [
+            "",
+            "The fuzzer's last run did not take every shape of these:",
+            "",
+            *table(("op", "shapes"), shapes),
+        ]
+    return "\n".join([*markdown, ""])
 
 
 def main(
