@@ -4,7 +4,7 @@ python docs/check_pages.py [--html FOLDER] [--pictures FOLDER] [page …]       
 
 Every page is laid out at the width of a phone and of a desktop. Each line names a table, picture or page that does not
 fit: it sticks out of the column of text, or has to be scrolled to be seen. On a phone what is wide may scroll in a box
-of its own, but for tables of up to three columns. The exit status is 1 if there is such a line. With --pictures each
+of its own, but for tables of up to six columns. The exit status is 1 if there is such a line. With --pictures each
 page is also drawn to PNG files, at each width, light and dark. It needs playwright (`.[pages]`), Chromium (Debian:
 `apt-get install chromium`), and no network.
 """
@@ -24,7 +24,7 @@ HTML = Path(__file__).parent.parent / "build" / "docs" / "html"
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = {"phone": 390, "desktop": 1400}
 HEIGHT = 900
-MOST_COLUMNS = 3
+MOST_COLUMNS = 6
 TALLEST = 8000  # of a picture; a page may be longer
 # Of every table and picture: what it is, its columns, by how much it sticks out, and how much of it is hidden.
 MEASURE = """

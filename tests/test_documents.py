@@ -191,6 +191,10 @@ def test_figures_of_megatrons_layer_are_the_committed_ones() -> None:
     assert table.count(" ms, ") >= 4
 
 
+def test_the_readme_counts_the_ops() -> None:
+    assert f" as {len(registry())} ops: " in (ROOT / "README.md").read_text()
+
+
 def test_what_has_run_is_what_the_results_say() -> None:
     table = evidence_report.report(RESULTS)
     page = (ROOT / "docs/contract.md").read_text()

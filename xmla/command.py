@@ -92,7 +92,7 @@ def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.
 
 @app.command()
 def supports(
-    op: Annotated[str, typer.Argument(help="An op's name.")],
+    op: Annotated[str, typer.Argument(help="An op's name; a word that is none lists them.")],
     asked: Annotated[
         list[str] | None,
         typer.Argument(help="Sizes of axes, formats and dtypes of arguments, such as H=16 K=2048 cache=plain."),
