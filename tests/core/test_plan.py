@@ -356,6 +356,27 @@ def test_the_memo_does_not_take_true_for_one() -> None:
         plan_call(op, specs, op.attributes(k=True), H200)
 
 
+@pytest.mark.parametrize("device", [H200, RTX_PRO_6000], ids=lambda device: device.name)
+def test_no_kernel_divides_by_the_size_of_pages_without_entries(device: Device) -> None:
+    """The compiler may do anything with a division by a constant 0: masks were dropped, an H200 met a wrong address."""
+    planned = set()
+    for op in registry().values():
+        case = kit.smallest(op)
+        inputs = kit.make(case)
+        for cache in (name for name in op.pools if name in inputs and op.tensors[name].format is not None):
+            cut = kit.with_axis(op, inputs, op.tensors[cache].names[1], 0)
+            specs = {name: Spec.of_numpy(array) for name, array in cut.items()}
+            try:
+                plan = op.plan(op.bind(specs, op.attributes(**case.attrs)), device)
+            except ArgumentError:
+                continue
+            for launch in plan.launches:
+                sizes = {name: value for name, value in launch.constants.items() if name.endswith("PAGE_SIZE")}
+                assert all(sizes.values()), (launch.name, sizes)
+                planned |= {op.name} if sizes else set()
+    assert len(planned) > 15, planned
+
+
 def test_workspace_is_known_up_front() -> None:
     plan = attention(2, 128, 2048, H200)
     row = 512 * 2 + (1 + 2) * 4  # float16, the lse and two powers of two

@@ -86,7 +86,7 @@ def page_constexprs(problem: Problem) -> dict[str, Hashable]:
     """Constexprs of every kernel that reads paged keys: pages and requests."""
     return {
         "PAGE_STRIDE": problem.specs["cache"].stride(0),
-        "PAGE_SIZE": problem["R"],
+        "PAGE_SIZE": problem.page_size(),
         "HAS_REQUEST_IDS": problem.has("request_ids"),
     }
 

@@ -158,6 +158,10 @@ class Problem:
         """The op that the caller called."""
         return self.op if self.called_as is None else self.called_as.op
 
+    def page_size(self, cache: str = "cache") -> int:
+        """Entries of a page, by which kernels divide: 1 where pages have none, since then no slot names an entry."""
+        return max(self.specs[cache].shape[1], 1)
+
     def require_count(self, attribute: str, least: int = 1) -> None:
         """An attribute that counts something is at least `least`, and no more than kernels count."""
         value = getattr(self.attrs, attribute)

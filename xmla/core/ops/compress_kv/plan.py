@@ -28,8 +28,6 @@ def compress(
     kv, score = (specs[arrays.get(name, name)] for name in ("kv", "score"))
     dim, width, ratio = problem["D"], kv.shape[1], problem["r"]
     ids = problem.stand_ins(request_ids="positions")
-    # Pages without entries hold nothing, as if there were none, and kernels divide by the size of a page.
-    state_size, page_size = (max(problem[axis], 1) for axis in ("STATE_R", "R"))
     shared = {
         "num_requests": problem["B"],
         "next_n": tokens_a_request(problem),
@@ -47,7 +45,7 @@ def compress(
             "SCORE_STRIDE": score.stride(0),
             "APE_STRIDE": specs["ape"].stride(0),
             "PAGE_STRIDE": specs["state"].stride(0),
-            "PAGE_SIZE": state_size,
+            "PAGE_SIZE": problem.page_size("state"),
             "RATIO": ratio,
             "WIDTH": width,
             "HAS_REQUEST_IDS": problem.has("request_ids"),
@@ -67,9 +65,9 @@ def compress(
         constexprs={
             "ANGLE_STRIDE": specs["cos_sin"].stride(0) if problem.has("cos_sin") else 0,
             "STATE_PAGE_STRIDE": specs["state"].stride(0),
-            "STATE_PAGE_SIZE": state_size,
+            "STATE_PAGE_SIZE": problem.page_size("state"),
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": page_size,
+            "PAGE_SIZE": problem.page_size(),
             "RATIO": ratio,
             "SERIES": width // dim,
             "D": dim,

@@ -19,11 +19,11 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={
             "SOURCE_SLOT_STRIDE": specs["source_slots"].stride(0),
             "SOURCE_PAGE_STRIDE": specs["source"].stride(0),
-            "SOURCE_PAGE_SIZE": problem["SOURCE_R"],
+            "SOURCE_PAGE_SIZE": problem.page_size("source"),
             "SOURCE_MXFP4": origin.format == "mxfp4",
             "SLOT_STRIDE": specs["slots"].stride(0),
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "MXFP4": layout.format == "mxfp4",
             "D": layout.dim,
             "MIN_EXPONENT": layout.min_exponent,

@@ -19,11 +19,11 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={
             "SOURCE_SLOT_STRIDE": specs["source_slots"].stride(0),
             "SOURCE_PAGE_STRIDE": specs["source"].stride(0),
-            "SOURCE_PAGE_SIZE": problem["SOURCE_R"],
+            "SOURCE_PAGE_SIZE": problem.page_size("source"),
             "SOURCE_LAYOUT": problem.formats["source"],
             "SLOT_STRIDE": specs["slots"].stride(0),
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "LAYOUT": layout,
             "MIN_EXPONENT": layout.min_exponent(problem.attrs.scale_floor),
             "BLOCK_T": BLOCK_T,

@@ -36,7 +36,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         k=attrs.k, workspace_bytes=attrs.workspace_bytes,
     )  # fmt: skip
     mapped = same_names("indices", "block_table", "request_ids")
-    composition.call(map_slots.OP, mapped, page_size=max(problem["R"], 1))
+    composition.call(map_slots.OP, mapped, page_size=problem.page_size("mla_cache"))
     composition.call(
         sparse_mla.OP, same_names("q", "slots", "sink") | {"cache": "mla_cache"},
         softmax_scale=attrs.softmax_scale, cache_format=attrs.mla_cache_format, batch_invariant=attrs.batch_invariant,

@@ -16,7 +16,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={
             "SLOT_STRIDE": specs["slots"].stride(0),
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "VALUE_BYTES": problem.formats["cache"].value_bytes,
             "BLOCK_T": BLOCK_T,
         },

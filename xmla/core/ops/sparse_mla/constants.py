@@ -19,11 +19,10 @@ class Pages(Constants):
 
     @classmethod
     def of(cls, problem: Problem, cache: str, lengths: str) -> "Pages":
-        spec = problem.specs[cache]
         return cls(
             LAYOUT=problem.formats[cache],
-            PAGE_STRIDE=spec.stride(0),
-            PAGE_SIZE=spec.shape[1],
+            PAGE_STRIDE=problem.specs[cache].stride(0),
+            PAGE_SIZE=problem.page_size(cache),
             HAS_LENGTHS=problem.has(lengths),
         )
 

@@ -74,7 +74,7 @@ def unpack(problem: Problem) -> Plan:
         sizes={"num_slots": entries},
         constexprs={
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "LAYOUT": layout,
             "ROWS": ROWS[layout],
             "BLOCK": 4,

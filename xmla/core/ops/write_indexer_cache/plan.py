@@ -16,7 +16,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "KEY_STRIDE": specs["keys"].stride(0),
             "SLOT_STRIDE": specs["slots"].stride(0),
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "D": problem["D"],
             "MXFP4": layout.format == "mxfp4",
             "MIN_EXPONENT": layout.min_exponent,

@@ -17,7 +17,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "ROPE_STRIDE": specs["rope"].stride(0),
             "SLOT_STRIDE": specs["slots"].stride(0),
             "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "LAYOUT": layout,
             "MIN_EXPONENT": layout.min_exponent(problem.attrs.scale_floor),
             "BLOCK_T": BLOCK_T,

@@ -59,7 +59,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             **_source(problem, ""),
             "EXTRA_SLOT_STRIDE": specs["extra_slots"].stride(0) if extra else 0,
             "EXTRA_PAGE_STRIDE": specs["extra_cache"].stride(0) if extra else 0,
-            "EXTRA_PAGE_SIZE": problem["EXTRA_R"] if extra else 1,
+            "EXTRA_PAGE_SIZE": problem.page_size("extra_cache") if extra else 1,
             "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
             "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
             "DETERMINISTIC": deterministic,
@@ -110,7 +110,7 @@ def _source(problem: Problem, source: str) -> dict[str, Hashable]:
     return {
         "SLOT_STRIDE": problem.specs[f"{source}slots"].stride(0),
         "PAGE_STRIDE": cache.stride(0),
-        "PAGE_SIZE": cache.shape[1],
+        "PAGE_SIZE": problem.page_size(f"{source}cache"),
         "LAYOUT": problem.formats[f"{source}cache"],
         "HAS_LENGTHS": problem.has(f"{source}lengths"),
     }

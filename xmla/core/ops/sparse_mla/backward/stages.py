@@ -181,7 +181,7 @@ def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:
         sizes={"num_slots": entries, "num_touched": touched},
         constexprs={
             "PAGE_STRIDE": specs[cache].stride(0),
-            "PAGE_SIZE": specs[cache].shape[1],
+            "PAGE_SIZE": problem.page_size(cache),
             "LAYOUT": problem.formats[cache],
             "BLOCK": ENTRIES,
         },
@@ -234,7 +234,7 @@ def _round(problem: Problem, source: str, additions: int, paired: bool) -> Launc
         sizes={"num_slots": entries},
         constexprs={
             "LAYOUT": problem.formats[cache],
-            "PAGE_SIZE": problem.specs[cache].shape[1],
+            "PAGE_SIZE": problem.page_size(cache),
             "ADDITIONS": additions,
             "PAIRED": paired,
             "BLOCK": ENTRIES,

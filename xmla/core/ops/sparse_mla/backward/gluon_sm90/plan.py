@@ -25,7 +25,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={
             **product_constants(problem),
             "PAGE_STRIDE": problem.specs["cache"].stride(0),
-            "PAGE_SIZE": problem["R"],
+            "PAGE_SIZE": problem.page_size(),
             "LAYOUT": problem.formats["cache"],
             "HAS_LENGTHS": problem.has("lengths"),
         },
