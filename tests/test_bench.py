@@ -292,7 +292,7 @@ def test_what_has_run_is_told_by_commit(tmp_path: Path) -> None:
     """Parts at one commit are added, what ran again counts once, what is missing is named; of an op the last run."""
 
     def write(file: str, *runs: tuple[str, str, str, dict[str, Any]]) -> None:
-        versions = {"devices": ["a GPU"] * 2}
+        versions = {"devices": ["a GPU"] * 2, "triton": "3.9.0"}
         lines = [
             {"command": command, "commit": commit, "versions": versions, "exit_code": 0, "last_lines": last.split("; ")}
             | more
@@ -328,18 +328,18 @@ def test_what_has_run_is_told_by_commit(tmp_path: Path) -> None:
         (fuzz, new, "map_slots: 200 cases of 3 of 6 shapes, 1 failures; 200 cases of 3 of 10 shapes", {"exit_code": 1}),
     )  # fmt: skip
     told = evidence_report.report(tmp_path).splitlines()
-    assert told[:2] == ["| what | of which | at commit | found |", "|---|---|---|---|"]
+    assert told[:2] == ["| what | of which | at commit, by Triton | found |", "|---|---|---|---|"]
     assert told[2:6] == [
-        "| test suite | on 2 GPUs; without `gpu`; cut by its time: 7 tests not reached | abcdef0 | "
+        "| test suite | on 2 GPUs; without `gpu`; cut by its time: 7 tests not reached | abcdef0, 3.9.0 | "
         "5 passed, 2 failed; mended |",
-        "| test suite | all, on 2 GPUs | 0123456 | 14 passed, none failed |",
-        "| fuzzer | 1,100 cases of `map_slots` | abcdef0 | 1 failed |",
-        "| fuzzer | 100 cases of `merge_topk` | 0123456 | nothing |",
+        "| test suite | all, on 2 GPUs | 0123456, 3.9.0 | 14 passed, none failed |",
+        "| fuzzer | 1,100 cases of `map_slots` | abcdef0, 3.9.0 | 1 failed |",
+        "| fuzzer | 100 cases of `merge_topk` | 0123456, 3.9.0 | nothing |",
     ]
     assert told[6].startswith("| fuzzer | `compress_kv`, ") and told[6].endswith(" |  | not run yet |")
     assert told[7:9] == [
-        "| memcheck, synccheck | 4 cases of `map_slots` | 0123456 | nothing |",
-        "| racecheck | 4 cases of `map_slots` | 0123456 | reports, see below |",
+        "| memcheck, synccheck | 4 cases of `map_slots` | 0123456, 3.9.0 | nothing |",
+        "| racecheck | 4 cases of `map_slots` | 0123456, 3.9.0 | reports, see below |",
     ]
     assert told[-1] == "| `map_slots` | 3 of 6 |"
     assert [line.split(" | ")[0] for line in told if "initcheck" in line] == ["| initcheck"]

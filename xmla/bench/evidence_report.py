@@ -28,7 +28,7 @@ CUT, REPORTED = 124, 9  # exit codes: of `timeout`, and of a tool that found som
 NOT_RUN = "not run yet"
 FEW = 8  # ops of a row that has their names
 Line = dict[str, Any]
-Row = tuple[str, str, str, str]  # what ran, of which, at which commit, what it found
+Row = tuple[str, str, str, str]  # what ran, of which, at which commit and by which Triton, what it found
 
 
 def lines_of(file: Path) -> list[Line]:
@@ -39,6 +39,11 @@ def lines_of(file: Path) -> list[Line]:
 def remarks(lines: Iterable[Line]) -> list[str]:
     """What somebody wrote beside results, for those who read their table."""
     return [*dict.fromkeys(line["remark"] for line in lines if "remark" in line)]
+
+
+def at(commit: str, lines: Iterable[Line]) -> str:
+    """The commit, and the Triton that compiled its kernels."""
+    return f"{commit}, {' and '.join(sorted({line['versions']['triton'] for line in lines}))}"
 
 
 def outcome(line: Line) -> Counter[str]:
@@ -97,7 +102,7 @@ class Suite:
             missed = [line["collected"] - outcome(line).total() for line in self.cut if "collected" in line]
             of.append(f"cut by its time: {sum(missed) if len(missed) == len(self.cut) else 'some'} tests not reached")
         outcomes = "; ".join([f"{counts['passed']} passed, {wrong or 'none'} failed", *remarks(lines)])
-        return "test suite", "; ".join(of), commit, outcomes
+        return "test suite", "; ".join(of), at(commit, lines), outcomes
 
 
 def suites(lines: Iterable[Line]) -> list[Row]:
@@ -149,7 +154,7 @@ def named(ops: Iterable[str]) -> str:
 
 
 def fuzzer_rows(lines: list[Line], tool: str | None) -> Iterator[tuple[str, str, str]]:
-    """Of each commit that has an op's last run, the latest first: of which, the commit, what it found."""
+    """Of each commit that has an op's last run, the latest first: of which, at which commit, what it found."""
     by_commit: dict[str, dict[str, Fuzzed]] = {line["commit"]: {} for line in reversed(lines)}
     for op, (commit, ran) in sorted(last_runs(lines, tool).items()):
         by_commit[commit][op] = ran
@@ -161,7 +166,11 @@ def fuzzer_rows(lines: list[Line], tool: str | None) -> Iterator[tuple[str, str,
             outcomes = [f"{failures} failed"] * bool(failures)
             outcomes += ["reports, see below"] * any(command["exit_code"] == REPORTED for command in commands)
             of = named(ops) if len(ops) <= FEW else f"{len(ops)} ops"
-            yield f"{cases:,} cases of {of}", commit, "; ".join([*(outcomes or ["nothing"]), *remarks(commands)])
+            yield (
+                f"{cases:,} cases of {of}",
+                at(commit, commands),
+                "; ".join([*(outcomes or ["nothing"]), *remarks(commands)]),
+            )
     if missing := sorted(registry().keys() - {op for ops in by_commit.values() for op in ops}):
         yield named(missing), "", NOT_RUN
 
@@ -189,7 +198,7 @@ def report(results: Path) -> str:
             same[row].append(tool)
     checked = [(", ".join(tools), *row) for row, tools in same.items()]
     rows += sorted(checked, key=lambda row: row[-1] == NOT_RUN)
-    markdown = table(("what", "of which", "at commit", "found"), rows)
+    markdown = table(("what", "of which", "at commit, by Triton", "found"), rows)
     if shapes := [*unreached(fuzzing)]:
         markdown += [
             "",
