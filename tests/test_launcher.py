@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def registered(library: Path) -> Noting:
     return Noting(library)
+
+
+@pytest.fixture(autouse=True)
+def on_the_host() -> Iterator[None]:
+    """Beside a GPU too: the driver of the tests is registered for the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture(params=SHARED)
