@@ -36,7 +36,7 @@ FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py 
 
 .PHONY: demo test test-fast jax vllm sglang maxtext fuzz matrix mutants lint types docs pages report wheel clean
 test: $(READY)
-	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
+	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
 
 # A minute: declarations, plans, layouts, formats, wrong arguments, and a case of every op under torch and JAX.
 test-fast: $(READY)

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
+# Whether tests take every case: on a GPU, and by `make test ALL=1`. Elsewhere some take of several alike one.
+EVERYTHING = HAS_GPU or bool(os.environ.get("XMLA_ALL"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # workers take these GPUs in turn
     gpus = os.environ["XMLA_TEST_GPUS"].split(",")

@@ -1,7 +1,7 @@
-"""Lowers every op through jax-triton for one architecture and compares its kernels with Triton's own compilation.
+"""Lowers ops through jax-triton for one architecture and compares its kernels with Triton's own compilation.
 
 A script of its own, for a process without the interpreter; no GPU is needed.
-    JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90
+    JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90 OP …
 Prints a JSON line per op: its custom calls, for each launch the SHA-256 of the cubin that either front-end runs, and
 how many kernels JAX asked for that a warm-up for torch had not compiled.
 """
@@ -90,7 +90,7 @@ def lower(name: str, op: Op, case: Case, device: Device, implementation: str | N
 
 def main() -> None:
     device = next(d for d in KNOWN_DEVICES if d.arch == int(sys.argv[1]))
-    calls = [(op.name, op, exported_case(op)[0], None) for op in registry().values()]
+    calls = [(name, registry()[name], exported_case(registry()[name])[0], None) for name in sys.argv[2:]]
     if device.arch == 90:
         for name, beginning, implementation in (
             ("sparse_mla triton", "t1-h128", "triton"),

@@ -1,7 +1,7 @@
 """Whether kernels add up in another order where arrays do not start on 16 bytes; a script, since kernels compile only
 where Triton was imported without TRITON_INTERPRET.
 
-python alignment.py ARCH …      Prints a JSON line a portable kernel of every op's smallest case.
+python alignment.py ARCH OP …      Prints a JSON line a portable kernel of the smallest case of each op named.
 """
 
 import json
@@ -67,9 +67,9 @@ def order(ttgir: str) -> list[str]:
     return [re.sub(r"#\w+", lambda name: named.get(name[0], name[0]), text).partition(" loc(")[0] for text in found]
 
 
-def main(arch: int) -> None:
+def main(arch: int, names: list[str]) -> None:
     device = next(device for device in KNOWN_DEVICES if device.arch == arch)
-    for op in registry().values():
+    for op in map(registry().__getitem__, names):
         case = min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
         specs = aligned(case)
         moved = specs
@@ -86,5 +86,4 @@ def main(arch: int) -> None:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        main(int(argument))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_GPU
+from conftest import EVERYTHING, HAS_GPU
 from garbage import DEVICE, OPS
 from support_matrix import lines_of
 
@@ -270,7 +270,7 @@ def test_logits_over_a_page_of_very_many_keys(space: torch.Tensor, by: str | Non
 @pytest.mark.slow
 def test_no_product_of_32_bits_is_a_far_offset() -> None:
     """Every op's kernels, strides near 2**31 along each axis and as many entries per page: none can wrap round."""
-    lines = lines_of(Path(far_strides.__file__))
+    lines = lines_of(Path(far_strides.__file__), *["--all"] * EVERYTHING)
     kernels = [line for line in lines if "kernel" in line]
     assert not [line for line in kernels if line["wrong"]]
     assert {line["op"] for line in kernels if line["far"] == "strides"} == set(OPS)

@@ -1,8 +1,9 @@
 """Reads from every kernel's IR whether a product of 32 bits can be an offset that does not fit them; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/far_strides.py
+    python tests/core/far_strides.py [--all]
 Each op's cases are planned with strides near 2**31 on every axis that may have one, and with pages of as many entries.
+Of each op's kernels those are read that have a type, format or condition which none before had, with --all every one.
 Kernels go through Triton's front-end, no further, with those numbers as constants. Then the range of an integer follows
 from constants, remainders, masks and `arange`; sizes, program ids and what is loaded may be any number of 32 bits. A
 sum or product of 32 bits that can pass them is wrong
@@ -15,8 +16,10 @@ What is left are tiles and their tokens and keys, counted: there are no more of 
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -110,6 +113,7 @@ def places(text: str) -> dict[str, str]:
     """Where locations of the IR are in the source: file and line, then those of the callers."""
     defined = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
 
+    @cache
     def place(location: str) -> str:
         if file := re.match(r'"([^"]*)":(\d+)', location):
             return f"{Path(file[1]).parent.name}/{Path(file[1]).name}:{file[2]}"
@@ -220,8 +224,14 @@ def calls() -> Iterator[tuple[Planned, str]]:
                         yield planned(name, case, far, attrs, DEVICES[arch], None), kind
 
 
-def main() -> None:
+def flags(specialization: Specialization) -> set[object]:
+    """What of a kernel's specialisation chooses among its branches: the types, formats and conditions."""
+    return {(name, value) for name, value in specialization.facts().items() if type(value) is not int}
+
+
+def main(everything: bool) -> None:
     seen: set[Specialization] = set()
+    met: dict[tuple[str, str], set[object]] = {}
     for call, kind in calls():
         line = {"op": call.op, "case": call.case, "form": call.form, "far": kind}
         if call.plan is None:
@@ -229,11 +239,13 @@ def main() -> None:
             continue
         for launch in call.plan.launches:
             specialization = specialize(launch, call.plan, call.specs)
-            if specialization not in seen:
+            known, its = met.setdefault((launch.name, kind), set()), {call.op, *flags(specialization)}
+            if specialization not in seen and (everything or not its <= known):
                 seen.add(specialization)
+                known |= its
                 wrong = list(wrapping(front_end(specialization)))
                 print(json.dumps(line | {"kernel": launch.name, "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main("--all" in sys.argv)
