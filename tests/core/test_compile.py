@@ -53,11 +53,13 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
 
 
 # Digests of the kernels that passed, of their sources and what they are compiled for, are kept. Of a function that has
-# another digest one kernel is compiled, with older Tritons for a third of the architectures, and a sample of others;
-# `make matrix` compiles all and writes the digests. With the newest Triton PTX for an architecture with another's code
-# generator is taken from there and assembled; with older ones it differs.
+# another digest one kernel is compiled for each of Triton's code generators, and a sample of others. The remaining
+# architectures share such functions, as those generators do with an older Triton: the rest is left to `make matrix`,
+# which is run after every change of a kernel, compiles all and writes the digests. With the newest Triton PTX for an
+# architecture with another's code generator is taken from there and assembled; with older ones it differs.
 MATRIX = bool(os.environ.get("XMLA_MATRIX"))
-SHARED_AMONG = 3  # functions are, with an older Triton
+GENERATORS = (90, 100, 120)  # wgmma, tcgen05 and mma.sync
+OTHERS = tuple(arch for arch in support_matrix.ARCHITECTURES if arch not in GENERATORS)
 SAME_GENERATOR = {103: 100, 121: 120}
 # The first of a pair leaves its PTX in Triton's cache for the second.
 CONFIGURATIONS = [
@@ -66,7 +68,7 @@ CONFIGURATIONS = [
         marks=[] if version in OLDER else pytest.mark.xdist_group(f"sm_{SAME_GENERATOR.get(arch, arch)}"),
     )
     for version in (triton.__version__, *OLDER)
-    for arch in support_matrix.ARCHITECTURES
+    for arch in (GENERATORS if version in OLDER and not MATRIX else support_matrix.ARCHITECTURES)
 ]  # fmt: skip
 DIGESTS = Path(__file__).with_name("compiled")
 
@@ -78,8 +80,9 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
     known = DIGESTS / f"triton-{version}-sm_{arch}.json"
     other = folder(version) if version in OLDER else None
     options = ["--as", str(SAME_GENERATOR[arch])] if arch in SAME_GENERATOR and not other else []
-    shares = f"{support_matrix.ARCHITECTURES.index(arch) % SHARED_AMONG}/{SHARED_AMONG}" if other else "0/1"
-    options += [] if MATRIX else ["--some", shares]
+    if not MATRIX:
+        sharing = (arch,) if arch in GENERATORS and not other else GENERATORS if other else OTHERS
+        options += ["--some", f"{sharing.index(arch)}/{len(sharing)}"]
     digests, lines = support_matrix.compile_all(arch, *options, triton=other, but=known)
     kernels = [line for line in lines if "cubin_bytes" in line]
     assert kernels and {kernel["triton"] for kernel in kernels} == {version}, f"Triton {version} is expected"
