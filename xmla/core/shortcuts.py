@@ -7,6 +7,7 @@ and of every sum and product of integers whether it overflows, in int64, for an 
 """
 
 from functools import cache
+from math import copysign
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ _dtypes: dict[str, np.dtype] = {}
 _blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 _shapes: dict[str, tuple[Any, Any]] = {}
 
-# Operands of one of these types are computed in it, whatever the operation.
-_KEPT = {kind.name for kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64,
-                                tl.float32, tl.float64)}  # fmt: skip
+# The numbers of each type whose operands are computed in it, whatever the operation.
+_RANGES: dict[Any, tuple[float, float]] = {kind.name: (-np.inf, np.inf) for kind in (tl.float32, tl.float64)}
+for _kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64):
+    _RANGES[_kind.name] = np.iinfo(_get_np_dtype(_kind)).min, np.iinfo(_get_np_dtype(_kind)).max
 
 
 def _np_dtype(kind: Any) -> np.dtype:
@@ -56,8 +58,14 @@ class _Semantic(TritonSemantic):
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         tensor: Any = tl.tensor
-        if type(lhs) is type(rhs) is tensor and lhs.type.name == rhs.type.name and lhs.dtype.name in _KEPT:
-            return lhs, rhs
+        if type(lhs) is tensor and lhs.dtype.name in _RANGES:
+            if type(rhs) is not tensor:
+                if _is_number_of(rhs, lhs.dtype):
+                    return lhs, _filled(rhs, lhs.type)
+            elif lhs.type.name == rhs.type.name:
+                return lhs, rhs
+        elif type(rhs) is tensor and rhs.dtype.name in _RANGES and _is_number_of(lhs, rhs.dtype):
+            return _filled(lhs, rhs.type), rhs
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
@@ -82,6 +90,19 @@ class _Semantic(TritonSemantic):
         data = np.empty(shape, value.handle.data.dtype)
         data[...] = value.handle.data
         return tl.tensor(TensorHandle(data, value.dtype), tl.block_type(value.dtype, shape))
+
+
+def _is_number_of(value: Any, kind: Any) -> bool:
+    """Whether `value` is a number that an operation with a tensor of `kind` takes as one of `kind`."""
+    low, high = _RANGES[kind.name]
+    if type(value) is float:  # some releases make −0.0 a 0.0
+        return low <= value <= high == np.inf and (value < 0 or copysign(1, value) > 0)
+    return type(value) is int and low <= value <= high
+
+
+def _filled(value: float, kind: Any) -> Any:
+    shape = kind.shape.values if kind.is_block() else (1,)
+    return tl.tensor(TensorHandle(np.full(shape, value, _np_dtype(kind)), kind.scalar), kind)
 
 
 @cache
