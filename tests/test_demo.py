@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kit
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import xmla.demo
 from xmla import torch_api
 from xmla.command import app
 from xmla.core.registry import registry
@@ -185,6 +187,7 @@ def test_the_v4_model_has_deepseeks_geometry() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
+@kit.needs_glm
 def test_glm_demo_agrees(tmp_path: Path) -> None:
     _, figures = agreeing(tmp_path / "figures.json", "--model", "glm5_next")
     places = {(figure["name"], figure["where"]) for figure in figures}
@@ -216,6 +219,7 @@ def few_glm_tokens(device: str) -> tuple[Any, torch.Tensor, Run]:
     return model, tokens, run_as_shipped(model, tokens, 45)
 
 
+@kit.needs_glm
 @pytest.mark.parametrize(
     ("op", "mistake"),
     [(None, None), ("pool_keys", without_gates), ("expand_blocks", newest_last), ("sparse_mla", half_the_slots)],
@@ -231,6 +235,7 @@ def test_glm_demo_notices_a_mistake(
     assert all(figure["ok"] for figure in figures) == (mistake is None), figures
 
 
+@kit.needs_glm
 def test_the_glm_model_has_its_geometry() -> None:
     config = glm5_next.build("cpu").config.get_text_config()
     assert (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim) == (512, 0, 128)
@@ -309,6 +314,12 @@ def test_training_notices_a_wrong_gradient(
 )  # fmt: skip
 def test_what_is_not_trained_is_refused(options: tuple[str, ...], message: str) -> None:
     assert str(demo(*options).exception) == message
+
+
+def test_a_model_younger_than_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xmla.demo, "installed", lambda _: "5.17.0")
+    message = "demo: transformers 5.17.0 is too old for glm5_next: pip install 'transformers>=5.24'"
+    assert str(demo("--model", "glm5_next").exception) == message
 
 
 @pytest.mark.parametrize("model", [deepseek_v32, deepseek_v4], ids=lambda model: model.__name__)

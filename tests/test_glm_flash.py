@@ -1,5 +1,6 @@
 """GLM-5.3-Flash's selection of pools against that of transformers' glm5_next, on one set of weights."""
 
+import kit
 import pytest
 import torch
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
@@ -19,6 +20,7 @@ def quantised(keys: torch.Tensor) -> torch.Tensor:
     return values.float() * scales[:, None]
 
 
+@kit.needs_glm
 @pytest.mark.parametrize("pool", [4, 16])
 def test_the_pools_and_tails_that_transformers_selects(pool: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)  # with many heads, so that no logits are 0 and tie

@@ -5,7 +5,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from xmla._frameworks import missing, needed
+from xmla.core.versions import installed
 
 
 class Model(StrEnum):
@@ -19,6 +22,12 @@ class Model(StrEnum):
     def since(self) -> str:
         """The first release of transformers that has it."""
         return "5.24" if self is Model.GLM else "5.17"
+
+    @property
+    def too_old(self) -> str | None:
+        """The installed release of transformers if the model came, or got its layers' names, after it."""
+        release = installed("transformers")
+        return release if release is not None and Version(release) < Version(self.since) else None
 
 
 def run(model: Model, details: bool = False, train: bool = False, picture: Path | None = None) -> list[dict[str, Any]]:
@@ -39,6 +48,9 @@ def run(model: Model, details: bool = False, train: bool = False, picture: Path 
         raise UnsupportedError(f"demo: --train of --model {model}, supported is {Model.V32}")
     if missing("torch"):
         raise UnsupportedError(f"demo: the model is one of PyTorch, and {needed('torch')}")
+    if model.too_old:
+        install = f"pip install 'transformers>={model.since}'"
+        raise UnsupportedError(f"demo: transformers {model.too_old} is too old for {model}: {install}")
     try:
         module: Any = import_module(f"xmla.demo.{model}")
     except ImportError as error:
