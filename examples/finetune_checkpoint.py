@@ -137,7 +137,7 @@ with tempfile.TemporaryDirectory() as scratch:
     model = load(folder)
     optimizer = start(model, indexer_alone=True)
     print("indexer alone: loss {:.3f}, indexers' {:.4f}".format(*step(model, optimizer, 0)))
-    # A new model takes over what was learned: FSDP of PyTorch 2.11 settles in the first pass whose gradients it reduces.
+    # A new model takes over what was learned: FSDP of PyTorch 2.11 settles at first whose gradients it reduces.
     learned, model = get_model_state_dict(model), load(folder)
     set_model_state_dict(model, learned)
     optimizer = start(model, indexer_alone=False)
