@@ -23,7 +23,8 @@ def build(path: Path) -> None:
     if compiler is None:
         pytest.skip("no C++ compiler")
     headers = [jax.ffi.include_dir(), str(files("triton.backends.nvidia") / "include")]
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", *(f"-I{header}" for header in headers)]
+    # Beside a GPU CUDA's driver is loaded, whose functions would take the place of the library's own.
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-Wl,-Bsymbolic", *(f"-I{header}" for header in headers)]
     source = Path(__file__).with_name("launcher_on_host.cc")
     subprocess.run([*command, str(source), "-o", str(path)], check=True, capture_output=True)
 

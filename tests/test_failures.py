@@ -270,16 +270,18 @@ def test_a_forked_process_starts_from_nothing(device: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_current_device() -> None:
     """Tensors on a GPU that is not the current one: the call runs where they are and leaves the current one alone."""
+    current = torch.cuda.current_device()  # that of the tests before in this process
+    other = (current + 1) % torch.cuda.device_count()
     for op in registry().values():
         case = op.cases[0]
-        here = kit.torch_inputs(op, kit.make(case), "cuda:0")
-        there = kit.torch_inputs(op, kit.make(case), "cuda:1")
+        here = kit.torch_inputs(op, kit.make(case), f"cuda:{current}")
+        there = kit.torch_inputs(op, kit.make(case), f"cuda:{other}")
         want = kit.as_tuple(getattr(torch_api, op.name)(*here, **case.attrs))
         got = kit.as_tuple(getattr(torch_api, op.name)(*there, **case.attrs))
-        assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_device() == current
         for name in op.mutates:
             want, got = (*want, here[list(op.tensors).index(name)]), (*got, there[list(op.tensors).index(name)])
-        assert got and all(tensor.get_device() == 1 for tensor in got)
+        assert got and all(tensor.get_device() == other for tensor in got)
         where = None
         if op.partial:
             where = kit.written(op, op.reference(**kit.make(case), **kit.attributes(op, case)))

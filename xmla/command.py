@@ -47,7 +47,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 @app.command()
 def demo(
     model: Annotated[
-        Model, typer.Option(metavar="MODEL", help=f"Whose attention is replaced: {', '.join(Model)}.")
+        Model, typer.Option("--model", metavar="MODEL", help=f"Whose attention is replaced: {', '.join(Model)}.")
     ] = Model.V32,
     details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Train the model, and as shipped beside it.")] = False,
@@ -120,7 +120,9 @@ class Layers(StrEnum):
     GLM_FLASH = "glm5_next"
 
 
-Served = Annotated[Layers, typer.Option(metavar="MODEL", help=f"Whose layers are served: {', '.join(Layers)}.")]
+Served = Annotated[
+    Layers, typer.Option("--model", metavar="MODEL", help=f"Whose layers are served: {', '.join(Layers)}.")
+]
 Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step; default: 64.")]
 Contexts = Annotated[
     list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys; default: 65536.")
