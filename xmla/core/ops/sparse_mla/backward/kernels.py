@@ -1,3 +1,23 @@
+"""The derivative of attention over plain rows, in Triton: what every plan launches, and products for any architecture.
+
+In a call's order (stages.py); those of entries once for each source:
+
+    count_references_kernel     a token: how many slots name each entry
+    start_sums_kernel           some entries: their norms; sums and bounds start at 0
+    bound_values_kernel         a token: the largest norm among its entries
+    prepare_kernel              some heads of a token: the softmax's denominator, dout · out, bounds of summands
+    bound_sums_kernel           a token: of each of its entries the greatest bound of a summand
+    ── all tokens have ended: the unit of each entry's sums is known ──
+    sparse_mla_dq_kernel        a tile of heads of a token: dq                     (on Hopper one kernel for both,
+    sparse_mla_dcache_kernel    a tile of a token's entries: their summands         in gluon_sm90)
+    ── all summands are added ──
+    round_sums_kernel           some entries: the sums, rounded to dcache
+    sum_sinks_kernel            a head: dsink
+
+In any order nothing is counted or bounded: `clear_sums_kernel`, `prepare_kernel`, the products with
+`sparse_mla_dcache_any_order_kernel`, then `store_sums_kernel`.
+"""
+
 import triton
 import triton.language as tl
 
