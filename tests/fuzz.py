@@ -464,9 +464,10 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
     same = {}
     rounded = any(result.agreement for result in op.outputs.values())
     if drawn.wild is not drawn.tame and (HEAD_WEIGHTS & set(op.tensors) or rounded):
+        by = scores(laid, drawn.wild)
         for image in (drawn.tame, poisoned(laid, drawn)):
             compared = [(want[name], variant) for name, variant in define(laid, image)[0].items()]
-            if (by := scores(laid, drawn.wild)) is not None:
+            if by is not None:
                 compared.append((by, scores(laid, image)))
             for a, b in compared:
                 rows = ((a == b) | ((a != a) & (b != b))).all(axis=tuple(range(1, a.ndim)))

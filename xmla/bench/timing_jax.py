@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import torch
 
 from xmla import interop, jax_api
-from xmla.bench.benchmark import Benchmark
+from xmla.bench.benchmark import Arrays, Benchmark
 from xmla.bench.timing import Timing, replays
 
 PROGRAM_US = 300.0  # of the calls in a program, at least, but for the most of them
@@ -28,11 +28,11 @@ MOST_PROGRAMS = 24  # XLA lets the host queue 32 of them
 ROUNDS = 5
 
 
-def dense(benchmark: Benchmark) -> Benchmark:
-    """The same case over arrays without gaps, since JAX has no strides; an array that several sets have stays one."""
-    arrays = {id(array): array for inputs in benchmark.inputs for array in inputs}
-    dense_arrays = {key: None if array is None else array.contiguous() for key, array in arrays.items()}
-    return replace(benchmark, inputs=[[dense_arrays[id(array)] for array in inputs] for inputs in benchmark.inputs])
+def each_once(sets: Sequence[Arrays], convert: Callable[[torch.Tensor], Any]) -> list[list[Any]]:
+    """The sets with their arrays converted; one that several sets have stays one."""
+    arrays = {id(array): array for arrays in sets for array in arrays}
+    converted = {key: None if array is None else convert(array) for key, array in arrays.items()}
+    return [[converted[id(array)] for array in arrays] for arrays in sets]
 
 
 @cache
@@ -47,10 +47,9 @@ class Case:
     """A benchmark's calls by JAX, on the memory of the tensors of `benchmark`, which are dense."""
 
     def __init__(self, benchmark: Benchmark) -> None:
-        self.benchmark = benchmark = dense(benchmark)
-        arrays = {id(array): array for inputs in benchmark.inputs for array in inputs}
-        shared = {key: None if array is None else interop.to_jax(array) for key, array in arrays.items()}
-        self.inputs = [[shared[id(array)] for array in inputs] for inputs in benchmark.inputs]
+        # JAX has no strides.
+        self.benchmark = replace(benchmark, inputs=each_once(benchmark.inputs, torch.Tensor.contiguous))
+        self.inputs = each_once(self.benchmark.inputs, interop.to_jax)
         # Copies: JAX updates in place what it has allocated.
         self.updated = [jnp.array(self.inputs[0][place], copy=True) for place in benchmark.updates]
 

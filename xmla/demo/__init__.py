@@ -48,15 +48,15 @@ def run(model: Model, details: bool = False, train: bool = False, picture: Path 
         raise UnsupportedError(f"demo: --train of --model {model}, supported is {Model.V32}")
     if missing("torch"):
         raise UnsupportedError(f"demo: the model is one of PyTorch, and {needed('torch')}")
+    install = f"pip install 'transformers>={model.since}'"
     if model.too_old:
-        install = f"pip install 'transformers>={model.since}'"
         raise UnsupportedError(f"demo: transformers {model.too_old} is too old for {model}: {install}")
     try:
         module: Any = import_module(f"xmla.demo.{model}")
     except ImportError as error:
         if "transformers" not in str(error):
             raise
-        raise UnsupportedError(f"demo: {error}: pip install 'transformers>={model.since}'") from None
+        raise UnsupportedError(f"demo: {error}: {install}") from None
     from xmla.demo.shell import show, show_training
 
     return show_training(details, picture) if train else show(module, details)

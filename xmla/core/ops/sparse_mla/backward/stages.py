@@ -1,7 +1,6 @@
 """What the plans of the derivative share: its launches before and after the products, which are a plan's own."""
 
 from collections.abc import Hashable, Iterable, Mapping
-from types import MappingProxyType
 
 from xmla.core.clearing import clear
 from xmla.core.lang.sums import SUM_WORDS
@@ -93,10 +92,11 @@ def in_any_order(problem: Problem, products: Iterable[Launch], fours: bool = Fal
     unused = {"slope": Spec((1,), "float32"), "bound": Spec((1,), "float32")}
     sums = {f"{source}sums": Spec(problem.specs[f"{source}cache"].shape, "float32") for source in sources}
     launches = (
-        *[_each_entry(problem, source, clear_sums_kernel, "sums") for source in sources],
+        # `clear` counts elements in 32 bits.
+        *[_of_entries(problem, source, clear_sums_kernel, "sums", {"sums": f"{source}sums"}) for source in sources],
         _prepare(problem),
         *products,
-        *[_each_entry(problem, source, store_sums_kernel, "dcache", {"FOURS": fours}) for source in sources],
+        *[_store(problem, source, fours) for source in sources],
         *_sum_sinks(problem),
     )
     return Plan(launches, {**_prepared(problem), **unused, **sums, **problem.results}, tuple(problem.results))
@@ -141,21 +141,16 @@ def _sum_sinks(problem: Problem) -> list[Launch]:
     return [Launch(sum_sinks_kernel, (problem["H"],), ("dsink",), {"num_tokens": problem["T"]}, constexprs)]
 
 
-def _each_entry(
-    problem: Problem,
-    source: str,
-    kernel: Kernel,
-    output: str,
-    constexprs: Mapping[str, Hashable] = MappingProxyType({}),
+def _of_entries(
+    problem: Problem, source: str, kernel: Kernel, output: str, arrays: Mapping[str, str], **constexprs: Hashable
 ) -> Launch:
-    """A launch over the entries of a source, whose sums are float32."""
+    """A launch over the entries of a source."""
     entries = entries_of(problem, source)
-    names = {"sums": f"{source}sums", "dcache": f"d{source}cache"}
     return Launch(
         kernel,
         grid=(cdiv(entries, ENTRIES),),
         outputs=(output,),
-        arrays={name: array for name, array in names.items() if f"{name}_ptr" in kernel.arg_names},
+        arrays=arrays,
         sizes={"num_slots": entries},
         constexprs={"LAYOUT": problem.formats[f"{source}cache"], **constexprs, "BLOCK": ENTRIES},
     )
@@ -225,18 +220,13 @@ def _bound(problem: Problem, source: str) -> Launch:
 
 
 def _round(problem: Problem, source: str, additions: int, paired: bool) -> Launch:
-    cache, entries = f"{source}cache", entries_of(problem, source)
-    return Launch(
-        round_sums_kernel,
-        grid=(cdiv(entries, ENTRIES),),
-        outputs=("dcache",),
-        arrays={**{name: f"{source}{name}" for name in ("references", "sums", "bounds")}, "dcache": f"d{cache}"},
-        sizes={"num_slots": entries},
-        constexprs={
-            "LAYOUT": problem.formats[cache],
-            "PAGE_SIZE": problem.page_size(cache),
-            "ADDITIONS": additions,
-            "PAIRED": paired,
-            "BLOCK": ENTRIES,
-        },
-    )
+    arrays = {name: f"{source}{name}" for name in ("references", "sums", "bounds")}
+    return _of_entries(
+        problem, source, round_sums_kernel, "dcache", {**arrays, "dcache": f"d{source}cache"},
+        PAGE_SIZE=problem.page_size(f"{source}cache"), ADDITIONS=additions, PAIRED=paired,
+    )  # fmt: skip
+
+
+def _store(problem: Problem, source: str, fours: bool) -> Launch:
+    arrays = {"sums": f"{source}sums", "dcache": f"d{source}cache"}
+    return _of_entries(problem, source, store_sums_kernel, "dcache", arrays, FOURS=fours)
