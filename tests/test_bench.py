@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,20 @@ def test_every_case_is_compared() -> None:
 def test_a_few_rows_are_sampled() -> None:
     assert list(sampled(1)) == [0] and list(sampled(3)) == [0, 1, 2]
     assert 4 <= len(sampled(4096)) <= 5 and sampled(4096)[0] == 0
+
+
+@pytest.mark.gpu
+def test_a_capture_outlives_what_other_threads_do() -> None:
+    """As JAX's do in a run of both frameworks."""
+    x, event = torch.zeros(8, device="cuda"), torch.cuda.Event()
+    event.record()
+    with ThreadPoolExecutor(1) as thread:
+
+        def call(_: int) -> None:
+            x.add_(1)
+            thread.submit(event.query).result()  # it spoils a capture of the default mode
+
+        assert timing.measure({"addition": call}, 1)["addition"].median > 0
 
 
 @pytest.mark.parametrize("fails", ["nowhere", "when it is compared", "when it is timed"])

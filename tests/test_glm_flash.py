@@ -11,13 +11,13 @@ from xmla import torch_api
 LENGTH, PAGE = 43, 8
 
 
-def quantised(keys: torch.Tensor) -> torch.Tensor:
+def quantised(keys: torch.Tensor, device: str) -> torch.Tensor:
     """Keys as the cache holds them, so that both select from the same numbers."""
-    table, positions = torch.zeros(len(keys), dtype=torch.int32), torch.arange(len(keys), dtype=torch.int32)
-    cache = torch.zeros(1, max(len(keys), 1), keys.shape[1] + 4, dtype=torch.uint8)
-    torch_api.write_indexer_cache(keys, positions, cache)
-    values, scales = torch_api.read_indexer_cache(cache, positions + table)
-    return values.float() * scales[:, None]
+    slots = torch.arange(len(keys), dtype=torch.int32, device=device)
+    cache = torch.zeros(1, max(len(keys), 1), keys.shape[1] + 4, dtype=torch.uint8, device=device)
+    torch_api.write_indexer_cache(keys.to(device), slots, cache)
+    values, scales = torch_api.read_indexer_cache(cache, slots)
+    return (values.float() * scales[:, None]).cpu()
 
 
 @kit.needs_glm
@@ -36,7 +36,7 @@ def test_the_pools_and_tails_that_transformers_selects(pool: int, device: str, m
 
     def as_stored(packed_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         keys, *rest = pooled_states(packed_states)
-        return quantised(keys[0])[None], *rest
+        return quantised(keys[0], device)[None], *rest
 
     monkeypatch.setattr(indexer, "get_pooled_states", as_stored)
     with torch.no_grad():

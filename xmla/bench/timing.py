@@ -39,7 +39,8 @@ def _elapsed_us(graph: torch.cuda.CUDAGraph) -> float:
 
 def _capture(call: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # By default what another thread asks of CUDA spoils a capture, and JAX's threads free what they no longer need.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(repeats):
             for index in range(sets):
                 call(index)
