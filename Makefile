@@ -127,17 +127,21 @@ types: $(READY)
 	$(PYTHON) -m pyrefly check
 	$(PYTHON) -m pyrefly coverage check --strict --public-only $(PUBLIC:%=xmla/%)
 
-.venv/ready: pyproject.toml tests/core/tritons.py
-	@echo "Installing torch, Triton, JAX and what tests need into .venv: 8.4 GB, some minutes, once."
+# Before anything is installed: pip would tell of an older one, and leave an environment that is of no use.
+.venv/bin/python:
+	@$(BOOTSTRAP) -c 'import sys; v = sys.version_info; v < (3, 12) and \
+	  sys.exit("xmla needs Python 3.12 or newer, $(BOOTSTRAP) is %d.%d: make BOOTSTRAP=/path/to/python3.12" % v[:2])'
 	$(BOOTSTRAP) -m venv .venv
+
+.venv/ready: pyproject.toml tests/core/tritons.py | .venv/bin/python
+	@echo "Installing torch, Triton, JAX and what tests need into .venv: 8.4 GB, some minutes, once."
 	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
 	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
 	.venv/bin/python tests/core/tritons.py
 	touch .venv/demo $@
 
-.venv/demo: pyproject.toml
+.venv/demo: pyproject.toml | .venv/bin/python
 	@echo "Installing torch, Triton, JAX and transformers into .venv: 6.4 GB, some minutes, once."
-	test -x .venv/bin/python || $(BOOTSTRAP) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --progress-bar on --editable '.[$(DEMO)]'
 	touch $@
