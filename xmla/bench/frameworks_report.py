@@ -57,7 +57,7 @@ def cache_rows(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def report(file: Path) -> str:
-    """Markdown: of each run where its figures come from and the GPU's times; then the host's times of steps."""
+    """Markdown: of each run where its figures come from and the GPU's times; then the host's times of steps, the last."""
     markdown, every = [], []
     for head, *lines in read([file]):
         versions, timed = head["versions"], [line for line in lines if "us" in line.get("jax", {})]
@@ -66,8 +66,8 @@ def report(file: Path) -> str:
         markdown += [f"{origin(head)}, {packages}. The same bits by both in {same} of {len(timed)} cases.", ""]
         markdown += [*gpu_rows(timed), ""]
         every += lines
-    steps = [line for line in every if line["op"] == "dsa_attention"]
-    return "\n".join([*markdown, *host_rows(steps), *cache_rows(every)]) + "\n"
+    steps = {line["case"]: line for line in every if line["op"] == "dsa_attention" and "us" in line}
+    return "\n".join([*markdown, *host_rows([*steps.values()]), *cache_rows(every)]) + "\n"
 
 
 def main(
