@@ -138,7 +138,14 @@ def operators_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
         tl.minimum(a_row, tl.trans(a_row)), a.to(tl.float32) / (b.to(tl.float32) + 0.5), -0.0 * a.to(tl.float32),
         a.to(tl.int32) // 3, a.to(tl.int32) % 5, a.to(tl.int32) << 2, a.to(tl.int64) * b.to(tl.int32) >> 1,
         a.to(tl.uint8) ^ 5, tl.sum(a, axis=1)[:, None] + b, tl.max(b, axis=0)[None, :] - a, tl.cumsum(a, axis=0) * b,
-        a[:, None, :].reshape(N, N) + b, tl.exp(a.to(tl.float32)) + rows,
+        a[:, None, :].reshape(N, N) + b, tl.exp(a.to(tl.float32)) + rows, 2 + a, 3 * a, -a.to(tl.int32) // 4,
+        (3 - a.to(tl.int64)) // (b_one.to(tl.int32) + 5), a.to(tl.int64) - b.to(tl.int32),
+        a.to(tl.int32) < b.to(tl.int64), tl.load(a_ptr + 3) + tl.load(b_ptr + rows.to(tl.int64) + 1),
+        tl.where(a > b, 1, b), tl.where(a > 3, 2, 1), tl.where(a_row > 1, tl.trans(a_row), a),
+        (a != b).to(tl.int32) + (a > 1), (a * 0.75).to(tl.int16).to(tl.int64),
+        # What a sum adds in turn follows the order in memory.
+        tl.sum(tl.trans(a.to(tl.float32) / 7) + tl.load(b_ptr + columns).to(tl.float32) / 3, axis=1)[:, None] + rows,
+        tl.sum(tl.where(a_row > 2, tl.trans(a.to(tl.float32) / 7), 0.1), axis=0)[None, :] + rows,
     ):  # fmt: skip
         tl.store(place, value.to(tl.float64))
         place += N * N
@@ -157,12 +164,13 @@ def test_shortcuts_change_no_bit(left: str, monkeypatch: pytest.MonkeyPatch) -> 
     def run() -> list[np.ndarray]:
         found = []
         for b in operands:
-            out = np.full((29, 16, 16), UNWRITTEN)
+            out = np.full((43, 16, 16), UNWRITTEN)
             with interpreter.corrected():
                 operators_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
             found.append(out)
         return found
 
+    run()  # of types that are new
     ours = run()
     monkeypatch.setattr(interpreter, "SHORTCUTS", ())
     for mine, theirs in zip(ours, run(), strict=True):
