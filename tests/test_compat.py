@@ -30,6 +30,15 @@ PREFILL = "q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None"
 RAGGED = "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end"
 PAGED = "q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len"
 SCHEDULE = "context_lens, block_kv, num_sms, indices=None"
+BLOCKS = {  # since DeepGEMM 2.8
+    "get_sparse_mqa_logits_metadata": "cu_seq_len_k_start, cu_seq_len_k_end, num_kv_tokens, sparse_kv_block_indices, "
+    "qk_dtype, sparse_block_kv, use_unaligned_ks=False",
+    "get_paged_sparse_mqa_logits_metadata": "context_lens, block_table, indices, page_kv, sparse_kv_block_indices, "
+    "qk_dtype, sparse_block_kv",
+    "fp8_fp4_sparse_mqa_logits": "q, kv, weights, metadata, num_max_sparse_blocks, sparse_block_kv, "
+    "use_unaligned_ks=False",
+    "fp8_fp4_paged_sparse_mqa_logits": "q, kv_cache, weights, metadata, num_max_sparse_blocks, sparse_block_kv",
+}
 
 # Parameters in the published order. In sgl-deep-gemm's fp8_mqa_logits two have other names; its callers use places.
 PUBLISHED = {
@@ -68,10 +77,17 @@ PUBLISHED = {
         "fp8_fp4_paged_mqa_logits": PAGED + ", clean_logits=False, logits_dtype=torch.float, indices=None",
         "get_paged_mqa_logits_metadata": SCHEDULE,
     },
+    ("deep_gemm", "sgl-deep-gemm 0.2.5 (DeepGEMM 2.8)"): {
+        "fp8_fp4_mqa_logits": RAGGED + ", max_seqlen_k, schedule_meta=None",
+        "fp8_fp4_paged_mqa_logits": PAGED + ", indices=None",
+        "get_paged_mqa_logits_metadata": SCHEDULE,
+        **BLOCKS,
+    },
     ("deep_gemm", "vLLM 0.33.0 (DeepGEMM 2.8.1)"): {
         "fp8_fp4_mqa_logits": RAGGED + ", max_seqlen_k, schedule_meta=None",
         "fp8_fp4_paged_mqa_logits": PAGED + ", indices=None",
         "get_paged_mqa_logits_metadata": SCHEDULE,
+        **BLOCKS,
     },
 }
 RELEASES = [(*release, name) for release, functions in PUBLISHED.items() for name in functions]
@@ -465,6 +481,111 @@ def test_one_length_a_request(device: str) -> None:
     assert torch.equal(got.cpu() == -INF, ~p.seen)
 
 
+# The indexer's logits of keys in selected blocks.
+
+
+def some_blocks(starts: torch.Tensor, ends: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """[T, count] blocks as DeepGEMM's callers have them: ascending, the newest among them, the last one repeated."""
+    rows = torch.zeros(len(starts), count, dtype=torch.int32)
+    for row, start, end in zip(rows, starts.tolist(), ends.tolist(), strict=True):
+        there = -(-(end - start) // size)
+        picked = torch.cat([torch.randperm(max(there - 1, 0))[: count - 1], torch.arange(there)[-1:]]).sort().values
+        if there:
+            row[:] = start // size + torch.nn.functional.pad(picked, (0, count - len(picked)), value=there - 1)
+    return rows
+
+
+def of_blocks(
+    want: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, blocks: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of the blocks' keys by DeepGEMM's numbering, which columns are keys, and which keys are in no block."""
+    position = blocks.repeat_interleave(size, 1) * size + torch.arange(size).repeat(blocks.shape[1])
+    position = position + (starts % size)[:, None]
+    blocks_there = -((starts - ends) // size)
+    seen = torch.arange(position.shape[1]) < (blocks_there * size)[:, None]
+    seen &= (position >= starts[:, None]) & (position < ends[:, None])
+    position = torch.where(seen, position, 0).long()
+    unread = torch.ones_like(want, dtype=torch.bool)
+    unread[torch.arange(len(seen))[:, None].expand_as(seen)[seen], position[seen]] = False
+    return want.gather(1, position), seen, unread
+
+
+NAN_SCALES = -1  # four bytes of 255
+
+
+@pytest.mark.parametrize(("size", "count"), [(8, 3), (2, 5), (16, 4)])
+def test_logits_of_blocks(device: str, size: int, count: int) -> None:
+    """vLLM's sparse_mqa_logits.py. The keys are those of one request for each row's range; others are NaN."""
+    p = ragged_problem(device, True)
+    starts, ends = p.range
+    blocks = some_blocks(starts, ends, count, size)
+    want, seen, unread = of_blocks(p.want, starts, ends, blocks, size)
+    keys, scales = p.kv
+    scales = scales.masked_fill(unread.all(0).to(device), NAN_SCALES)
+    metadata = deep_gemm.get_sparse_mqa_logits_metadata(
+        cu_seq_len_k_start=p.starts, cu_seq_len_k_end=p.ends, num_kv_tokens=len(keys),
+        sparse_kv_block_indices=blocks.to(device), qk_dtype=torch.int8, sparse_block_kv=size, use_unaligned_ks=True,
+    )  # fmt: skip
+    assert metadata.dtype == torch.uint8 and metadata.dim() == 1
+    got = deep_gemm.fp8_fp4_sparse_mqa_logits(
+        q=p.q, kv=(keys, scales), weights=p.weights, metadata=metadata, num_max_sparse_blocks=count,
+        sparse_block_kv=size, use_unaligned_ks=True,
+    )  # fmt: skip
+    assert got.dtype == torch.bfloat16 and got.stride() == (512, 1)
+    assert torch.equal(got.cpu() == -INF, ~seen)
+    same_logits(got, want, seen, bound=3e-5)
+
+
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize(("size", "count"), [(4, 3), (2, 5), (1, 200)])
+def test_paged_logits_of_blocks(device: str, size: int, count: int, column: bool) -> None:
+    """SGLang's index_logits.py, and vLLM's sparse_mqa_logits.py: each row is a request of one token."""
+    p = paged_problem(device, True, 3)
+    lengths = p.lengths.flatten()
+    rows, (pages, page), row = len(lengths), p.cache.shape[:2], p.cache.shape[-1]
+    blocks = some_blocks(torch.zeros_like(lengths), lengths.cpu(), count, size)
+    want, seen, unread = of_blocks(p.want, torch.zeros_like(lengths.cpu()), lengths.cpu(), blocks, size)
+    slots = (p.block_table.cpu() * page)[:, :, None] + torch.arange(page)
+    used = slots.flatten(1).repeat_interleave(3, 0)[~unread]
+    free = torch.ones(pages * page, dtype=torch.bool)
+    free[used] = False
+    scales = p.cache.view(pages, -1)[:, page * (row - 4) :].view(torch.int32)
+    scales.masked_fill_(free.view(pages, page).to(device), NAN_SCALES)
+    metadata = deep_gemm.get_paged_sparse_mqa_logits_metadata(
+        lengths[:, None] if column else lengths, p.block_table.repeat_interleave(3, 0),
+        torch.arange(rows, device=device, dtype=torch.int32) // 3, page, blocks.to(device), torch.int8, size,
+    )  # fmt: skip
+    assert metadata.dtype == torch.uint8 and metadata.dim() == 1
+    q, q_scales = p.q
+    got = deep_gemm.fp8_fp4_paged_sparse_mqa_logits(
+        (q.flatten(0, 1)[:, None], q_scales.flatten(0, 1)[:, None]),
+        p.cache,
+        p.weights.bfloat16(),
+        metadata,
+        count,
+        size,
+    )
+    assert got.dtype == torch.bfloat16 and got.stride() == (512, 1)
+    assert torch.equal(got.cpu() == -INF, ~seen)
+    same_logits(got, want, seen, bound=3e-5)
+
+
+def test_blocks_that_a_row_cannot_have(device: str) -> None:
+    """Behind as many as a row's keys fill, and outside of its range, a number is no block: no key is read for it."""
+    p = ragged_problem(device, True)
+    keys, scales = p.kv
+    wrong = torch.tensor([[2**31 - 1, -1, 99, -(2**31)]] * 5, dtype=torch.int32, device=device)
+    metadata = deep_gemm.get_sparse_mqa_logits_metadata(p.starts, p.ends, len(keys), wrong, torch.int8, 8)
+    nan = (keys, torch.full_like(scales, NAN_SCALES))
+    assert (deep_gemm.fp8_fp4_sparse_mqa_logits(p.q, nan, p.weights, metadata, 4, 8) == -INF).all()
+    p = paged_problem(device, True, 1)
+    rows = torch.arange(3, device=device, dtype=torch.int32)
+    metadata = deep_gemm.get_paged_sparse_mqa_logits_metadata(
+        p.lengths, p.block_table, rows, 4, wrong[:3], torch.int8, 4
+    )  # fmt: skip
+    assert (deep_gemm.fp8_fp4_paged_sparse_mqa_logits(p.q, p.cache, p.weights, metadata, 4, 4) == -INF).all()
+
+
 # Compiled code, errors, and what is left to the packages.
 
 
@@ -487,7 +608,15 @@ def test_compiles_whole(device: str) -> None:
         pages = deep_gemm.fp8_fp4_paged_mqa_logits(
             paged.q, paged.cache, paged.weights, paged.lengths, paged.block_table, None, paged.width, True
         )  # fmt: skip
-        return out, lse, *rows, dense, packed, pages
+        blocks = torch.zeros_like(ragged.starts)[:, None]
+        metadata = deep_gemm.get_sparse_mqa_logits_metadata(ragged.starts, ragged.ends, 37, blocks, torch.int8, 8)
+        of_rows = deep_gemm.fp8_fp4_sparse_mqa_logits(ragged.q, ragged.kv, ragged.weights, metadata, 1, 8)
+        blocks = torch.zeros_like(paged.lengths)
+        metadata = deep_gemm.get_paged_sparse_mqa_logits_metadata(
+            paged.lengths, paged.block_table, blocks[:, 0], 4, blocks, torch.int8, 4
+        )
+        of_pages = deep_gemm.fp8_fp4_paged_sparse_mqa_logits(paged.q, paged.cache, paged.weights, metadata, 1, 4)
+        return out, lse, *rows, dense, packed, pages, of_rows, of_pages
 
     torch._dynamo.reset()
     for got, want in zip(torch.compile(calls, fullgraph=True, backend="aot_eager")(), calls(), strict=True):
@@ -531,6 +660,17 @@ def test_errors_of_ranks_and_axes_name_the_function_and_the_argument_that_was_ca
     paged = lambda q=g.q[0], cache=g.cache, weights=g.weights, lengths=g.lengths, table=g.block_table: (
         deep_gemm.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, g.width)
     )
+    mx = paged_problem(device, True, 2)
+    blocks = d.starts[:, None]
+    of_ranges = lambda blocks=blocks, dtype=torch.int8, size=8: deep_gemm.get_sparse_mqa_logits_metadata(
+        d.starts, d.ends, len(keys), blocks, dtype, size
+    )
+    of_pages = lambda table=g.block_table, size=4: deep_gemm.get_paged_sparse_mqa_logits_metadata(
+        g.lengths[:, 0], table, g.lengths[:, 0], 4, blocks[:3], torch.int8, size
+    )
+    sparse = lambda metadata=None, kv=d.kv: deep_gemm.fp8_fp4_sparse_mqa_logits(
+        ragged_problem(device, True).q, kv, d.weights, metadata, 1, 8
+    )
     for call, message in (
         (lambda: decode(q=p.q[:, 0]), "flash_mla_with_kvcache: q rank is 3, expected 4 (B, S, H, D)"),
         (lambda: decode(pool=p.pool[:, :, 0]), "flash_mla_with_kvcache: k_cache rank is 3, expected 4 (P, R, 1, ROW)"),
@@ -553,6 +693,29 @@ def test_errors_of_ranks_and_axes_name_the_function_and_the_argument_that_was_ca
          "fp8_paged_mqa_logits: context_lens axis next_n (axis 1) is 1, expected 2, as q"),
         (lambda: paged(table=g.block_table[:1]),
          "fp8_paged_mqa_logits: block_table axis B (axis 0) is 1, expected 3, as q"),
+        (lambda: of_ranges(blocks=d.starts), "get_sparse_mqa_logits_metadata: sparse_kv_block_indices rank is 1, "
+         "expected 2 (M, S)"),
+        (lambda: of_ranges(dtype=torch.bfloat16), "get_sparse_mqa_logits_metadata: qk_dtype is torch.bfloat16, "
+         "expected torch.int8 or torch.float8_e4m3fn"),
+        (lambda: of_ranges(size=24),
+         "get_sparse_mqa_logits_metadata: sparse_block_kv is 24, expected a power of two, at most 128"),
+        (lambda: of_pages(size=8),
+         "get_paged_sparse_mqa_logits_metadata: page_kv is 4, expected a multiple of sparse_block_kv = 8"),
+        (lambda: of_pages(table=g.block_table[:1]),
+         "get_paged_sparse_mqa_logits_metadata: block_table axis T (axis 0) is 1, expected 3, as "
+         "sparse_kv_block_indices"),
+        (lambda: sparse(metadata=of_ranges()[:-4]),
+         "fp8_fp4_sparse_mqa_logits: metadata is torch.uint8 [56], expected torch.uint8 [60] of "
+         "get_sparse_mqa_logits_metadata for 5 queries and 1 blocks"),
+        (lambda: sparse(metadata=of_pages()),
+         "fp8_fp4_sparse_mqa_logits: metadata is torch.uint8 [24], expected torch.uint8 [60] of "
+         "get_sparse_mqa_logits_metadata for 5 queries and 1 blocks"),
+        (lambda: sparse(metadata=of_ranges().view(torch.int32)),
+         "fp8_fp4_sparse_mqa_logits: metadata is torch.int32 [15], expected torch.uint8 [60] of "
+         "get_sparse_mqa_logits_metadata for 5 queries and 1 blocks"),
+        (lambda: sparse(kv=keys), "fp8_fp4_sparse_mqa_logits: kv is Tensor, expected a pair: keys [N, D], scales [N]"),
+        (lambda: deep_gemm.fp8_fp4_paged_sparse_mqa_logits(mx.q, g.cache, g.weights, of_pages(), 1, 4),
+         "fp8_fp4_paged_sparse_mqa_logits: q axis 1 is 2, expected 1"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as raised:
             call()
@@ -578,6 +741,20 @@ def test_what_is_not_replaced_without_the_packages(device: str) -> None:
         (lambda: deep_gemm.fp8_fp4_mqa_logits((r.q[0], r.starts), r.kv, r.weights, r.starts, r.ends),
          "fp8_fp4_mqa_logits: q is MXFP8 (e4m3 with scales), supported: e4m3 without scales, and MXFP4, "
          + absent.format("deep_gemm")),
+        (lambda: deep_gemm.get_sparse_mqa_logits_metadata(
+            r.starts, r.ends, 37, r.starts[:, None], torch.float8_e4m3fn, 8),
+         "get_sparse_mqa_logits_metadata: qk_dtype is torch.float8_e4m3fn, supported: torch.int8 (MXFP4), "
+         + absent.format("deep_gemm")),
+        (lambda: deep_gemm.get_paged_sparse_mqa_logits_metadata(
+            r.starts, r.starts[:, None], r.starts, 8, r.starts[:, None], torch.float8_e4m3fn, 8),
+         "get_paged_sparse_mqa_logits_metadata: qk_dtype is torch.float8_e4m3fn, supported: torch.int8 (MXFP4), "
+         + absent.format("deep_gemm")),
+        (lambda: deep_gemm.fp8_fp4_sparse_mqa_logits(r.q, r.kv, r.weights, r.starts, 1, 8),
+         "fp8_fp4_sparse_mqa_logits: q is torch.float8_e4m3fn without scales, supported: torch.int8 with scales "
+         "(MXFP4), " + absent.format("deep_gemm")),
+        (lambda: deep_gemm.fp8_fp4_paged_sparse_mqa_logits((r.q[0], r.starts), r.kv[0], r.weights, r.starts, 1, 8),
+         "fp8_fp4_paged_sparse_mqa_logits: q is torch.float8_e4m3fn with scales, supported: torch.int8 with scales "
+         "(MXFP4), " + absent.format("deep_gemm")),
     ):  # fmt: skip
         with pytest.raises(UnsupportedError) as raised:
             call()

@@ -1,7 +1,8 @@
 """DeepGEMM's indexer logits under the signatures of DeepGEMM 2.6 and 2.8 and of sgl-deep-gemm 0.2.
 
 Any number of heads up to 128 and of tokens a request, any page size. There is no schedule: what stands for it is never
-read. Other names, such as the GEMMs, are DeepGEMM's own, if installed (in vLLM's process also the copy that vLLM has).
+read; metadata of selected blocks has the blocks. Other names, such as the GEMMs, are DeepGEMM's own, if installed (in
+vLLM's process also the copy that vLLM has).
 """
 
 import inspect
@@ -14,6 +15,7 @@ from xmla import torch_api
 from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes
 from xmla.core.errors import ArgumentError
 from xmla.core.plan import cdiv
+from xmla.core.selection import GRANULARITIES
 from xmla.torch_api._arrays import device_of
 
 _package = Published("deep_gemm", *(["vllm.third_party.deep_gemm"] if "vllm" in sys.modules else []))
@@ -21,6 +23,7 @@ Tensor = torch.Tensor
 Query = tuple[Tensor, Tensor | None]
 
 ROW_MULTIPLE = 256  # elements from row to row of the logits, as DeepGEMM's consumers may assume of its results
+SPARSE_ROW_MULTIPLE = 512  # the same of logits of selected blocks, which are bfloat16
 DENSE_BYTES = 1 << 26  # of logits over all keys that compressed ones are gathered from, at a time
 MXFP4_BLOCK = 32
 
@@ -200,6 +203,199 @@ def _paged(
         return logits
     column = torch.arange(max_context_len, device=lengths.device)
     return logits.masked_fill_(column >= lengths.clamp(max=block_table.shape[1] * cache.shape[1])[:, None], -torch.inf)
+
+
+@_package.otherwise()
+def get_sparse_mqa_logits_metadata(
+    cu_seq_len_k_start: Tensor, cu_seq_len_k_end: Tensor, num_kv_tokens: int, sparse_kv_block_indices: Tensor,
+    qk_dtype: torch.dtype, sparse_block_kv: int, use_unaligned_ks: bool = False,
+) -> Tensor:  # fmt: skip
+    """What `fp8_fp4_sparse_mqa_logits` reads of each row's range of keys and selected blocks.
+
+    Args:
+        cu_seq_len_k_start, cu_seq_len_k_end: [M] int32, the range of keys of each row.
+        num_kv_tokens: N, where ranges end at the latest.
+        sparse_kv_block_indices: [M, S] int32. Block b of a row starts at key b · g + start mod g, g = sparse_block_kv,
+            so that its first block is start div g. Read are the first min(S, ⌈keys of the range / g⌉) blocks of a row.
+        qk_dtype: int8 for MXFP4. float8_e4m3fn, which is MXFP8, is DeepGEMM's.
+        sparse_block_kv: g, a power of two up to 128.
+        use_unaligned_ks: Not read: DeepGEMM asks for it where a start is no multiple of g.
+
+    Returns:
+        [M · (S + 2) · 4] uint8, for that function of this module alone.
+    """
+    here = "get_sparse_mqa_logits_metadata"
+    _check_blocks(here, qk_dtype, sparse_block_kv)
+    check_axes(here, {
+        "sparse_kv_block_indices": (sparse_kv_block_indices, "M S"), "cu_seq_len_k_start": (cu_seq_len_k_start, "M"),
+        "cu_seq_len_k_end": (cu_seq_len_k_end, "M"),
+    })  # fmt: skip
+    starts = as_int32(cu_seq_len_k_start).clamp(0, num_kv_tokens)
+    ends = torch.maximum(as_int32(cu_seq_len_k_end).clamp(max=num_kv_tokens), starts)
+    blocks = as_int32(sparse_kv_block_indices) - (starts // sparse_block_kv)[:, None]
+    return _packed(_first_blocks(blocks, ends - starts, sparse_block_kv), starts, ends)
+
+
+@_package.otherwise()
+def fp8_fp4_sparse_mqa_logits(
+    q: Query, kv: tuple[Tensor, Tensor], weights: Tensor, metadata: Tensor, num_max_sparse_blocks: int,
+    sparse_block_kv: int, use_unaligned_ks: bool = False,
+) -> Tensor:  # fmt: skip
+    """Indexer logits of contiguous keys in each row's selected blocks, as `indexer_block_logits` has them.
+
+    Args:
+        q: MXFP4: ([M, H, D/2] int8, [M, H] int32), read as bfloat16.
+        kv: As `indexer_block_logits`' keys and key_scales of MXFP4.
+        weights: [M, H] bfloat16 or float32.
+        metadata: Of `get_sparse_mqa_logits_metadata`.
+        num_max_sparse_blocks: S.
+        sparse_block_kv: Keys of a block, the same as the metadata's.
+        use_unaligned_ks: Not read.
+
+    Returns:
+        The logits [M, S · sparse_block_kv] bfloat16, with rows a multiple of 512 elements apart. Column c is of key
+        c mod g of block c div g, −inf where the range or the row's blocks have no such key.
+
+    MXFP8, e4m3 queries with scales, is DeepGEMM's.
+    """
+    here = "fp8_fp4_sparse_mqa_logits"
+    query = _mxfp4_query(here, q)
+    if not isinstance(kv, tuple | list) or len(kv) != 2:
+        raise ArgumentError(f"{here}: kv is {type(kv).__name__}, expected a pair: keys [N, D], scales [N]")
+    keys, scales = kv
+    check_axes(here, {
+        "q": (query, "M H D"), "kv[0]": (keys, "N ROW"), "kv[1]": (scales, "N"), "weights": (weights, "M H"),
+    })  # fmt: skip
+    blocks, starts, ends = _unpacked(here, metadata, len(query), num_max_sparse_blocks, 2)
+    logits, _ = torch_api.indexer_block_logits(
+        query, weights.float(), keys, scales, starts, ends, blocks, granularity=sparse_block_kv
+    )
+    return _as_sparse_rows(logits)
+
+
+@_package.otherwise()
+def get_paged_sparse_mqa_logits_metadata(
+    context_lens: Tensor, block_table: Tensor, indices: Tensor, page_kv: int, sparse_kv_block_indices: Tensor,
+    qk_dtype: torch.dtype, sparse_block_kv: int,
+) -> Tensor:  # fmt: skip
+    """What `fp8_fp4_paged_sparse_mqa_logits` reads of each row's selected blocks: their places in the cache.
+
+    Args:
+        context_lens: [T] or [T, 1] int32, the keys of each row.
+        block_table: [T, M] int32, the page ids of each row's request.
+        indices: [T] int32. Not read: which rows are of one request, for DeepGEMM's schedule alone.
+        page_kv: R, entries of a page, a multiple of sparse_block_kv.
+        sparse_kv_block_indices: [T, S] int32, strictly ascending blocks of sparse_block_kv keys within the request.
+            Read are the first min(S, ⌈length / sparse_block_kv⌉) of a row.
+        qk_dtype: int8 for MXFP4. float8_e4m3fn, which is MXFP8, is DeepGEMM's.
+        sparse_block_kv: A power of two up to 128.
+
+    Returns:
+        [T · (S + 1) · 4] uint8, for that function of this module alone.
+    """
+    here = "get_paged_sparse_mqa_logits_metadata"
+    _check_blocks(here, qk_dtype, sparse_block_kv, page_kv)
+    check_axes(here, {
+        "sparse_kv_block_indices": (sparse_kv_block_indices, "T S"), "block_table": (block_table, "T M"),
+        "context_lens": (context_lens, "T" if getattr(context_lens, "ndim", 2) == 1 else "T 1"),
+        "indices": (indices, "T"),
+    })  # fmt: skip
+    lengths = as_int32(context_lens).flatten().clamp(0, block_table.shape[1] * page_kv)
+    blocks = _first_blocks(as_int32(sparse_kv_block_indices), lengths, sparse_block_kv)
+    entries = (lengths[:, None] - blocks * sparse_block_kv).clamp(0, sparse_block_kv).masked_fill(blocks < 0, 0)
+    places, _ = torch_api.map_slots(blocks, as_int32(block_table), page_size=page_kv // sparse_block_kv)
+    return _packed(places, entries.sum(1, dtype=torch.int32))
+
+
+@_package.otherwise()
+def fp8_fp4_paged_sparse_mqa_logits(
+    q: Query, kv_cache: Tensor, weights: Tensor, metadata: Tensor, num_max_sparse_blocks: int, sparse_block_kv: int,
+) -> Tensor:  # fmt: skip
+    """Indexer logits of paged keys in each row's selected blocks, as `indexer_block_logits_paged` has them.
+
+    Args:
+        q: MXFP4: ([T, 1, H, D/2] int8, [T, 1, H] int32), read as bfloat16.
+        kv_cache: [P, R, 1, D/2+4], as `indexer_block_logits_paged`' cache of MXFP4.
+        weights: [T, H] bfloat16 or float32.
+        metadata: Of `get_paged_sparse_mqa_logits_metadata`.
+        num_max_sparse_blocks: S.
+        sparse_block_kv: Keys of a block, the same as the metadata's.
+
+    Returns:
+        The logits [T, S · sparse_block_kv] bfloat16, with rows a multiple of 512 elements apart. Column c is of key
+        c mod g of block c div g, −inf where the row's length or its blocks have no such key.
+
+    MXFP8, e4m3 queries with scales, is DeepGEMM's.
+    """
+    here = "fp8_fp4_paged_sparse_mqa_logits"
+    query = _mxfp4_query(here, q)
+    check_axes(
+        here, {"q": (query, "T 1 H D"), "kv_cache": (kv_cache, "P R 1 ROW"), "weights": (weights, "T H")}
+    )  # fmt: skip
+    places, widths = _unpacked(here, metadata, len(query), num_max_sparse_blocks, 1)
+    pages, page = kv_cache.shape[:2]
+    # Blocks by their places in the cache are those of one request, which has all pages in order.
+    block_table, lengths = torch.arange(pages, device=query.device, dtype=torch.int32), pages * page
+    logits, _ = torch_api.indexer_block_logits_paged(
+        query[:, 0], weights.float(), kv_cache[:, :, 0], block_table[None], torch.full_like(widths, lengths), places,
+        granularity=sparse_block_kv,
+    )  # fmt: skip
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return _as_sparse_rows(logits.masked_fill_(columns >= widths[:, None], -torch.inf))
+
+
+def _check_blocks(here: str, qk_dtype: torch.dtype, granularity: int, page: int | None = None) -> None:
+    if qk_dtype == torch.float8_e4m3fn:
+        raise NotReplacedError(f"{here}: qk_dtype is torch.float8_e4m3fn, supported: torch.int8 (MXFP4)")
+    if qk_dtype != torch.int8:
+        raise ArgumentError(f"{here}: qk_dtype is {qk_dtype}, expected torch.int8 or torch.float8_e4m3fn")
+    if granularity not in GRANULARITIES:
+        raise ArgumentError(f"{here}: sparse_block_kv is {granularity}, expected a power of two, at most 128")
+    if page is not None and (page < 1 or page % granularity):
+        raise ArgumentError(f"{here}: page_kv is {page}, expected a multiple of sparse_block_kv = {granularity}")
+
+
+def _first_blocks(blocks: Tensor, lengths: Tensor, granularity: int) -> Tensor:
+    """Of rows of blocks as many as a row of so many keys can have, −1 behind them and for one that it cannot have."""
+    counts = ((lengths + granularity - 1) // granularity)[:, None]
+    place = torch.arange(blocks.shape[1], device=blocks.device)
+    return blocks.masked_fill((place >= counts) | (blocks >= counts), -1)
+
+
+def _packed(blocks: Tensor, *numbers: Tensor) -> Tensor:
+    """Rows of the blocks and some numbers, int32, as bytes in one axis, as DeepGEMM's metadata are."""
+    return torch.cat([blocks, *(number[:, None] for number in numbers)], dim=1).flatten().view(torch.uint8)
+
+
+def _unpacked(here: str, metadata: Tensor, rows: int, blocks: int, numbers: int) -> tuple[Tensor, ...]:
+    """The blocks and the numbers of `_packed`."""
+    check_axes(here, {"metadata": (metadata, "BYTES")})
+    expected = rows * (blocks + numbers) * 4
+    if metadata.dtype != torch.uint8 or len(metadata) != expected:
+        made_by = here.replace("fp8_fp4", "get") + "_metadata"
+        raise ArgumentError(
+            f"{here}: metadata is {metadata.dtype} [{len(metadata)}], expected torch.uint8 [{expected}] of {made_by} "
+            f"for {rows} queries and {blocks} blocks"
+        )
+    integers = metadata.view(torch.int32).view(rows, blocks + numbers)
+    return integers[:, :blocks], *integers[:, blocks:].t().contiguous()
+
+
+def _mxfp4_query(here: str, q: Query | Tensor) -> Tensor:
+    values, scales = (q, None) if isinstance(q, Tensor) else q
+    if scales is None or values.dtype == torch.float8_e4m3fn:
+        scaled = "without" if scales is None else "with"
+        raise NotReplacedError(
+            f"{here}: q is {values.dtype} {scaled} scales, supported: torch.int8 with scales (MXFP4)"
+        )
+    return _query(here, q)
+
+
+def _as_sparse_rows(logits: Tensor) -> Tensor:
+    """Logits in bfloat16, with rows a multiple of SPARSE_ROW_MULTIPLE elements apart."""
+    rows, columns = logits.shape
+    stride = cdiv(columns, SPARSE_ROW_MULTIPLE) * SPARSE_ROW_MULTIPLE
+    return logits.new_empty((rows, stride), dtype=torch.bfloat16)[:, :columns].copy_(logits)
 
 
 def _query(here: str, q: Query | Tensor) -> Tensor:
