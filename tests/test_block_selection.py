@@ -86,6 +86,82 @@ def test_what_does_not_fit_one_token_is_refused(device: str) -> None:
         getattr(torch_api, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": least})
 
 
+def logits_of(q8: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[T, N] in float64 of queries [T, I, D] and keys [N, D], −inf at and past each token's length."""
+    logits = (torch.einsum("tid,nd->tin", q8.double(), keys).relu() * weights.double()[..., None]).sum(1)
+    return logits.masked_fill(torch.arange(len(keys)) >= lengths[:, None], -torch.inf)
+
+
+def largest(logits: torch.Tensor, k: int) -> list[list[int]]:
+    """The indices of a row's k largest logits but for −inf, of equal ones the first, ascending."""
+    picked = (part[:, :k] for part in logits.sort(descending=True, stable=True))
+    return [sorted(index[value > -torch.inf].tolist()) for value, index in zip(*picked, strict=True)]
+
+
+def test_layers_of_v41_that_own_and_share_entries_keys_blocks_and_selections(device: str) -> None:
+    """Layer 0 owns entries and keys (kv_source_layer_ids) and keeps blocks; layer 1 selects within them; layer 2 not.
+
+    All attend to their own window and to layer 0's entries, at ratio 2, in the order of calls of `ModelConfigV41`.
+    """
+    torch.manual_seed(0)
+    tokens, ratio, page, granularity, k, window, heads = 46, 2, 4, 4, 5, 6, 3
+    latents, positions = torch.randn(tokens // ratio, 512).bfloat16(), torch.arange(tokens, dtype=torch.int32)
+    lengths = positions + 1
+    project = torch.randn(512, 128) * 512**-0.5
+    count, each = -(-len(latents) // page), -(-tokens // page)
+    table, of_window = (torch.randperm(size, dtype=torch.int32, device=device)[None] for size in (count, each))
+    entries = torch.full((count, page, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    index_keys = torch.full((count, page, 132), 255, dtype=torch.uint8, device=device)
+    order = torch.arange(len(latents), dtype=torch.int32, device=device)[None]
+    slots = torch_api.map_slots(order, table, page_size=page)[0][0]
+    on = lambda x: x.to(device)
+    parts = (on(part).contiguous() for part in latents.split([448, 64], dim=1))
+    torch_api.write_mla_cache(*parts, slots, entries)
+    torch_api.write_indexer_cache(on(latents.float() @ project), slots, index_keys)
+    values, scales = torch_api.read_indexer_cache(index_keys, slots, cache_format="fp8")
+    keys = (values.double() * scales.double()[:, None]).cpu()
+
+    seen, sink = lengths // ratio, torch.randn(heads)
+    blocks, selected, want = None, None, []
+    for layer in range(3):
+        if layer < 2:
+            query = torch.randn(tokens, 2, 128), torch.rand(tokens, 2)
+            q8, weights = torch_api.quantize_indexer_query(*map(on, query))
+            logits = logits_of(q8.cpu(), weights.cpu(), keys, seen)
+        scored = q8, weights, index_keys, table, on(seen)
+        if layer == 0:
+            selected = torch_api.indexer_topk_paged(*scored, k=k)
+            blocks = torch_api.indexer_blocks_paged(*scored, k=3, granularity=granularity)
+            want = largest(logits, k)
+            of_blocks = torch.nn.functional.pad(logits, (0, -logits.shape[1] % granularity), value=-torch.inf)
+            best = of_blocks.unflatten(1, (-1, granularity)).amax(2)
+            newest = (seen - 1) // granularity
+            best[newest >= 0, newest[newest >= 0]] = torch.inf
+            kept = largest(best, 3)
+            assert [row[row >= 0].tolist() for row in blocks.cpu()] == kept
+        elif layer == 1:
+            selected = torch_api.indexer_block_topk_paged(*scored, blocks, k=k, granularity=granularity)
+            inside = torch.zeros(logits.shape, dtype=torch.bool)
+            for row, listed in enumerate(kept):
+                inside[row] = torch.isin(torch.arange(logits.shape[1]) // granularity, torch.tensor(listed))
+            want = largest(logits.masked_fill(~inside, -torch.inf), k)
+        assert [row[row >= 0].tolist() for row in selected.cpu()] == want
+
+        q, own = torch.randn(tokens, heads, 512).bfloat16() / 8, torch.randn(tokens, 512).bfloat16()
+        cache = torch.full((each, page, 512), torch.nan, dtype=torch.bfloat16, device=device)
+        places = torch_api.map_slots(on(positions)[None], of_window, page_size=page)[0][0]
+        torch_api.write_mla_cache(*(on(x).contiguous() for x in own.split([448, 64], dim=1)), places, cache)
+        near, counts = torch_api.window_slots(of_window, on(lengths), window=window, page_size=page)
+        extra, extra_counts = torch_api.map_slots(selected, table, None, on(seen), page_size=page, compact=True)
+        out, _ = torch_api.sparse_mla(
+            on(q), cache, near, counts, on(sink), entries, extra, extra_counts, softmax_scale=0.3
+        )
+        for token in range(tokens):
+            rows = torch.cat([own[max(0, token + 1 - window) : token + 1], latents[want[token]]]).double()
+            scores = torch.cat([q[token].double() @ rows.mT * 0.3, sink.double()[:, None]], dim=1).softmax(1)
+            assert (out[token].cpu().double() - scores[:, :-1] @ rows).abs().max() < 2e-2
+
+
 def test_a_pooled_selection_and_its_tail_are_slots(device: str) -> None:
     """GLM-5.3-Flash's step: pools, their tokens, the tail, and the slots of all, the valid ones first."""
     lengths = torch.tensor([11, 3], dtype=torch.int32, device=device)

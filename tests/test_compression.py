@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import kit
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from conftest import HAS_GPU
 from hypothesis import given, settings
@@ -135,6 +136,37 @@ def test_entries_are_those_of_the_whole_sequence(geometry: dict[str, Any]) -> No
     # Half a step of e4m3: 2**-4 of a normal value, 2**-10 scales of a subnormal one; and float32's own rounding.
     bound = torch.maximum(want.abs() * 2**-4, scales.contiguous().view(torch.float32) * 2**-10) * 1.001
     assert ((got - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_latent_before_its_rotation(ratio: int) -> None:
+    """DeepSeek-V4.1's compressor: no term of the place in a group, and at ratio 1 no gate.
+
+    An angle of 0 leaves entries as they are, so that plain rows hold the latents: the indexer's keys are projected from
+    them, and entries are these latents, rotated. A ring of two pages has those of one call.
+    """
+    torch.manual_seed(ratio)
+    tokens, page = 14, 4
+    kv, score = (torch.randn(tokens, 512, device=DEVICE) for _ in range(2))
+    score = score * (ratio - 1)
+    weight, ape = torch.rand(512, device=DEVICE) + 0.5, torch.zeros(ratio, 512, device=DEVICE)
+    still = torch.cat([torch.ones(tokens, 32, device=DEVICE), torch.zeros(tokens, 32, device=DEVICE)], dim=1)
+    state = torch.full((1, 8, 1024), torch.nan, device=DEVICE)
+    one, ring = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), torch.tensor([[1, 0, 1, 0]], device=DEVICE).int()
+    latents = torch.full((2, page, 512), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    made = []
+    for first, end in ((0, 5), (5, 6), (6, 7), (7, 11), (11, tokens)):
+        part, positions = slice(first, end), torch.arange(first, end, dtype=torch.int32, device=DEVICE)
+        torch_api.compress_kv(
+            kv[part], score[part], ape, weight, still, positions, state, one, latents, ring, cache_format="plain_v4"
+        )
+        entries = torch.arange(first // ratio, end // ratio, device=DEVICE)
+        made.append(latents[ring[0, entries // page].long(), entries % page].float())
+    groups = kv.double().view(-1, ratio, 512), score.double().view(-1, ratio, 512)
+    pooled = (groups[1].softmax(1) * groups[0]).sum(1)
+    want = pooled * (pooled.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    got = torch.cat(made).double()
+    assert ((got - want).abs() <= want.abs() * 2**-9 * 1.001 + 1e-7).all()
 
 
 @given(

@@ -33,6 +33,7 @@ class TwoSources(Model):
     extra_format: str = "v4"
     page_size: int = 256
     entry_pages: tuple[int, int] = (64, 2)
+    state_page: int = 8
     softmax_scale: float = VALUE_DIMS**-0.5
     index_scale: float | None = None
     dtype: str = "bfloat16"
@@ -70,6 +71,21 @@ class TwoSources(Model):
         return Call(
             "write_mla_cache", {**parts, "slots": Spec((tokens,), "int32"), "cache": cache}, {"cache_format": name}
         )
+
+    def compress(
+        self, tokens: int, requests: int, max_len: int, ratio: int, series: int, dim: int, dtype: str, cache: Spec,
+        cache_format: str | None, table: Spec, ids: dict[str, Spec],
+    ) -> Call:  # fmt: skip
+        """The call of a compressor, of latent entries or of the indexer's keys, from projections of `dtype`."""
+        width = series * dim
+        projected = Spec((tokens, width), dtype)
+        specs = {
+            "kv": projected, "score": projected, "ape": Spec((ratio, width), "float32"),
+            "norm_weight": Spec((dim,), "float32"), "cos_sin": Spec((max_len, 64), "float32"),
+            "positions": Spec((tokens,), "int32"), "state": Spec((PAGES, self.state_page, 2 * width), "float32"),
+            "state_table": self.table(requests, max_len, self.state_page), "cache": cache, "block_table": table, **ids,
+        }  # fmt: skip
+        return Call("compress_kv", specs, {"cache_format": cache_format} if cache_format else {})
 
     def attend(
         self, tokens: int, requests: int, max_len: int, ids: dict[str, Spec]
@@ -130,8 +146,6 @@ class ModelConfigV4(TwoSources):
         prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
     """
 
-    state_page: int = 8
-
     def caches(self) -> dict[str, Spec]:
         """The pools, of PAGES each."""
         pools = {"window": self.pool(self.cache_format, self.page_size)}
@@ -148,7 +162,8 @@ class ModelConfigV4(TwoSources):
         yield alone
         for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
             cache, entries = caches[f"ratio {ratio}"], self.table(requests, max_len, ratio * page_size)
-            yield self.compress(tokens, requests, max_len, ratio, VALUE_DIMS, cache, entries, ids)
+            of_entries = VALUE_DIMS, self.dtype, cache, self.extra_format
+            yield self.compress(tokens, requests, max_len, ratio, SERIES[ratio], *of_entries, entries, ids)
             if ratio == 4:
                 yield from self.pick(tokens, requests, max_len, entries, ids)
                 width = self.k
@@ -158,27 +173,13 @@ class ModelConfigV4(TwoSources):
                 yield Call("window_slots", {"block_table": entries, "lengths": a_token, **ids}, every)
             yield self.attend_to_both(alone, cache, width)
 
-    def compress(
-        self, tokens: int, requests: int, max_len: int, ratio: int, dim: int, cache: Spec, table: Spec,
-        ids: dict[str, Spec],
-    ) -> Call:  # fmt: skip
-        """The call of a compressor, of latent entries or of the indexer's keys."""
-        width = SERIES[ratio] * dim
-        projected = Spec((tokens, width), self.dtype)
-        specs = {
-            "kv": projected, "score": projected, "ape": Spec((ratio, width), "float32"),
-            "norm_weight": Spec((dim,), "float32"), "cos_sin": Spec((max_len, 64), "float32"),
-            "positions": Spec((tokens,), "int32"), "state": Spec((PAGES, self.state_page, 2 * width), "float32"),
-            "state_table": self.table(requests, max_len, self.state_page), "cache": cache, "block_table": table, **ids,
-        }  # fmt: skip
-        return Call("compress_kv", specs, {"cache_format": self.extra_format} if dim == VALUE_DIMS else {})
-
     def pick(
         self, tokens: int, requests: int, max_len: int, entries: Spec, ids: dict[str, Spec]
     ) -> Iterator[Call]:  # fmt: skip
         """The calls of the indexer: its keys, its queries, the selection, and the selection's slots."""
         cache = self.caches()["indexer"]
-        yield self.compress(tokens, requests, max_len, 4, self.index_dim, cache, entries, ids)
+        keys = self.index_dim, self.dtype, cache, None
+        yield self.compress(tokens, requests, max_len, 4, SERIES[4], *keys, entries, ids)
         quantize, query = self.query(tokens)
         yield quantize
         picked = {**query, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"), **ids}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models.base import Call
 from xmla.core.models.v4 import PAGES, TwoSources
 from xmla.core.spec import Spec
@@ -14,8 +15,9 @@ class ModelConfigV41(TwoSources):
 
     Layers of one ratio share a cache of entries, which the first of them writes. Index layers before the source select
     among all entries; the source selects blocks, and the index layers from it on select entries within them. Other
-    layers attend to the slots of the index layer before them. The compressor is the engine's, since the indexer's keys
-    are projected from what it computes: entries are written by `write_mla_cache`, keys by `write_indexer_cache`.
+    layers attend to the slots of the index layer before them. `compress_kv` gives the latents of entries as plain rows,
+    from projections in float32, and the engine projects the indexer's keys from them. `write_mla_cache` writes the
+    entries, which are these latents with rope, and `write_indexer_cache` the keys.
 
     Attributes:
         heads: Query heads of this rank, H.
@@ -29,7 +31,8 @@ class ModelConfigV41(TwoSources):
             released), "v41_footer" with "v41_fp4_footer" (before), "v4" with "v4" (vLLM on Hopper), "plain_v4".
         ratios: Tokens per entry, of each kind of layer with entries.
         page_size: Entries per page of the window's cache, R.
-        entry_pages: Entries per page of the caches of entries, and of the indexer's of the same ratio.
+        entry_pages: Entries per page of the caches of entries, and of the indexer's and the latents' of the same ratio.
+        state_page: Positions per page of the compressors' states.
         softmax_scale, index_scale: As in `sparse_mla` and `quantize_indexer_query`; both are compiled in.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
@@ -67,6 +70,8 @@ class ModelConfigV41(TwoSources):
         for ratio, page_size in zip(self.ratios, self.entry_pages, strict=True):
             cache, index = caches[f"ratio {ratio}"], caches[f"indexer, ratio {ratio}"]
             entries = self.table(requests, max_len, ratio * page_size)
+            latents = VALUE_DIMS, "float32", Spec((PAGES, page_size, VALUE_DIMS), self.dtype), "plain_v4"
+            yield self.compress(tokens, requests, max_len, ratio, 1, *latents, entries, ids)
             yield self.write(tokens, self.extra_format, cache)
             keys = Spec((tokens, self.index_dim), self.dtype)
             yield Call("write_indexer_cache", {"keys": keys, "slots": a_token, "cache": index}, {})
