@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from xmla.core.errors import CompileError as CompileError
     from xmla.core.errors import UnsupportedError as UnsupportedError
     from xmla.core.models.glm_flash import ModelConfigGlmFlash as ModelConfigGlmFlash
+    from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4 as ModelConfigMistralLarge4
     from xmla.core.models.v4 import ModelConfigV4 as ModelConfigV4
     from xmla.core.models.v32 import ModelConfig as ModelConfig
     from xmla.core.models.v41 import ModelConfigV41 as ModelConfigV41
@@ -64,6 +65,7 @@ _MODULES = {
     "Device": "core.device",
     "ModelConfig": "core.models.v32",
     "ModelConfigGlmFlash": "core.models.glm_flash",
+    "ModelConfigMistralLarge4": "core.models.mistral_large4",
     "ModelConfigV4": "core.models.v4",
     "ModelConfigV41": "core.models.v41",
     "Support": "core.support",

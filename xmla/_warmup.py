@@ -65,8 +65,8 @@ def warmup(config: Model, device: Device | None = None, *, workers: int | None =
     processes may fill one cache. Warm-up does not include XLA's own compilation of a jitted function.
 
     Args:
-        config: The model and the sizes that occur: a `ModelConfig`, `ModelConfigV4`, `ModelConfigV41` or
-            `ModelConfigGlmFlash`.
+        config: The model and the sizes that occur: a `ModelConfig`, `ModelConfigV4`, `ModelConfigV41`,
+            `ModelConfigGlmFlash` or `ModelConfigMistralLarge4`.
         device: Fill the cache on disk for this device, which need not be present. Default: the current GPU; the kernels
             are then also loaded onto it.
         workers: Threads, by default one per CPU core.

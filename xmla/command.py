@@ -118,6 +118,8 @@ class Layers(StrEnum):
     V41 = "deepseek_v41"
     GLM = "glm_moe_dsa"
     GLM_FLASH = "glm5_next"
+    HY4 = "hy_v4"
+    MISTRAL_LARGE4 = "mistral_large4"
 
 
 Served = Annotated[

@@ -15,6 +15,7 @@ from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import V4
 from xmla.core.models.base import POOLS, Call, Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
+from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
@@ -227,7 +228,7 @@ def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
             assert set(call.specializations(H200)) <= listed, call.op
 
 
-MODELS = (ModelConfig, ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash)
+MODELS = (ModelConfig, ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash, ModelConfigMistralLarge4)
 SHORT = (*range(1, 104), 127, 129, 131, 133, 140, 200, 257, 300, 511, 513, 1999, 2000)
 
 

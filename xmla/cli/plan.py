@@ -13,6 +13,7 @@ from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError, meant
 from xmla.core.models.base import Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
+from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
@@ -26,6 +27,8 @@ MODELS: dict[str, Callable[..., Model]] = {
     "deepseek_v41": ModelConfigV41,
     "glm_moe_dsa": partial(ModelConfig, heads=64, index_heads=32, softmax_scale=256**-0.5, shared_selection=True),
     "glm5_next": ModelConfigGlmFlash,
+    "hy_v4": partial(ModelConfig, heads=32, index_heads=16, softmax_scale=256**-0.5, shared_selection=True, sink=True),
+    "mistral_large4": ModelConfigMistralLarge4,
 }
 
 
@@ -40,7 +43,7 @@ def configure(
     """
     options: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if ranks > 1:
-        if MODELS[model] in (ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash):
+        if MODELS[model] in (ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash, ModelConfigMistralLarge4):
             raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
         options["ranks"] = ranks
     return MODELS[model](
