@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant("x + (1 << (bits - 1))", "x + (1 << bits)", "xmla/core/lang/sums.py", "../core/test_sums.py", "parts"),
     Mutant("greatest = tl.maximum(p, own)", "greatest = p", f"{OPS}/sparse_mla/backward/kernels.py",
            "../test_training.py", "great_sink"),
-    Mutant("tl.where(greatest <= MOST_PROBABLE, ds * SCALE, float(\"nan\"))", "ds * SCALE",
+    Mutant("tl.where(greatest <= MOST_PROBABLE, ds * C.SCALE, float(\"nan\"))", "ds * C.SCALE",
            f"{OPS}/sparse_mla/backward/kernels.py", "../test_training.py", "another_calls"),
     Mutant("if not finite:", "if False:", f"{OPS}/sparse_mla/backward/kernels.py", "../test_training.py", "overflows"),
     Mutant("(tl.max(ends) > CAPACITY // PIECE) | (total < k)", "total < k", f"{OPS}/select_topk/kernels.py",

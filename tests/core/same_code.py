@@ -1,6 +1,9 @@
 """Which kernels have other instructions than at another commit: a move leaves none.
 
 python tests/core/same_code.py COMMIT [ARCH ...]        (by default 90 100 120; minutes each)
+
+Other names, and other parameters of functions, leave none either. Code that becomes a function of its own may: LLVM and
+ptxas order instructions otherwise where debug information has one call more.
 """
 
 import subprocess

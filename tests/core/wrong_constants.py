@@ -95,8 +95,7 @@ def main() -> None:
         of_layout = packed if layout.packed else plain
         of_kinds = {"64 heads": of_layout, "16 heads": few, "derivative": derivative, "in any order": any_order}
         for of, launch in of_kinds.items():
-            constant = "LAYOUT" if launch in (derivative, any_order) else "SOURCE.LAYOUT"
-            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, constant, layout)}
+            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, "SOURCE.LAYOUT", layout)}
             print(json.dumps(line), flush=True)
     packed, plain = (launched(64, layout, arch=120) for layout in (V32, PLAIN))
     layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]

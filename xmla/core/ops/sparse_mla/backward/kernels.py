@@ -157,76 +157,62 @@ def prepare_kernel(
     slope_ptr,  # [T, H] f32 if DETERMINISTIC: a bound of |ds|
     bound_ptr,  # [T, H] f32 if DETERMINISTIC: a bound of a head's summand of a gradient; 0 for a head that gives NaN
     dsinks_ptr,  # [T, H] f32 if HAS_SINK: each token's part of dsink
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    OUT_STRIDE_T: tl.constexpr,
-    OUT_STRIDE_H: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    DOUT_STRIDE_T: tl.constexpr,
-    DOUT_STRIDE_H: tl.constexpr,
-    DLSE_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    TAIL: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    SCALE: tl.constexpr,
-    LSE_UNIT: tl.constexpr,  # of lse, in binary logarithms
-    LSE_SINK: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    C: tl.constexpr,  # Preparation
 ):
+    HEADS: tl.constexpr = C.HEADS
+    BLOCK_H: tl.constexpr = C.BLOCK_H
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
     mask = head_ok[:, None]
     offs_l = tl.arange(0, LANES)[None, :]
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(offs_h[:, None], Q_STRIDE_H, HEADS)
+    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T) + offset_of(offs_h[:, None], C.Q_STRIDE_H, HEADS)
     q = tl.abs(tl.load(q_row + offs_l, mask=mask, other=0.0).to(tl.float32))
     greatest_q = tl.max(q, 1)
     finite = tl.sum(q * 0.0, 1) == 0.0  # the greatest of NaN and a number is the number
-    if TAIL:
+    if C.TAIL:
         tail = tl.load(q_row + LANES + tl.arange(0, TAIL_LANES)[None, :], mask=mask, other=0.0).to(tl.float32)
         greatest_q = tl.maximum(greatest_q, tl.max(tl.abs(tail), 1))
         finite &= tl.sum(tail * 0.0, 1) == 0.0
-    out_row = out_ptr + offset_of(token, OUT_STRIDE_T) + offset_of(offs_h[:, None], OUT_STRIDE_H, HEADS)
-    dout_row = dout_ptr + offset_of(token, DOUT_STRIDE_T) + offset_of(offs_h[:, None], DOUT_STRIDE_H, HEADS)
+    out_row = out_ptr + offset_of(token, C.OUT_STRIDE_T) + offset_of(offs_h[:, None], C.OUT_STRIDE_H, HEADS)
+    dout_row = dout_ptr + offset_of(token, C.DOUT_STRIDE_T) + offset_of(offs_h[:, None], C.DOUT_STRIDE_H, HEADS)
     out = tl.load(out_row + offs_l, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_row + offs_l, mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
 
-    lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=head_ok, other=0.0) * LSE_UNIT
+    lse = tl.load(lse_ptr + offset_of(token, C.LSE_STRIDE) + offs_h, mask=head_ok, other=0.0) * C.LSE_UNIT
     total = lse
-    if not LSE_SINK:  # −inf or +inf is a row without keys
+    if not C.LSE_SINK:  # −inf or +inf is a row without keys
         total = tl.where(tl.abs(lse) == float("inf"), float("-inf"), lse)
     dlse = tl.zeros([BLOCK_H], tl.float32)
-    if HAS_DLSE:
-        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
-        dlse *= LOG2E / LSE_UNIT
-    if DETERMINISTIC:
+    if C.HAS_DLSE:
+        dlse = tl.load(dlse_ptr + offset_of(token, C.DLSE_STRIDE) + offs_h, mask=head_ok, other=0.0)
+        dlse *= LOG2E / C.LSE_UNIT
+    if C.DETERMINISTIC:
         reach = tl.maximum(tl.load(reach_ptr + token), tl.load(extra_reach_ptr + token))
         slope = norm(dout) * reach + tl.abs(delta) + tl.abs(dlse)
     else:  # only whether all is finite: nothing is bounded
         slope = tl.abs(delta) + tl.abs(dlse)
-    slope = tl.abs(slope * SCALE)  # a negative scale bounds as much as a positive one
+    slope = tl.abs(slope * C.SCALE)  # a negative scale bounds as much as a positive one
     bound = slope * greatest_q + tl.max(tl.abs(dout), 1)
     row = offset_of(token, HEADS) + offs_h
-    if HAS_SINK:
+    if C.HAS_SINK:
         sink = tl.load(sink_ptr + offs_h, mask=head_ok, other=0.0) * LOG2E
-        if not LSE_SINK:
+        if not C.LSE_SINK:
             base = tl.maximum(total, sink)
             base = tl.where(tl.abs(base) == float("inf"), 0.0, base)
             total = base + tl.log2(tl.exp2(total - base) + tl.exp2(sink - base))
         weight = tl.where(sink == total, 1.0, tl.exp2(sink - total))
         weight = tl.where(sink == float("-inf"), 0.0, weight)
-        moved = delta - dlse if LSE_SINK else delta
+        moved = delta - dlse if C.LSE_SINK else delta
         tl.store(dsinks_ptr + row, -weight * moved, mask=head_ok)
-    if LSE_SINK or not HAS_SINK:  # the derivative of lse is the probability, as in out
+    if C.LSE_SINK or not C.HAS_SINK:  # the derivative of lse is the probability, as in out
         delta -= dlse
     finite &= bound < float("inf")
     tl.store(total_ptr + row, tl.where(finite, total, float("nan")), mask=head_ok)
     tl.store(delta_ptr + row, delta, mask=head_ok)
-    if DETERMINISTIC:
+    if C.DETERMINISTIC:
         tl.store(slope_ptr + row, slope, mask=head_ok)
         tl.store(bound_ptr + row, tl.where(finite, bound, 0.0), mask=head_ok)
 
@@ -244,24 +230,21 @@ def load_dims(rows, ok, FIRST: tl.constexpr, DIMS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE: tl.constexpr, DLSE_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr, LSE_UNIT: tl.constexpr, OWN_LSE: tl.constexpr,
-):  # fmt: skip
+def load_rows(total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, C: tl.constexpr):
     """Of heads `offs_h` [BLOCK_H]: total, delta, and if OWN_LSE lse in log2 and its gradient."""
-    mask = offs_h < HEADS
-    row = offset_of(token, HEADS) + offs_h
+    mask = offs_h < C.HEADS
+    row = offset_of(token, C.HEADS) + offs_h
     total = tl.load(total_ptr + row, mask=mask, other=float("inf"))  # a head that is none has no probabilities
     delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
     lse, dlse = total, delta
-    if OWN_LSE:
-        lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + offs_h, mask=mask, other=float("inf")) * LSE_UNIT
-        dlse = tl.load(dlse_ptr + offset_of(token, DLSE_STRIDE) + offs_h, mask=mask, other=0.0) * (LOG2E / LSE_UNIT)
+    if C.OWN_LSE:
+        lse = tl.load(lse_ptr + offset_of(token, C.LSE_STRIDE) + offs_h, mask=mask, other=float("inf")) * C.LSE_UNIT
+        dlse = tl.load(dlse_ptr + offset_of(token, C.DLSE_STRIDE) + offs_h, mask=mask, other=0.0) * (LOG2E / C.LSE_UNIT)
     return total, delta, lse, dlse
 
 
 @triton.jit
-def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl.constexpr):
+def derive(scores, dp, total, delta, lse, dlse, C: tl.constexpr):
     """Probabilities, and the gradient of scores q · k, from scores in log2 and dout · value; all broadcast.
 
     With another call's lse probabilities may be anything: the gradient of such a score is NaN.
@@ -269,11 +252,11 @@ def derive(scores, dp, total, delta, lse, dlse, SCALE: tl.constexpr, OWN_LSE: tl
     p = tl.exp2(scores - total)
     greatest = p
     ds = p * (dp - delta)
-    if OWN_LSE:
+    if C.OWN_LSE:
         own = tl.exp2(scores - lse)
         ds += own * dlse
         greatest = tl.maximum(p, own)
-    return p, tl.where(greatest <= MOST_PROBABLE, ds * SCALE, float("nan"))
+    return p, tl.where(greatest <= MOST_PROBABLE, ds * C.SCALE, float("nan"))
 
 
 @triton.jit
@@ -301,24 +284,23 @@ def scaled_ds(ds, dtype: tl.constexpr):
 @triton.jit
 def add_dq(
     dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr, slots_ptr, end, num_slots,
-    LAYOUT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALE: tl.constexpr,
-    OWN_LSE: tl.constexpr, DETERMINISTIC: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add the entries of the first `end` slots to dq of a tile of heads, times what ds is multiplied by."""
+    LAYOUT: tl.constexpr = PAGES.LAYOUT
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     for first in tl.range(0, tl.maximum(end, 0), BLOCK_N, disable_licm=True):
         offs_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots_ptr + offs_n, mask=offs_n < end, other=-1)
         ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
-        data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+        data, scales = entry_offsets(slot, LAYOUT, PAGES.PAGE_STRIDE, PAGES.PAGE_SIZE)
         value, tail = load_entries(cache_ptr, data, scales, ok, q.dtype, LAYOUT)
         scores = tl.dot(q, tl.trans(value))  # [BLOCK_H, BLOCK_N] f32
         if LAYOUT.tail:
             scores = tl.dot(q_tail, tl.trans(tail), scores)
         dp = tl.dot(dout, tl.trans(value))
-        _, ds = derive(
-            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
-        )
-        if DETERMINISTIC or q.dtype == tl.bfloat16:
+        _, ds = derive(scores * (C.SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], C)
+        if C.DETERMINISTIC or q.dtype == tl.bfloat16:
             ds = (tl.where(ok[None, :], ds, 0.0) * ds_up).to(q.dtype)
             dq = tl.dot(ds, value, dq)
             if LAYOUT.tail:
@@ -337,12 +319,12 @@ def sparse_mla_dq_kernel(
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     dout_ptr,  # [T, H, LANES]
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
-    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA_LAYOUT
-    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA_LAYOUT
-    extra_lengths_ptr,  # [T] i32 if HAS_EXTRA_LENGTHS
+    extra_cache_ptr,  # [EXTRA_P, EXTRA_R, EXTRA_ROW] if EXTRA
+    extra_slots_ptr,  # [T, EXTRA_K] i32 if EXTRA
+    extra_lengths_ptr,  # [T] i32 if EXTRA.HAS_LENGTHS
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
     slope_ptr,  # [T, H] f32 if DETERMINISTIC
@@ -351,61 +333,38 @@ def sparse_mla_dq_kernel(
     num_extra_slots,
     num_extra_keys,  # EXTRA_K
     dq_ptr,  # [T, H, L+E]
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    DOUT_STRIDE_T: tl.constexpr,
-    DOUT_STRIDE_H: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    DLSE_STRIDE: tl.constexpr,
-    EXTRA_SLOT_STRIDE: tl.constexpr,
-    EXTRA_PAGE_STRIDE: tl.constexpr,
-    EXTRA_PAGE_SIZE: tl.constexpr,
-    EXTRA_LAYOUT: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_EXTRA_LENGTHS: tl.constexpr,
-    OWN_LSE: tl.constexpr,  # the lse's derivative is not the probability in out: the sink is in that one alone
-    SCALE: tl.constexpr,
-    LSE_UNIT: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,  # QueryProducts
 ):
+    LAYOUT: tl.constexpr = C.LAYOUT
+    HEADS: tl.constexpr = C.HEADS
+    BLOCK_H: tl.constexpr = C.BLOCK_H
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = offs_h < HEADS
-    q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
+    q_rows = head_rows(q_ptr, token, offs_h, C.Q_STRIDE_T, C.Q_STRIDE_H, HEADS)
     q = load_dims(q_rows, head_ok, 0, LANES)
     q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES) if LAYOUT.tail else q
-    dout = load_dims(head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS), head_ok, 0, LANES)
-    total, delta, lse, dlse = load_rows(
-        total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
-    )
+    dout = load_dims(head_rows(dout_ptr, token, offs_h, C.DOUT_STRIDE_T, C.DOUT_STRIDE_H, HEADS), head_ok, 0, LANES)
+    total, delta, lse, dlse = load_rows(total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, C)
     exponent = 0
-    if DETERMINISTIC:
+    if C.DETERMINISTIC:
         exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, q.dtype)
     ds_up = power_of_two(exponent)
-    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
+    end = keys_of(lengths_ptr, token, num_keys, C.SOURCE.HAS_LENGTHS)
     dq = tl.zeros([BLOCK_H, LANES], tl.float32)
     dq_tail = tl.zeros([BLOCK_H, TAIL_LANES], tl.float32)
     dq, dq_tail = add_dq(
         dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, cache_ptr,
-        slots_ptr + offset_of(token, SLOT_STRIDE), end, num_slots, LAYOUT, PAGE_STRIDE, PAGE_SIZE, SCALE, OWN_LSE,
-        DETERMINISTIC, BLOCK_N,
+        slots_ptr + offset_of(token, C.SLOT_STRIDE), end, num_slots, C.SOURCE, C,
     )  # fmt: skip
-    if EXTRA_LAYOUT is not None:
+    if C.EXTRA is not None:
         extra_end = num_extra_keys
-        if HAS_EXTRA_LENGTHS:
+        if C.EXTRA.HAS_LENGTHS:
             extra_end = tl.minimum(tl.load(extra_lengths_ptr + token), num_extra_keys)
         dq, dq_tail = add_dq(
             dq, dq_tail, q, q_tail, dout, total, delta, lse, dlse, ds_up, extra_cache_ptr,
-            extra_slots_ptr + offset_of(token, EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, EXTRA_LAYOUT,
-            EXTRA_PAGE_STRIDE, EXTRA_PAGE_SIZE, SCALE, OWN_LSE, DETERMINISTIC, BLOCK_N,
+            extra_slots_ptr + offset_of(token, C.EXTRA_SLOT_STRIDE), extra_end, num_extra_slots, C.EXTRA, C,
         )  # fmt: skip
     ds_down = power_of_two(-exponent)
     row = dq_ptr + offset_of((offset_of(token, HEADS) + offs_h)[:, None], LAYOUT.dims)
@@ -444,23 +403,24 @@ def load_sums(row, offs_d, bits, mask, DIMS: tl.constexpr, PAIRED: tl.constexpr)
 @triton.jit
 def differentiate_entries(
     q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, slope_ptr, num_slots,
-    num_keys, Q_STRIDE_T: tl.constexpr, Q_STRIDE_H: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, LAYOUT: tl.constexpr, DOUT_STRIDE_T: tl.constexpr, DOUT_STRIDE_H: tl.constexpr,
-    LSE_STRIDE: tl.constexpr, DLSE_STRIDE: tl.constexpr, HEADS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    OWN_LSE: tl.constexpr, SCALE: tl.constexpr, LSE_UNIT: tl.constexpr, DETERMINISTIC: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    num_keys, C: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of a token's entries: slots, which are valid, gradients by parts of dims, and of roped dims, and which
     are NaN if DETERMINISTIC; else NaN is among the gradients.
     """
+    LAYOUT: tl.constexpr = C.LAYOUT
+    HEADS: tl.constexpr = C.HEADS
+    BLOCK_H: tl.constexpr = C.BLOCK_H
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    PART: tl.constexpr = C.PART
     # Tiles of keys of one token are neighbours: they read the same queries.
     tiles = tl.cdiv(num_keys, BLOCK_N)
     token = (tl.program_id(0) // tiles).to(tl.int64)
     offs_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = keys_of(lengths_ptr, token, num_keys, HAS_LENGTHS)
-    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
+    end = keys_of(lengths_ptr, token, num_keys, C.SOURCE.HAS_LENGTHS)
+    slot = tl.load(slots_ptr + offset_of(token, C.SLOT_STRIDE) + offs_n, mask=offs_n < end, other=-1)
     ok = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
-    data, _ = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
+    data, _ = entry_offsets(slot, LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
     entries = cache_ptr + data[:, None]
     # By parts: a warp's operands of all dims at once take more registers than there are.
     values = ()
@@ -474,13 +434,11 @@ def differentiate_entries(
     for first_head in tl.range(0, HEADS, BLOCK_H, disable_licm=True):
         offs_h = first_head + tl.arange(0, BLOCK_H)
         head_ok = offs_h < HEADS
-        q_rows = head_rows(q_ptr, token, offs_h, Q_STRIDE_T, Q_STRIDE_H, HEADS)
-        dout_rows = head_rows(dout_ptr, token, offs_h, DOUT_STRIDE_T, DOUT_STRIDE_H, HEADS)
-        total, delta, lse, dlse = load_rows(
-            total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, LSE_STRIDE, DLSE_STRIDE, HEADS, LSE_UNIT, OWN_LSE
-        )
+        q_rows = head_rows(q_ptr, token, offs_h, C.Q_STRIDE_T, C.Q_STRIDE_H, HEADS)
+        dout_rows = head_rows(dout_ptr, token, offs_h, C.DOUT_STRIDE_T, C.DOUT_STRIDE_H, HEADS)
+        total, delta, lse, dlse = load_rows(total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, C)
         exponent = 0
-        if DETERMINISTIC:
+        if C.DETERMINISTIC:
             exponent = exponent_of_ds(slope_ptr, token, offs_h, HEADS, dtype)
         ds_up, ds_down = power_of_two(exponent), power_of_two(-exponent)
         scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
@@ -492,10 +450,8 @@ def differentiate_entries(
         if LAYOUT.tail:
             q_tail = load_dims(q_rows, head_ok, LANES, TAIL_LANES)
             scores = tl.dot(q_tail, tl.trans(load_dims(entries, ok, LANES, TAIL_LANES)), scores)
-        p, ds = derive(
-            scores * (SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], SCALE, OWN_LSE
-        )
-        if DETERMINISTIC:
+        p, ds = derive(scores * (C.SCALE * LOG2E), dp, total[:, None], delta[:, None], lse[:, None], dlse[:, None], C)
+        if C.DETERMINISTIC:
             wrong |= tl.max(tl.where(tl.abs(ds) < float("inf"), 0, 1), 0)
             ds = (ds * ds_up).to(dtype)
         else:  # NaN, and infinities times 0, are NaN in all dims
@@ -523,7 +479,7 @@ def sparse_mla_dcache_kernel(
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     dout_ptr,  # [T, H, LANES]
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
     bounds_ptr,  # [P, R] i32
@@ -534,30 +490,13 @@ def sparse_mla_dcache_kernel(
     num_keys,  # K
     references_ptr,  # [P, R] i32
     sums_ptr,  # [P, R, WORDS·ROW] i32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    DOUT_STRIDE_T: tl.constexpr,
-    DOUT_STRIDE_H: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    DLSE_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    OWN_LSE: tl.constexpr,
-    SCALE: tl.constexpr,
-    LSE_UNIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,  # dims that are multiplied at a time
+    C: tl.constexpr,  # EntryProducts
 ):
+    LAYOUT: tl.constexpr = C.LAYOUT
+    PART: tl.constexpr = C.PART
     slot, ok, dvalue, dtail, wrong = differentiate_entries(
         q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, slope_ptr,
-        num_slots, num_keys, Q_STRIDE_T, Q_STRIDE_H, SLOT_STRIDE, PAGE_STRIDE, PAGE_SIZE, LAYOUT, DOUT_STRIDE_T,
-        DOUT_STRIDE_H, LSE_STRIDE, DLSE_STRIDE, HEADS, HAS_LENGTHS, OWN_LSE, SCALE, LSE_UNIT, True, BLOCK_H, BLOCK_N,
-        PART,
+        num_slots, num_keys, C,
     )  # fmt: skip
     unit = power_of_two(exponent_within(tl.load(bounds_ptr + slot, mask=ok, other=0), SUMMAND_BITS))[:, None]
     # Another program may have stored NOT_A_NUMBER there; then what is added does not matter.
@@ -568,7 +507,7 @@ def sparse_mla_dcache_kernel(
         add_to_sums(row, part * PART + tl.arange(0, PART)[None, :], dvalue[part] * unit, bits, right, LAYOUT.dims)
     if LAYOUT.tail:
         add_to_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], dtail * unit, bits, right, LAYOUT.dims)
-    tl.store(references_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
+    tl.store(references_ptr + slot, tl.full([C.BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
 
 
 @triton.jit
@@ -577,7 +516,7 @@ def sparse_mla_dcache_any_order_kernel(
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     dout_ptr,  # [T, H, LANES]
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
     total_ptr,  # [T, H] f32
@@ -585,30 +524,13 @@ def sparse_mla_dcache_any_order_kernel(
     num_slots,
     num_keys,  # K
     sums_ptr,  # [P, R, ROW] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    DOUT_STRIDE_T: tl.constexpr,
-    DOUT_STRIDE_H: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    DLSE_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    OWN_LSE: tl.constexpr,
-    SCALE: tl.constexpr,
-    LSE_UNIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,  # dims that are multiplied at a time
+    C: tl.constexpr,  # EntryProducts
 ):
+    LAYOUT: tl.constexpr = C.LAYOUT
+    PART: tl.constexpr = C.PART
     slot, ok, dvalue, dtail, _ = differentiate_entries(
         q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, delta_ptr,
-        num_slots, num_keys, Q_STRIDE_T, Q_STRIDE_H, SLOT_STRIDE, PAGE_STRIDE, PAGE_SIZE, LAYOUT, DOUT_STRIDE_T,
-        DOUT_STRIDE_H, LSE_STRIDE, DLSE_STRIDE, HEADS, HAS_LENGTHS, OWN_LSE, SCALE, LSE_UNIT, False, BLOCK_H, BLOCK_N,
-        PART,
+        num_slots, num_keys, C,
     )  # fmt: skip
     row = sums_ptr + offset_of(slot[:, None], LAYOUT.dims)
     for part in tl.static_range(LANES // PART):

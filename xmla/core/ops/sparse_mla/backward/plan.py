@@ -1,8 +1,8 @@
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
+from xmla.core.ops.sparse_mla.backward.constants import EntryProducts, QueryProducts
 from xmla.core.ops.sparse_mla.backward.kernels import (
     sparse_mla_dcache_any_order_kernel,
     sparse_mla_dcache_kernel,
@@ -15,6 +15,7 @@ from xmla.core.ops.sparse_mla.backward.stages import (
     product_constants,
     sources_of,
 )
+from xmla.core.ops.sparse_mla.constants import Pages
 from xmla.core.plan import Launch, Plan, cdiv, most_registers
 from xmla.core.problem import Problem
 
@@ -39,7 +40,15 @@ def plan(problem: Problem, device: Device) -> Plan:
     """Probabilities are computed again from lse. A gradient of entries is summed in integers, or in any order."""
     specs, tokens, extra = problem.specs, problem["T"], problem.has("extra_cache")
     tile, key_tile = configure(problem["H"], device)
-    products, deterministic = product_constants(problem), problem.attrs.deterministic
+    deterministic = problem.attrs.deterministic
+    queries = QueryProducts(
+        **product_constants(problem),
+        SLOT_STRIDE=specs["slots"].stride(0),
+        EXTRA=Pages.of(problem, "extra_cache", "extra_lengths") if extra else None,
+        EXTRA_SLOT_STRIDE=specs["extra_slots"].stride(0) if extra else 0,
+        BLOCK_H=tile.block_h,
+        BLOCK_N=tile.block_n,
+    )
     dq = Launch(
         sparse_mla_dq_kernel,
         grid=(tokens * cdiv(problem["H"], tile.block_h),),
@@ -54,18 +63,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "num_extra_slots": problem["EXTRA_P"] * problem["EXTRA_R"] if extra else 0,
             "num_extra_keys": problem["EXTRA_K"] if extra else 0,
         },
-        constexprs={
-            **products,
-            **_source(problem, ""),
-            "EXTRA_SLOT_STRIDE": specs["extra_slots"].stride(0) if extra else 0,
-            "EXTRA_PAGE_STRIDE": specs["extra_cache"].stride(0) if extra else 0,
-            "EXTRA_PAGE_SIZE": problem.page_size("extra_cache") if extra else 1,
-            "EXTRA_LAYOUT": problem.formats.get("extra_cache"),
-            "HAS_EXTRA_LENGTHS": problem.has("extra_lengths"),
-            "DETERMINISTIC": deterministic,
-            "BLOCK_H": tile.block_h,
-            "BLOCK_N": tile.block_n,
-        },
+        constexprs={"C": queries},
         num_warps=tile.num_warps,
         num_stages=1,
         max_registers=most_registers(tile.num_warps),
@@ -87,11 +85,13 @@ def plan(problem: Problem, device: Device) -> Plan:
                 "num_keys": specs[f"{source}slots"].shape[1],
             },
             constexprs={
-                **products,
-                **_source(problem, source),
-                "BLOCK_H": key_tile.block_h,
-                "BLOCK_N": key_tile.block_n,
-                "PART": 128 if device.arch == 90 else 64,  # of 128 sm_100 spills
+                "C": EntryProducts(
+                    **product_constants(problem, source),
+                    SLOT_STRIDE=specs[f"{source}slots"].stride(0),
+                    BLOCK_H=key_tile.block_h,
+                    BLOCK_N=key_tile.block_n,
+                    PART=128 if device.arch == 90 else 64,  # of 128 sm_100 spills
+                )
             },
             num_warps=key_tile.num_warps,
             num_stages=1,
@@ -102,18 +102,6 @@ def plan(problem: Problem, device: Device) -> Plan:
     if not deterministic:
         return in_any_order(problem, (dq, *dcaches))
     return around(problem, (dq, *dcaches), additions=1, paired=False)
-
-
-def _source(problem: Problem, source: str) -> dict[str, Hashable]:
-    """The constants by which a kernel finds a source's slots and entries."""
-    cache = problem.specs[f"{source}cache"]
-    return {
-        "SLOT_STRIDE": problem.specs[f"{source}slots"].stride(0),
-        "PAGE_STRIDE": cache.stride(0),
-        "PAGE_SIZE": problem.page_size(f"{source}cache"),
-        "LAYOUT": problem.formats[f"{source}cache"],
-        "HAS_LENGTHS": problem.has(f"{source}lengths"),
-    }
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -1,9 +1,11 @@
 """What the plans of the derivative share: its launches before and after the products, which are a plan's own."""
 
 from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
 
 from xmla.core.clearing import clear
 from xmla.core.lang.sums import SUM_WORDS
+from xmla.core.ops.sparse_mla.backward.constants import Preparation
 from xmla.core.ops.sparse_mla.backward.kernels import (
     bound_sums_kernel,
     bound_values_kernel,
@@ -15,6 +17,7 @@ from xmla.core.ops.sparse_mla.backward.kernels import (
     store_sums_kernel,
     sum_sinks_kernel,
 )
+from xmla.core.ops.sparse_mla.constants import Pages
 from xmla.core.plan import Kernel, Launch, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
@@ -29,26 +32,28 @@ def sources_of(problem: Problem) -> tuple[str, ...]:
     return ("", "extra_") if problem.has("extra_cache") else ("",)
 
 
-def row_constants(problem: Problem) -> dict[str, Hashable]:
-    """The constants by which a kernel finds the rows of a token's heads."""
+def row_constants(problem: Problem) -> dict[str, Any]:
+    """The fields of `Rows`."""
     specs, has_dlse = problem.specs, problem.has("dlse")
     return {
+        "HEADS": problem["H"],
         "Q_STRIDE_T": specs["q"].stride(0),
         "Q_STRIDE_H": specs["q"].stride(1),
-        "LSE_STRIDE": specs["forward_lse"].stride(0),
         "DOUT_STRIDE_T": specs["dout"].stride(0),
         "DOUT_STRIDE_H": specs["dout"].stride(1),
+        "LSE_STRIDE": specs["forward_lse"].stride(0),
         "DLSE_STRIDE": specs["dlse"].stride(0) if has_dlse else 0,
-        "HEADS": problem["H"],
         "SCALE": float(problem.attrs.softmax_scale),
         "LSE_UNIT": 1.0 if problem.attrs.lse_base == "2" else LOG2E,
+        "DETERMINISTIC": problem.attrs.deterministic,
     }
 
 
-def product_constants(problem: Problem) -> dict[str, Hashable]:
-    """The constants of kernels that compute probabilities again."""
+def product_constants(problem: Problem, source: str = "") -> dict[str, Any]:
+    """The fields of `Products`, over the source with this prefix."""
     own_lse = problem.has("dlse") and problem.has("sink") and not problem.attrs.lse_sink
-    return {**row_constants(problem), "OWN_LSE": own_lse}
+    pages = Pages.of(problem, f"{source}cache", f"{source}lengths")
+    return {**row_constants(problem), "OWN_LSE": own_lse, "SOURCE": pages}
 
 
 def entries_of(problem: Problem, source: str) -> int:
@@ -110,6 +115,16 @@ def _prepared(problem: Problem) -> dict[str, Spec]:
 
 def _prepare(problem: Problem) -> Launch:
     specs, attrs = problem.specs, problem.attrs
+    constants = Preparation(
+        **row_constants(problem),
+        OUT_STRIDE_T=specs["forward_out"].stride(0),
+        OUT_STRIDE_H=specs["forward_out"].stride(1),
+        TAIL=problem.formats["cache"].tail,
+        HAS_DLSE=problem.has("dlse"),
+        HAS_SINK=problem.has("sink"),
+        LSE_SINK=attrs.lse_sink,
+        BLOCK_H=PREPARED_HEADS,
+    )
     reach = "reach" if attrs.deterministic else "forward_lse"  # not read
     return Launch(
         prepare_kernel,
@@ -120,17 +135,7 @@ def _prepare(problem: Problem) -> Launch:
             "extra_reach": "extra_reach" if attrs.deterministic and problem.has("extra_cache") else reach,
             **problem.stand_ins(dlse="forward_lse", sink="forward_lse"),
         },
-        constexprs={
-            **row_constants(problem),
-            "OUT_STRIDE_T": specs["forward_out"].stride(0),
-            "OUT_STRIDE_H": specs["forward_out"].stride(1),
-            "TAIL": problem.formats["cache"].tail,
-            "HAS_DLSE": problem.has("dlse"),
-            "HAS_SINK": problem.has("sink"),
-            "LSE_SINK": attrs.lse_sink,
-            "DETERMINISTIC": attrs.deterministic,
-            "BLOCK_H": PREPARED_HEADS,
-        },
+        constexprs={"C": constants},
     )
 
 

@@ -25,32 +25,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
-from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
-from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import (
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.common import (
+    DIFFERENTIATE_REGISTERS,
     DQ_LAYOUT,
+    GATHER_REGISTERS,
     PIECE_DIMS,
+    SCORE_REGISTERS,
     VALUE_PIECES,
     columns_of,
-    constants,
     copy_rows,
-    load_heads,
+    derive,
+    load_rows,
     rows_of,
+    start,
     store_dims,
 )
-from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS as HALF_KEYS
 from xmla.core.ops.sparse_mla.backward.kernels import MOST_PROBABLE
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS, offsets
-from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns, exp2
+from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns
 
-TILE_KEYS = gl.constexpr(2 * HALF_KEYS.value)
+TILE_KEYS = gl.constexpr(64)
+HALF_KEYS = gl.constexpr(TILE_KEYS.value // 2)
 SUM_DIMS = gl.constexpr(PIECE_DIMS.value // 2)  # that are summed over heads at a time, and roped dims of a warpgroup
 SUM_PIECES = gl.constexpr(VALUE_DIMS.value // SUM_DIMS.value)
 TARGETS = gl.constexpr(2)  # tiles of which it is known where to add
-# Registers per thread; together with the first warpgroup, `differentiate` too, they have 512.
-GATHER_REGISTERS = gl.constexpr(24)
-SCORE_REGISTERS = gl.constexpr(104)
-DIFFERENTIATE_REGISTERS = gl.constexpr(192)
 
 S_LAYOUT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_KEYS.value, 16])
@@ -77,37 +76,19 @@ class Shared(NamedTuple):
     p_empty: Any
 
 
-class Task(NamedTuple):
-    """What a CTA computes: a block of heads of a token."""
-
-    cache: Any  # [P, R, ROW]
-    slots: Any  # [K] i32
-    num_slots: Any
-    end: Any  # of the slots
-    q_row: Any  # [HEADS, L+E]
-    dout_row: Any  # [HEADS, VALUE_DIMS]
-    total: Any  # [HEADS] f32
-    delta: Any  # [HEADS] f32
-    lse: Any  # [HEADS] f32 if OWN_LSE
-    dlse: Any  # [HEADS] f32 if OWN_LSE
-    sums: Any  # [P, R, ROW] f32
-    dq_row: Any  # [HEADS, L+E]
-    first_head: Any
-
-
 @gluon.jit
 def copy_half(slots, shared, HALF: gl.constexpr, task, C: gl.constexpr):
     """Start copies of the entries of half a tile, whose `slots` are in shared memory."""
     FIRST: gl.constexpr = HALF * HALF_KEYS
     slots = slots.slice(FIRST, HALF_KEYS, 0)
     slot = slots.load(gl.SliceLayout(1, rows_of(PIECE_DIMS)))
-    data, _ = offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
+    data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
     for piece in gl.static_range(VALUE_PIECES):
         rows = shared.entries.index(piece).slice(FIRST, HALF_KEYS, 0)
         copy_columns(task.cache + data, slot >= 0, rows, piece * PIECE_DIMS)
     if C.LAYOUT.tail:
         slot = slots.load(gl.SliceLayout(1, rows_of(SUM_DIMS)))
-        data, _ = offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
+        data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
         for part in gl.static_range(2):
             rows = shared.entries_tail.index(part).slice(FIRST, HALF_KEYS, 0)
             copy_columns(task.cache + data, slot >= 0, rows, VALUE_DIMS + part * SUM_DIMS)
@@ -136,12 +117,7 @@ def score(tiles, shared, task, C: gl.constexpr):
     DTYPE: gl.constexpr = task.q_row.dtype.element_ty
     KEYS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, S_LAYOUT))
-    # A head that is none has no probabilities.
-    total = gl.expand_dims(load_heads(task.total, offs_h, C, float("inf")), 1)
-    delta = gl.expand_dims(load_heads(task.delta, offs_h, C, 0.0), 1)
-    if C.OWN_LSE:
-        lse = gl.expand_dims(load_heads(task.lse, offs_h, C, float("inf")) * C.LSE_UNIT, 1)
-        dlse = gl.expand_dims(load_heads(task.dlse, offs_h, C, 0.0) * (LOG2E / C.LSE_UNIT), 1)
+    total, delta, lse, dlse = load_rows(task, offs_h, C)
     empty = gl.zeros([TILE_HEADS, TILE_KEYS], gl.float32, S_LAYOUT)
     mbarrier.wait(shared.q_full, 0)
     for tile in tl.range(0, tiles, disable_licm=True):
@@ -159,16 +135,8 @@ def score(tiles, shared, task, C: gl.constexpr):
         scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
         key_ok = shared.place.index(tile % TARGETS).load(KEYS) >= 0
         mbarrier.arrive(shared.empty, count=1)
-        scores = scores * (C.SCALE * LOG2E)
-        p = exp2(scores - total)
-        greatest = p
-        ds = p * (dp - delta)
-        if C.OWN_LSE:  # the lse's derivative is not the probability in out
-            own = exp2(scores - lse)
-            ds += own * dlse
-            greatest = gl.maximum(p, own)
-        # As `backward.kernels.derive`; what is not finite makes an entry's whole gradient NaN.
-        ds = ds * C.SCALE
+        p, ds, greatest = derive(scores, dp, total, delta, lse, dlse, C)
+        ds = ds * C.SCALE  # what is not finite makes an entry's whole gradient NaN
         ds = gl.where((greatest <= MOST_PROBABLE) & (gl.abs(ds) < float("inf")), ds, float("nan"))
         ds = gl.where(gl.expand_dims(key_ok, 0), ds, 0.0)
         mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)
@@ -226,7 +194,7 @@ def add_dims(acc, place, first, task, C: gl.constexpr):
 @gluon.jit
 def start_sums(factors, rows, acc, use_acc: gl.constexpr, C: gl.constexpr):
     """Start acc + factorsᵀ·rows [TILE_KEYS, SUM_DIMS], sums over heads."""
-    HEADS: gl.constexpr = C.summed_heads
+    HEADS: gl.constexpr = C.SUMMED_HEADS
     factors, rows = factors.slice(0, HEADS, 0).permute((1, 0)), rows.slice(0, HEADS, 0)
     return warpgroup_mma(factors, rows, acc, use_acc=use_acc, is_async=True)
 
@@ -300,7 +268,7 @@ def sparse_mla_backward_any_order_sm90_kernel(
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     dout_ptr,  # [T, H, LANES]
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
     total_ptr,  # [T, H] f32
@@ -310,53 +278,14 @@ def sparse_mla_backward_any_order_sm90_kernel(
     slot_stride,
     sums_ptr,  # [P, R, ROW] f32
     dq_ptr,  # [T, H, L+E]
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_H: gl.constexpr,
-    PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    DOUT_STRIDE_T: gl.constexpr,
-    DOUT_STRIDE_H: gl.constexpr,
-    LSE_STRIDE: gl.constexpr,
-    DLSE_STRIDE: gl.constexpr,
-    HEADS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
-    OWN_LSE: gl.constexpr,
-    SCALE: gl.constexpr,
-    LSE_UNIT: gl.constexpr,
+    C: gl.constexpr,  # HopperProducts
 ):
-    gl.static_assert(not LAYOUT.packed, "gradients are of plain rows")
-    gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two warpgroups have halves of 512 value dims")
-    gl.static_assert(
-        LAYOUT.tail == 0 or LAYOUT.tail == PIECE_DIMS, "two warpgroups have halves of a piece of roped dims"
-    )
-    gl.static_assert(LAYOUT.row == LAYOUT.dims and LAYOUT.rope_offset == LAYOUT.latent, "a row is its dims in order")
-    HEAD_BLOCKS: gl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
+    task, tiles = start(
+        q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots,
+        num_keys, slot_stride, sums_ptr, dq_ptr, None, None, TILE_KEYS, C,
+    )  # fmt: skip
+    LAYOUT: gl.constexpr = C.LAYOUT
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    C: gl.constexpr = constants(
-        LAYOUT, PAGE_STRIDE, PAGE_SIZE, HEADS, Q_STRIDE_H, DOUT_STRIDE_H, OWN_LSE, SCALE, LSE_UNIT, HEAD_BLOCKS
-    )
-    token = (gl.program_id(0) // HEAD_BLOCKS).to(gl.int64)
-    place = offset_of(token, HEADS)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
-    tiles = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)
-    task = Task(
-        cache_ptr,
-        slots_ptr + offset_of(token, slot_stride),
-        num_slots,
-        end,
-        q_ptr + offset_of(token, Q_STRIDE_T),
-        dout_ptr + offset_of(token, DOUT_STRIDE_T),
-        total_ptr + place,
-        delta_ptr + place,
-        lse_ptr + offset_of(token, LSE_STRIDE),
-        dlse_ptr + offset_of(token, DLSE_STRIDE),
-        sums_ptr,
-        dq_ptr + offset_of(place, LAYOUT.dims),
-        gl.program_id(0) % HEAD_BLOCKS * TILE_HEADS,
-    )
     ROW: gl.constexpr = columns_of(SUM_DIMS)
     entries = gl.allocate_shared_memory(DTYPE, [VALUE_PIECES, TILE_KEYS, PIECE_DIMS], columns_of(PIECE_DIMS))
     entries_tail = entries

@@ -23,7 +23,6 @@ and the next product, and what is loaded is loaded a tile ahead. The loop over p
 the instruction cache takes half as long again. See benchmarks/log/training.md.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton import language as tl
@@ -35,36 +34,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
-from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
-from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.lang.sums import SUMMAND_BITS
 from xmla.core.lang.sums import gluon_exponent_within as exponent_within
 from xmla.core.lang.sums import gluon_low_bits as low_bits
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.common import (
+    DIFFERENTIATE_REGISTERS,
+    DQ_LAYOUT,
+    GATHER_REGISTERS,
+    PIECE_DIMS,
+    SCORE_REGISTERS,
+    VALUE_PIECES,
+    columns_of,
+    copy_rows,
+    derive,
+    load_rows,
+    rows_of,
+    start,
+    store_dims,
+)
 from xmla.core.ops.sparse_mla.backward.kernels import MOST_PROBABLE, NOT_A_NUMBER, WORDS
-from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS, offsets
-from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns, exp2
-from xmla.core.plan import next_power_of_2
+from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, offsets
+from xmla.core.ops.sparse_mla.gluon_sm90.plain import copy_columns
 
 TILE_KEYS = gl.constexpr(32)
-MMA_K = 16  # of a wgmma's 16-bit operands
 STAGES = gl.constexpr(2)  # of entries, and of P and dS
 TARGETS = gl.constexpr(4)  # tiles of which it is known where to add: those are read for longer than entries
-PIECE_DIMS = gl.constexpr(64)
-VALUE_PIECES = gl.constexpr(VALUE_DIMS.value // PIECE_DIMS.value)
 HALF_PIECES = gl.constexpr(VALUE_PIECES.value // 2)
-# Registers per thread; together with the first warpgroup, `differentiate` too, they have 512.
-GATHER_REGISTERS = gl.constexpr(24)
-SCORE_REGISTERS = gl.constexpr(104)
-DIFFERENTIATE_REGISTERS = gl.constexpr(192)
 
 S_LAYOUT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_KEYS.value, 16])
 )
 PIECE_LAYOUT = S_LAYOUT  # of an entry's dims against keys
-DQ_LAYOUT = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE_DIMS.value, 16])
-)
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a tile's keys, in each warp
 VALID = gl.constexpr(1 << 9)  # in the unit of an entry: its slot is valid
 ADDED = gl.constexpr(8)  # elements of a thread that are added by one piece of PTX
@@ -88,68 +89,6 @@ class Shared(NamedTuple):
     p_empty: Any
 
 
-class Task(NamedTuple):
-    """What a CTA computes: a block of heads of a token."""
-
-    cache: Any  # [P, R, ROW]
-    slots: Any  # [K] i32
-    num_slots: Any
-    end: Any  # of the slots
-    q_row: Any  # [HEADS, L+E]
-    dout_row: Any  # [HEADS, VALUE_DIMS]
-    total: Any  # [HEADS] f32
-    delta: Any  # [HEADS] f32
-    lse: Any  # [HEADS] f32 if OWN_LSE
-    dlse: Any  # [HEADS] f32 if OWN_LSE
-    bounds: Any  # [P, R] i32
-    references: Any  # [P, R] i32
-    sums: Any  # [P, R, WORDS·ROW] i32
-    dq_row: Any  # [HEADS, L+E]
-    first_head: Any
-
-
-@dataclass(frozen=True)
-class Constants:
-    """The kernel's constexpr parameters of the same names, for all warpgroups."""
-
-    LAYOUT: Any
-    PAGE_STRIDE: int
-    PAGE_SIZE: int
-    HEADS: int
-    Q_STRIDE_H: int
-    DOUT_STRIDE_H: int
-    OWN_LSE: bool
-    SCALE: float
-    LSE_UNIT: float
-    HEAD_BLOCKS: int
-
-    @property
-    def pieces(self) -> int:
-        return self.LAYOUT.dims // PIECE_DIMS.value
-
-    @property
-    def summed_heads(self) -> int:
-        """Heads over which entries' gradients are summed, a power of two: rows past the last head are zeros."""
-        return min(max(next_power_of_2(self.HEADS), MMA_K), TILE_HEADS.value)
-
-
-@gluon.constexpr_function
-def constants(*values):
-    return Constants(*values)
-
-
-@gluon.constexpr_function
-def columns_of(dims):
-    """Shared memory of 16-bit matrices with rows of so many dims."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * dims, element_bitwidth=16, rank=2)
-
-
-@gluon.constexpr_function
-def rows_of(dims):
-    """Threads against rows of so many 16-bit dims: 16 bytes each."""
-    return gl.BlockedLayout([1, 8], [256 // dims, dims // 8], [4, 1], [1, 0])
-
-
 @gluon.jit
 def load_slots(task, tile, LAYOUT: gl.constexpr):
     """Slots [TILE_KEYS] of a tile's entries, −1 past the end."""
@@ -167,7 +106,7 @@ def load_summands(task, slot):
 @gluon.jit
 def gather(tiles, shared, task, C: gl.constexpr):
     """Copy each tile's entries, and say where and in what unit their gradients are added."""
-    PIECES: gl.constexpr = C.pieces
+    PIECES: gl.constexpr = C.PIECES
     ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(PIECE_DIMS))
     slot = load_slots(task, 0, ROWS)
     next_slot = load_slots(task, 1, ROWS)
@@ -177,7 +116,7 @@ def gather(tiles, shared, task, C: gl.constexpr):
         later_slot = load_slots(task, tile + 2, ROWS)
         next_bound, next_references = load_summands(task, next_slot)
         ok = (slot >= 0) & (slot < task.num_slots)
-        data, _ = offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
+        data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
         mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)
         for piece in gl.static_range(PIECES):
             copy_columns(task.cache + data, ok, shared.entries.index(stage * PIECES + piece), piece * PIECE_DIMS)
@@ -191,27 +130,6 @@ def gather(tiles, shared, task, C: gl.constexpr):
         mbarrier.arrive(shared.full.index(stage), count=1)
         slot, next_slot, bound, references = next_slot, later_slot, next_bound, next_references
     async_copy.wait_group(0)
-
-
-@gluon.jit
-def copy_rows(rows, first_head, smem, PIECES: gl.constexpr, STRIDE: gl.constexpr, C: gl.constexpr):
-    """Copy rows of the heads to shared memory."""
-    DIMS: gl.constexpr = smem.shape[2]
-    ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(DIMS))
-    offs_h = first_head + gl.arange(0, TILE_HEADS, layout=ROWS)
-    ok = offs_h < C.HEADS
-    rows += offset_of(offs_h, STRIDE, C.HEADS)
-    for piece in gl.static_range(PIECES):
-        copy_columns(rows, ok, smem.index(piece), piece * DIMS)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-
-
-@gluon.jit
-def load_heads(ptr, offs_h, C: gl.constexpr, other):
-    """Values of heads, `other` for one that is none."""
-    return gl.load(ptr + offs_h, mask=offs_h < C.HEADS, other=other)
 
 
 @gluon.constexpr_function
@@ -283,19 +201,6 @@ def wait_for_queries(shared, tiles):
 
 
 @gluon.jit
-def store_dims(dq, smem, first, task, C: gl.constexpr):
-    """Store dims `first` … of dq through `smem`."""
-    ROWS: gl.constexpr = rows_of(smem.shape[1])
-    smem.store(dq.to(smem.dtype))
-    gl.barrier()
-    rows = smem.load(ROWS)
-    offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, ROWS))
-    offs_d = first + gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, ROWS))
-    ptrs = task.dq_row + gl.expand_dims(offset_of(offs_h, C.LAYOUT.dims, C.HEADS), 1) + gl.expand_dims(offs_d, 0)
-    gl.store(ptrs, rows, mask=gl.expand_dims(offs_h < C.HEADS, 1))
-
-
-@gluon.jit
 def store_dq(dq, piece, shared, task, C: gl.constexpr):
     """Store a piece of dq."""
     store_dims(dq, shared.q.index(piece), piece * PIECE_DIMS, task, C)
@@ -321,15 +226,10 @@ def mark(wrong, tile, shared, task):
 def score(tiles, shared, task, C: gl.constexpr):
     """P and dS of each tile, and the roped dims of gradients."""
     DTYPE: gl.constexpr = task.q_row.dtype.element_ty
-    PIECES: gl.constexpr = C.pieces
+    PIECES: gl.constexpr = C.PIECES
     KEYS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, S_LAYOUT))
-    # A head that is none has no probabilities.
-    total = gl.expand_dims(load_heads(task.total, offs_h, C, float("inf")), 1)
-    delta = gl.expand_dims(load_heads(task.delta, offs_h, C, 0.0), 1)
-    if C.OWN_LSE:
-        lse = gl.expand_dims(load_heads(task.lse, offs_h, C, float("inf")) * C.LSE_UNIT, 1)
-        dlse = gl.expand_dims(load_heads(task.dlse, offs_h, C, 0.0) * (LOG2E / C.LSE_UNIT), 1)
+    total, delta, lse, dlse = load_rows(task, offs_h, C)
     empty = gl.zeros([TILE_HEADS, TILE_KEYS], gl.float32, S_LAYOUT)
     if C.LAYOUT.tail:
         dq = gl.zeros([TILE_HEADS, PIECE_DIMS], gl.float32, DQ_LAYOUT)
@@ -348,15 +248,8 @@ def score(tiles, shared, task, C: gl.constexpr):
                 dp = warpgroup_mma(shared.dout.index(piece), keys, dp, use_acc=piece > 0, is_async=True)
         key_ok = (shared.unit.index(tile % TARGETS).load(KEYS) & VALID) != 0
         scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        scores = scores * (C.SCALE * LOG2E)
-        p = exp2(scores - total)
-        greatest = p
-        ds = p * (dp - delta)
-        if C.OWN_LSE:  # the lse's derivative is not the probability in out
-            own = exp2(scores - lse)
-            ds += own * dlse
-            greatest = gl.maximum(p, own)
-        ds = gl.where(greatest <= MOST_PROBABLE, ds * C.SCALE, float("nan"))  # as `backward.kernels.derive`
+        p, ds, greatest = derive(scores, dp, total, delta, lse, dlse, C)
+        ds = gl.where(greatest <= MOST_PROBABLE, ds * C.SCALE, float("nan"))
         bit = gl.expand_dims(1 << gl.arange(0, TILE_KEYS, layout=KEYS), 0)
         wrong = gl.where(gl.abs(ds) < float("inf"), 0, bit)
         wrong = gl.reduce(gl.reduce(wrong, 1, either), 0, either)
@@ -388,7 +281,7 @@ def score(tiles, shared, task, C: gl.constexpr):
 @gluon.jit
 def start_gradient(rows, factors, acc, use_acc: gl.constexpr, C: gl.constexpr):
     """Start acc + rowsᵀ·factors [PIECE_DIMS, TILE_KEYS], sums over heads."""
-    HEADS: gl.constexpr = C.summed_heads
+    HEADS: gl.constexpr = C.SUMMED_HEADS
     rows, factors = rows.slice(0, HEADS, 0).permute((1, 0)), factors.slice(0, HEADS, 0)
     return warpgroup_mma(rows, factors, acc, use_acc=use_acc, is_async=True)
 
@@ -403,7 +296,7 @@ def start_piece(shared, stage, empty, piece, C: gl.constexpr):
 @gluon.jit
 def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
     """The left (0) or right (1) half of the dims of gradients, without the roped ones."""
-    PIECES: gl.constexpr = C.pieces
+    PIECES: gl.constexpr = C.PIECES
     KEYS: gl.constexpr = gl.SliceLayout(0, PIECE_LAYOUT)
     FIRST: gl.constexpr = PART * HALF_PIECES
     LAST: gl.constexpr = FIRST + HALF_PIECES
@@ -456,7 +349,7 @@ def sparse_mla_backward_sm90_kernel(
     cache_ptr,  # [P, R, ROW]
     slots_ptr,  # [T, K] i32
     dout_ptr,  # [T, H, LANES]
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
     bounds_ptr,  # [P, R] i32
@@ -468,54 +361,15 @@ def sparse_mla_backward_sm90_kernel(
     references_ptr,  # [P, R] i32
     sums_ptr,  # [P, R, WORDS·ROW] i32
     dq_ptr,  # [T, H, L+E]
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_H: gl.constexpr,
-    PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    DOUT_STRIDE_T: gl.constexpr,
-    DOUT_STRIDE_H: gl.constexpr,
-    LSE_STRIDE: gl.constexpr,
-    DLSE_STRIDE: gl.constexpr,
-    HEADS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
-    OWN_LSE: gl.constexpr,
-    SCALE: gl.constexpr,
-    LSE_UNIT: gl.constexpr,
+    C: gl.constexpr,  # HopperProducts
 ):
-    gl.static_assert(not LAYOUT.packed, "gradients are of plain rows")
-    gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two warpgroups have halves of 512 value dims")
-    gl.static_assert(LAYOUT.tail == 0 or LAYOUT.tail == PIECE_DIMS, "one warpgroup has a piece of roped dims")
-    gl.static_assert(LAYOUT.row == LAYOUT.dims and LAYOUT.rope_offset == LAYOUT.latent, "a row is its dims in order")
-    HEAD_BLOCKS: gl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
+    task, tiles = start(
+        q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots,
+        num_keys, slot_stride, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS, C,
+    )  # fmt: skip
+    LAYOUT: gl.constexpr = C.LAYOUT
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    C: gl.constexpr = constants(
-        LAYOUT, PAGE_STRIDE, PAGE_SIZE, HEADS, Q_STRIDE_H, DOUT_STRIDE_H, OWN_LSE, SCALE, LSE_UNIT, HEAD_BLOCKS
-    )
-    token = (gl.program_id(0) // HEAD_BLOCKS).to(gl.int64)
-    place = offset_of(token, HEADS)
-    end = num_keys
-    if HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
-    tiles = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)
-    task = Task(
-        cache_ptr,
-        slots_ptr + offset_of(token, slot_stride),
-        num_slots,
-        end,
-        q_ptr + offset_of(token, Q_STRIDE_T),
-        dout_ptr + offset_of(token, DOUT_STRIDE_T),
-        total_ptr + place,
-        delta_ptr + place,
-        lse_ptr + offset_of(token, LSE_STRIDE),
-        dlse_ptr + offset_of(token, DLSE_STRIDE),
-        bounds_ptr,
-        references_ptr,
-        sums_ptr,
-        dq_ptr + offset_of(place, LAYOUT.dims),
-        gl.program_id(0) % HEAD_BLOCKS * TILE_HEADS,
-    )
-    PIECES: gl.constexpr = C.pieces
+    PIECES: gl.constexpr = C.PIECES
     ROW: gl.constexpr = columns_of(PIECE_DIMS)
     TILE: gl.constexpr = columns_of(TILE_KEYS)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
