@@ -57,7 +57,7 @@ def cache_rows(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def report(file: Path) -> str:
-    """Markdown: of each run where its figures come from and the GPU's times; then the host's times of steps, the last."""
+    """Markdown: of each run where its figures come from and GPU times; then the host's times of steps, the last."""
     markdown, every = [], []
     for head, *lines in read([file]):
         versions, timed = head["versions"], [line for line in lines if "us" in line.get("jax", {})]

@@ -82,7 +82,7 @@ class _Semantic(TritonSemantic):
         if key not in _casts:
             _casts[key] = _like(super().cast(input, dst_ty)), _np_dtype(target)
         like, dtype = _casts[key]
-        return _made(input.handle.data.astype(dtype), like)
+        return _tensor_of(input.handle.data.astype(dtype), like)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         tensor: Any = tl.tensor
@@ -93,7 +93,7 @@ class _Semantic(TritonSemantic):
         key = condition.type.name, *(value.type.name if type(value) is tensor else "" for value in (x, y))
         if key not in _choices:
             _choices[key] = _like(super().where(condition, x, y))
-        return _made(np.where(*data), _choices[key])
+        return _tensor_of(np.where(*data), _choices[key])
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
@@ -182,7 +182,7 @@ def _computation(name: str, left: Any, right: Any, result: Any) -> Callable[...,
     return _COMPUTE[name] if of_one_type else None
 
 
-def _made(data: np.ndarray, like: tuple[Any, ...]) -> Any:
+def _tensor_of(data: np.ndarray, like: tuple[Any, ...]) -> Any:
     """A tensor of data that have the size of its type, as they come from NumPy."""
     handle: Any = object.__new__(TensorHandle)
     result: Any = object.__new__(tl.tensor)
@@ -218,7 +218,7 @@ def _operator(name: str, member: Any) -> Any:
             return first(left, right)
         if known := compute_known.get(key):
             compute, like = known
-            return _made(compute(ours, theirs), like)
+            return _tensor_of(compute(ours, theirs), like)
         result = first(left, right)
         if compute := _computation(name, left.dtype, kind, result.dtype):
             compute_known[key] = compute, _like(result)
@@ -254,7 +254,7 @@ def _expand_method(member: Any) -> Any:
             if value.type.is_block():
                 known[key] = _like(result)
             return result
-        return _made(value.handle.data[places], known[key])
+        return _tensor_of(value.handle.data[places], known[key])
 
     return call
 
