@@ -15,25 +15,25 @@ LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 
 
 @triton.jit
-def key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
+def key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS: tl.constexpr):
     """The first key that a token may see, and one past the last."""
     start = 0
     end = num_keys
-    if HAS_STARTS:
+    if COLUMNS.HAS_STARTS:
         start = tl.maximum(tl.load(starts_ptr + token), 0)
-    if HAS_ENDS:
+    if COLUMNS.HAS_ENDS:
         end = tl.maximum(tl.minimum(tl.load(ends_ptr + token), num_keys), 0)
     return start, end
 
 
 @triton.jit
-def columns_of(first, start, end, indices_row, num_columns, HAS_INDICES: tl.constexpr, BLOCK_N: tl.constexpr):
+def columns_of(first, start, end, indices_row, num_columns, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of columns: their places in the row, their keys, and which are valid, all [BLOCK_N].
 
     `first` counts from the row's first column with indices, else from the first key of its range.
     """
     column = first + tl.arange(0, BLOCK_N)
-    if HAS_INDICES:
+    if COLUMNS.HAS_INDICES:
         key = tl.load(indices_row + column, mask=column < num_columns, other=-1)
     else:
         column += start
@@ -42,15 +42,13 @@ def columns_of(first, start, end, indices_row, num_columns, HAS_INDICES: tl.cons
 
 
 @triton.jit
-def load_query(
-    q_ptr, weights_ptr, token, Q_STRIDE_T: tl.constexpr, Q_STRIDE_I: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
+def load_query(q_ptr, weights_ptr, token, INDEXER: tl.constexpr):
     """The queries [BLOCK_I, D] and weights [BLOCK_I] f32 of a token's index heads; 0 past the last."""
-    head = tl.arange(0, BLOCK_I)
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(head[:, None], Q_STRIDE_I, HEADS)
-    q = tl.load(q_row + tl.arange(0, D)[None, :], mask=(head < HEADS)[:, None], other=0.0)
-    weights = tl.load(weights_ptr + offset_of(token, WEIGHT_STRIDE) + head, mask=head < HEADS, other=0.0)
+    HEADS: tl.constexpr = INDEXER.HEADS
+    head = tl.arange(0, INDEXER.BLOCK_I)
+    q_row = q_ptr + offset_of(token, INDEXER.Q_STRIDE_T) + offset_of(head[:, None], INDEXER.Q_STRIDE_I, HEADS)
+    q = tl.load(q_row + tl.arange(0, INDEXER.D)[None, :], mask=(head < HEADS)[:, None], other=0.0)
+    weights = tl.load(weights_ptr + offset_of(token, INDEXER.WEIGHT_STRIDE) + head, mask=head < HEADS, other=0.0)
     return q, weights
 
 
@@ -117,29 +115,29 @@ def store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS: tl.constex
 
 
 @triton.jit
-def load_lse(lse_ptr, token, LSE_STRIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_lse(lse_ptr, token, ATTENTION: tl.constexpr):
     """Binary lse [BLOCK_H] f32 of a token's attention heads; inf for a head without keys and past the last."""
-    head = tl.arange(0, BLOCK_H)
-    lse = tl.load(lse_ptr + offset_of(token, LSE_STRIDE) + head, mask=head < HEADS, other=float("inf"))
+    head = tl.arange(0, ATTENTION.BLOCK_H)
+    lse_row = lse_ptr + offset_of(token, ATTENTION.LSE_STRIDE)
+    lse = tl.load(lse_row + head, mask=head < ATTENTION.HEADS, other=float("inf"))
     # A large number stays one: infinity stands for no keys.
     binary = tl.clamp(lse * LOG2E, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     return tl.where(tl.abs(lse) == float("inf"), float("inf"), binary)
 
 
 @triton.jit
-def attention_target(
-    q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T: tl.constexpr, Q_STRIDE_H: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
+def attention_target(q_ptr, rows_ptr, lse, token, key, ok, ATTENTION: tl.constexpr):
     """Σ_h exp(SCALE · q_h · row − lse_h) of a token over keys [BLOCK_N], f32; 0 where not ok."""
+    HEADS: tl.constexpr = ATTENTION.HEADS
     head = tl.arange(0, lse.shape[0])
     offs_c = tl.arange(0, CHUNK)
-    q_row = q_ptr + offset_of(token, Q_STRIDE_T) + offset_of(head[:, None], Q_STRIDE_H, HEADS) + offs_c[None, :]
-    row = rows_ptr + offset_of(key[:, None], ROW_STRIDE) + offs_c[None, :]
+    q_row = q_ptr + offset_of(token, ATTENTION.Q_STRIDE_T) + offset_of(head[:, None], ATTENTION.Q_STRIDE_H, HEADS)
+    q_row += offs_c[None, :]
+    row = rows_ptr + offset_of(key[:, None], ATTENTION.ROW_STRIDE) + offs_c[None, :]
     scores = tl.zeros([lse.shape[0], key.shape[0]], tl.float32)
-    for first in tl.range(0, DIMS, CHUNK):
+    for first in tl.range(0, ATTENTION.DIMS, CHUNK):
         q = tl.load(q_row + first, mask=(head < HEADS)[:, None], other=0.0)
         chunk = tl.load(row + first, mask=ok[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(chunk), scores)
-    p = tl.exp2(scores * (SCALE * LOG2E) - lse[:, None])
+    p = tl.exp2(scores * (ATTENTION.SCALE * LOG2E) - lse[:, None])
     return tl.where(ok, tl.sum(tl.where(lse[:, None] == float("inf"), 0.0, p), 0), 0.0)

@@ -37,13 +37,13 @@ def measure_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
     index_weights_ptr,  # [T, I] f32
-    q_ptr,  # [T, H, L+E] unless HAS_TARGET
-    rows_ptr,  # [N, L+E] unless HAS_TARGET
-    lse_ptr,  # [T, H] f32 unless HAS_TARGET
-    ends_ptr,  # [T] i32 if HAS_ENDS
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    indices_ptr,  # [T, K] i32 if HAS_INDICES
-    target_ptr,  # [T − first_token, K] f32 if HAS_TARGET
+    q_ptr,  # [T, H, L+E] if ATTENTION
+    rows_ptr,  # [N, L+E] if ATTENTION
+    lse_ptr,  # [T, H] f32 if ATTENTION
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
+    indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
+    target_ptr,  # [T − first_token, K] f32 unless ATTENTION
     first_token,
     num_tokens,  # T
     num_keys,  # N
@@ -51,60 +51,36 @@ def measure_kernel(
     bounds_ptr,  # [N] i32, the bits of floats: of the greatest summand of each key's gradient
     total_ptr,  # [T] f32: the binary logarithm of the denominator of the prediction's softmax
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
-    INDEX_Q_STRIDE_T: tl.constexpr,
-    INDEX_Q_STRIDE_I: tl.constexpr,
-    INDEX_K_STRIDE: tl.constexpr,
-    INDEX_WEIGHT_STRIDE: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    INDEX_STRIDE: tl.constexpr,
-    TARGET_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFF: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,  # Loss
 ):
+    INDEXER: tl.constexpr = C.INDEXER
+    COLUMNS: tl.constexpr = C.COLUMNS
+    ATTENTION: tl.constexpr = C.ATTENTION
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     token = first_token + tl.program_id(0).to(tl.int64)
-    target_ptr += offset_of(tl.program_id(0), TARGET_STRIDE)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
-    count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
-    q, weights = load_query(
-        index_q_ptr, index_weights_ptr, token, INDEX_Q_STRIDE_T, INDEX_Q_STRIDE_I, INDEX_WEIGHT_STRIDE, INDEX_HEADS, D,
-        BLOCK_I,
-    )  # fmt: skip
-    lse = tl.zeros([BLOCK_H], tl.float32)
-    if not HAS_TARGET:
-        lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
-    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(COEFF / num_tokens))
+    target_ptr += offset_of(tl.program_id(0), C.TARGET_STRIDE)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
+    count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
+    q, weights = load_query(index_q_ptr, index_weights_ptr, token, INDEXER)
+    if ATTENTION is not None:
+        lse = load_lse(lse_ptr, token, ATTENTION)
+    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(C.COEFF / num_tokens))
     greatest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
     mass = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
-        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
         bound_sums(bounds_ptr, bound + tl.zeros([BLOCK_N], tl.float32), key, ok)
-        _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEX_K_STRIDE)
+        _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
         scores = tl.where(ok, scores * LOG2E, float("-inf"))
         before, greatest = greatest, tl.maximum(greatest, scores)
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
         total = total * tl.exp2(before - base) + tl.exp2(scores - base)
-        if HAS_TARGET:
+        if ATTENTION is None:
             mass += tl.load(target_ptr + column, mask=ok, other=0.0)
         else:
-            mass += attention_target(
-                q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
-            )
+            mass += attention_target(q_ptr, rows_ptr, lse, token, key, ok, ATTENTION)
     top = tl.max(greatest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(total * tl.exp2(tl.where(greatest == float("-inf"), 0.0, greatest) - top), 0)
@@ -117,13 +93,13 @@ def indexer_loss_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
     index_weights_ptr,  # [T, I] f32
-    q_ptr,  # [T, H, L+E] unless HAS_TARGET
-    rows_ptr,  # [N, L+E] unless HAS_TARGET
-    lse_ptr,  # [T, H] f32 unless HAS_TARGET
-    ends_ptr,  # [T] i32 if HAS_ENDS
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    indices_ptr,  # [T, K] i32 if HAS_INDICES
-    target_ptr,  # [T − first_token, K] f32 if HAS_TARGET
+    q_ptr,  # [T, H, L+E] if ATTENTION
+    rows_ptr,  # [N, L+E] if ATTENTION
+    lse_ptr,  # [T, H] f32 if ATTENTION
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
+    indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
+    target_ptr,  # [T − first_token, K] f32 unless ATTENTION
     bounds_ptr,  # [N] i32
     total_ptr,  # [T] f32
     mass_ptr,  # [T] f32
@@ -137,58 +113,34 @@ def indexer_loss_kernel(
     losses_ptr,  # [T] f32
     dindex_q_ptr,  # [T, I, D]
     dindex_weights_ptr,  # [T, I] f32
-    INDEX_Q_STRIDE_T: tl.constexpr,
-    INDEX_Q_STRIDE_I: tl.constexpr,
-    INDEX_K_STRIDE: tl.constexpr,
-    INDEX_WEIGHT_STRIDE: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    INDEX_STRIDE: tl.constexpr,
-    TARGET_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFF: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,  # Loss
 ):
+    INDEXER: tl.constexpr = C.INDEXER
+    COLUMNS: tl.constexpr = C.COLUMNS
+    ATTENTION: tl.constexpr = C.ATTENTION
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     token = first_token + tl.program_id(0).to(tl.int64)
-    target_ptr += offset_of(tl.program_id(0), TARGET_STRIDE)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
-    count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
+    target_ptr += offset_of(tl.program_id(0), C.TARGET_STRIDE)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
+    count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
     total = tl.load(total_ptr + token)
     mass = tl.load(mass_ptr + token)
     count = tl.where(mass == 0.0, 0, count)
-    q, weights = load_query(
-        index_q_ptr, index_weights_ptr, token, INDEX_Q_STRIDE_T, INDEX_Q_STRIDE_I, INDEX_WEIGHT_STRIDE, INDEX_HEADS, D,
-        BLOCK_I,
-    )  # fmt: skip
-    lse = tl.zeros([BLOCK_H], tl.float32)
-    if not HAS_TARGET:
-        lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
+    q, weights = load_query(index_q_ptr, index_weights_ptr, token, INDEXER)
+    if ATTENTION is not None:
+        lse = load_lse(lse_ptr, token, ATTENTION)
     finite = greatest_slope(q, weights) < float("inf")
-    dq = tl.zeros([BLOCK_I, D], tl.float32)
-    dweights = tl.zeros([BLOCK_I], tl.float32)
+    dq = tl.zeros([INDEXER.BLOCK_I, INDEXER.D], tl.float32)
+    dweights = tl.zeros([INDEXER.BLOCK_I], tl.float32)
     loss = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N, disable_licm=True):  # with code motion 128 heads spill
-        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
-        if HAS_TARGET:
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
+        if ATTENTION is None:
             target = tl.load(target_ptr + column, mask=ok, other=0.0)
         else:
-            target = attention_target(
-                q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
-            )
-        keys, dots, scores = score(q, index_k_ptr, weights, key, ok, INDEX_K_STRIDE)
+            target = attention_target(q_ptr, rows_ptr, lse, token, key, ok, ATTENTION)
+        keys, dots, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
         log2_prediction = scores * LOG2E - total
         prediction = tl.exp2(log2_prediction)
         target = target / mass
@@ -198,11 +150,11 @@ def indexer_loss_kernel(
         apart = tl.where(ok, prediction - target, 0.0)
         right = tl.where(tl.abs(apart) <= GREATEST_DIFFERENCE, finite, False)
         dq, dweights = differentiate(
-            q, weights, keys, dots, apart * (COEFF / num_tokens), key, ok, right, dq, dweights, log2_parts,
+            q, weights, keys, dots, apart * (C.COEFF / num_tokens), key, ok, right, dq, dweights, log2_parts,
             bounds_ptr, marks_ptr, sums_ptr,
         )  # fmt: skip
     tl.store(losses_ptr + token, tl.sum(loss, 0))
-    store_gradients(dindex_q_ptr, dindex_weights_ptr, token, dq, dweights, INDEX_HEADS)
+    store_gradients(dindex_q_ptr, dindex_weights_ptr, token, dq, dweights, INDEXER.HEADS)
 
 
 @triton.jit

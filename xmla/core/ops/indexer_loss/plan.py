@@ -1,11 +1,14 @@
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
+from xmla.core.ops.indexer_loss.constants import Loss
 from xmla.core.ops.indexer_loss.kernels import average_kernel, indexer_loss_kernel, measure_kernel
 from xmla.core.ops.indexer_scores.backward.plan import clear_sums, round_sums, sums_workspace
-from xmla.core.ops.indexer_scores.plan import column_sizes, columns, query_and_keys
-from xmla.core.ops.indexer_target.plan import attention_constexprs, target_launch
+from xmla.core.ops.indexer_scores.constants import Columns, Indexer
+from xmla.core.ops.indexer_scores.plan import column_sizes
+from xmla.core.ops.indexer_target.constants import Attention
+from xmla.core.ops.indexer_target.plan import target_launch
 from xmla.core.plan import ALIGNMENT, Launch, Plan, cdiv, log2_of, most_registers
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
@@ -13,9 +16,6 @@ from xmla.core.spec import Spec
 BLOCK_N = 32
 WARPS = 8
 MAX_PARTS = 1024  # of tokens whose target is stored at a time: each has four launches
-NO_ATTENTION = dict.fromkeys(("Q_STRIDE_T", "Q_STRIDE_H", "ROW_STRIDE", "LSE_STRIDE", "HEADS", "DIMS"), 0) | {
-    "SCALE": 0.0, "BLOCK_H": 16
-}  # fmt: skip
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -37,15 +37,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         stand_ins["target"] = "own_target"
     # The summands of one token add up to less than the bound, but for a target that is given.
     log2_parts = log2_of(tokens * (problem["K"] if problem.has("target") else 1))
-    constexprs = {
-        **_renamed(query_and_keys(problem, "index_q", "index_k", "index_weights")),
-        **(NO_ATTENTION if sparse else attention_constexprs(problem)),
-        **columns(problem),
-        "TARGET_STRIDE": problem.specs["target"].stride(0) if problem.has("target") else problem["K"] if sparse else 0,
-        "HAS_TARGET": sparse,
-        "COEFF": float(problem.attrs.coeff),
-        "BLOCK_N": BLOCK_N,
-    }
+    constants = Loss(
+        INDEXER=Indexer.of(problem, "index_q", "index_k", "index_weights"),
+        COLUMNS=Columns.of(problem),
+        ATTENTION=None if sparse else Attention.of(problem),
+        TARGET_STRIDE=problem.specs["target"].stride(0) if problem.has("target") else problem["K"] if sparse else 0,
+        COEFF=float(problem.attrs.coeff),
+        BLOCK_N=BLOCK_N,
+    )
     sizes = {"num_tokens": tokens, **column_sizes(problem)}
 
     def target(part: range) -> list[Launch]:
@@ -58,7 +57,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("bounds", "total", "mass"),
             arrays=stand_ins,
             sizes={"first_token": part.start, **sizes},
-            constexprs=constexprs,
+            constexprs={"C": constants},
             num_warps=WARPS,
         )
 
@@ -69,7 +68,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("marks", "sums", "losses", "dindex_q", "dindex_weights"),
             arrays=stand_ins,
             sizes={"first_token": part.start, **sizes, "log2_parts": log2_parts},
-            constexprs=constexprs,
+            constexprs={"C": constants},
             num_warps=WARPS,
             num_stages=1,
             max_registers=most_registers(WARPS),
@@ -104,11 +103,6 @@ def _parts(problem: Problem, workspace: Mapping[str, Spec], own_target: bool) ->
         problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
     size = min(tokens, (given - fixed) // ALIGNMENT * ALIGNMENT // row) if row else tokens
     return [range(first, min(first + size, tokens)) for first in range(0, tokens, max(size, 1))] or [range(0)]
-
-
-def _renamed(constexprs: dict[str, Hashable]) -> dict[str, Hashable]:
-    """The indexer's constants beside attention's."""
-    return {name if name in ("D", "BLOCK_I") else f"INDEX_{name}": value for name, value in constexprs.items()}
 
 
 IMPLEMENTATION = Implementation("triton", plan)

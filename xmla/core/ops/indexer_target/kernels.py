@@ -11,36 +11,24 @@ def indexer_target_kernel(
     rows_ptr,  # [N, L+E]
     lse_ptr,  # [T, H] f32
     indices_ptr,  # [T, K] i32
-    ends_ptr,  # [T] i32 if HAS_ENDS
-    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
     first_token,
     num_keys,  # N
     num_columns,  # K
     target_ptr,  # [T − first_token, K] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_H: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    INDEX_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,  # Target
 ):
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     # Neighbouring programs have the same queries.
     blocks = tl.cdiv(num_columns, BLOCK_N)
     row = tl.program_id(0) // blocks
     token = first_token + row.to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
     inside = column < num_columns
-    key = tl.load(indices_ptr + offset_of(token, INDEX_STRIDE) + column, mask=inside, other=-1)
+    key = tl.load(indices_ptr + offset_of(token, C.COLUMNS.INDEX_STRIDE) + column, mask=inside, other=-1)
     ok = (key >= start) & (key < end)
-    lse = load_lse(lse_ptr, token, LSE_STRIDE, HEADS, BLOCK_H)
-    target = attention_target(
-        q_ptr, rows_ptr, lse, token, key, ok, Q_STRIDE_T, Q_STRIDE_H, ROW_STRIDE, HEADS, DIMS, SCALE
-    )
+    lse = load_lse(lse_ptr, token, C.ATTENTION)
+    target = attention_target(q_ptr, rows_ptr, lse, token, key, ok, C.ATTENTION)
     tl.store(target_ptr + offset_of(row, num_columns) + column, target, mask=inside)

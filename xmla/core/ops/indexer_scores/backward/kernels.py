@@ -21,34 +21,24 @@ def bound_scores_kernel(
     q_ptr,  # [T, I, D]
     weights_ptr,  # [T, I] f32
     dscores_ptr,  # [T, COLUMNS] f32
-    ends_ptr,  # [T] i32 if HAS_ENDS
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    indices_ptr,  # [T, K] i32 if HAS_INDICES
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
+    indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
     num_keys,  # N
     num_columns,  # K or N
     bounds_ptr,  # [N] i32, the bits of floats: of the greatest summand of each key's gradient
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_I: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-    DSCORE_STRIDE: tl.constexpr,
-    INDEX_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,  # ScoresDerivative
 ):
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     token = tl.program_id(0).to(tl.int64)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
-    count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
-    dscores_row = dscores_ptr + offset_of(token, DSCORE_STRIDE)
-    q, weights = load_query(q_ptr, weights_ptr, token, Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, D, BLOCK_I)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
+    count = num_columns if C.COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, C.COLUMNS.INDEX_STRIDE)
+    dscores_row = dscores_ptr + offset_of(token, C.DSCORE_STRIDE)
+    q, weights = load_query(q_ptr, weights_ptr, token, C.INDEXER)
     slope = greatest_slope(q, weights)
     for first in tl.range(0, count, BLOCK_N):
-        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, C.COLUMNS, BLOCK_N)
         dscores = tl.load(dscores_row + column, mask=ok, other=0.0)
         bound_sums(bounds_ptr, slope * tl.abs(dscores), key, ok)
 
@@ -59,9 +49,9 @@ def indexer_scores_backward_kernel(
     k_ptr,  # [N, D]
     weights_ptr,  # [T, I] f32
     dscores_ptr,  # [T, COLUMNS] f32
-    ends_ptr,  # [T] i32 if HAS_ENDS
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    indices_ptr,  # [T, K] i32 if HAS_INDICES
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
+    indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
     bounds_ptr,  # [N] i32
     num_keys,  # N
     num_columns,  # K or N
@@ -70,38 +60,28 @@ def indexer_scores_backward_kernel(
     sums_ptr,  # [N, 2·D] i32
     dq_ptr,  # [T, I, D]
     dweights_ptr,  # [T, I] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_I: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-    DSCORE_STRIDE: tl.constexpr,
-    INDEX_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,  # ScoresDerivative
 ):
+    INDEXER: tl.constexpr = C.INDEXER
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     token = tl.program_id(0).to(tl.int64)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, HAS_STARTS, HAS_ENDS)
-    count = num_columns if HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, INDEX_STRIDE)
-    dscores_row = dscores_ptr + offset_of(token, DSCORE_STRIDE)
-    q, weights = load_query(q_ptr, weights_ptr, token, Q_STRIDE_T, Q_STRIDE_I, WEIGHT_STRIDE, HEADS, D, BLOCK_I)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
+    count = num_columns if C.COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, C.COLUMNS.INDEX_STRIDE)
+    dscores_row = dscores_ptr + offset_of(token, C.DSCORE_STRIDE)
+    q, weights = load_query(q_ptr, weights_ptr, token, INDEXER)
     slope = greatest_slope(q, weights)
-    dq = tl.zeros([BLOCK_I, D], tl.float32)
-    dweights = tl.zeros([BLOCK_I], tl.float32)
+    dq = tl.zeros([INDEXER.BLOCK_I, INDEXER.D], tl.float32)
+    dweights = tl.zeros([INDEXER.BLOCK_I], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
-        column, key, ok = columns_of(first, start, end, indices_row, num_columns, HAS_INDICES, BLOCK_N)
-        keys, dots, _ = score(q, k_ptr, weights, key, ok, K_STRIDE)
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, C.COLUMNS, BLOCK_N)
+        keys, dots, _ = score(q, k_ptr, weights, key, ok, INDEXER.K_STRIDE)
         dscores = tl.load(dscores_row + column, mask=ok, other=0.0)
         right = slope * tl.abs(dscores) < float("inf")
         dq, dweights = differentiate(
             q, weights, keys, dots, dscores, key, ok, right, dq, dweights, log2_parts, bounds_ptr, marks_ptr, sums_ptr
         )
-    store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, HEADS)
+    store_gradients(dq_ptr, dweights_ptr, token, dq, dweights, INDEXER.HEADS)
 
 
 @triton.jit

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from xmla.core.clearing import clear
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
@@ -6,7 +8,8 @@ from xmla.core.ops.indexer_scores.backward.kernels import (
     indexer_scores_backward_kernel,
     round_keys_kernel,
 )
-from xmla.core.ops.indexer_scores.plan import column_sizes, columns, num_columns, query_and_keys
+from xmla.core.ops.indexer_scores.constants import Columns, Indexer, ScoresDerivative
+from xmla.core.ops.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.plan import Launch, Plan, cdiv, log2_of, most_registers
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
@@ -45,16 +48,19 @@ def plan(problem: Problem, device: Device) -> Plan:
     # With indices a token may name a key as often as it has columns.
     log2_parts = log2_of(problem["T"] * (num_columns(problem) if problem.has("indices") else 1))
     stand_ins = problem.stand_ins(ends="q", starts="q", indices="q")
-    constexprs = {
-        **query_and_keys(problem), **columns(problem), "DSCORE_STRIDE": problem.specs["dscores"].stride(0)
-    }  # fmt: skip
+    constants = ScoresDerivative(
+        INDEXER=Indexer.of(problem),
+        COLUMNS=Columns.of(problem),
+        BLOCK_N=BLOCK_N,
+        DSCORE_STRIDE=problem.specs["dscores"].stride(0),
+    )
     bound = Launch(
         bound_scores_kernel,
         grid=(problem["T"],),
         outputs=("bounds",),
         arrays=stand_ins,
         sizes=column_sizes(problem),
-        constexprs={name: value for name, value in constexprs.items() if name != "K_STRIDE"} | {"BLOCK_N": 1024},
+        constexprs={"C": replace(constants, BLOCK_N=1024)},
     )
     differentiate = Launch(
         indexer_scores_backward_kernel,
@@ -62,7 +68,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=("marks", "sums", "dq", "dweights"),
         arrays=stand_ins,
         sizes={**column_sizes(problem), "log2_parts": log2_parts},
-        constexprs={**constexprs, "BLOCK_N": BLOCK_N},
+        constexprs={"C": constants},
         num_warps=WARPS,
         num_stages=1,
         max_registers=most_registers(WARPS),

@@ -1,0 +1,68 @@
+"""What kernels over 16-bit indexer keys are compiled for, in training: `lang.scores` reads these."""
+
+from dataclasses import dataclass
+
+from xmla.core.indexer import head_rows
+from xmla.core.plan import Constants
+from xmla.core.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer(Constants):
+    """Queries, keys and weights."""
+
+    HEADS: int
+    D: int
+    Q_STRIDE_T: int
+    Q_STRIDE_I: int
+    K_STRIDE: int
+    WEIGHT_STRIDE: int
+    BLOCK_I: int  # rows of a product, of a token's heads
+
+    @classmethod
+    def of(cls, problem: Problem, q: str = "q", k: str = "k", weights: str = "weights") -> "Indexer":
+        specs = problem.specs
+        return cls(
+            HEADS=problem["I"],
+            D=problem["D"],
+            Q_STRIDE_T=specs[q].stride(0),
+            Q_STRIDE_I=specs[q].stride(1),
+            K_STRIDE=specs[k].stride(0),
+            WEIGHT_STRIDE=specs[weights].stride(0),
+            BLOCK_I=head_rows(problem),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns(Constants):
+    """Where a token's keys come from: a range, or indices."""
+
+    HAS_ENDS: bool
+    HAS_STARTS: bool
+    HAS_INDICES: bool
+    INDEX_STRIDE: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Columns":
+        return cls(
+            HAS_ENDS=problem.has("ends"),
+            HAS_STARTS=problem.has("starts"),
+            HAS_INDICES=problem.has("indices"),
+            INDEX_STRIDE=problem.specs["indices"].stride(0) if problem.has("indices") else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores(Constants):
+    """Constants of the kernel of scores."""
+
+    INDEXER: Indexer
+    COLUMNS: Columns
+    BLOCK_N: int  # keys of a tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresDerivative(Scores):
+    """Constants of the kernels of their derivative."""
+
+    DSCORE_STRIDE: int
