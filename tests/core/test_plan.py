@@ -66,7 +66,7 @@ def test_composed_step_runs_the_launches_of_its_parts() -> None:
 READ_EARLY: dict[str, dict[str, str]] = {
     "topk_candidates_kernel": {"starts_ptr": "HAS_STARTS", "ends_ptr": ""},
     "indexer_logits_paged_sm90_kernel": {
-        "cache_ptr": "", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "HAS_REQUEST_IDS",
+        "cache_ptr": "", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "PAGES.HAS_REQUEST_IDS",
     },
     "sparse_mla_sm90_kernel": {
         "q_ptr": "", "lengths_ptr": "SOURCE.HAS_LENGTHS", "extra_lengths_ptr": "EXTRA.HAS_LENGTHS",

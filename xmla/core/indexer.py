@@ -3,14 +3,13 @@
 Device code that its kernels share is in `xmla.core.lang.indexer`.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from xmla.core.caches import check_indexer_dim
 from xmla.core.device import Device
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.implementation import Condition
-from xmla.core.plan import cdiv, next_power_of_2
+from xmla.core.plan import Constants, cdiv, next_power_of_2
 from xmla.core.problem import E4M3, Problem, Tensor
 from xmla.core.requests import tokens_a_request
 from xmla.core.work import Work
@@ -63,32 +62,60 @@ def keys_are_mxfp4(problem: Problem) -> bool:
     return problem.specs["keys"].dtype not in E4M3
 
 
-def query_constexprs(problem: Problem) -> dict[str, Hashable]:
-    """Constexprs of every kernel that reads the quantised query."""
-    q8, weights = problem.specs["q8"], problem.specs["weights"]
-    return {
-        "Q_STRIDE_T": q8.stride(0),
-        "Q_STRIDE_I": q8.stride(1),
-        "WEIGHT_STRIDE": weights.stride(0),
-        "HEADS": problem["I"],
-        "D": problem["D"],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query(Constants):
+    """Constants of every kernel that reads the quantised query."""
+
+    HEADS: int
+    D: int
+    Q_STRIDE_T: int
+    Q_STRIDE_I: int
+    WEIGHT_STRIDE: int
+    BLOCK_I: int  # rows of a product, of a token's heads
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Query":
+        q8, weights = problem.specs["q8"], problem.specs["weights"]
+        return cls(
+            HEADS=problem["I"],
+            D=problem["D"],
+            Q_STRIDE_T=q8.stride(0),
+            Q_STRIDE_I=q8.stride(1),
+            WEIGHT_STRIDE=weights.stride(0),
+            BLOCK_I=head_rows(problem),
+        )
 
 
-def key_constexprs(problem: Problem, device: Device) -> dict[str, Hashable]:
-    """Constexprs of every Triton kernel that multiplies keys, except their addresses."""
-    mxfp4 = keys_are_mxfp4(problem)
-    # Rows of a product are keys; with tensor memory tiles have 64 or more.
-    return {"MXFP4": mxfp4, "HIDE_BYTES": mxfp4 and device.hides_bytes(64), "HOPPER_SUMS": device.arch == 90}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys(Constants):
+    """Constants of every Triton kernel that multiplies keys, except their addresses."""
+
+    MXFP4: bool
+    HIDE_BYTES: bool  # lang.numbers.hidden
+    HOPPER_SUMS: bool  # lang.indexer.head_scores
+
+    @classmethod
+    def of(cls, problem: Problem, device: Device) -> "Keys":
+        mxfp4 = keys_are_mxfp4(problem)
+        # Rows of a product are keys; with tensor memory tiles have 64 or more.
+        return cls(MXFP4=mxfp4, HIDE_BYTES=mxfp4 and device.hides_bytes(64), HOPPER_SUMS=device.arch == 90)
 
 
-def page_constexprs(problem: Problem) -> dict[str, Hashable]:
-    """Constexprs of every kernel that reads paged keys: pages and requests."""
-    return {
-        "PAGE_STRIDE": problem.specs["cache"].stride(0),
-        "PAGE_SIZE": problem.page_size(),
-        "HAS_REQUEST_IDS": problem.has("request_ids"),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages(Constants):
+    """Constants of every kernel that reads paged keys: pages and requests."""
+
+    PAGE_STRIDE: int
+    PAGE_SIZE: int
+    HAS_REQUEST_IDS: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Pages":
+        return cls(
+            PAGE_STRIDE=problem.specs["cache"].stride(0),
+            PAGE_SIZE=problem.page_size(),
+            HAS_REQUEST_IDS=problem.has("request_ids"),
+        )
 
 
 def head_rows(problem: Problem) -> int:

@@ -81,7 +81,7 @@ gluon_heads_of_lane = gluon.jit(_heads_of_lane)
 
 
 @triton.jit
-def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HIDE_BYTES: tl.constexpr, HOPPER_SUMS: tl.constexpr):
+def head_scores(k, q, weights, factors, GROUP: tl.constexpr, KEYS: tl.constexpr):
     """Indexer logits of GROUP tokens over a tile of keys: factor · Σ_i relu(k · q_i) · weight_i.
 
     k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
@@ -90,9 +90,10 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr, HIDE_BYTES: tl.cons
     Triton version (the order of Triton's own reduction depends on the version). If products are not by wgmma, this
     order would cross lanes.
     """
+    HIDE_BYTES: tl.constexpr = KEYS.HIDE_BYTES
     dots = tl.dot(hidden(k, HIDE_BYTES), tl.trans(hidden(q.to(k.dtype), HIDE_BYTES)))  # [BLOCK_N, GROUP · BLOCK_I] f32
     dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
-    if HOPPER_SUMS:
+    if KEYS.HOPPER_SUMS:
         weights, dots = tl.broadcast(weights[None, :], dots)
         terms, shares = heads_of_lane(dots, GROUP), heads_of_lane(weights, GROUP)
         lanes = terms[0] * shares[0]

@@ -1,13 +1,27 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
+from xmla.core.indexer import Keys, Query, head_rows, keys_are_mxfp4
 from xmla.core.ops.indexer_block_logits.kernels import indexer_block_logits_kernel
 from xmla.core.ops.indexer_block_logits_paged.plan import splits
 from xmla.core.ops.indexer_logits_paged.plan import configure
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Constants, Launch, Plan
 from xmla.core.problem import Problem
 from xmla.core.selection import entries_of
 from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLogits(Constants):
+    """Constants of the kernel."""
+
+    QUERY: Query
+    KEYS: Keys
+    KEY_STRIDE: int
+    GRANULARITY: int  # keys of a block
+    BLOCK_N: int  # keys of a tile
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 def part(problem: Problem, device: Device, rows: int) -> Plan:
@@ -28,13 +42,14 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
             "splits": divided,
         },
         constexprs={
-            **query_constexprs(problem),
-            **key_constexprs(problem, device),
-            "KEY_STRIDE": problem.specs["keys"].stride(0),
-            "GRANULARITY": problem.attrs.granularity,
-            "BLOCK_N": config.block_n,
-            "BLOCK_I": head_rows(problem),
-            "OVERLAP_LIMIT": device.overlap_limit,
+            "C": BlockLogits(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                KEY_STRIDE=problem.specs["keys"].stride(0),
+                GRANULARITY=problem.attrs.granularity,
+                BLOCK_N=config.block_n,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
         },
         num_warps=config.warps,
         num_stages=config.stages,

@@ -1,13 +1,28 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import head_rows, key_constexprs, keys_are_mxfp4, page_constexprs, query_constexprs
+from xmla.core.indexer import Keys, Pages, Query, head_rows, keys_are_mxfp4
 from xmla.core.ops.indexer_block_logits_paged.kernels import indexer_block_logits_paged_kernel
 from xmla.core.ops.indexer_logits_paged.plan import Config, configure
-from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.plan import Constants, Launch, Plan, cdiv
 from xmla.core.problem import Problem
 from xmla.core.requests import tokens_a_request
 from xmla.core.selection import capacity_of, entries_of
 from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBlockLogits(Constants):
+    """Constants of the kernel."""
+
+    QUERY: Query
+    KEYS: Keys
+    PAGES: Pages
+    HAS_BLOCKS: bool
+    GRANULARITY: int  # keys of a block
+    BLOCK_N: int  # keys of a tile
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 def splits(rows: int, columns: int, config: Config, device: Device) -> int:
@@ -39,14 +54,15 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
             "splits": divided,
         },
         constexprs={
-            **query_constexprs(problem),
-            **page_constexprs(problem),
-            **key_constexprs(problem, device),
-            "HAS_BLOCKS": of_blocks,
-            "GRANULARITY": problem.attrs.granularity,
-            "BLOCK_N": config.block_n,
-            "BLOCK_I": head_rows(problem),
-            "OVERLAP_LIMIT": device.overlap_limit,
+            "C": PagedBlockLogits(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                PAGES=Pages.of(problem),
+                HAS_BLOCKS=of_blocks,
+                GRANULARITY=problem.attrs.granularity,
+                BLOCK_N=config.block_n,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
         },
         num_warps=config.warps,
         num_stages=config.stages,

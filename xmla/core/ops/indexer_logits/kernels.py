@@ -18,22 +18,17 @@ def indexer_logits_kernel(
     num_tokens,
     num_keys,
     logits_ptr,  # [num_tokens, N] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_I: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    MXFP4: tl.constexpr,
-    HIDE_BYTES: tl.constexpr,
-    HOPPER_SUMS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,  # tokens per matrix product
-    BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    C: tl.constexpr,  # Logits
 ):
-    q8_ptr += offset_of(first_row, Q_STRIDE_T)
-    weights_ptr += offset_of(first_row, WEIGHT_STRIDE)
+    QUERY: tl.constexpr = C.QUERY
+    HEADS: tl.constexpr = QUERY.HEADS
+    D: tl.constexpr = QUERY.D
+    BLOCK_I: tl.constexpr = QUERY.BLOCK_I
+    BLOCK_T: tl.constexpr = C.BLOCK_T
+    GROUP: tl.constexpr = C.GROUP
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    q8_ptr += offset_of(first_row, QUERY.Q_STRIDE_T)
+    weights_ptr += offset_of(first_row, QUERY.WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
     # Neighbouring programs have the same queries and consecutive keys.
@@ -53,8 +48,9 @@ def indexer_logits_kernel(
     else:
         # Keys outside every row's range are not read.
         wanted = in_keys & (offs_n >= tl.min(start)) & (offs_n < tl.max(end))
-        key_row = offset_of(offs_n, KEY_STRIDE)
-        keys, factors = load_keys(keys_ptr, key_row, as_bytes(key_scales_ptr) + offset_of(offs_n, 4), wanted, D, MXFP4)
+        key_row = offset_of(offs_n, C.KEY_STRIDE)
+        scale_ptrs = as_bytes(key_scales_ptr) + offset_of(offs_n, 4)
+        keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, wanted, D, C.KEYS.MXFP4)
         offs_d = tl.arange(0, D)
         offs_g = tl.arange(0, GROUP)
         member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
@@ -63,16 +59,16 @@ def indexer_logits_kernel(
         for i in tl.range(0, BLOCK_T, GROUP):
             # Rows past the last token repeat it: cheaper than a mask, and they are not stored.
             row_token = tl.minimum(first_token + i + member, num_tokens - 1).to(tl.int64)
-            q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(head, Q_STRIDE_I, HEADS)
+            q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(head, QUERY.Q_STRIDE_I, HEADS)
             q_ptrs = q8_ptr + q_row[:, None] + offs_d[None, :]
-            weight_ptrs = weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + head
+            weight_ptrs = weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + head
             if HEADS < BLOCK_I:
                 q = tl.load(q_ptrs, mask=(head < HEADS)[:, None], other=0.0)
                 weights = tl.load(weight_ptrs, mask=head < HEADS, other=0.0)
             else:
                 q = tl.load(q_ptrs)
                 weights = tl.load(weight_ptrs)
-            scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+            scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
             token = first_token + i + offs_g
             token_ok = token < num_tokens
             # The product is outside this branch: ptxas 12.8 confuses the operands of wgmma in two branches.

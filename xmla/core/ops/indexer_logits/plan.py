@@ -2,9 +2,9 @@ from dataclasses import dataclass, replace
 
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
+from xmla.core.indexer import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
 from xmla.core.ops.indexer_logits.kernels import indexer_logits_kernel
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.plan import Constants, Launch, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 
 
@@ -17,6 +17,18 @@ class Config:
     warps: int
     stages: int
     max_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits(Constants):
+    """Constants of the portable kernel."""
+
+    QUERY: Query
+    KEYS: Keys
+    KEY_STRIDE: int
+    BLOCK_T: int  # tokens of a program
+    GROUP: int  # tokens of a matrix product
+    BLOCK_N: int  # keys of a program
 
 
 def configure(problem: Problem, device: Device) -> Config:
@@ -38,7 +50,6 @@ def tokens_a_program(problem: Problem, device: Device) -> int:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    block_i = head_rows(problem)
     config = configure(problem, device)
     launch = Launch(
         indexer_logits_kernel,
@@ -46,13 +57,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=("logits",),
         sizes={"first_row": 0, "num_tokens": problem["T"], "num_keys": problem["N"]},
         constexprs={
-            **query_constexprs(problem),
-            **key_constexprs(problem, device),
-            "KEY_STRIDE": problem.specs["keys"].stride(0),
-            "BLOCK_T": config.block_t,
-            "GROUP": min(config.block_t, MAX_ROWS // block_i),
-            "BLOCK_N": config.block_n,
-            "BLOCK_I": block_i,
+            "C": Logits(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                KEY_STRIDE=problem.specs["keys"].stride(0),
+                BLOCK_T=config.block_t,
+                GROUP=min(config.block_t, MAX_ROWS // head_rows(problem)),
+                BLOCK_N=config.block_n,
+            )
         },
         num_warps=config.warps,
         num_stages=config.stages,

@@ -27,7 +27,7 @@ def indexer_logits_paged_kernel(
     cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32
-    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    request_ids_ptr,  # [T] i32 if PAGES.HAS_REQUEST_IDS
     num_groups,  # groups of up to GROUP adjacent tokens of one request
     num_requests,
     num_pages,
@@ -37,25 +37,20 @@ def indexer_logits_paged_kernel(
     next_n,  # tokens per request; 1 with request ids
     groups_a_request,
     logits_ptr,  # [T, max_len] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_I: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    MXFP4: tl.constexpr,
-    HIDE_BYTES: tl.constexpr,
-    HOPPER_SUMS: tl.constexpr,
-    GROUP: tl.constexpr,  # tokens that share a tile of keys, a power of two
-    HAS_REQUEST_IDS: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # groups whose tiles are counted at once when work is divided
-    BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    OVERLAP_LIMIT: tl.constexpr,
+    C: tl.constexpr,  # PagedLogits
 ):
-    let_next_start(OVERLAP_LIMIT)
-    wait_for_earlier(OVERLAP_LIMIT)
+    QUERY: tl.constexpr = C.QUERY
+    HEADS: tl.constexpr = QUERY.HEADS
+    D: tl.constexpr = QUERY.D
+    BLOCK_I: tl.constexpr = QUERY.BLOCK_I
+    MXFP4: tl.constexpr = C.KEYS.MXFP4
+    PAGE_STRIDE: tl.constexpr = C.PAGES.PAGE_STRIDE
+    PAGE_SIZE: tl.constexpr = C.PAGES.PAGE_SIZE
+    GROUP: tl.constexpr = C.GROUP
+    BLOCK_G: tl.constexpr = C.BLOCK_G
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     offs_d = tl.arange(0, D)
     offs_g = tl.arange(0, BLOCK_G)
     member = tl.arange(0, GROUP)
@@ -94,16 +89,17 @@ def indexer_logits_paged_kernel(
             part = group % groups_a_request * GROUP  # the group's first token, of the request's
             request = group // groups_a_request
             first_token = request * next_n + part
-            if HAS_REQUEST_IDS:
+            if C.PAGES.HAS_REQUEST_IDS:
                 request = tl.load(request_ids_ptr + group)
             known = (request >= 0) & (request < num_requests)
             table_row = block_table_ptr + offset_of(request, table_stride)
 
             row_ok = (row_head < HEADS) & (part + row_member < next_n)
             row_token = (first_token + row_member).to(tl.int64)
-            q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(row_head, Q_STRIDE_I, HEADS)
+            q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(row_head, QUERY.Q_STRIDE_I, HEADS)
             q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
-            weights = tl.load(weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
+            weight_ptrs = weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + row_head
+            weights = tl.load(weight_ptrs, mask=row_ok, other=0.0)
             token = first_token + member
             length = tl.load(lengths_ptr + token, mask=part + member < next_n, other=0)
             length = tl.minimum(length, capacity)  # [GROUP]
@@ -117,7 +113,7 @@ def indexer_logits_paged_kernel(
                 page = coming
                 coming = load_pages(table_row, key + BLOCK_N, mapped, PAGE_SIZE)
                 keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
-                scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+                scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
                 scores = tl.where(ok[:, None], scores, float("-inf"))
                 tl.store(logits_ptr + out_row + key[:, None], scores, mask=key[:, None] < length[None, :])
         passed += tl.sum(tiles)

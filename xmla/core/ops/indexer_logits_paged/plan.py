@@ -2,17 +2,9 @@ from dataclasses import dataclass
 
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import (
-    MAX_ROWS,
-    Grouping,
-    group_tokens,
-    key_constexprs,
-    keys_are_mxfp4,
-    page_constexprs,
-    query_constexprs,
-)
+from xmla.core.indexer import MAX_ROWS, Grouping, Keys, Pages, Query, group_tokens, keys_are_mxfp4
 from xmla.core.ops.indexer_logits_paged.kernels import indexer_logits_paged_kernel
-from xmla.core.plan import Launch, Plan, cdiv, most_registers
+from xmla.core.plan import Constants, Launch, Plan, cdiv, most_registers
 from xmla.core.problem import Problem
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
@@ -25,6 +17,19 @@ class Config:
     stages: int
     programs_a_sm: int
     max_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLogits(Constants):
+    """Constants of the portable kernel."""
+
+    QUERY: Query
+    KEYS: Keys
+    PAGES: Pages
+    GROUP: int  # tokens that share a tile of keys, a power of two
+    BLOCK_G: int  # groups whose tiles are counted at once when work is divided
+    BLOCK_N: int  # keys of a tile
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 def configure(rows: int, mxfp4: bool, device: Device) -> Config:
@@ -87,14 +92,15 @@ def plan(problem: Problem, device: Device) -> Plan:
         arrays=arrays_of(problem),
         sizes=sizes_of(problem, grouping),
         constexprs={
-            **query_constexprs(problem),
-            **page_constexprs(problem),
-            **key_constexprs(problem, device),
-            "GROUP": grouping.group,
-            "BLOCK_G": 256,
-            "BLOCK_N": config.block_n,
-            "BLOCK_I": grouping.block_i,
-            "OVERLAP_LIMIT": device.overlap_limit,
+            "C": PagedLogits(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                PAGES=Pages.of(problem),
+                GROUP=grouping.group,
+                BLOCK_G=256,
+                BLOCK_N=config.block_n,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
         },
         num_warps=config.warps,
         num_stages=config.stages,

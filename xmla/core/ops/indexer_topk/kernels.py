@@ -22,9 +22,11 @@ from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP, append_tile, load_til
 
 
 @triton.jit
-def keep_largest(candidates, count, K: tl.constexpr, CAPACITY: tl.constexpr, WARPS: tl.constexpr):
+def keep_largest(candidates, count, C: tl.constexpr):
     """Reduce `count` > K candidates to the K largest, in place and in order; return the order key of the least."""
-    keys = load_keys_of(candidates, lanes_by_warp(CAPACITY), count)
+    K: tl.constexpr = C.K
+    WARPS: tl.constexpr = C.WARPS
+    keys = load_keys_of(candidates, lanes_by_warp(C.CAPACITY), count)
     low, high = tl.full([], 1, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     threshold, _ = kth_largest(keys, K, low, high, count, 1, 0)
     ties = K - tl.sum((keys > threshold).to(tl.int32))
@@ -54,14 +56,15 @@ def load_keys_of(candidates, lane, count):
 
 
 @triton.jit
-def take_block(
-    candidates, scores, column, lengths, counts, thresholds, K: tl.constexpr, GROUP: tl.constexpr,
-    STRIDE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
+def take_block(candidates, scores, column, lengths, counts, thresholds, STRIDE: tl.constexpr, C: tl.constexpr):
     """Append a block's scores [GROUP, BLOCK] to the tokens' candidates, STRIDE apart; return counts and thresholds.
 
     column, lengths, counts, thresholds [GROUP]: of the block's first key, within the token's range; of that range.
     """
+    GROUP: tl.constexpr = C.GROUP
+    BLOCK: tl.constexpr = C.BLOCK
+    CAPACITY: tl.constexpr = C.CAPACITY
+    WARPS: tl.constexpr = C.WARPS
     member = tl.arange(0, GROUP)
     tl.debug_barrier()  # all scores are stored
     for g in tl.range(0, GROUP):
@@ -69,8 +72,8 @@ def take_block(
         threshold = tl.sum(tl.where(member == g, thresholds, 0).to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
         space = candidates + offset_of(g, STRIDE, GROUP)
         if count > CAPACITY - BLOCK:
-            threshold = keep_largest(space, count, K, CAPACITY, WARPS)
-            count = tl.full([], K, tl.int32)
+            threshold = keep_largest(space, count, C)
+            count = tl.full([], C.K, tl.int32)
         first = tl.sum(tl.where(member == g, column, 0))
         length = tl.sum(tl.where(member == g, lengths, 0))
         for at in tl.range(0, BLOCK, WARPS * COLUMNS_A_WARP):
@@ -108,24 +111,17 @@ def indexer_topk_kernel(
     indices_ptr,  # [T, K] i32
     candidates_ptr,  # [programs, GROUP, CAPACITY] pairs, columns relative to the token's start
     scores_ptr,  # [programs, GROUP, BLOCK] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_I: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    MXFP4: tl.constexpr,
-    HIDE_BYTES: tl.constexpr,
-    HOPPER_SUMS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,  # keys that are scored before candidates are appended
-    BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr,
+    C: tl.constexpr,  # RaggedTopk
 ):
+    QUERY: tl.constexpr = C.QUERY
+    HEADS: tl.constexpr = QUERY.HEADS
+    D: tl.constexpr = QUERY.D
+    BLOCK_I: tl.constexpr = QUERY.BLOCK_I
+    K: tl.constexpr = C.K
+    GROUP: tl.constexpr = C.GROUP
+    CAPACITY: tl.constexpr = C.CAPACITY
+    BLOCK: tl.constexpr = C.BLOCK
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     offs_d = tl.arange(0, D)
     offs_n = tl.arange(0, BLOCK_N)
     member = tl.arange(0, GROUP)
@@ -137,9 +133,9 @@ def indexer_topk_kernel(
         first_token = (tl.program_id(0) + step * tl.num_programs(0)) * GROUP
         row_token = (first_token + row_member).to(tl.int64)
         row_ok = (row_head < HEADS) & (row_token < num_tokens)
-        q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(row_head, Q_STRIDE_I, HEADS)
+        q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(row_head, QUERY.Q_STRIDE_I, HEADS)
         q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
-        weights = tl.load(weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
+        weights = tl.load(weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
 
         token = first_token + member
         token_ok = token < num_tokens
@@ -153,26 +149,25 @@ def indexer_topk_kernel(
             block_key = first_key + block * BLOCK
             for tile in tl.range(0, tl.cdiv(tl.minimum(BLOCK, last_key - block_key), BLOCK_N)):
                 key = block_key + tile * BLOCK_N + offs_n
-                key_row = offset_of(key, KEY_STRIDE)
+                key_row = offset_of(key, C.KEY_STRIDE)
                 scale_ptrs = as_bytes(key_scales_ptr) + offset_of(key, 4)
-                keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, MXFP4)
-                scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+                keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, C.KEYS.MXFP4)
+                scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
                 tl.store(
                     scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores
                 )
             counts, thresholds = take_block(
-                candidates, scores_out, block_key - start, end - start, counts, thresholds, K, GROUP, CAPACITY,
-                CAPACITY, BLOCK, WARPS,
-            )  # fmt: skip
+                candidates, scores_out, block_key - start, end - start, counts, thresholds, CAPACITY, C
+            )
         tl.debug_barrier()
         for g in tl.range(0, GROUP):
             if first_token + g < num_tokens:
                 count = tl.sum(tl.where(member == g, counts, 0))
                 space = candidates + offset_of(g, CAPACITY, GROUP)
                 if count > K:
-                    keep_largest(space, count, K, CAPACITY, WARPS)
+                    keep_largest(space, count, C)
                     count = tl.full([], K, tl.int32)
-                write_indices(space, count, indices_ptr + offset_of(first_token + g, K), K, BLOCK_K)
+                write_indices(space, count, indices_ptr + offset_of(first_token + g, K), K, C.BLOCK_K)
         tl.debug_barrier()  # the next tokens overwrite the candidates
 
 

@@ -3,11 +3,11 @@ from dataclasses import dataclass, replace
 
 from xmla.core.composition import Composition, same_names
 from xmla.core.device import INTERPRETER, Device
-from xmla.core.indexer import MAX_ROWS, head_rows, key_constexprs, keys_are_mxfp4, query_constexprs
+from xmla.core.indexer import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
 from xmla.core.ops import indexer_logits, select_topk
 from xmla.core.ops.indexer_topk.kernels import indexer_topk_kernel
 from xmla.core.parts import in_parts
-from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.plan import Constants, Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
@@ -33,6 +33,28 @@ class Config:
     warps: int
     stages: int = 3
     max_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topk(Constants):
+    """Constants of every kernel that keeps candidates instead of logits."""
+
+    QUERY: Query
+    KEYS: Keys
+    K: int
+    GROUP: int  # tokens of a program
+    CAPACITY: int  # candidates of a token
+    BLOCK: int  # keys that are scored before candidates are appended
+    BLOCK_N: int  # keys of a tile
+    WARPS: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedTopk(Topk):
+    """Constants of the kernel over contiguous keys."""
+
+    KEY_STRIDE: int
+    BLOCK_K: int  # indices that are stored at once
 
 
 def configure(mxfp4: bool, device: Device) -> Config:
@@ -101,17 +123,18 @@ def bounded(problem: Problem, device: Device) -> Plan:
         outputs=("indices", "candidates", "scores"),
         sizes={"num_tokens": problem["T"], "num_keys": problem["N"], "num_groups": groups},
         constexprs={
-            **query_constexprs(problem),
-            **key_constexprs(problem, device),
-            "KEY_STRIDE": problem.specs["keys"].stride(0),
-            "K": k,
-            "GROUP": group,
-            "CAPACITY": capacity(k, block),
-            "BLOCK": block,
-            "BLOCK_N": config.block_n,
-            "BLOCK_I": block_i,
-            "BLOCK_K": min(2048, max(16, next_power_of_2(k))),
-            "WARPS": config.warps,
+            "C": RaggedTopk(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                K=k,
+                GROUP=group,
+                CAPACITY=capacity(k, block),
+                BLOCK=block,
+                BLOCK_N=config.block_n,
+                WARPS=config.warps,
+                KEY_STRIDE=problem.specs["keys"].stride(0),
+                BLOCK_K=min(2048, max(16, next_power_of_2(k))),
+            )
         },
         num_warps=config.warps,
         num_stages=config.stages,

@@ -14,7 +14,7 @@ def indexer_topk_paged_kernel(
     cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32
-    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    request_ids_ptr,  # [T] i32 if PAGES.HAS_REQUEST_IDS
     num_requests,
     num_pages,
     table_stride,
@@ -24,32 +24,27 @@ def indexer_topk_paged_kernel(
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
     scores_ptr,  # [groups, SEGMENTS, GROUP, BLOCK] f32
-    Q_STRIDE_T: tl.constexpr,
-    Q_STRIDE_I: tl.constexpr,
-    WEIGHT_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    MXFP4: tl.constexpr,
-    HIDE_BYTES: tl.constexpr,
-    HOPPER_SUMS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_REQUEST_IDS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,  # keys that are scored before candidates are appended
-    BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    WARPS: tl.constexpr,
+    C: tl.constexpr,  # PagedTopk
 ):
+    QUERY: tl.constexpr = C.QUERY
+    HEADS: tl.constexpr = QUERY.HEADS
+    D: tl.constexpr = QUERY.D
+    BLOCK_I: tl.constexpr = QUERY.BLOCK_I
+    MXFP4: tl.constexpr = C.KEYS.MXFP4
+    PAGE_STRIDE: tl.constexpr = C.PAGES.PAGE_STRIDE
+    PAGE_SIZE: tl.constexpr = C.PAGES.PAGE_SIZE
+    K: tl.constexpr = C.K
+    GROUP: tl.constexpr = C.GROUP
+    SEGMENTS: tl.constexpr = C.SEGMENTS
+    CAPACITY: tl.constexpr = C.CAPACITY
+    BLOCK: tl.constexpr = C.BLOCK
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     group = tl.program_id(0) // SEGMENTS
     segment = tl.program_id(0) % SEGMENTS
     part = group % groups_a_request * GROUP  # the group's first token, of the request's
     request = group // groups_a_request
     first_token = request * next_n + part
-    if HAS_REQUEST_IDS:
+    if C.PAGES.HAS_REQUEST_IDS:
         request = tl.load(request_ids_ptr + group)
     known = (request >= 0) & (request < num_requests)
     table_row = block_table_ptr + offset_of(request, table_stride)
@@ -60,9 +55,9 @@ def indexer_topk_paged_kernel(
     row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
     row_ok = (row_head < HEADS) & (part + row_member < next_n)
     row_token = (first_token + row_member).to(tl.int64)
-    q_row = offset_of(row_token, Q_STRIDE_T) + offset_of(row_head, Q_STRIDE_I, HEADS)
+    q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(row_head, QUERY.Q_STRIDE_I, HEADS)
     q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
-    weights = tl.load(weights_ptr + offset_of(row_token, WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
+    weights = tl.load(weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
 
     token = first_token + member
     token_ok = part + member < next_n
@@ -82,19 +77,18 @@ def indexer_topk_paged_kernel(
             key = block_key + tile * BLOCK_N + offs_n
             page = load_pages(table_row, key, mapped, PAGE_SIZE)
             keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
-            scores = head_scores(keys, q, weights, factors, GROUP, HIDE_BYTES, HOPPER_SUMS)  # [BLOCK_N, GROUP] f32
+            scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
             scores = tl.where(ok[:, None], scores, float("-inf"))
             tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores)
         column = tl.zeros([GROUP], tl.int32) + block_key
         counts, thresholds = take_block(
-            candidates, scores_out, column, length, counts, thresholds, K, GROUP, SEGMENTS * CAPACITY, CAPACITY, BLOCK,
-            WARPS,
-        )  # fmt: skip
+            candidates, scores_out, column, length, counts, thresholds, SEGMENTS * CAPACITY, C
+        )
     tl.debug_barrier()
     for g in tl.range(0, GROUP):
         if part + g < next_n:
             count = tl.sum(tl.where(member == g, counts, 0))
             if count > K:
-                keep_largest(candidates + offset_of(g, SEGMENTS * CAPACITY, GROUP), count, K, CAPACITY, WARPS)
+                keep_largest(candidates + offset_of(g, SEGMENTS * CAPACITY, GROUP), count, C)
                 count = tl.full([], K, tl.int32)
             tl.store(counts_ptr + offset_of(first_token + g, SEGMENTS) + segment, count)

@@ -1,16 +1,11 @@
+from dataclasses import dataclass
+
 from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
-from xmla.core.indexer import (
-    MAX_ROWS,
-    group_tokens,
-    key_constexprs,
-    keys_are_mxfp4,
-    page_constexprs,
-    query_constexprs,
-)
+from xmla.core.indexer import MAX_ROWS, Keys, Pages, Query, group_tokens, keys_are_mxfp4
 from xmla.core.ops import indexer_logits_paged, select_topk
 from xmla.core.ops.indexer_topk.kernels import merge_segments_kernel
-from xmla.core.ops.indexer_topk.plan import BLOCKS, capacity, configure, require_room, space
+from xmla.core.ops.indexer_topk.plan import BLOCKS, Topk, capacity, configure, require_room, space
 from xmla.core.ops.indexer_topk_paged.kernels import indexer_topk_paged_kernel
 from xmla.core.ops.select_topk.plan import choosing_warps
 from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
@@ -18,6 +13,14 @@ from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 MAX_MERGED = 16384  # candidates of a row's segments, in registers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedTopk(Topk):
+    """Constants of the kernel over pages."""
+
+    PAGES: Pages
+    SEGMENTS: int  # programs that divide a token's keys
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -49,7 +52,6 @@ def bounded(problem: Problem, device: Device) -> Plan:
         and space(workspace(2 * segments, block)) <= problem.attrs.workspace_bytes
     ):
         segments *= 2
-    shared = {"K": k, "SEGMENTS": segments, "CAPACITY": capacity(k, block)}
     buffers = workspace(segments, block)
     config = configure(keys_are_mxfp4(problem), device)
     score = Launch(
@@ -66,15 +68,18 @@ def bounded(problem: Problem, device: Device) -> Plan:
             "groups_a_request": grouping.groups_a_request,
         },
         constexprs={
-            **query_constexprs(problem),
-            **page_constexprs(problem),
-            **key_constexprs(problem, device),
-            **shared,
-            "GROUP": grouping.group,
-            "BLOCK": block,
-            "BLOCK_N": config.block_n,
-            "BLOCK_I": grouping.block_i,
-            "WARPS": config.warps,
+            "C": PagedTopk(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                K=k,
+                GROUP=grouping.group,
+                CAPACITY=capacity(k, block),
+                BLOCK=block,
+                BLOCK_N=config.block_n,
+                WARPS=config.warps,
+                PAGES=Pages.of(problem),
+                SEGMENTS=segments,
+            )
         },
         num_warps=config.warps,
         num_stages=config.stages,
@@ -87,7 +92,9 @@ def bounded(problem: Problem, device: Device) -> Plan:
         grid=(tokens,),
         outputs=("indices",),
         constexprs={
-            **shared,
+            "K": k,
+            "SEGMENTS": segments,
+            "CAPACITY": capacity(k, block),
             "LANES": lanes,
             "BLOCK_K": min(2048, max(16, next_power_of_2(k))),
             "WARPS": warps,

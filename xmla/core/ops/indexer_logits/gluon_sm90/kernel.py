@@ -99,22 +99,21 @@ def order_of_weights(place):
 
 
 @gluon.jit
-def load_query(
-    q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T: gl.constexpr, Q_STRIDE_I: gl.constexpr,
-    WEIGHT_STRIDE: gl.constexpr, HEADS: gl.constexpr, BLOCK_I: gl.constexpr,
-):  # fmt: skip
+def load_query(q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, QUERY: gl.constexpr):
     """Start the copy of the queries of `count` tokens, zeros in other rows, and store halves of their weights."""
+    HEADS: gl.constexpr = QUERY.HEADS
+    BLOCK_I: gl.constexpr = QUERY.BLOCK_I
     ROWS: gl.constexpr = q_smem.shape[0]
     CHUNKS: gl.constexpr = chunks(q_smem.shape[1])
     offs_d = gl.expand_dims(gl.arange(0, q_smem.shape[1], layout=gl.SliceLayout(0, CHUNKS)), 0)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CHUNKS))
     member, head = row // BLOCK_I, row % BLOCK_I
-    q_row = offset_of(first_token + member, Q_STRIDE_T) + offset_of(head, Q_STRIDE_I)
+    q_row = offset_of(first_token + member, QUERY.Q_STRIDE_T) + offset_of(head, QUERY.Q_STRIDE_I)
     ok = gl.expand_dims((member < count) & (head < HEADS), 1)
     async_copy.async_load(q_smem, q8_ptr + gl.expand_dims(q_row, 1) + offs_d, mask=ok)
     row = order_of_weights(gl.arange(0, ROWS, layout=WORDS))
     member, head = row // BLOCK_I, row % BLOCK_I
-    weight_ptrs = weights_ptr + offset_of(first_token + member, WEIGHT_STRIDE) + head
+    weight_ptrs = weights_ptr + offset_of(first_token + member, QUERY.WEIGHT_STRIDE) + head
     weight_smem.store(gl.load(weight_ptrs, mask=(member < count) & (head < HEADS), other=0.0) * 0.5)
 
 
@@ -163,22 +162,19 @@ def indexer_logits_sm90_kernel(
     num_keys,
     chunk,  # keys of a CTA, a multiple of KEYS
     logits_ptr,  # [num_tokens, N] f32
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_I: gl.constexpr,
-    WEIGHT_STRIDE: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
-    HEADS: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_I: gl.constexpr,
+    C: gl.constexpr,  # HopperLogits
 ):
-    GROUP: gl.constexpr = ROWS // BLOCK_I
+    QUERY: gl.constexpr = C.QUERY
+    D: gl.constexpr = QUERY.D
+    KEY_STRIDE: gl.constexpr = C.KEY_STRIDE
+    GROUP: gl.constexpr = ROWS // QUERY.BLOCK_I
     DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
 
-    q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + offset_of(first_row, Q_STRIDE_T)
+    q8_ptr = q8_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True) + offset_of(first_row, QUERY.Q_STRIDE_T)
     keys_ptr = keys_ptr.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
-    weights_ptr += offset_of(first_row, WEIGHT_STRIDE)
+    weights_ptr += offset_of(first_row, QUERY.WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
     # Adjacent CTAs share their keys.
@@ -213,10 +209,7 @@ def indexer_logits_sm90_kernel(
     weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
     key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
 
-    load_query(
-        q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
-        WEIGHT_STRIDE, HEADS, BLOCK_I,
-    )  # fmt: skip
+    load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
     CHUNKS: gl.constexpr = chunks(D)
     offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
     key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)

@@ -1,14 +1,24 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import SM90_CONDITIONS, head_rows, query_constexprs
+from xmla.core.indexer import SM90_CONDITIONS, Query, head_rows
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import KEYS, ROWS, indexer_logits_sm90_kernel
-from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.plan import Constants, Launch, Plan, cdiv
 from xmla.core.problem import Problem
 
 # Keys of a CTA: 1902 µs with 1024, 2043 with 2048 at 2048 × 65536 (H200, 2026-11-22).
 CHUNKS = (1024, 512, 256, 128)
 PROGRAMS_A_SM = 3
 REGISTERS = 168  # per thread, so that they fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperLogits(Constants):
+    """Constants of Hopper's kernel."""
+
+    QUERY: Query
+    KEY_STRIDE: int
 
 
 def tokens_a_program(problem: Problem, device: Device) -> int:
@@ -30,11 +40,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(groups * cdiv(keys, chunk),),
         outputs=("logits",),
         sizes={"first_row": 0, "num_tokens": tokens, "num_keys": keys, "chunk": chunk},
-        constexprs={
-            **query_constexprs(problem),
-            "KEY_STRIDE": problem.specs["keys"].stride(0),
-            "BLOCK_I": head_rows(problem),
-        },
+        constexprs={"C": HopperLogits(QUERY=Query.of(problem), KEY_STRIDE=problem.specs["keys"].stride(0))},
         num_warps=4,
         num_stages=1,
         max_registers=REGISTERS,

@@ -103,19 +103,17 @@ def load_pages(table_row, first_key, last_page, known, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(
-    chunk_ptrs, scale_ptrs, page, first_key, num_pages, key_smem, scale_smem, PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
+def copy_tile(chunk_ptrs, scale_ptrs, page, first_key, num_pages, key_smem, scale_smem, PAGES: gl.constexpr):
     """Start copies of a tile's keys and scales, zeros where a page is missing; [2] ones for halves whose page is there.
 
     What follows the last key on its page is copied as well: it is not stored.
     """
+    PAGE_SIZE: gl.constexpr = PAGES.PAGE_SIZE
     D: gl.constexpr = key_smem.shape[1]
     LAYOUT: gl.constexpr = copies(D)
     there = (page >= 0) & (page < num_pages)
     entry = (first_key + gl.arange(0, 2, layout=HALVES) * HALF) % PAGE_SIZE
-    page_byte = offset_of(page, PAGE_STRIDE)
+    page_byte = offset_of(page, PAGES.PAGE_STRIDE)
     key_ptrs = chunk_ptrs + of_rows(page_byte + offset_of(entry, D, PAGE_SIZE), LAYOUT)
     mask, key_ptrs = gl.broadcast(of_rows(there, LAYOUT), key_ptrs)
     # Triton 3.7 loses what it knows about pointers and masks in a reshape.
@@ -136,7 +134,7 @@ def indexer_logits_paged_sm90_kernel(
     cache_ptr,  # P pages of R rows of values and R times 4 bytes of scales
     block_table_ptr,  # [B, M] i32
     lengths_ptr,  # [T] i32
-    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    request_ids_ptr,  # [T] i32 if PAGES.HAS_REQUEST_IDS
     num_groups,  # groups of up to GROUP adjacent tokens of one request
     num_requests,
     num_pages,
@@ -146,22 +144,16 @@ def indexer_logits_paged_sm90_kernel(
     next_n,  # tokens per request; 1 with request ids
     groups_a_request,
     logits_ptr,  # [T, max_len] f32
-    Q_STRIDE_T: gl.constexpr,
-    Q_STRIDE_I: gl.constexpr,
-    WEIGHT_STRIDE: gl.constexpr,
-    PAGE_STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HEADS: gl.constexpr,
-    D: gl.constexpr,
-    HAS_REQUEST_IDS: gl.constexpr,
-    GROUP: gl.constexpr,  # a power of two
-    STAGES: gl.constexpr,  # tiles of keys in shared memory
-    BLOCK_G: gl.constexpr,  # groups whose tiles are counted at once
-    BLOCK_I: gl.constexpr,
-    OVERLAP_LIMIT: gl.constexpr,
+    C: gl.constexpr,  # HopperPagedLogits
 ):
-    let_next_start(OVERLAP_LIMIT)
-    ROWS: gl.constexpr = GROUP * BLOCK_I
+    PAGES: gl.constexpr = C.PAGES
+    PAGE_SIZE: gl.constexpr = PAGES.PAGE_SIZE
+    D: gl.constexpr = C.QUERY.D
+    GROUP: gl.constexpr = C.GROUP
+    STAGES: gl.constexpr = C.STAGES
+    BLOCK_G: gl.constexpr = C.BLOCK_G
+    let_next_start(C.OVERLAP_LIMIT)
+    ROWS: gl.constexpr = GROUP * C.QUERY.BLOCK_I
     COPIES: gl.constexpr = copies(D)
     DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
@@ -213,7 +205,7 @@ def indexer_logits_paged_sm90_kernel(
             count = gl.minimum(next_n - part, GROUP)
             request = group // groups_a_request
             first_token = request * next_n + part
-            if HAS_REQUEST_IDS:
+            if PAGES.HAS_REQUEST_IDS:
                 request = gl.load(request_ids_ptr + group)
             known = (request >= 0) & (request < num_requests)
             table_row = block_table_ptr + offset_of(request, table_stride)
@@ -237,17 +229,14 @@ def indexer_logits_paged_sm90_kernel(
                 if ahead < end_key:
                     there |= copy_tile(
                         chunk_ptrs, scale_ptrs, pages, ahead, num_pages, key_smem.index(i), scale_smem.index(i),
-                        PAGE_STRIDE, PAGE_SIZE,
+                        PAGES,
                     )  # fmt: skip
                 async_copy.commit_group()
                 pages = load_pages(table_row, ahead + KEYS, last_page, known, PAGE_SIZE)
 
             # After the keys: the launch before this one may still write the queries.
-            wait_for_earlier(OVERLAP_LIMIT)
-            load_query(
-                q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, Q_STRIDE_T, Q_STRIDE_I,
-                WEIGHT_STRIDE, HEADS, BLOCK_I,
-            )  # fmt: skip
+            wait_for_earlier(C.OVERLAP_LIMIT)
+            load_query(q8_ptr, weights_ptr, first_token, count, q_smem, weight_smem, C.QUERY)
             async_copy.commit_group()
             async_copy.wait_group(0)
 
@@ -267,7 +256,7 @@ def indexer_logits_paged_sm90_kernel(
                 ahead = first_key + (STAGES - 1) * KEYS
                 there = there << 1 | copy_tile(
                     chunk_ptrs, scale_ptrs, pages, ahead, gl.where(ahead < end_key, num_pages, 0),
-                    key_smem.index(free), scale_smem.index(free), PAGE_STRIDE, PAGE_SIZE,
+                    key_smem.index(free), scale_smem.index(free), PAGES,
                 )  # fmt: skip
                 async_copy.commit_group()
                 pages = load_pages(table_row, ahead + KEYS, last_page, known, PAGE_SIZE)
@@ -286,4 +275,4 @@ def indexer_logits_paged_sm90_kernel(
             async_copy.wait_group(0)
             gl.barrier()  # before the next group's keys are copied to where other warps may still read
         passed += gl.sum(tiles, 0)
-    wait_for_earlier(OVERLAP_LIMIT)  # a CTA without keys, too
+    wait_for_earlier(C.OVERLAP_LIMIT)  # a CTA without keys, too

@@ -1,12 +1,26 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.implementation import Condition, Implementation
-from xmla.core.indexer import SM90_CONDITIONS, group_tokens, page_constexprs, query_constexprs
+from xmla.core.indexer import SM90_CONDITIONS, Pages, Query, group_tokens
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import KEYS, ROWS
 from xmla.core.ops.indexer_logits.gluon_sm90.plan import PROGRAMS_A_SM, REGISTERS
 from xmla.core.ops.indexer_logits_paged.gluon_sm90.kernel import HALF, indexer_logits_paged_sm90_kernel
 from xmla.core.ops.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Constants, Launch, Plan
 from xmla.core.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperPagedLogits(Constants):
+    """Constants of Hopper's kernel."""
+
+    QUERY: Query
+    PAGES: Pages
+    GROUP: int  # tokens that share a tile of keys, a power of two
+    STAGES: int  # tiles of keys in shared memory
+    BLOCK_G: int  # groups whose tiles are counted at once
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -21,13 +35,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         arrays=arrays_of(problem),
         sizes=sizes_of(problem, grouping),
         constexprs={
-            **query_constexprs(problem),
-            **page_constexprs(problem),
-            "GROUP": grouping.group,
-            "STAGES": 2 if few else 3,
-            "BLOCK_G": 256,
-            "BLOCK_I": grouping.block_i,
-            "OVERLAP_LIMIT": device.overlap_limit,
+            "C": HopperPagedLogits(
+                QUERY=Query.of(problem),
+                PAGES=Pages.of(problem),
+                GROUP=grouping.group,
+                STAGES=2 if few else 3,
+                BLOCK_G=256,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
         },
         num_warps=4,
         num_stages=1,
