@@ -2,8 +2,9 @@
 
 A script of its own, for a process without the interpreter; no GPU is needed.
     JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90 OP …
-Prints a JSON line per op: its custom calls, for each launch the SHA-256 of the cubin that either front-end runs, and
-how many kernels JAX asked for that a warm-up for torch had not compiled.
+Prints a JSON line per op: its custom calls, for each launch the SHA-256 of the PTX that both front-ends have, or, where
+theirs differ, of the cubin that either runs, and how many kernels JAX asked for that a warm-up for torch had not
+compiled.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -72,19 +74,26 @@ def lower(name: str, op: Op, case: Case, device: Device, implementation: str | N
     by_triton: dict[str, set[str]] = {}
     for launch in plan.launches:
         kernel = compiled(specialize(launch, plan, specs), device.arch)
-        by_triton.setdefault(launch.name, set()).add(assemble(kernel.asm["ptx"], device.arch))
+        by_triton.setdefault(launch.name, set()).add(kernel.asm["ptx"])
     before = len(compiles())
     exported = export(op, case, {name: inputs[name] for name in given}, device, implementation)
     restored = jax.export.deserialize(exported.serialize())
-    by_jax = {name: sorted(assemble(ptx, device.arch) for ptx in texts) for name, texts in dumped().items()}
+    by_jax = dumped()
+
+    def codes(name: str, texts: Iterable[str]) -> list[str]:
+        both = by_triton.get(name, set()).intersection(by_jax.get(name, ()))
+        return sorted(
+            hashlib.sha256(ptx.encode()).hexdigest() if ptx in both else assemble(ptx, device.arch) for ptx in texts
+        )
+
     return {
         "op": name,
         "more": len(compiles()) - before,
         "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
         "launches": len(plan.launches),
         "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),
-        "jax": by_jax,
-        "triton": {name: sorted(hashes) for name, hashes in by_triton.items()},
+        "jax": {name: codes(name, texts) for name, texts in by_jax.items()},
+        "triton": {name: codes(name, texts) for name, texts in by_triton.items()},
     }
 
 
