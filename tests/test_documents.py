@@ -215,6 +215,7 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.slow
 def test_documents_are_built(tmp_path: Path) -> None:
     """Strictly: a dead link or an unknown reference fails. Every op has its page, every example its place."""
     require_tool("sphinx")

@@ -234,6 +234,7 @@ print(len(report.specializations))
 """
 
 
+@pytest.mark.slow
 def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
     """Two processes fill one cache on disk at once; a third only loads it."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
