@@ -22,7 +22,7 @@ import kit
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problem import CHECKED, PROBLEMS, SCALE, K, Problem
+from problem import PROBLEMS, SCALE, K, Problem
 
 from xmla import ArgumentError, jax_api
 from xmla.core.parallel import received_bytes
@@ -87,7 +87,7 @@ def on_one_device() -> tuple[jax.Array, ...]:
 def check(ranks: int) -> dict[str, object]:
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
     found: dict[str, object] = {"ranks": ranks}
-    for name in CHECKED[ranks]:
+    for name in PROBLEMS if ranks < 8 else ("decode, interleaved",):  # interpreting takes a while
         problem = PROBLEMS[name](ranks)
         placed = arguments(problem, mesh)
         out, lse, indices = context_step(problem, mesh)(*placed.values())

@@ -79,12 +79,6 @@ def share(whole: dict[str, np.ndarray], own: Ownership, rank: int, lengths: np.n
     return shared
 
 
-# Interpreting takes a while: with so many ranks these are checked.
-CHECKED = {
-    2: ["prefill of one request, ties", "two tokens per request, contiguous", "MXFP4 keys"],
-    4: ["decode, interleaved", "mixed, padding", "MXFP4 keys"],
-    8: ["decode, interleaved"],
-}
 PROBLEMS = {
     "decode, interleaved": lambda ranks: make(Ownership(ranks, PAGE), (150, 20, 1), 1),
     "two tokens per request, contiguous": lambda ranks: make(Ownership.contiguous(ranks, PAGE, 7), (110, 33), 2),
