@@ -44,7 +44,19 @@ WARPS = gl.constexpr(8)
 
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [WARPS.value, 1], [1, 0]))  # of entries: eight lanes copy one
 ROWS = gl.constexpr(gl.SliceLayout(1, WORDS.value))
-DIMS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS.value, 1], [1, 0]))  # of entries and of the output
+DIMS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS.value, 1], [1, 0]))  # of the output
+# Of codes: a thread has eight dims of every 64 of one entry, so that it reads the entry's scales at once, and which of
+# its registers are roped dims is known when it is compiled. Of the 16 lanes that a load of 8 bytes serves at once eight
+# have an entry and eight the fourth after it, whose words are in the other banks.
+CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 64], [0, 128], [0, 256]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [4, 0], [1, 0]],
+        warp_bases=[[2, 0], [8, 0], [16, 0]],
+        block_bases=[],
+        shape=[BLOCK_N.value, VALUE_DIMS.value],
+    )
+)
 SMEM_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # 16 bytes at once, as in the two below
 SMEM_BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 SMEM_HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -145,22 +157,24 @@ def decode_ue8m0(byte):
 def dequantise(copied, stage, entries, C: gl.constexpr):
     """Store a tile's entries in `entries` [BLOCK_N, VALUE_DIMS]."""
     LAYOUT: gl.constexpr = C.LAYOUT
+    # In bfloat16 a code is exact, and so is a power of two: their product has the bits of that in float32.
+    UNIT: gl.constexpr = gl.float32 if LAYOUT.scale == "float32" else entries.dtype
     TILES: gl.constexpr = VALUE_DIMS // LAYOUT.tile  # of dims that share a scale
     codes = copied.latent.index(stage).reinterpret(gl.float8e4nv, [BLOCK_N, VALUE_DIMS], SMEM_BYTES)
-    x = gl.reshape(codes.load(DIMS).to(gl.float32), (BLOCK_N, TILES, LAYOUT.tile))
+    x = gl.reshape(codes.load(CODES).to(gl.float32).to(UNIT), (BLOCK_N, TILES, LAYOUT.tile))
     OF_TILES: gl.constexpr = gl.SliceLayout(2, x.type.layout)
     if LAYOUT.scale == "float32":
         scale = copied.scales.index(stage).reinterpret(gl.float32, [BLOCK_N, TILES], SMEM_DENSE).load(OF_TILES)
     else:
         bytes_smem = copied.scales.index(stage).reinterpret(gl.uint8, [BLOCK_N, TILES], SMEM_DENSE)
-        scale = decode_ue8m0(bytes_smem.load(OF_TILES))
+        scale = decode_ue8m0(bytes_smem.load(OF_TILES)).to(UNIT)
     x = (x * gl.expand_dims(scale, 2)).to(entries.dtype)
     if LAYOUT.rope_in_value and rope_is_apart(LAYOUT):  # they take the place of the last tile
         rope = copied.rope.index(stage).reinterpret(gl.bfloat16, [BLOCK_N, ROPE_DIMS], SMEM_HALVES)
         tile = gl.arange(0, TILES, layout=gl.SliceLayout(0, OF_TILES))
         is_rope = gl.expand_dims(gl.expand_dims(tile, 0), 2) == TILES - 1
         x = gl.where(is_rope, gl.expand_dims(rope.load(gl.SliceLayout(1, x.type.layout)).to(entries.dtype), 1), x)
-    entries.store(gl.convert_layout(gl.reshape(x, (BLOCK_N, VALUE_DIMS)), DIMS, assert_trivial=True))
+    entries.store(gl.convert_layout(gl.reshape(x, (BLOCK_N, VALUE_DIMS)), CODES, assert_trivial=True))
 
 
 @gluon.jit
