@@ -24,6 +24,7 @@ from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import LOG2E
+from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     ROPE_DIMS,
@@ -33,6 +34,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     Task,
     close_sums,
     entry_pointers,
+    exponent_for_half,
 )
 
 GROUPS = gl.constexpr(4)  # of dims: a quarter of the roped ones fills the 16 of an mma.sync
@@ -349,7 +351,15 @@ def attend(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     inverse, lse = close_sums(maximum, denominator, gl.max(seen, 0), rows, task, C)
     gl.store(task.lse_row + rows, lse, mask=rows < C.HEADS)
     share = by_row(gl.convert_layout(inverse, HEADS_O))
-    out = gl.reshape(gl.permute(gl.where(share < 0.0, 0.0, out * share), (1, 0, 2)), (BLOCK_H, VALUE_DIMS))
+    out = out * share
+    if C.SPLIT:
+        exponent = exponent_for_half(out, 2)  # [GROUPS, BLOCK_H]
+        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, exponent.type.layout))
+        head = task.head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, exponent.type.layout))
+        ptrs = task.lse_row + gl.expand_dims((1 + group) * C.HEADS, 1) + gl.expand_dims(head, 0)
+        gl.store(ptrs, power_of_two(exponent), mask=gl.expand_dims(head < C.HEADS, 0))
+        out = out * gl.expand_dims(power_of_two(-exponent), 2)
+    out = gl.reshape(gl.permute(gl.where(share < 0.0, 0.0, out), (1, 0, 2)), (BLOCK_H, VALUE_DIMS))
     if task.rotation is not None:
         out = rotate_back(out, task.rotation, C.EPILOGUE.ROPE)
     result = gl.convert_layout(out.to(task.out_row.dtype.element_ty), DIMS)
@@ -386,8 +396,8 @@ def sparse_mla_sm120_kernel(
     num_positions,  # S
     num_splits,
     split_keys,  # of K rounded up to whole tiles, then EXTRA_K
-    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f32, normalised
-    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, H] f32, in log2
+    out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over powers of two
+    lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + GROUPS, H] f32, in log2, and the powers
     C: gl.constexpr,  # Attention
 ):
     let_next_start(C.OVERLAP_LIMIT)
@@ -399,8 +409,10 @@ def sparse_mla_sm120_kernel(
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
     place = offset_of(token, C.HEADS)
+    lse_place = place
     if C.SPLIT:
         place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
+        lse_place = offset_of(place, 1 + GROUPS)
 
     first = split * split_keys
     end = num_keys
@@ -430,5 +442,5 @@ def sparse_mla_sm120_kernel(
     else:
         rotation: gl.constexpr = None
     q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
-    task = Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + place, head_block)
+    task = Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place, head_block)
     attend(main, extra, main_tiles, tiles, task, C)
