@@ -117,9 +117,9 @@ def test_selection_and_mapping_are_one_launch_only_where_they_name_different_thi
     attrs = mapping_op.attributes(page_size=64)
     (mapping,) = plan_call(mapping_op, specs, attrs, H200)[0].launches
     both = select_slots(select, mapping)
-    assert both.constexprs["UNIT"] == select.constexprs["UNIT"] and both.sizes["k"] == k
+    assert both.constexprs["C"] == select.constexprs["C"] and both.sizes["k"] == k
     with pytest.raises(RuntimeError, match="maps whole rows of k indices"):
         select_slots(select, mapping.with_sizes(index_stride=k + 1))
-    clash = {"outputs": (), "arrays": {}, "sizes": {"k": 1}, "constexprs": {"UNIT": 1}}
-    with pytest.raises(RuntimeError, match=r"\['k', 'UNIT'\] are of topk_select_kernel already"):
+    clash = {"outputs": (), "arrays": {}, "sizes": {"k": 1}, "constexprs": {"C": 1}}
+    with pytest.raises(RuntimeError, match=r"\['k', 'C'\] are of topk_select_kernel already"):
         going_on(select, select_slots_kernel, **clash)

@@ -266,10 +266,7 @@ def test_a_swapped_launch_is_refused() -> None:
             "table_width": 4,
             "next_n": 1,
         },
-        "constexprs": dict.fromkeys(
-            ("UNIT", "PAGE_SIZE", "HAS_REQUEST_IDS", "HAS_LENGTHS", "COMPACT", "BLOCK_K", "ONE_STEP", "OVERLAP_LIMIT"),
-            1,
-        ),
+        "constexprs": dict.fromkeys(("UNIT", "MAPPING", "OVERLAP_LIMIT"), 1),
     }
     assert Launch(map_slots_kernel, **right).reads == ("indices", "block_table", "indices", "indices")
     for wrong, message in (

@@ -17,7 +17,7 @@ def select_slots_kernel(
     candidate_counts_ptr,  # [T, SEGMENTS] i32
     thresholds_ptr,  # [T] f32 if PIECE
     block_table_ptr,  # [B, M] i32
-    request_ids_ptr,  # [T] i32 if HAS_REQUEST_IDS
+    request_ids_ptr,  # [T] i32 if MAPPING.HAS_REQUEST_IDS
     first_row,
     num_columns,
     row_stride,
@@ -29,34 +29,21 @@ def select_slots_kernel(
     indices_ptr,  # [T, K] i32
     slots_ptr,  # [T, K] i32
     counts_ptr,  # [T] i32
-    HAS_STARTS: tl.constexpr,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    PIECE: tl.constexpr,
-    TRIALS: tl.constexpr,
-    WARPS: tl.constexpr,
-    TILE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_REQUEST_IDS: tl.constexpr,
-    COMPACT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ONE_STEP: tl.constexpr,
-    OVERLAP_LIMIT: tl.constexpr,
+    C: tl.constexpr,  # Selection, of topk_select_kernel
+    MAPPING: tl.constexpr,  # Mapping, of map_slots_kernel
 ):
     """`topk_select_kernel` and `map_slots_kernel` of a row: it is selected by one program, which then maps it."""
-    let_next_start(OVERLAP_LIMIT)
-    wait_for_earlier(OVERLAP_LIMIT)
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     select_row(
         logits_ptr, starts_ptr, ends_ptr, candidates_ptr, candidate_counts_ptr, thresholds_ptr, first_row, num_columns,
-        row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,
+        row_stride, k, indices_ptr, C,
     )  # fmt: skip
     tl.debug_barrier()  # other threads wrote what this one maps
-    request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
+    request = request_of(request_ids_ptr, num_requests, next_n, MAPPING.HAS_REQUEST_IDS)
     table_row = block_table_ptr + offset_of(request, table_stride)
-    keys = multiple(k, UNIT)
+    keys = multiple(k, C.UNIT)
     map_row(
         tl.program_id(0).to(tl.int64), indices_ptr, keys, keys, table_row, tl.where(request >= 0, table_width, 0), 0,
-        slots_ptr, counts_ptr, PAGE_SIZE, False, COMPACT, BLOCK_K, ONE_STEP,
+        slots_ptr, counts_ptr, MAPPING,
     )  # fmt: skip

@@ -56,11 +56,11 @@ def selecting_slots(plan: Plan) -> Plan:
 def select_slots(select: Launch, mapping: Launch) -> Launch:
     """One launch of what two do: of slots of all of a row's indices."""
     keys = {mapping.sizes["num_keys"], mapping.sizes["index_stride"], select.sizes["k"]}
-    if mapping.constexprs["HAS_LENGTHS"] or len(keys) > 1:
+    if mapping.constants["HAS_LENGTHS"] or len(keys) > 1:
         raise RuntimeError(f"{select_slots_kernel.__name__} maps whole rows of k indices, the plan {mapping}")
     # Without request ids the mapping's stand-in is the array that this launch writes.
     requests = (
-        mapping.pointers["request_ids_ptr"] if mapping.constexprs["HAS_REQUEST_IDS"] else select.pointers["ends_ptr"]
+        mapping.pointers["request_ids_ptr"] if mapping.constants["HAS_REQUEST_IDS"] else select.pointers["ends_ptr"]
     )
     return going_on(
         select,
@@ -73,8 +73,5 @@ def select_slots(select: Launch, mapping: Launch) -> Launch:
             "counts": mapping.pointers["counts_ptr"],
         },
         sizes={name: mapping.sizes[name] for name in ("num_requests", "table_stride", "table_width", "next_n")},
-        constexprs={
-            name: mapping.constexprs[name]
-            for name in ("PAGE_SIZE", "HAS_REQUEST_IDS", "COMPACT", "BLOCK_K", "ONE_STEP")
-        },
+        constexprs={"MAPPING": mapping.constexprs["MAPPING"]},
     )

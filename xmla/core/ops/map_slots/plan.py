@@ -1,10 +1,24 @@
+from dataclasses import dataclass
+
 from xmla.core.device import Device
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Constants, Launch, Plan
 from xmla.core.problem import Problem
 from xmla.core.requests import tokens_a_request
 
 BLOCKS = (128, 512, 2048)  # indices of a step; few, since each is a kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping(Constants):
+    """Constants of a kernel that maps rows of indices."""
+
+    PAGE_SIZE: int
+    HAS_REQUEST_IDS: bool
+    HAS_LENGTHS: bool
+    COMPACT: bool
+    BLOCK_K: int  # indices of a step
+    ONE_STEP: bool  # K ≤ BLOCK_K
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -25,12 +39,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         constexprs={
             "UNIT": indices.vector(keys, indices.stride(0)),
-            "PAGE_SIZE": problem.attrs.page_size,
-            "HAS_REQUEST_IDS": problem.has("request_ids"),
-            "HAS_LENGTHS": problem.has("lengths"),
-            "COMPACT": problem.attrs.compact,
-            "BLOCK_K": block,
-            "ONE_STEP": keys <= block,
+            "MAPPING": Mapping(
+                PAGE_SIZE=problem.attrs.page_size,
+                HAS_REQUEST_IDS=problem.has("request_ids"),
+                HAS_LENGTHS=problem.has("lengths"),
+                COMPACT=problem.attrs.compact,
+                BLOCK_K=block,
+                ONE_STEP=keys <= block,
+            ),
             "OVERLAP_LIMIT": device.overlap_limit,
         },
     )

@@ -49,20 +49,20 @@ def row_range(starts_ptr, ends_ptr, row, num_columns, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
-def estimate_threshold(
-    row_ptr, length, sample_rank, LANES: tl.constexpr, STEP: tl.constexpr, TRIALS: tl.constexpr, WARPS: tl.constexpr
-):
+def estimate_threshold(row_ptr, length, sample_rank, C: tl.constexpr):
     """A value that a few more than sample_rank · STEP of the row's elements reach, if its sample is representative.
 
     It is the sample_rank-th largest of the maxima of LANES lanes, onto which one CHUNK of every STEP is folded. The
     chunk's place among the STEP rotates, so that data with a period is not sampled in one phase only.
     """
+    LANES: tl.constexpr = C.LANES
+    STEP: tl.constexpr = C.STEP
     lane = tl.arange(0, LANES)
     block = lane // CHUNK
     offs = (block * STEP + block * 5 % STEP) * CHUNK + lane % CHUNK
     maxima = tl.full([LANES], float("-inf"), tl.float32)  # NaN never becomes a maximum
     blocks = length // (CHUNK * STEP)
-    AT_ONCE: tl.constexpr = max(2, WARPS * 1024 // LANES)  # 32 loads per thread
+    AT_ONCE: tl.constexpr = max(2, C.WARPS * 1024 // LANES)  # 32 loads per thread
     for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=AT_ONCE, disable_licm=True):
         left = blocks - fold * (LANES // CHUNK)
         x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
@@ -70,10 +70,10 @@ def estimate_threshold(
     low, high = tl.full([], KEY_OF_MINUS_INF, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     reached = tl.full([], LANES, tl.int32)
     slack = sample_rank // SLACK_PART
-    if TRIALS == 2:
+    if C.TRIALS == 2:
         key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack)
     else:
-        key, _ = kth_largest_of_few(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack, TRIALS)
+        key, _ = kth_largest_of_few(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack, C.TRIALS)
     bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
@@ -91,23 +91,18 @@ def topk_candidates_kernel(
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs, columns relative to the row's start and ascending
     counts_ptr,  # [T, SEGMENTS] i32, also of those that did not fit
     thresholds_ptr,  # [T] f32: every candidate reaches it
-    HAS_STARTS: tl.constexpr,
-    UNIT: tl.constexpr,  # of a row's first element
-    SEGMENTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    PIECE: tl.constexpr,  # a segment's candidates are filled up to whole pieces; 0: they are not
-    LANES: tl.constexpr,
-    STEP: tl.constexpr,
-    TRIALS: tl.constexpr,
-    EARLY: tl.constexpr,  # the first tile is loaded before the sample
-    WARPS: tl.constexpr,
-    OVERLAP_LIMIT: tl.constexpr,
+    C: tl.constexpr,  # Candidates
 ):
-    let_next_start(OVERLAP_LIMIT)
+    SEGMENTS: tl.constexpr = C.SEGMENTS
+    CAPACITY: tl.constexpr = C.CAPACITY
+    PIECE: tl.constexpr = C.PIECE
+    UNIT: tl.constexpr = C.UNIT
+    WARPS: tl.constexpr = C.WARPS
+    let_next_start(C.OVERLAP_LIMIT)
     row = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
-    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
-    wait_for_earlier(OVERLAP_LIMIT)
+    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, C.HAS_STARTS)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     if length > k:
         row_ptr = logits_ptr + offset_of(row, multiple(row_stride, UNIT)) + start
         TILE: tl.constexpr = WARPS * COLUMNS_A_WARP
@@ -115,19 +110,19 @@ def topk_candidates_kernel(
         first = segment * tiles * TILE
         whole = tl.maximum(tl.minimum(length - first, tiles * TILE), 0) // TILE
         ahead = no_tile(WARPS)
-        if EARLY:
+        if C.EARLY:
             if whole > 0:
                 ahead = load_tile(row_ptr + first, TILE, True, WARPS, UNIT)
         threshold = tl.full([], float("-inf"), tl.float32)
         if length > CAPACITY:
-            threshold = estimate_threshold(row_ptr, length, sample_rank, LANES, STEP, TRIALS, WARPS)
+            threshold = estimate_threshold(row_ptr, length, sample_rank, C)
         if segment == 0:
             tl.store(thresholds_ptr + row, threshold)
 
         out = as_packed(candidates_ptr) + offset_of(offset_of(row, SEGMENTS) + segment, CAPACITY)
         count = tl.zeros([], tl.int32)
         if whole > 0:
-            if not EARLY:
+            if not C.EARLY:
                 ahead = load_tile(row_ptr + first, TILE, True, WARPS, UNIT)
             # A tile is loaded while the one before it is examined; after the last tile it is loaded once more.
             for tile in tl.range(0, whole):
@@ -151,15 +146,18 @@ def topk_candidates_kernel(
 @triton.jit
 def select_row(
     logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns, row_stride, k,
-    indices_ptr, HAS_STARTS: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAPACITY: tl.constexpr, PIECE: tl.constexpr, TRIALS: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr,
+    indices_ptr, C: tl.constexpr,
 ):  # fmt: skip
     """Write the selection of this program's row; parameters as in `topk_select_kernel`."""
+    SEGMENTS: tl.constexpr = C.SEGMENTS
+    CAPACITY: tl.constexpr = C.CAPACITY
+    PIECE: tl.constexpr = C.PIECE
+    TILE: tl.constexpr = C.TILE
     row = tl.program_id(0).to(tl.int64)
-    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, HAS_STARTS)
-    if K:
-        k = K
-    width = multiple(k, UNIT)
+    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, C.HAS_STARTS)
+    if C.K:
+        k = C.K
+    width = multiple(k, C.UNIT)
     out = indices_ptr + offset_of(first_row + row, width)
     if length <= k:
         for base in tl.range(0, width, TILE):
@@ -178,7 +176,7 @@ def select_row(
                 choose_in_row(row_ptr, length, out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
-                choose_pieces(candidates, ends, threshold, total, out, k, SEGMENTS, CAPACITY, PIECE, TRIALS)
+                choose_pieces(candidates, ends, threshold, total, out, k, SEGMENTS, CAPACITY, PIECE, C.TRIALS)
         else:
             counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
@@ -186,7 +184,7 @@ def select_row(
                 choose_in_row(row_ptr, length, out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
-                choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, WARPS)
+                choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, C.WARPS)
 
 
 @triton.jit
@@ -202,20 +200,11 @@ def topk_select_kernel(
     row_stride,
     k,
     indices_ptr,  # [T, K] i32
-    HAS_STARTS: tl.constexpr,
-    K: tl.constexpr,  # k, compiled in; 0: it is not
-    UNIT: tl.constexpr,  # of k
-    SEGMENTS: tl.constexpr,  # 0: no candidates, every row is searched in place
-    CAPACITY: tl.constexpr,
-    PIECE: tl.constexpr,
-    TRIALS: tl.constexpr,
-    WARPS: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP_LIMIT: tl.constexpr,
+    C: tl.constexpr,  # Selection
 ):
-    let_next_start(OVERLAP_LIMIT)
-    wait_for_earlier(OVERLAP_LIMIT)
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     select_row(
         logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns,
-        row_stride, k, indices_ptr, HAS_STARTS, K, UNIT, SEGMENTS, CAPACITY, PIECE, TRIALS, WARPS, TILE,
+        row_stride, k, indices_ptr, C,
     )  # fmt: skip

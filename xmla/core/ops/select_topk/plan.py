@@ -1,11 +1,12 @@
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xmla.core.device import Device
 from xmla.core.ops.select_topk.kernels import SLACK_PART, topk_candidates_kernel, topk_select_kernel
 from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP
-from xmla.core.plan import Kernel, Launch, Plan, most_registers, next_power_of_2
+from xmla.core.plan import Constants, Kernel, Launch, Plan, most_registers, next_power_of_2
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
@@ -41,6 +42,37 @@ class Config:
     piece: int = 0
     trials: tuple[int, int] = (2, 2)
     early: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments(Constants):
+    """Constants of both kernels: how the candidates of a row are stored, and the loads of a program."""
+
+    HAS_STARTS: bool
+    SEGMENTS: int  # of a row; 0: there are no candidates, every row is searched in place
+    CAPACITY: int  # of a segment, in candidates
+    PIECE: int  # a segment's candidates are filled up to whole pieces; 0: they are not
+    UNIT: int  # of what the kernel loads or stores, `Spec.vector`
+    TRIALS: int  # of a step of a search
+    WARPS: int
+    OVERLAP_LIMIT: int  # core/lang/launches.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates(Segments):
+    """Constants of the kernel of candidates."""
+
+    LANES: int
+    STEP: int
+    EARLY: bool  # the first tile is loaded before the sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection(Segments):
+    """Constants of the kernel that selects among them."""
+
+    K: int  # k, compiled in; 0: it is not
+    TILE: int
 
 
 def configure(rows: int, columns: int, k: int, device: Device) -> Config:
@@ -106,7 +138,7 @@ def configure_few(rows: int, columns: int, k: int, device: Device) -> Config | N
 def plan(problem: Problem, device: Device) -> Plan:
     rows, columns, k = problem["T"], problem["N"], problem.attrs.k
     config = configure(rows, columns, k, device)
-    shared = {
+    shared: dict[str, Any] = {
         "HAS_STARTS": problem.has("starts"),
         "SEGMENTS": config.segments,
         "CAPACITY": config.capacity,
@@ -126,7 +158,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("indices",),
             arrays={**arrays, "candidates": "logits", "counts": "ends", "thresholds": "logits"},
             sizes=sizes,
-            constexprs={**shared, "K": 0, "UNIT": unit, "TRIALS": 2, "WARPS": 16, "TILE": 4096},
+            constexprs={"C": Selection(**shared, UNIT=unit, TRIALS=2, WARPS=16, K=0, TILE=4096)},
             num_warps=16,
             num_stages=3,
         )
@@ -146,13 +178,15 @@ def plan(problem: Problem, device: Device) -> Plan:
         arrays=arrays,
         sizes={**sizes, "sample_rank": config.rank},
         constexprs={
-            **shared,
-            "UNIT": rows_unit,
-            "LANES": config.lanes,
-            "STEP": config.step,
-            "TRIALS": config.trials[0],
-            "EARLY": config.early,
-            "WARPS": config.warps,
+            "C": Candidates(
+                **shared,
+                UNIT=rows_unit,
+                TRIALS=config.trials[0],
+                WARPS=config.warps,
+                LANES=config.lanes,
+                STEP=config.step,
+                EARLY=config.early,
+            )
         },
         num_warps=config.warps,
         num_stages=1,
@@ -165,14 +199,16 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=("indices",),
         arrays=arrays,
         sizes=sizes,
-        # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
         constexprs={
-            **shared,
-            "K": k if many else 0,
-            "UNIT": unit,
-            "TRIALS": config.trials[1],
-            "WARPS": warps,
-            "TILE": 2048,
+            "C": Selection(
+                **shared,
+                UNIT=unit,
+                TRIALS=config.trials[1],
+                WARPS=warps,
+                # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
+                K=k if many else 0,
+                TILE=2048,
+            )
         },
         num_warps=warps,
         num_stages=3,
@@ -183,7 +219,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def may_go_on(select: Launch) -> bool:
     """Whether a launch selects rows of few, whose programs have time to go on with the row that they selected."""
-    return select.kernel is topk_select_kernel and bool(select.constexprs["PIECE"])
+    return select.kernel is topk_select_kernel and bool(select.constants["PIECE"])
 
 
 def going_on(
