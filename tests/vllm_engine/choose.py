@@ -5,22 +5,33 @@ vLLM's platform for CUDA is imported without its library, which needs a driver. 
 
 import json
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
+from packaging.version import Version
 
 sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
 
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.platforms import cuda  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.transformers_utils.config import get_config, get_hf_text_config  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 from xmla import UnsupportedError  # noqa: E402
 from xmla.vllm import seam  # noqa: E402
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+# Of models that 0.33 has and 0.26 has not, as their checkpoints say it, which nest the text model.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "glm5_next": {"model_type": "glm5_next_text", "index_kpool": 4, "index_topk": 2048},
+    "deepseek_v41": {"model_type": "deepseek_v41_text", "num_attention_heads": 64, "index_topk": 512,
+                     "compress_ratios": [0, 1, 2], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]},
+}  # fmt: skip
 
 
 def selector(cache: str, **wanted: bool) -> AttentionSelectorConfig:
@@ -77,17 +88,25 @@ def v4_graphs(config: VllmConfig) -> str:
     return XmlaWindowBackend.get_builder_cls().get_cudagraph_support(config, None).name
 
 
+def text_config(kind: str) -> Any:
+    """The configuration that vLLM reads of a checkpoint of this model."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": kind, "text_config": PUBLISHED[kind]}))
+        return get_hf_text_config(get_config(folder, trust_remote_code=False))
+
+
 def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
     """What the worker says of engines that are not served, before it loads weights: two micro-batches are set already.
 
-    Of a model with pooled keys, of one whose keys are MXFP4, and of V4.1 under prefill context parallelism.
+    Of one whose keys are MXFP4 and, if the release has them, of a model with pooled keys and of V4.1 under prefill
+    context parallelism.
     """
-    models = {"glm5_next_text": {"index_kpool": 4}, "deepseek_v32": {}, "deepseek_v41": {}}
+    models = {"deepseek_v32": SimpleNamespace(model_type="deepseek_v32", index_topk=2048)}
+    if Version(version("vllm")) >= Version("0.33"):
+        models |= {kind: text_config(kind) for kind in PUBLISHED}
     said = []
-    for kind, more in models.items():
-        config.model_config = SimpleNamespace(
-            hf_text_config=SimpleNamespace(model_type=kind, index_topk=2048, **more), hf_config=None
-        )
+    for kind, model in models.items():
+        config.model_config = SimpleNamespace(hf_text_config=model, hf_config=None)
         config.attention_config.indexer_kv_dtype = "mxfp4" if kind == "deepseek_v32" else "bf16"
         config.parallel_config.prefill_context_parallel_size = 2 if kind == "deepseek_v41" else 1
         try:
