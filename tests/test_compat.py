@@ -584,6 +584,10 @@ def test_blocks_that_a_row_cannot_have(device: str) -> None:
         p.lengths, p.block_table, rows, 4, wrong[:3], torch.int8, 4
     )  # fmt: skip
     assert (deep_gemm.fp8_fp4_paged_sparse_mqa_logits(p.q, p.cache, p.weights, metadata, 4, 4) == -INF).all()
+    behind = torch.tensor([[3, 0]] * 3, dtype=torch.int32, device=device)  # in the table, past lengths of 6 and 0
+    metadata = deep_gemm.get_paged_sparse_mqa_logits_metadata(p.lengths, p.block_table, rows, 4, behind, torch.int8, 4)
+    got = deep_gemm.fp8_fp4_paged_sparse_mqa_logits(p.q, p.cache, p.weights, metadata, 2, 4)
+    assert (got[0] > -INF).any() and (got[1:, :4] == -INF).all()
 
 
 # Compiled code, errors, and what is left to the packages.
