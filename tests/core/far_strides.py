@@ -211,7 +211,10 @@ def far_within(op: Op, specs: Specs) -> Specs:
 def calls() -> Iterator[tuple[Planned, str]]:
     for name, op in registry().items():
         for case, specs, attrs in of_cases(op):
-            for kind, far in (("strides", far_apart(op, specs)), ("entries", far_within(op, specs))):
+            fars = {"strides": far_apart(op, specs)}
+            if op.pools or "page_size" in attrs:
+                fars["entries"] = far_within(op, specs)
+            for kind, far in fars.items():
                 if kind == "entries" and "page_size" in attrs:
                     attrs = attrs | {"page_size": FAR}
                 for by in (None, *op.choices) if len(op.implementations) > 1 else (None,):
