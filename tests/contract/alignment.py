@@ -1,7 +1,8 @@
 """Whether kernels add up in another order where arrays do not start on 16 bytes; a script, since kernels compile only
 where Triton was imported without TRITON_INTERPRET.
 
-python alignment.py ARCH OP …      Prints a JSON line a portable kernel of the smallest case of each op named.
+python alignment.py OP …      Prints a JSON line a portable kernel of the smallest case of each op named: for wgmma's
+architecture, and for one of mma.sync those of ops whose kernels all add up alike there.
 """
 
 import json
@@ -23,6 +24,7 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
+ARCHITECTURES = (90, 120)
 
 
 def aligned(case: Case) -> Specs:
@@ -67,8 +69,10 @@ def order(ttgir: str) -> list[str]:
     return [re.sub(r"#\w+", lambda name: named.get(name[0], name[0]), text).partition(" loc(")[0] for text in found]
 
 
-def main(arch: int, names: list[str]) -> None:
+def print_kernels(arch: int, names: list[str]) -> set[str]:
+    """The ops of which a kernel adds up in another order."""
     device = next(device for device in KNOWN_DEVICES if device.arch == arch)
+    dependent = set()
     for op in map(registry().__getitem__, names):
         case = min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
         specs = aligned(case)
@@ -81,9 +85,18 @@ def main(arch: int, names: list[str]) -> None:
                 order(tiled(specialize(launch, plan, given), arch))
                 for launch, plan, given in zip(launches, plans, (specs, moved), strict=True)
             ]
-            kernel = {"op": op.name, "kernel": launches[0].name, "sums": len(orders[0]), "same": orders[0] == orders[1]}
-            print(json.dumps(kernel), flush=True)
+            kernel = {"op": op.name, "arch": arch, "sums": len(orders[0]), "same": orders[0] == orders[1]}
+            print(json.dumps(kernel | {"kernel": launches[0].name}), flush=True)
+            if not kernel["same"]:
+                dependent.add(op.name)
+    return dependent
+
+
+def main(names: list[str]) -> None:
+    for arch in ARCHITECTURES:
+        dependent = print_kernels(arch, names)
+        names = [name for name in names if name not in dependent]
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])

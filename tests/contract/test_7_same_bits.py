@@ -17,7 +17,7 @@ import kit
 import numpy as np
 import pytest
 import torch
-from alignment import aligned, apart, plan_of
+from alignment import ARCHITECTURES, aligned, apart, plan_of
 from conftest import HAS_GPU
 from fuzz import Dyadic
 from garbage import DEVICE, OPS, run
@@ -60,12 +60,12 @@ def test_repeated_calls_give_the_same_bits(op: Op, case: Case) -> None:
 STATED = "Bits may differ between arrays whose first addresses differ modulo 16 bytes."
 
 
-def kernels_by_address(arch: int, ops: set[str]) -> list[dict[str, object]]:
+def kernels_by_address(ops: set[str]) -> list[dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("alignment.py")
     tests = script.parent.parent
     path = os.pathsep.join([*map(str, (tests, tests / "core", tests.parent)), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), str(arch), *sorted(ops)]
+    command = [sys.executable, str(script), *sorted(ops)]
     environment["PYTHONPATH"] = path
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -85,11 +85,10 @@ def test_the_ops_whose_bits_depend_on_addresses_say_so() -> None:
             moved = plan_of(op, case, apart(op, specs, name), device)
             if moved is not None and moved.launches != plan_of(op, case, specs, device).launches:
                 by_plan.add(op.name)
-    by_order: set[object] = set()
-    for arch in (90, 120):
-        kernels = kernels_by_address(arch, OPS.keys() - by_plan - by_order)
-        assert sum(kernel["sums"] > 0 for kernel in kernels) > 5
-        by_order |= {kernel["op"] for kernel in kernels if not kernel["same"]}
+    kernels = kernels_by_address(OPS.keys() - by_plan)
+    for arch in ARCHITECTURES:
+        assert sum(kernel["sums"] > 0 and kernel["arch"] == arch for kernel in kernels) > 5
+    by_order = {kernel["op"] for kernel in kernels if not kernel["same"]}
     assert by_plan and by_order
     stated = {op.name for op in OPS.values() if STATED in " ".join(op.prototype.__doc__.split())}
     assert by_plan | by_order == stated
