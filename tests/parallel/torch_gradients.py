@@ -87,14 +87,17 @@ def gradients(wrap: Callable[[Model], nn.Module], batches: torch.Tensor) -> Grad
 def check_gradients(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
     """Each rank has a text of its own; together the gradients are those of one process with all, and the same again."""
     texts = torch.randn(STEPS, ranks, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(mesh.device_type)
-    want = gradients(lambda model: model, texts.flatten(1, 2))
+    # The first rank compares: the others have the same, which the digests show.
+    want = gradients(lambda model: model, texts.flatten(1, 2)) if rank == 0 else []
     digests = {}
     for wrap in (DistributedDataParallel, sharded):
         found, again = (gradients(wrap, texts[:, rank]) for _ in range(2))
-        for step, (ours, same, whole) in enumerate(zip(found, again, want, strict=True)):
-            assert ours.keys() == whole.keys()
+        for ours, same in zip(found, again, strict=True):
             for name, gradient in ours.items():
                 kit.assert_bits_equal(name, same[name], gradient)
+        for step, (ours, whole) in enumerate(zip(found, want, strict=rank == 0)):
+            assert ours.keys() == whole.keys()
+            for name, gradient in ours.items():
                 error = float((gradient - whole[name]).norm() / whole[name].norm())
                 assert error < ROUNDING, f"{wrap.__name__}, step {step}, {name}: {error}"
         content = b"".join(gradient.cpu().numpy().tobytes() for step in found for gradient in step.values())
