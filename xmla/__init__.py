@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from xmla.core.support import Support as Support
     from xmla.core.support import supports as supports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "ArgumentError": "core.errors",
