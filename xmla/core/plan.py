@@ -43,7 +43,8 @@ Kernel = Any
 class Constants:
     """Constants that a kernel takes as one constexpr: a frozen dataclass, whose fields a plan gives by name.
 
-    Fields have names like constexprs, and hold values or other `Constants`. What follows from them are properties.
+    Fields have names like constexprs, and hold values or other `Constants`. What follows from them are properties. In a
+    kernel a size of a block has a constexpr of its own: Triton 3.7 takes no attribute there.
     """
 
     def by_name(self) -> dict[str, Hashable]:

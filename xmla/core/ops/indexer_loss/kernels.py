@@ -119,6 +119,8 @@ def indexer_loss_kernel(
     COLUMNS: tl.constexpr = C.COLUMNS
     ATTENTION: tl.constexpr = C.ATTENTION
     BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_I: tl.constexpr = INDEXER.BLOCK_I
+    D: tl.constexpr = INDEXER.D
     token = first_token + tl.program_id(0).to(tl.int64)
     target_ptr += offset_of(tl.program_id(0), C.TARGET_STRIDE)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
@@ -131,8 +133,8 @@ def indexer_loss_kernel(
     if ATTENTION is not None:
         lse = load_lse(lse_ptr, token, ATTENTION)
     finite = greatest_slope(q, weights) < float("inf")
-    dq = tl.zeros([INDEXER.BLOCK_I, INDEXER.D], tl.float32)
-    dweights = tl.zeros([INDEXER.BLOCK_I], tl.float32)
+    dq = tl.zeros([BLOCK_I, D], tl.float32)
+    dweights = tl.zeros([BLOCK_I], tl.float32)
     loss = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N, disable_licm=True):  # with code motion 128 heads spill
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)

@@ -64,6 +64,8 @@ def indexer_scores_backward_kernel(
 ):
     INDEXER: tl.constexpr = C.INDEXER
     BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_I: tl.constexpr = INDEXER.BLOCK_I
+    D: tl.constexpr = INDEXER.D
     token = tl.program_id(0).to(tl.int64)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
     count = num_columns if C.COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
@@ -71,8 +73,8 @@ def indexer_scores_backward_kernel(
     dscores_row = dscores_ptr + offset_of(token, C.DSCORE_STRIDE)
     q, weights = load_query(q_ptr, weights_ptr, token, INDEXER)
     slope = greatest_slope(q, weights)
-    dq = tl.zeros([INDEXER.BLOCK_I, INDEXER.D], tl.float32)
-    dweights = tl.zeros([INDEXER.BLOCK_I], tl.float32)
+    dq = tl.zeros([BLOCK_I, D], tl.float32)
+    dweights = tl.zeros([BLOCK_I], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, C.COLUMNS, BLOCK_N)
         keys, dots, _ = score(q, k_ptr, weights, key, ok, INDEXER.K_STRIDE)

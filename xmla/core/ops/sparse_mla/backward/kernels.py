@@ -494,6 +494,7 @@ def sparse_mla_dcache_kernel(
 ):
     LAYOUT: tl.constexpr = C.LAYOUT
     PART: tl.constexpr = C.PART
+    BLOCK_N: tl.constexpr = C.BLOCK_N
     slot, ok, dvalue, dtail, wrong = differentiate_entries(
         q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, slope_ptr,
         num_slots, num_keys, C,
@@ -507,7 +508,7 @@ def sparse_mla_dcache_kernel(
         add_to_sums(row, part * PART + tl.arange(0, PART)[None, :], dvalue[part] * unit, bits, right, LAYOUT.dims)
     if LAYOUT.tail:
         add_to_sums(row, LANES + tl.arange(0, TAIL_LANES)[None, :], dtail * unit, bits, right, LAYOUT.dims)
-    tl.store(references_ptr + slot, tl.full([C.BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
+    tl.store(references_ptr + slot, tl.full([BLOCK_N], NOT_A_NUMBER, tl.int32), mask=ok & (wrong != 0))
 
 
 @triton.jit
