@@ -166,7 +166,7 @@ def test_a_latent_before_its_rotation(ratio: int) -> None:
     pooled = (groups[1].softmax(1) * groups[0]).sum(1)
     want = pooled * (pooled.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     got = torch.cat(made).double()
-    assert ((got - want).abs() <= want.abs() * 2**-9 * 1.001 + 1e-7).all()
+    assert ((got - want).abs() <= want.abs() * 2**-8 * 1.001 + 1e-7).all()
 
 
 @given(
