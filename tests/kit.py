@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from xmla import interop
+from xmla import interop, torch_api
 from xmla.core.call import plan_call
 from xmla.core.device import Device
 from xmla.core.formats.mla import MlaLayout
@@ -40,6 +40,16 @@ def make(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 # pyproject.toml asks for a release that has it; an environment that others made may be older.
 needs_glm = pytest.mark.skipif(bool(Model.GLM.too_old), reason=f"needs transformers {Model.GLM.since} or later")
+
+
+def as_stored(keys: torch.Tensor, device: str) -> torch.Tensor:
+    """Indexer keys [N, D] as the fp8 cache holds them, on the CPU in float32: a model selects from the same numbers."""
+    slots = torch.arange(len(keys), dtype=torch.int32, device=device)
+    cache = torch.zeros(1, max(len(keys), 1), keys.shape[1] + 4, dtype=torch.uint8, device=device)
+    torch_api.write_indexer_cache(keys.to(device), slots, cache)
+    values, scales = torch_api.read_indexer_cache(cache, slots)
+    return (values.float() * scales[:, None]).cpu()
+
 
 # Axes whose sizes follow from another's.
 FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2), "D": ("2·D", 2)}

@@ -11,15 +11,6 @@ from xmla import torch_api
 LENGTH, PAGE = 43, 8
 
 
-def quantised(keys: torch.Tensor, device: str) -> torch.Tensor:
-    """Keys as the cache holds them, so that both select from the same numbers."""
-    slots = torch.arange(len(keys), dtype=torch.int32, device=device)
-    cache = torch.zeros(1, max(len(keys), 1), keys.shape[1] + 4, dtype=torch.uint8, device=device)
-    torch_api.write_indexer_cache(keys.to(device), slots, cache)
-    values, scales = torch_api.read_indexer_cache(cache, slots)
-    return (values.float() * scales[:, None]).cpu()
-
-
 @kit.needs_glm
 @pytest.mark.parametrize("pool", [4, 16])
 def test_the_pools_and_tails_that_transformers_selects(pool: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +27,7 @@ def test_the_pools_and_tails_that_transformers_selects(pool: int, device: str, m
 
     def as_stored(packed_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         keys, *rest = pooled_states(packed_states)
-        return quantised(keys[0], device)[None], *rest
+        return kit.as_stored(keys[0], device)[None], *rest
 
     monkeypatch.setattr(indexer, "get_pooled_states", as_stored)
     with torch.no_grad():

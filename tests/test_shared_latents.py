@@ -32,18 +32,11 @@ def random(module: Any) -> Any:
     return module
 
 
-def quantised(keys: torch.Tensor) -> torch.Tensor:
-    """Keys as the indexer's cache holds them."""
-    cache, slots = torch.zeros(1, len(keys), 132, dtype=torch.uint8), torch.arange(len(keys), dtype=torch.int32)
-    torch_api.write_indexer_cache(keys, slots, cache)
-    values, scales = torch_api.read_indexer_cache(cache, slots)
-    return values.float() * scales[:, None]
-
-
 @dataclass
 class Stored:
     """In the place of transformers' cache: what layers store of the whole prompt, as xmla's caches round it."""
 
+    device: str
     latents: dict[int, torch.Tensor] = field(default_factory=dict)  # of a layer [N, 512 or 576]
     keys: dict[int, torch.Tensor] = field(default_factory=dict)  # of a layer's indexer [N, 128], not rounded
 
@@ -55,7 +48,7 @@ class Stored:
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
         self.keys[layer] = keys[0]
-        return quantised(keys[0])[None]
+        return kit.as_stored(keys[0], self.device)[None]
 
 
 @contextmanager
@@ -164,7 +157,7 @@ def test_hy4(device: str) -> None:
 
     torch.manual_seed(0)
     config = HYV4Config(**SIZES, q_lora_rank=32, num_hidden_layers=3, indexer_types=["full", "shared", "full"])
-    hidden, cache, pages, selection = torch.randn(1, LENGTH, HIDDEN), Stored(), Pages(device), None
+    hidden, cache, pages, selection = torch.randn(1, LENGTH, HIDDEN), Stored(device), Pages(device), None
     for layer in range(2):
         module = random(HYV4Attention(config, layer))
         queries, attended = [], []
@@ -212,7 +205,7 @@ def test_mistral_large_4(device: str) -> None:
         **SIZES, num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0], kv_source_layers=[0, 1, 0, 1],
         indexer_types=["full", "full", "full", "shared"],
     )  # fmt: skip
-    hidden, cache, pages, selection = torch.randn(1, LENGTH, HIDDEN), Stored(), Pages(device), None
+    hidden, cache, pages, selection = torch.randn(1, LENGTH, HIDDEN), Stored(device), Pages(device), None
     positions, shared, rows = torch.arange(LENGTH)[None], {}, {}
     for layer, source in enumerate(config.kv_source_layers):
         module = random(MistralLarge4TextAttention(config, layer))
