@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from rich import box
@@ -43,7 +44,7 @@ def configure(
     """
     options: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if ranks > 1:
-        if MODELS[model] in (ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash, ModelConfigMistralLarge4):
+        if "ranks" not in signature(MODELS[model]).parameters:
             raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
         options["ranks"] = ranks
     return MODELS[model](

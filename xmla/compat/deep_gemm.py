@@ -394,8 +394,7 @@ def _mxfp4_query(here: str, q: Query | Tensor) -> Tensor:
 def _as_sparse_rows(logits: Tensor) -> Tensor:
     """Logits in bfloat16, with rows a multiple of SPARSE_ROW_MULTIPLE elements apart."""
     rows, columns = logits.shape
-    stride = cdiv(columns, SPARSE_ROW_MULTIPLE) * SPARSE_ROW_MULTIPLE
-    return logits.new_empty((rows, stride), dtype=torch.bfloat16)[:, :columns].copy_(logits)
+    return logits.new_empty((rows, _row(columns, SPARSE_ROW_MULTIPLE)), dtype=torch.bfloat16)[:, :columns].copy_(logits)
 
 
 def _query(here: str, q: Query | Tensor) -> Tensor:
@@ -415,8 +414,8 @@ def _query(here: str, q: Query | Tensor) -> Tensor:
     return (bits.view(torch.bfloat16).unflatten(-1, (-1, MXFP4_BLOCK)) * factors).flatten(-2)
 
 
-def _row(columns: int) -> int:
-    return cdiv(columns, ROW_MULTIPLE) * ROW_MULTIPLE
+def _row(columns: int, multiple: int = ROW_MULTIPLE) -> int:
+    return cdiv(columns, multiple) * multiple
 
 
 def _more_rows(keys: Tensor) -> Tensor:

@@ -246,7 +246,7 @@ def _expand_method(member: Any) -> Any:
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def call(value: Any, places: Any) -> Any:
-        if type(places) is not tuple or any(place is not None and place != _WHOLE for place in places):
+        if type(places) is not tuple or any(place is not None and place != slice(None) for place in places):
             return first(value, places)
         key = value.type.name, *(place is None for place in places)
         if key not in known:
@@ -259,7 +259,7 @@ def _expand_method(member: Any) -> Any:
     return call
 
 
-_WHOLE = slice(None)
+_METHODS = {"to": _cast_method, "__getitem__": _expand_method}
 
 
 def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -270,9 +270,6 @@ def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
         elif name in _METHODS:
             faster = _METHODS[name](member)
     scope.set_attr(owner, name, faster)
-
-
-_METHODS = {"to": _cast_method, "__getitem__": _expand_method}
 
 
 _patch_for = cache(interpreter._patch_lang)
