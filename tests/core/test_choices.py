@@ -38,7 +38,7 @@ def test_a_plan_says_which_implementation_it_takes_and_why() -> None:
     plan, _ = plan_call(op, half, attrs, H200)
     (choice,) = plan.choices
     assert (choice.op, choice.implementation) == ("sparse_mla", "triton")
-    assert [name for name, _, _ in choice.passed_over] == ["gluon_sm90_unpacked", "gluon_sm120", "gluon_sm90"]
+    assert [name for name, _, _ in choice.passed_over] == ["gluon_unpacked", "gluon_sm120", "gluon_sm90"]
     line = "not gluon_sm90: for float16 queries, supported: bfloat16 queries over packed entries"
     assert line in str(choice) and line in str(plan)
     asked, _ = plan_call(op, half, attrs, H200, "triton")

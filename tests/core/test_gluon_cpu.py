@@ -88,6 +88,7 @@ MORE = [
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), SM120),
     (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), HOPPER),
+    (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), SM120),
 ]
 
 

@@ -2073,9 +2073,10 @@ def sparse_mla(
             named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
         UnsupportedError: H > 128.
 
-    Hopper's plan dequantises V3.2 and V4 entries first if they are referenced 32 times or more on average, T · min(K,
-    P·R) ≥ 32 · P·R. They become rows of q's dtype, in at most 37 bytes of workspace per slot. That is not done when
-    extra_cache or batch_invariant is given, nor for 16 heads or fewer over V3.2 entries.
+    Plans of compute capability 9.0 and 12.0 dequantise V3.2 and V4 entries first if they are referenced 32 times or
+    more on average, T · min(K, P·R) ≥ 32 · P·R. They become rows of q's dtype, in at most 37 bytes of workspace per
+    slot. That is not done when extra_cache or batch_invariant is given, nor on 9.0 for 16 heads or fewer over V3.2
+    entries.
 
     Numerics: scores and sums are in float32, entries and probabilities are rounded to q's dtype. That is exact for
     quantised entries with power-of-two or e4m3 scales and bfloat16 q. Hopper's Gluon kernel differs in three ways. It
@@ -2098,8 +2099,8 @@ def sparse_mla(
             float64 on the host.
 
     Implementations, best first:
-        gluon: compute capability 9.0; one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of
-            'v32'; entries that slots name 32 times on average; queries on multiples of 16 bytes.
+        gluon: compute capability 9.0 or 12.0; one source of 'v32' or 'v4' entries, no batch_invariant, more heads than
+            16 of 'v32' on 9.0; entries that slots name 32 times on average; queries on multiples of 16 bytes.
         gluon: compute capability 12.0 or 12.1; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over
             packed entries; one source, or two of one format; rows on multiples of 16 bytes.
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed

@@ -10,6 +10,7 @@ from xmla.core.implementation import Condition, Implementation, choose
 from xmla.core.lang.marks import mark_entries_kernel
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
+from xmla.core.ops.sparse_mla.gluon_sm120.plan import IMPLEMENTATION as SM120
 from xmla.core.ops.sparse_mla.kernels import unpack_entries_kernel
 from xmla.core.ops.sparse_mla.plan import IMPLEMENTATION as PORTABLE
 from xmla.core.plan import Launch, Part, Plan, cdiv
@@ -22,6 +23,9 @@ from xmla.core.spec import Spec
 REUSE = 32
 FIRST_MARKS = 4  # references per entry among the tokens whose slots are marked first
 ROWS = {V32: PLAIN, V4: PLAIN_V4}
+# What attends to the rows, by architecture. GB10 is left out: 48 SMs would read rows at 1.5 TB/s where they take
+# 273 GB/s from memory, and fewer of them than of packed entries are in its L2 cache.
+OVER_ROWS = {120: SM120, 90: SM90}
 
 
 def rows_of(problem: Problem) -> Spec:
@@ -43,8 +47,8 @@ def over_rows(problem: Problem) -> Problem:
 def plan(problem: Problem, device: Device) -> Plan:
     composition = Composition(problem, device)
     composition.add(Part("unpack", unpack(problem), {"rows": "rows"}))
-    # SM90 serves it by the conditions below, but for the interpreter.
-    attention, _ = choose((SM90, PORTABLE), over_rows(problem), device, problem.implementation)
+    # The device's serves it by the conditions below, but for the interpreter.
+    attention, _ = choose((*OVER_ROWS.values(), PORTABLE), over_rows(problem), device, problem.implementation)
     names = same_names(*problem.specs, *problem.results) | {"cache": "rows"}
     composition.add(Part(problem.op, attention.plan(over_rows(problem), device), names))
     return composition.plan()
@@ -94,26 +98,26 @@ def _kept(problem: Problem, device: Device) -> str | None:
         return f"over {problem.formats['cache'].name!r} entries"
     if problem.has("extra_cache") or problem.attrs.batch_invariant:
         return "with extra_cache" if problem.has("extra_cache") else "with batch_invariant"
-    # The tile of 16 heads dequantises during its products at no cost, so its entries stay packed.
-    return f"of {problem['H']} heads" if takes_few_heads(problem) else None
+    # Hopper's tile of 16 heads dequantises during its products at no cost, so its entries stay packed.
+    return f"of {problem['H']} heads" if device.arch != 120 and takes_few_heads(problem) else None
 
 
 def _rows_unserved(problem: Problem, device: Device) -> str | None:
     if device == INTERPRETER:
         return None
-    unmet = SM90.unmet(over_rows(problem), device)
+    unmet = OVER_ROWS[device.arch].unmet(over_rows(problem), device)
     return unmet and unmet[0]
 
 
 def _elsewhere(problem: Problem, device: Device) -> str | None:
     # The interpreter does not need it, but tests run these kernels there.
-    return None if device.arch in (INTERPRETER.arch, 90) else f"on {device.name}"
+    return None if device.arch in (INTERPRETER.arch, *OVER_ROWS) else f"on {device.name}"
 
 
 CONDITIONS = (
-    Condition("compute capability 9.0", _elsewhere),
-    Condition("one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of 'v32'", _kept),
+    Condition("compute capability 9.0 or 12.0", _elsewhere),
+    Condition("one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of 'v32' on 9.0", _kept),
     Condition(f"entries that slots name {REUSE} times on average", _seldom),
     Condition("queries on multiples of 16 bytes", _rows_unserved),
 )
-IMPLEMENTATION = Implementation("gluon_sm90_unpacked", plan, CONDITIONS, "gluon")
+IMPLEMENTATION = Implementation("gluon_unpacked", plan, CONDITIONS, "gluon")
