@@ -25,7 +25,9 @@ from hypothesis import given, settings
 
 from xmla import torch_api
 from xmla.core.device import KNOWN_DEVICES
+from xmla.core.formats.mla import V32
 from xmla.core.op import Case, Op
+from xmla.core.ops.sparse_mla.cases import make_case
 
 RERUNS = 20 if HAS_GPU else 1
 # On a GPU all of it; the interpreter takes one case an op for reruns, and one change of the batch a case.
@@ -191,6 +193,18 @@ def test_batch_invariant_rows(order: list[int], kept: int) -> None:
     part = {n: a[chosen] if op.tensors[n].names[0] == "T" else a for n, a in inputs.items()}
     for a, b in zip(run(op, part, case.attrs), whole, strict=True):
         kit.assert_bits_equal("row", a, kit.as_numpy(b)[chosen])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_batch_invariant_rows_of_many_splits(implementation: str | None) -> None:
+    """A part of the rows, and of the heads as a rank has them: 320 rows and heads keep the bits that 6 have."""
+    attrs = {"softmax_scale": 0.1, "batch_invariant": True, "implementation": implementation}
+    inputs = kit.make(make_case(40, 8, 8192, 64, V32, with_sink=True))
+    whole = run(OPS["sparse_mla"], inputs, attrs)
+    part = inputs | {"q": inputs["q"][5:8, 2:4].copy(), "slots": inputs["slots"][5:8], "sink": inputs["sink"][2:4]}
+    for a, b in zip(run(OPS["sparse_mla"], part, attrs), whole, strict=True):
+        kit.assert_bits_equal("row", a, kit.as_numpy(b)[5:8, 2:4])
 
 
 @pytest.mark.gpu

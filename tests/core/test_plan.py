@@ -346,6 +346,31 @@ def test_batch_invariant_splits_depend_on_k_alone() -> None:
     assert splits(attention(3, 16, 100, RTX_PRO_6000, batch_invariant=True)) == 1
 
 
+@pytest.mark.parametrize("k", [2048, 8192])
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_with_batch_invariant_the_order_of_additions_follows_neither_rows_nor_heads(device: Device, k: int) -> None:
+    """It follows tiles and warps, which share the keys or splits of a row."""
+
+    def kernels(tokens: int, heads: int) -> list[object]:
+        plan = attention(tokens, heads, k, device, batch_invariant=True)
+        of_shape = {"HEADS", "Q_STRIDE_T", "ORDERED"}  # which row, not how it is computed
+        return [
+            (launch.kernel, launch.num_warps, {n: v for n, v in launch.constants.items() if n not in of_shape})
+            for launch in plan.launches
+        ]
+
+    expected = kernels(1, 1)
+    for tokens in (1, 7, 64, 512, 4096):
+        for heads in (1, 16, 64, 128):
+            assert kernels(tokens, heads) == expected, (tokens, heads)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "parts"), [(1, 16, 4), (1, 64, 2), (2, 33, 2), (1, 128, 1), (4, 128, 1)])
+def test_few_heads_are_combined_by_several_programs_each(tokens: int, heads: int, parts: int) -> None:
+    combine = attention(tokens, heads, 2048, H200).launches[-1]
+    assert combine.constants["PARTS"] == parts and combine.grid == (tokens * heads * parts,)
+
+
 def test_the_memo_does_not_take_true_for_one() -> None:
     op = registry()["select_topk"]
     specs = (Spec((3, 77), "float32"), Spec((3,), "int32"), None)

@@ -88,6 +88,7 @@ class Combination(Constants):
 
     HEADS: int
     EPILOGUE: Epilogue
+    PARTS: int  # of a head's dims, each of a program
     POWERS: int  # groups of a split's dims that are f16 over a power of two each; 0 if they are f32
     SKIP: bool  # whether splits with the lse −inf may have no results; those of the others then come later
     MAX_SPLITS: int  # a power of two

@@ -5,7 +5,8 @@
                                tile t dequantised → S = Q·Kᵀ → softmax, sums so far rescaled → P·V
                              tiles of a second source follow, in the same loop if its entries are alike
     ── if a row has several splits: all of them have ended, or are waited for ──
-    combine_splits_kernel    a program takes a head of a token: Σ 2**(lse − maximum) · out over its splits
+    combine_splits_kernel    a program takes a head of a token, or a part of its dims: Σ 2**(lse − maximum) · out over
+                             its splits
 
 Whichever ends a row divides by the denominator, adds the sink, and rotates back (`finish`, `rotate_back`).
 """
@@ -108,9 +109,9 @@ def load_sink(sink_ptr, offs_h, head_ok, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, EPILOGUE: tl.constexpr):
-    """The inverse rope of the token's position, on the last ROPE lanes of out [BLOCK_H, LANES], pairs of neighbours."""
+    """The inverse rope of the token's position, on the last ROPE lanes of out [BLOCK_H, lanes], pairs of neighbours."""
     ROPE: tl.constexpr = EPILOGUE.ROPE
-    GROUP: tl.constexpr = LANES // ROPE
+    GROUP: tl.constexpr = out.shape[1] // ROPE
     position = tl.load(positions_ptr + token)
     known = (position >= 0) & (position < num_positions)
     offs = tl.arange(0, ROPE // 2)  # of the pair
@@ -122,7 +123,7 @@ def rotate_back(out, cos_sin_ptr, positions_ptr, token, num_positions, EPILOGUE:
     is_rope = tl.arange(0, GROUP)[None, :, None] == GROUP - 1
     turned_even = tl.where(is_rope, even * cos + odd * sin, even)
     turned_odd = tl.where(is_rope, odd * cos - even * sin, odd)
-    return tl.reshape(tl.join(turned_even, turned_odd), (out.shape[0], LANES))
+    return tl.reshape(tl.join(turned_even, turned_odd), out.shape)
 
 
 @triton.jit
@@ -231,23 +232,25 @@ def combine_splits_kernel(
     let_next_start(C.OVERLAP_LIMIT)
     wait_for_earlier(C.OVERLAP_LIMIT)
     HEADS: tl.constexpr = C.HEADS
+    PARTS: tl.constexpr = C.PARTS
     POWERS: tl.constexpr = C.POWERS
     MAX_SPLITS: tl.constexpr = C.MAX_SPLITS
-    GROUPS: tl.constexpr = max(POWERS, 1)
-    DIMS: tl.constexpr = LANES // GROUPS
+    GROUPS: tl.constexpr = max(POWERS // PARTS, 1)  # of the program's dims
+    DIMS: tl.constexpr = LANES // PARTS // GROUPS
     LSE_STRIDE: tl.constexpr = (1 + POWERS) * HEADS
-    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
     first_row = offset_of(row // HEADS, num_splits)
-    offs_h = tl.program_id(0) % HEADS + tl.arange(0, 1)  # one head
+    offs_h = tl.program_id(0) // PARTS % HEADS + tl.arange(0, 1)  # one head
     lse_ptrs = split_lse_ptr + offset_of(first_row, LSE_STRIDE) + offs_h
-    part_ptrs = split_out_ptr + offset_of(offset_of(first_row, HEADS) + offs_h, LANES)
-    group = tl.arange(0, GROUPS)[None, :]
-    offs_p = offset_of(group[:, :, None], DIMS, GROUPS) + tl.arange(0, DIMS)[None, None, :]
+    result_ptrs = split_out_ptr + offset_of(offset_of(first_row, HEADS) + offs_h, LANES)
+    group = part * GROUPS + tl.arange(0, GROUPS)[None, :]
+    offs_l = offset_of(group[:, :, None], DIMS, PARTS * GROUPS) + tl.arange(0, DIMS)[None, None, :]
     maximum = tl.full([1], float("-inf"), tl.float32)
     denominator = tl.zeros([1], tl.float32)
     accumulator = tl.zeros([GROUPS, DIMS], tl.float32)
     # As many results as registers hold are loaded at once, and first: the compiler issues loads in this order.
-    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32)
+    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32 * PARTS)
     for first in tl.range(0, MAX_SPLITS, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[:, None]
         mask = split < num_splits
@@ -255,27 +258,29 @@ def combine_splits_kernel(
         lse = tl.load(split_lse_ptrs, mask=mask, other=float("-inf"))  # [AT_ONCE, 1]
         if C.SKIP:
             mask = lse != float("-inf")
-        ptrs = part_ptrs + offset_of(split[:, :, None], HEADS * LANES, MAX_SPLITS) + offs_p
-        part = tl.load(ptrs, mask=mask[:, :, None], other=0.0).to(tl.float32)  # [AT_ONCE, GROUPS, DIMS]
+        ptrs = result_ptrs + offset_of(split[:, :, None], HEADS * LANES, MAX_SPLITS) + offs_l
+        result = tl.load(ptrs, mask=mask[:, :, None], other=0.0).to(tl.float32)  # [AT_ONCE, GROUPS, DIMS]
         new_maximum = tl.maximum(maximum, tl.max(lse, 0))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         rescale = tl.exp2(maximum - base)
         weight = tl.exp2(lse - base[None, :])
         denominator = denominator * rescale + tl.sum(weight, 0)
         if POWERS:
-            powers = split_lse_ptrs + offset_of(1 + group, HEADS, 1 + GROUPS)
+            powers = split_lse_ptrs + offset_of(1 + group * POWERS // (PARTS * GROUPS), HEADS, 1 + POWERS)
             weight *= tl.load(powers, mask=mask, other=0.0)
-        accumulator = accumulator * rescale[:, None] + tl.sum(part * weight[:, :, None], 0)
+        accumulator = accumulator * rescale[:, None] + tl.sum(result * weight[:, :, None], 0)
         maximum = new_maximum
 
     sink_log2 = load_sink(sink_ptr, offs_h, offs_h < HEADS, C.EPILOGUE.HAS_SINK)
     factor, lse = finish(denominator, maximum, sink_log2, C.EPILOGUE)
-    out = tl.reshape(accumulator, (1, LANES)) * factor[:, None]
-    if C.EPILOGUE.ROPE:
-        out = rotate_back(out, cos_sin_ptr, positions_ptr, row // HEADS, num_positions, C.EPILOGUE)
+    out = tl.reshape(accumulator, (1, GROUPS * DIMS)) * factor[:, None]
+    if C.EPILOGUE.ROPE:  # the last part has the roped dims: to the others no position is known
+        known = tl.where(part == PARTS - 1, num_positions, 0)
+        out = rotate_back(out, cos_sin_ptr, positions_ptr, row // HEADS, known, C.EPILOGUE)
     out = tl.where(factor[:, None] != 0.0, out, 0.0)  # an empty row stays 0, whatever turned it
-    tl.store(out_ptr + offset_of(row, LANES) + tl.arange(0, LANES)[None, :], out.to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + row + tl.arange(0, 1), lse)
+    out_ptrs = out_ptr + offset_of(row, LANES) + part * (GROUPS * DIMS) + tl.arange(0, GROUPS * DIMS)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + row + tl.arange(0, 1), lse, mask=offs_h < tl.where(part == 0, HEADS, 0))
 
 
 @triton.jit

@@ -123,9 +123,14 @@ def attention_plan(
     results = problem.results
     if splits == 1:
         return Plan((launch,), results, ("out", "lse"))
+    # A head's dims are shared among programs where these leave SMs idle. The order of additions follows the parts and
+    # the warps: with batch_invariant neither follows the rows.
+    alone = not attrs.batch_invariant
+    parts = max(part for part in (1, 2, 4) if part == 1 or (alone and tokens * heads * part <= device.num_sms))
     combination = Combination(
         HEADS=heads,
         EPILOGUE=attention.EPILOGUE,
+        PARTS=parts,
         POWERS=config.powers,
         SKIP=attention.HAS_LENGTHS,
         MAX_SPLITS=next_power_of_2(splits),
@@ -133,13 +138,13 @@ def attention_plan(
     )
     combine = Launch(
         combine_splits_kernel,
-        grid=(tokens * heads,),
+        grid=(tokens * heads * parts,),
         outputs=("out", "lse"),
         arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
         sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
         constexprs={"C": combination},
         # Two programs of eight warps on an SM: 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22). In more
         # waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24).
-        num_warps=8 if combination.MAX_SPLITS > 8 and tokens * heads <= 2 * device.num_sms else 4,
+        num_warps=8 if alone and combination.MAX_SPLITS > 8 and tokens * heads <= 2 * device.num_sms else 4,
     )
     return Plan((launch, combine), {**workspace, **results}, ("out", "lse"))
