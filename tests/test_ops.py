@@ -62,7 +62,27 @@ def test_paged_logits_leave_columns_past_a_length_untouched(device: str) -> None
     for case in op.cases:
         inputs = kit.make(case)
         (want,) = op.reference(**inputs, **kit.attributes(op, case))
-        out = torch.full(want.shape, 123.0, device=device)
+        dtype = getattr(torch, case.attrs.get("logits_dtype", "float32"))
+        out = torch.full(want.shape, 123.0, dtype=dtype, device=device)
         torch_api.indexer_logits_paged(*kit.torch_inputs(op, inputs, device), **case.attrs, out=out)
         past = np.isnan(want)
         assert past.any() and (kit.as_numpy(out)[past] == 123.0).all()
+
+
+OF_LOGITS = [op for op in registry().values() if "logits_dtype" in op.defaults]
+
+
+@pytest.mark.parametrize("op", OF_LOGITS, ids=lambda op: op.name)
+def test_logits_in_bfloat16_are_those_in_float32_rounded(op: Op, device: str) -> None:
+    for case in op.cases:
+        if case.attrs.get("logits_dtype") == "bfloat16":
+            inputs, attrs = kit.torch_inputs(op, kit.make(case), device), dict(case.attrs)
+            del attrs["logits_dtype"]
+            exact, half = (
+                kit.as_tuple(getattr(torch_api, op.name)(*inputs, **attrs | more))[0]
+                for more in ({}, {"logits_dtype": "bfloat16"})
+            )
+            (want, *_) = op.reference(**kit.make(case), **kit.attributes(op, case))
+            written = ~np.isnan(want)
+            assert exact.dtype == torch.float32 and half.dtype == torch.bfloat16
+            kit.assert_bits_equal(op.name, half, kit.as_numpy(exact.bfloat16()), written)

@@ -217,6 +217,11 @@ MISTAKES = [
     Mistake("indexer_logits_paged", "indexer_logits_paged: cache axis ROW (axis 2) is 128, expected 132 (fp8: D + 4) "
             "or 68 (mxfp4: D/2 + 4)",
             lambda a: {"cache": a["cache"][..., :128].copy()}),
+    *(
+        Mistake(op, f"{op}: logits_dtype value is 'float16', expected 'float32' or 'bfloat16'",
+                attrs={"logits_dtype": "float16"})
+        for op in ("indexer_logits", "indexer_logits_paged", "indexer_block_logits", "indexer_block_logits_paged")
+    ),
     Mistake("indexer_logits_paged", "indexer_logits_paged: max_len value is 0, expected at least 1",
             attrs={"max_len": 0}),
     Mistake("indexer_logits_paged", "indexer_logits_paged: max_len type is float, expected int",

@@ -4,19 +4,32 @@ Device code that its kernels share is in `xmla.core.lang.indexer`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from xmla.core.caches import check_indexer_dim
 from xmla.core.device import Device
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.implementation import Condition
 from xmla.core.plan import Constants, cdiv, next_power_of_2
-from xmla.core.problem import E4M3, Problem, Tensor
+from xmla.core.problem import E4M3, Problem, Result, Tensor
 from xmla.core.requests import tokens_a_request
+from xmla.core.tolerance import LOGITS
 from xmla.core.work import Work
 
 MAX_HEADS = 128
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
 QUERY = Tensor("T I D", (*E4M3, "bfloat16"))
+
+
+def logits_of(axes: str, **more: Any) -> Result:
+    """Logits as a result, of the dtype that `logits_dtype` names."""
+    return Result(axes, lambda problem: problem.attrs.logits_dtype, agreement=LOGITS, **more)
+
+
+def check_logits_dtype(problem: Problem) -> None:
+    dtype = problem.attrs.logits_dtype
+    if dtype not in ("float32", "bfloat16"):
+        problem.refuse("logits_dtype", "value", repr(dtype), "'float32' or 'bfloat16'")
 
 
 def check_heads(problem: Problem, query: str, most: int = MAX_HEADS) -> None:
@@ -165,7 +178,8 @@ def logits_work(problem: Problem, keys: int | None) -> list[Work]:
     count = keys or (problem["M"] * problem["R"] if paged else problem["N"])
     read = count * (problem["B"] if paged else 1) * (dim + 4)
     flops = 2.0 * tokens * count * problem["I"] * dim
-    return [Work(read + 4 * tokens * count, fp8_flops=flops), Work(problem.bytes_besides_pools)]
+    written = (2 if getattr(problem.attrs, "logits_dtype", "") == "bfloat16" else 4) * tokens * count
+    return [Work(read + written, fp8_flops=flops), Work(problem.bytes_besides_pools)]
 
 
 def selection_work(problem: Problem, keys: int | None) -> list[Work]:

@@ -75,7 +75,7 @@ class Op:
             result whose gradient it does not take is a constant.
         batch: Computes several calls at once under vmap if a pool has a batch axis and folding it into one larger pool
             would compute unwanted elements. Takes (array module, call of an op by name, arrays with the batch as first
-            axis).
+            axis, attributes).
     """
 
     prototype: Callable[..., Any]
@@ -89,7 +89,7 @@ class Op:
     check: Callable[[Problem], None] = lambda problem: None
     limits: Callable[[Problem, Arrays], Iterable[Limit]] = declared_limits
     work: Callable[[Problem, int | None], list[Work]] = each_array_once
-    batch: Callable[[Any, Callable[..., Any], Mapping[str, Any]], tuple[Any, ...]] | None = None
+    batch: Callable[[Any, Callable[..., Any], Mapping[str, Any], Attributes], tuple[Any, ...]] | None = None
     derivative: "Op | None" = None
 
     def __post_init__(self) -> None:

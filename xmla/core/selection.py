@@ -40,7 +40,8 @@ def block_logits_work(problem: Problem, keys: int | None) -> list[Work]:
     capacity, dim = keys or capacity_of(problem), problem["D"]
     logits = problem["T"] * min(entries_of(problem), capacity)
     read = min(logits, capacity * (problem["B"] if problem.has("block_table") else 1)) * (dim + 4)
-    return [Work(read + 4 * logits, fp8_flops=2.0 * logits * problem["I"] * dim), Work(problem.bytes_besides_pools)]
+    written = (2 if getattr(problem.attrs, "logits_dtype", "") == "bfloat16" else 4) * logits
+    return [Work(read + written, fp8_flops=2.0 * logits * problem["I"] * dim), Work(problem.bytes_besides_pools)]
 
 
 def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:

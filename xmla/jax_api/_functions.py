@@ -546,6 +546,7 @@ def indexer_block_logits(
     blocks: jax.Array | np.ndarray,
     *,
     granularity: int,
+    logits_dtype: str = "float32",
     implementation: Literal["triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Lightning-indexer logits of the keys in each token's selected blocks alone, over contiguous keys (prefill).
@@ -562,9 +563,11 @@ def indexer_block_logits(
             A block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand
             twice.
         granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, BLOCKS · g] float32, every element written.
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
         widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
             key.
 
@@ -593,7 +596,14 @@ def indexer_block_logits(
     Implementations, best first:
         triton: every call.
     """
-    return _indexer_block_logits([q8, weights, keys, key_scales, starts, ends, blocks], (granularity,), implementation)
+    return _indexer_block_logits(
+        [q8, weights, keys, key_scales, starts, ends, blocks],
+        (
+            granularity,
+            logits_dtype,
+        ),
+        implementation,
+    )
 
 
 def indexer_block_logits_paged(
@@ -606,6 +616,7 @@ def indexer_block_logits_paged(
     request_ids: jax.Array | np.ndarray | None = None,
     *,
     granularity: int,
+    logits_dtype: str = "float32",
     implementation: Literal["triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Lightning-indexer logits of the keys in each token's selected blocks alone, over the paged indexer cache.
@@ -622,9 +633,11 @@ def indexer_block_logits_paged(
         blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
             block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, BLOCKS · g] float32, every element written.
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
         widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
             key.
 
@@ -654,7 +667,12 @@ def indexer_block_logits_paged(
         triton: every call.
     """
     return _indexer_block_logits_paged(
-        [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity,), implementation
+        [q8, weights, cache, block_table, lengths, blocks, request_ids],
+        (
+            granularity,
+            logits_dtype,
+        ),
+        implementation,
     )
 
 
@@ -926,6 +944,7 @@ def indexer_logits(
     starts: jax.Array | np.ndarray,
     ends: jax.Array | np.ndarray,
     *,
+    logits_dtype: str = "float32",
     implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """Lightning-indexer logits of ragged queries over contiguous keys (prefill).
@@ -943,9 +962,11 @@ def indexer_logits(
             of 32 dims, the first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, N] float32, every element written.
+        logits: [T, N] in logits_dtype, every element written.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
@@ -973,7 +994,7 @@ def indexer_logits(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
         triton: every call.
     """
-    return _indexer_logits([q8, weights, keys, key_scales, starts, ends], (), implementation)
+    return _indexer_logits([q8, weights, keys, key_scales, starts, ends], (logits_dtype,), implementation)
 
 
 def indexer_logits_paged(
@@ -985,6 +1006,7 @@ def indexer_logits_paged(
     request_ids: jax.Array | np.ndarray | None = None,
     *,
     max_len: int | None = None,
+    logits_dtype: str = "float32",
     implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
@@ -1004,10 +1026,12 @@ def indexer_logits_paged(
         request_ids: [T] int32, each token's row of block_table, any integer. Without it T is a multiple of B and every
             request has T / B adjacent tokens.
         max_len: Columns of the result, default M · R.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, max_len] float32. Columns at or past a token's length are not written: read only columns below the
-            length, as `select_topk` does.
+        logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
+            below the length, as `select_topk` does.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
@@ -1033,7 +1057,14 @@ def indexer_logits_paged(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
         triton: every call.
     """
-    return _indexer_logits_paged([q8, weights, cache, block_table, lengths, request_ids], (max_len,), implementation)
+    return _indexer_logits_paged(
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (
+            max_len,
+            logits_dtype,
+        ),
+        implementation,
+    )
 
 
 def indexer_loss(

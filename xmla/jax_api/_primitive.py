@@ -207,7 +207,7 @@ def _batch_apart(
         theirs = params | {"attrs": other.Values(**attrs)}
         return bind(*operands.values(), op=other, names=tuple(operands), **theirs)
 
-    outputs = batch(jnp, call_op, {name: first(name) for name in arrays})
+    outputs = batch(jnp, call_op, {name: first(name) for name in arrays}, params["attrs"])
     return list(outputs), [0] * len(outputs)
 
 

@@ -184,10 +184,16 @@ class _Plans:
         blocks: torch.Tensor,
         *,
         granularity: int,
+        logits_dtype: str = "float32",
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_block_logits(
-            [q8, weights, keys, key_scales, starts, ends, blocks], (granularity,), implementation
+            [q8, weights, keys, key_scales, starts, ends, blocks],
+            (
+                granularity,
+                logits_dtype,
+            ),
+            implementation,
         )
 
     @staticmethod
@@ -201,10 +207,16 @@ class _Plans:
         request_ids: torch.Tensor | None = None,
         *,
         granularity: int,
+        logits_dtype: str = "float32",
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_block_logits_paged(
-            [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity,), implementation
+            [q8, weights, cache, block_table, lengths, blocks, request_ids],
+            (
+                granularity,
+                logits_dtype,
+            ),
+            implementation,
         )
 
     @staticmethod
@@ -318,9 +330,10 @@ class _Plans:
         starts: torch.Tensor,
         ends: torch.Tensor,
         *,
+        logits_dtype: str = "float32",
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan:
-        return _plan_indexer_logits([q8, weights, keys, key_scales, starts, ends], (), implementation)
+        return _plan_indexer_logits([q8, weights, keys, key_scales, starts, ends], (logits_dtype,), implementation)
 
     @staticmethod
     def indexer_logits_paged(
@@ -332,10 +345,16 @@ class _Plans:
         request_ids: torch.Tensor | None = None,
         *,
         max_len: int | None = None,
+        logits_dtype: str = "float32",
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_logits_paged(
-            [q8, weights, cache, block_table, lengths, request_ids], (max_len,), implementation
+            [q8, weights, cache, block_table, lengths, request_ids],
+            (
+                max_len,
+                logits_dtype,
+            ),
+            implementation,
         )
 
     @staticmethod
@@ -1178,6 +1197,7 @@ def indexer_block_logits(
     blocks: torch.Tensor,
     *,
     granularity: int,
+    logits_dtype: str = "float32",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["triton", "reference"] | None = None,
@@ -1196,9 +1216,11 @@ def indexer_block_logits(
             A block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand
             twice.
         granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, BLOCKS · g] float32, every element written.
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
         widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
             key.
 
@@ -1232,7 +1254,14 @@ def indexer_block_logits(
         triton: every call.
     """
     return _indexer_block_logits(
-        [q8, weights, keys, key_scales, starts, ends, blocks], (granularity,), out, workspace, implementation
+        [q8, weights, keys, key_scales, starts, ends, blocks],
+        (
+            granularity,
+            logits_dtype,
+        ),
+        out,
+        workspace,
+        implementation,
     )
 
 
@@ -1247,6 +1276,7 @@ def indexer_block_logits_paged(
     request_ids: torch.Tensor | None = None,
     *,
     granularity: int,
+    logits_dtype: str = "float32",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["triton", "reference"] | None = None,
@@ -1265,9 +1295,11 @@ def indexer_block_logits_paged(
         blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
             block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, BLOCKS · g] float32, every element written.
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
         widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
             key.
 
@@ -1301,7 +1333,14 @@ def indexer_block_logits_paged(
         triton: every call.
     """
     return _indexer_block_logits_paged(
-        [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity,), out, workspace, implementation
+        [q8, weights, cache, block_table, lengths, blocks, request_ids],
+        (
+            granularity,
+            logits_dtype,
+        ),
+        out,
+        workspace,
+        implementation,
     )
 
 
@@ -1610,6 +1649,7 @@ def indexer_logits(
     starts: torch.Tensor,
     ends: torch.Tensor,
     *,
+    logits_dtype: str = "float32",
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["gluon", "triton", "reference"] | None = None,
@@ -1629,9 +1669,11 @@ def indexer_logits(
             of 32 dims, the first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, N] float32, every element written.
+        logits: [T, N] in logits_dtype, every element written.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
@@ -1663,7 +1705,9 @@ def indexer_logits(
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
         triton: every call.
     """
-    return _indexer_logits([q8, weights, keys, key_scales, starts, ends], (), out, workspace, implementation)
+    return _indexer_logits(
+        [q8, weights, keys, key_scales, starts, ends], (logits_dtype,), out, workspace, implementation
+    )
 
 
 @planned(_Plans.indexer_logits_paged)
@@ -1676,6 +1720,7 @@ def indexer_logits_paged(
     request_ids: torch.Tensor | None = None,
     *,
     max_len: int | None = None,
+    logits_dtype: str = "float32",
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["gluon", "triton", "reference"] | None = None,
@@ -1697,10 +1742,12 @@ def indexer_logits_paged(
         request_ids: [T] int32, each token's row of block_table, any integer. Without it T is a multiple of B and every
             request has T / B adjacent tokens.
         max_len: Columns of the result, default M · R.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, max_len] float32. Columns at or past a token's length are not written: read only columns below the
-            length, as `select_topk` does.
+        logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
+            below the length, as `select_topk` does.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
@@ -1731,7 +1778,14 @@ def indexer_logits_paged(
         triton: every call.
     """
     return _indexer_logits_paged(
-        [q8, weights, cache, block_table, lengths, request_ids], (max_len,), out, workspace, implementation
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (
+            max_len,
+            logits_dtype,
+        ),
+        out,
+        workspace,
+        implementation,
     )
 
 

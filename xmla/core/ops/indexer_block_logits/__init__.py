@@ -1,7 +1,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.indexer import check_keys
+from xmla.core.indexer import check_keys, check_logits_dtype, logits_of
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits
 from xmla.core.ops.indexer_block_logits.cases import CASES
@@ -9,10 +9,11 @@ from xmla.core.ops.indexer_block_logits.plan import IMPLEMENTATION
 from xmla.core.ops.indexer_block_logits.reference import reference
 from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor, declared_limits
 from xmla.core.selection import block_logits_work, capacity_of, check_granularity, entries_of
-from xmla.core.tolerance import LOGITS
 
 
-def indexer_block_logits(q8, weights, keys, key_scales, starts, ends, blocks, *, granularity: int) -> Any:
+def indexer_block_logits(
+    q8, weights, keys, key_scales, starts, ends, blocks, *, granularity: int, logits_dtype: str = "float32"
+) -> Any:  # fmt: skip
     """Lightning-indexer logits of the keys in each token's selected blocks alone, over contiguous keys (prefill).
 
         logits[t,c] = logit of t and key starts[t] + n as in `indexer_logits`,  n = blocks[t, c div g] · g + c mod g
@@ -27,9 +28,11 @@ def indexer_block_logits(q8, weights, keys, key_scales, starts, ends, blocks, *,
             A block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand
             twice.
         granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, BLOCKS · g] float32, every element written.
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
         widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
             key.
 
@@ -53,9 +56,14 @@ def indexer_block_logits(q8, weights, keys, key_scales, starts, ends, blocks, *,
     """
 
 
-def check(problem: Problem) -> None:
+def check_blocks(problem: Problem) -> None:
     check_keys(problem)
     check_granularity(problem)
+
+
+def check(problem: Problem) -> None:
+    check_blocks(problem)
+    check_logits_dtype(problem)
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
@@ -67,7 +75,7 @@ OP = Op(
     prototype=indexer_block_logits,
     tensors=dict(indexer_logits.OP.tensors) | {"blocks": Tensor("T BLOCKS", INDEX)},
     outputs={
-        "logits": Result("T ENTRIES", "float32", sizes={"ENTRIES": entries_of}, agreement=LOGITS),
+        "logits": logits_of("T ENTRIES", sizes={"ENTRIES": entries_of}),
         "widths": Result("T", "int32"),
     },
     check=check,

@@ -8,7 +8,7 @@ from xmla.core.ops.indexer_block_logits_paged.reference import positions_of
 from xmla.core.ops.indexer_logits.cases import make_case
 
 
-def with_blocks(case: Case, blocks: int, granularity: int, **attrs: int) -> Case:
+def with_blocks(case: Case, blocks: int, granularity: int, **attrs: object) -> Case:
     """A case over contiguous keys with some blocks of each token; keys in none of them are NaN."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -32,4 +32,5 @@ CASES = (
     with_blocks(make_case(4, 128, 231, dim=32), 2, 64),
     with_blocks(make_case(3, 64, 133, layout="mxfp4"), 6, 8),
     with_blocks(make_case(5, 32, 329, dim=64, layout="mxfp4", dtype=BF16), 1, 128),
+    with_blocks(make_case(3, 32, 65), 5, 8, logits_dtype="bfloat16"),
 )

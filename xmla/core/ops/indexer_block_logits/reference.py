@@ -14,6 +14,7 @@ def reference(
     blocks: np.ndarray,
     *,
     granularity: int,
+    logits_dtype: str = "float32",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reference of `indexer_block_logits`: the logits of all keys, of which the blocks' entries are taken."""
     (dense,) = indexer_logits(q8, weights, keys, key_scales, starts, ends)

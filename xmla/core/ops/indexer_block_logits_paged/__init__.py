@@ -1,7 +1,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.indexer import check_query
+from xmla.core.indexer import check_logits_dtype, check_query, logits_of
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits_paged
 from xmla.core.ops.indexer_block_logits_paged.cases import CASES
@@ -10,11 +10,11 @@ from xmla.core.ops.indexer_block_logits_paged.reference import reference
 from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
 from xmla.core.requests import check_requests, paged_limits
 from xmla.core.selection import block_logits_work, capacity_of, check_granularity, entries_of
-from xmla.core.tolerance import LOGITS
 
 
 def indexer_block_logits_paged(
-    q8, weights, cache, block_table, lengths, blocks, request_ids=None, *, granularity: int
+    q8, weights, cache, block_table, lengths, blocks, request_ids=None, *, granularity: int,
+    logits_dtype: str = "float32",
 ) -> Any:  # fmt: skip
     """Lightning-indexer logits of the keys in each token's selected blocks alone, over the paged indexer cache.
 
@@ -30,9 +30,11 @@ def indexer_block_logits_paged(
         blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
             block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, BLOCKS · g] float32, every element written.
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
         widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
             key.
 
@@ -56,10 +58,15 @@ def indexer_block_logits_paged(
     """
 
 
-def check(problem: Problem) -> None:
+def check_blocks(problem: Problem) -> None:
     check_query(problem)
     check_requests(problem, "q8")
     check_granularity(problem)
+
+
+def check(problem: Problem) -> None:
+    check_blocks(problem)
+    check_logits_dtype(problem)
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
@@ -74,7 +81,7 @@ OP = Op(
     prototype=indexer_block_logits_paged,
     tensors=TENSORS,
     outputs={
-        "logits": Result("T ENTRIES", "float32", sizes={"ENTRIES": entries_of}, agreement=LOGITS),
+        "logits": logits_of("T ENTRIES", sizes={"ENTRIES": entries_of}),
         "widths": Result("T", "int32"),
     },
     check=check,

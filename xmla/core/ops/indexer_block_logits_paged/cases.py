@@ -43,7 +43,7 @@ def keep_selected(inputs: dict[str, np.ndarray], granularity: int) -> None:
     layout.scatter(inputs["cache"], slots, *layout.gather(cache, slots))
 
 
-def with_blocks(case: Case, blocks: int, granularity: int, **attrs: int) -> Case:
+def with_blocks(case: Case, blocks: int, granularity: int, **attrs: object) -> Case:
     """A case of `indexer_logits_paged` with some blocks of each token."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -65,4 +65,5 @@ CASES = (
         make_case((305, 0, 131), 61, next_n=3, heads=32, dim=64, layout="mxfp4", dtype=BF16, padding=4), 2, 128
     ),
     with_blocks(make_case((66, 9), 53, next_n=3, heads=16, dtype=E4M3), 9, 8),
+    with_blocks(make_case((66, 9), 64, heads=16), 5, 8, logits_dtype="bfloat16"),
 )

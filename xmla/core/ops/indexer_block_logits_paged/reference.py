@@ -13,6 +13,7 @@ def reference(
     request_ids: np.ndarray | None = None,
     *,
     granularity: int,
+    logits_dtype: str = "float32",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reference of `indexer_block_logits_paged`: the logits of all keys, of which the blocks' entries are taken."""
     (dense,) = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)

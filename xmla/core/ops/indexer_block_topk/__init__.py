@@ -50,7 +50,7 @@ def indexer_block_topk(
 
 
 def check(problem: Problem) -> None:
-    indexer_block_logits.check(problem)
+    indexer_block_logits.check_blocks(problem)
     check_selection(problem)
 
 

@@ -54,7 +54,7 @@ def indexer_block_topk_paged(
 
 
 def check(problem: Problem) -> None:
-    indexer_block_logits_paged.check(problem)
+    indexer_block_logits_paged.check_blocks(problem)
     check_selection(problem)
 
 

@@ -1,18 +1,18 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from xmla.core.attribute import Attributes
 from xmla.core.device import Device
-from xmla.core.indexer import QUERY, check_keys, logits_work
+from xmla.core.indexer import QUERY, check_keys, check_logits_dtype, logits_of, logits_work
 from xmla.core.op import Op
 from xmla.core.ops.indexer_logits import plan as portable
 from xmla.core.ops.indexer_logits.cases import CASES
 from xmla.core.ops.indexer_logits.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.indexer_logits.reference import reference
-from xmla.core.problem import BYTES, F32, INDEX, Problem, Result, Tensor
-from xmla.core.tolerance import LOGITS
+from xmla.core.problem import BYTES, F32, INDEX, Problem, Tensor
 
 
-def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
+def indexer_logits(q8, weights, keys, key_scales, starts, ends, *, logits_dtype: str = "float32") -> Any:
     """Lightning-indexer logits of ragged queries over contiguous keys (prefill).
 
         logits[t,n] = Σ_i relu(q8[t,i] · key[n]) · weights[t,i]                      for starts[t] ≤ n < ends[t]
@@ -28,9 +28,11 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
             of 32 dims, the first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, N] float32, every element written.
+        logits: [T, N] in logits_dtype, every element written.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
@@ -52,6 +54,11 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends) -> Any:
     """
 
 
+def check(problem: Problem) -> None:
+    check_keys(problem)
+    check_logits_dtype(problem)
+
+
 def tokens_a_program(problem: Problem, device: Device) -> int:
     """Tokens per program: a call with one more token may cost as much as a call with this many more."""
     implementation, _ = OP.choose(problem, device)
@@ -60,7 +67,7 @@ def tokens_a_program(problem: Problem, device: Device) -> int:
     return implementation.tokens_a_program(problem, device)
 
 
-def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any], attrs: Attributes) -> tuple[Any, ...]:
     """Batched calls with separate keys: each call's keys become its only page, all values and then all scales.
 
     Folded into one array of keys, each row would get the logits of every call's keys.
@@ -80,6 +87,7 @@ def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple
             "lengths": flat["ends"],
         },
         max_len=count,
+        logits_dtype=attrs.logits_dtype,
     )
     column = xp.arange(count, dtype=xp.int32)
     seen = (column >= arrays["starts"][..., None]) & (column < arrays["ends"][..., None])
@@ -96,8 +104,8 @@ OP = Op(
         "starts": Tensor("T", INDEX, bound_of="N"),
         "ends": Tensor("T", INDEX, bound_of="N"),
     },
-    outputs={"logits": Result("T N", "float32", agreement=LOGITS)},
-    check=check_keys,
+    outputs={"logits": logits_of("T N")},
+    check=check,
     work=logits_work,
     batch=batch,
     implementations=(gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),

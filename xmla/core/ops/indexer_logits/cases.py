@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
@@ -34,6 +36,10 @@ def make_case(tokens: int, heads: int, keys: int, dim: int = 128, layout: str = 
     return Case(f"{layout}-t{tokens}-i{heads}-d{dim}-n{keys}-q {dtype.name}", make)
 
 
+def in_bfloat16(case: Case) -> Case:
+    return replace(case, name=f"{case.name}-bf16 logits", attrs={**case.attrs, "logits_dtype": "bfloat16"})
+
+
 CASES = (
     make_case(1, 64, 65),
     make_case(19, 32, 300),
@@ -43,4 +49,6 @@ CASES = (
     make_case(3, 64, 133, layout="mxfp4"),
     make_case(5, 32, 129, dim=64, layout="mxfp4", dtype=BF16),
     make_case(4, 3, 31, dim=32, layout="mxfp4"),
+    in_bfloat16(make_case(19, 32, 131)),
+    in_bfloat16(make_case(3, 64, 67, layout="mxfp4")),
 )

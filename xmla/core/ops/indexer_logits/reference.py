@@ -4,9 +4,16 @@ from xmla.core.formats.indexer import IndexerLayout
 
 
 def reference(
-    q8: np.ndarray, weights: np.ndarray, keys: np.ndarray, key_scales: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    q8: np.ndarray,
+    weights: np.ndarray,
+    keys: np.ndarray,
+    key_scales: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    *,
+    logits_dtype: str = "float32",
 ) -> tuple[np.ndarray]:
-    """Reference of `indexer_logits`, in float64."""
+    """Reference of `indexer_logits`, in float64 whatever `logits_dtype`."""
     layout = IndexerLayout(q8.shape[2], "mxfp4" if key_scales.dtype == np.int32 else "fp8")
     logits = np.full((len(q8), len(keys)), -np.inf)
     for token, (start, end) in enumerate(zip(np.maximum(starts, 0), np.minimum(ends, len(keys)), strict=True)):

@@ -1,21 +1,21 @@
 from typing import Any
 
 from xmla.core.caches import indexer_format
-from xmla.core.indexer import QUERY, check_query, logits_work
+from xmla.core.indexer import QUERY, check_logits_dtype, check_query, logits_of, logits_work
 from xmla.core.op import Op
 from xmla.core.ops.indexer_logits_paged import plan as portable
 from xmla.core.ops.indexer_logits_paged.cases import CASES
 from xmla.core.ops.indexer_logits_paged.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.indexer_logits_paged.plan import columns
 from xmla.core.ops.indexer_logits_paged.reference import reference
-from xmla.core.problem import BYTES, F32, INDEX, Problem, Result, Tensor
+from xmla.core.problem import BYTES, F32, INDEX, Problem, Tensor
 from xmla.core.requests import check_requests, paged_limits
-from xmla.core.tolerance import LOGITS
 
 
 def indexer_logits_paged(
-    q8, weights, cache, block_table, lengths, request_ids=None, *, max_len: int | None = None
-) -> Any:
+    q8, weights, cache, block_table, lengths, request_ids=None, *, max_len: int | None = None,
+    logits_dtype: str = "float32",
+) -> Any:  # fmt: skip
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
 
         logits[t,n] = Σ_i relu(q8[t,i] · key[n]) · weights[t,i]                      for n < lengths[t]
@@ -33,10 +33,12 @@ def indexer_logits_paged(
         request_ids: [T] int32, each token's row of block_table, any integer. Without it T is a multiple of B and every
             request has T / B adjacent tokens.
         max_len: Columns of the result, default M · R.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and keys within 2**-8 of each other may tie.
 
     Returns:
-        logits: [T, max_len] float32. Columns at or past a token's length are not written: read only columns below the
-            length, as `select_topk` does.
+        logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
+            below the length, as `select_topk` does.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
@@ -59,6 +61,7 @@ def indexer_logits_paged(
 def check(problem: Problem) -> None:
     check_query(problem)
     check_requests(problem, "q8")
+    check_logits_dtype(problem)
     if problem.attrs.max_len is not None:
         problem.require_count("max_len")
 
@@ -73,7 +76,7 @@ OP = Op(
         "lengths": Tensor("T", INDEX),
         "request_ids": Tensor("T", INDEX, index_of="B"),
     },
-    outputs={"logits": Result("T MAX_LEN", "float32", sizes={"MAX_LEN": columns}, agreement=LOGITS, partial=True)},
+    outputs={"logits": logits_of("T MAX_LEN", sizes={"MAX_LEN": columns}, partial=True)},
     check=check,
     limits=paged_limits,
     work=logits_work,

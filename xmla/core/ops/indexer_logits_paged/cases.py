@@ -3,7 +3,7 @@ import numpy as np
 from xmla.core.cases import BF16, block_tables, indexer_pool, row_lengths, slots_of
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.indexer_logits.cases import E4M3, query
+from xmla.core.ops.indexer_logits.cases import E4M3, in_bfloat16, query
 
 
 def make_case(
@@ -46,4 +46,6 @@ CASES = (
     make_case((150, 3), 64, layout="mxfp4", padding=68),
     make_case((5, 0, 131), 61, next_n=3, heads=32, dim=64, layout="mxfp4", dtype=BF16, padding=4),
     make_case((66, 9), 2, next_n=2, heads=7, dim=32, shuffled=True, layout="mxfp4"),
+    in_bfloat16(make_case((150, 5), 64, next_n=2, heads=32)),
+    in_bfloat16(make_case((66, 9), 61, heads=7, dim=32, layout="mxfp4", max_len=71)),
 )

@@ -13,8 +13,9 @@ def reference(
     request_ids: np.ndarray | None = None,
     *,
     max_len: int | None = None,
+    logits_dtype: str = "float32",
 ) -> tuple[np.ndarray]:
-    """Reference of `indexer_logits_paged`, in float64; columns that are not written hold NaN here."""
+    """Reference of `indexer_logits_paged`, in float64 whatever `logits_dtype`; NaN where nothing is written."""
     (layout,) = indexer_layouts(cache.shape[2], q8.shape[2])
     pages, entries, _ = cache.shape
     requests, width = block_table.shape

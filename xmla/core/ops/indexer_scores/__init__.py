@@ -1,6 +1,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from xmla.core.attribute import Attributes
 from xmla.core.op import Op
 from xmla.core.ops.indexer_scores import backward
 from xmla.core.ops.indexer_scores.cases import CASES
@@ -50,7 +51,7 @@ def work(problem: Problem, keys: int | None) -> list[Work]:
     return [Work(problem.nbytes, bf16_flops=flops)]
 
 
-def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any], _: Attributes) -> tuple[Any, ...]:
     """Batched calls with separate keys, one after another: folded, a row would have the columns of all."""
     found = [call("indexer_scores", {n: a[at] for n, a in arrays.items()}) for at in range(len(arrays["k"]))]
     return (xp.stack([scores for (scores,) in found]),)
