@@ -2001,7 +2001,8 @@ def select_topk(
     −inf. Order of the result: ascending column, so a range of at most k columns gives 0, 1, …, then −1.
 
     Args:
-        logits: [T, N] float32. Elements outside a row's range are never read and may hold anything.
+        logits: [T, N] float32 or bfloat16, of which more elements tie. Elements outside a row's range are never read
+            and may hold anything.
         ends: [T] int32, the end of each row's range, clamped to [0, N].
         starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
         k: K ≥ 1, any size.

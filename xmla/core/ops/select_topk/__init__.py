@@ -5,7 +5,7 @@ from xmla.core.op import Op
 from xmla.core.ops.select_topk.cases import CASES
 from xmla.core.ops.select_topk.plan import plan
 from xmla.core.ops.select_topk.reference import reference
-from xmla.core.problem import F32, INDEX, Limit, Problem, Result, Tensor
+from xmla.core.problem import INDEX, Limit, Problem, Result, Tensor
 from xmla.core.tolerance import Selection
 
 
@@ -16,7 +16,8 @@ def select_topk(logits, ends, starts=None, *, k: int) -> Any:
     −inf. Order of the result: ascending column, so a range of at most k columns gives 0, 1, …, then −1.
 
     Args:
-        logits: [T, N] float32. Elements outside a row's range are never read and may hold anything.
+        logits: [T, N] float32 or bfloat16, of which more elements tie. Elements outside a row's range are never read
+            and may hold anything.
         ends: [T] int32, the end of each row's range, clamped to [0, N].
         starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
         k: K ≥ 1, any size.
@@ -43,7 +44,11 @@ def check(problem: Problem) -> None:
 
 OP = Op(
     prototype=select_topk,
-    tensors={"logits": Tensor("T N", F32), "ends": Tensor("T", INDEX), "starts": Tensor("T", INDEX)},
+    tensors={
+        "logits": Tensor("T N", ("float32", "bfloat16")),
+        "ends": Tensor("T", INDEX),
+        "starts": Tensor("T", INDEX),
+    },
     outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=lambda p, arrays: [Limit(name, 0, p["N"]) for name in ("starts", "ends") if p.has(name)],

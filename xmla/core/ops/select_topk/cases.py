@@ -1,9 +1,14 @@
 import numpy as np
 
+from xmla.core.cases import BF16
 from xmla.core.op import Case
 
+F32 = np.dtype(np.float32)
 
-def _case(rows: int, columns: int, k: int, values: str = "normal", with_starts: bool = False) -> Case:
+
+def _case(
+    rows: int, columns: int, k: int, values: str = "normal", with_starts: bool = False, dtype: np.dtype = F32
+) -> Case:
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         logits = rng.standard_normal((rows, columns), np.float32)
         if values == "ties":
@@ -37,9 +42,11 @@ def _case(rows: int, columns: int, k: int, values: str = "normal", with_starts: 
             ends[4] = k + 1
         column = np.arange(columns)
         inputs["logits"][(column < starts[:, None]) | (column >= ends[:, None])] = np.nan  # never read
+        inputs["logits"] = inputs["logits"].astype(dtype)
         return inputs
 
-    return Case(f"t{rows}-n{columns}-k{k}-{values}{'-starts' if with_starts else ''}", make, {"k": k})
+    kind = f"{values}{'-starts' if with_starts else ''}{'' if dtype == F32 else f'-{dtype.name}'}"
+    return Case(f"t{rows}-n{columns}-k{k}-{kind}", make, {"k": k})
 
 
 CASES = (
@@ -57,4 +64,7 @@ CASES = (
     _case(1, 20001, 2600),  # and in several segments
     _case(2, 17000, 12500),  # too many for candidates in registers
     _case(3, 7, 2048, with_starts=True),
+    _case(2, 20001, 512, dtype=BF16),
+    _case(6, 4099, 513, "special", with_starts=True, dtype=BF16),
+    _case(2, 17000, 12500, dtype=BF16),
 )

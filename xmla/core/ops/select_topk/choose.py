@@ -144,7 +144,7 @@ def write_chosen(
 @triton.jit
 def load_keys(row_ptr, column, ok):
     """Order keys of logits [BLOCK] at `column`; absent ones are 0."""
-    return tl.where(ok, order_key(tl.load(row_ptr + column, mask=ok, other=0.0)), 0)
+    return tl.where(ok, order_key(tl.load(row_ptr + column, mask=ok, other=0.0).to(tl.float32)), 0)
 
 
 @triton.jit

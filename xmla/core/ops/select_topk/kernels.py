@@ -66,7 +66,7 @@ def estimate_threshold(row_ptr, length, sample_rank, C: tl.constexpr):
     for fold in tl.range(0, tl.cdiv(blocks, LANES // CHUNK), loop_unroll_factor=AT_ONCE, disable_licm=True):
         left = blocks - fold * (LANES // CHUNK)
         x = tl.load(row_ptr + fold * (LANES * STEP) + offs, mask=block < left, other=float("-inf"))
-        maxima = tl.maximum(maxima, x)
+        maxima = tl.maximum(maxima, x.to(tl.float32))
     low, high = tl.full([], KEY_OF_MINUS_INF, tl.uint32), tl.full([], KEY_OF_INF + 1, tl.uint32)
     reached = tl.full([], LANES, tl.int32)
     slack = sample_rank // SLACK_PART
@@ -80,7 +80,7 @@ def estimate_threshold(row_ptr, length, sample_rank, C: tl.constexpr):
 
 @triton.jit
 def topk_candidates_kernel(
-    logits_ptr,  # [T, N] f32
+    logits_ptr,  # [T, N] f32 | bf16
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
     first_row,  # of those of logits
@@ -189,7 +189,7 @@ def select_row(
 
 @triton.jit
 def topk_select_kernel(
-    logits_ptr,  # [T, N] f32
+    logits_ptr,  # [T, N] f32 | bf16
     starts_ptr,  # [T] i32 if HAS_STARTS
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs

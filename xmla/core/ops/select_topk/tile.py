@@ -15,10 +15,10 @@ def lane_columns(WARPS: tl.constexpr):
 
 @triton.jit
 def load_four(ptrs, offs, left, WHOLE: tl.constexpr, UNIT: tl.constexpr):
-    """Elements at ptrs and the three after, NaN from `left` on unless the tile is WHOLE."""
+    """Elements at ptrs and the three after in float32, NaN from `left` on unless the tile is WHOLE."""
     four = ()
-    if WHOLE and UNIT == 4:
-        x = tl.load(ptrs[:, :, None] + tl.arange(0, 4)[None, None, :])
+    if WHOLE and UNIT >= 4:
+        x = tl.load(ptrs[:, :, None] + tl.arange(0, 4)[None, None, :]).to(tl.float32)
         even, odd = tl.split(tl.reshape(x, [x.shape[0], 32, 2, 2]))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
@@ -26,9 +26,9 @@ def load_four(ptrs, offs, left, WHOLE: tl.constexpr, UNIT: tl.constexpr):
     else:
         for i in tl.static_range(4):
             if WHOLE:
-                four += (tl.load(ptrs + i),)
+                four += (tl.load(ptrs + i).to(tl.float32),)
             else:
-                four += (tl.load(ptrs + i, mask=offs + i < left, other=float("nan")),)
+                four += (tl.load(ptrs + i, mask=offs + i < left, other=float("nan")).to(tl.float32),)
     return four
 
 
@@ -37,7 +37,7 @@ def load_tile(ptr, last, WHOLE: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.cons
     """WARPS · 512 elements, NaN from `last` on unless the tile is WHOLE: four quarters, four adjacent columns per lane.
 
     16 tensors of a warp's width: in one tensor the scattered stores would need another layout than the loads. With a
-    UNIT of 4 the four columns are one load of 16 bytes, if `ptr` is so aligned.
+    UNIT of 4 or more the four columns are one load, of 16 bytes if they are float32, if `ptr` is so aligned.
     """
     offs = lane_columns(WARPS)
     tile = ()
