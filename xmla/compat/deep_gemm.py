@@ -116,7 +116,8 @@ def _ragged(
     count = len(keys)
     if max_seqlen_k == 0:
         keys, scales = _more_rows(keys), _more_rows(scales)
-        return torch_api.indexer_logits(query, weights, keys, scales, starts, ends).to(logits_dtype)[:, :count]
+        dtype = _name(logits_dtype)
+        return torch_api.indexer_logits(query, weights, keys, scales, starts, ends, logits_dtype=dtype)[:, :count]
     logits = weights.new_empty((len(query), _row(max_seqlen_k)), dtype=logits_dtype)[:, :max_seqlen_k]
     column = torch.arange(max_seqlen_k, device=query.device)
     step = max(1, DENSE_BYTES // (4 * max(1, count)))
@@ -197,8 +198,9 @@ def _paged(
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device, dtype=torch.int32)
     lengths, cache = lengths.reshape(-1), kv_cache[:, :, 0]
     logits = torch_api.indexer_logits_paged(
-        query.flatten(0, 1), weights.float(), cache, as_int32(block_table), lengths, max_len=_row(max_context_len)
-    ).to(logits_dtype)[:, :max_context_len]  # fmt: skip
+        query.flatten(0, 1), weights.float(), cache, as_int32(block_table), lengths, max_len=_row(max_context_len),
+        logits_dtype=_name(logits_dtype),
+    )[:, :max_context_len]  # fmt: skip
     if not clean_logits:
         return logits
     column = torch.arange(max_context_len, device=lengths.device)
@@ -268,8 +270,9 @@ def fp8_fp4_sparse_mqa_logits(
     })  # fmt: skip
     blocks, starts, ends = _unpacked(here, metadata, len(query), num_max_sparse_blocks, 2)
     logits, _ = torch_api.indexer_block_logits(
-        query, weights.float(), keys, scales, starts, ends, blocks, granularity=sparse_block_kv
-    )
+        query, weights.float(), keys, scales, starts, ends, blocks, granularity=sparse_block_kv,
+        logits_dtype="bfloat16",
+    )  # fmt: skip
     return _as_sparse_rows(logits)
 
 
@@ -338,10 +341,14 @@ def fp8_fp4_paged_sparse_mqa_logits(
     block_table, lengths = torch.arange(pages, device=query.device, dtype=torch.int32), pages * page
     logits, _ = torch_api.indexer_block_logits_paged(
         query[:, 0], weights.float(), kv_cache[:, :, 0], block_table[None], torch.full_like(widths, lengths), places,
-        granularity=sparse_block_kv,
+        granularity=sparse_block_kv, logits_dtype="bfloat16",
     )  # fmt: skip
     columns = torch.arange(logits.shape[1], device=logits.device)
     return _as_sparse_rows(logits.masked_fill_(columns >= widths[:, None], -torch.inf))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_blocks(here: str, qk_dtype: torch.dtype, granularity: int, page: int | None = None) -> None:
@@ -392,7 +399,7 @@ def _mxfp4_query(here: str, q: Query | Tensor) -> Tensor:
 
 
 def _as_sparse_rows(logits: Tensor) -> Tensor:
-    """Logits in bfloat16, with rows a multiple of SPARSE_ROW_MULTIPLE elements apart."""
+    """bfloat16 logits with rows a multiple of SPARSE_ROW_MULTIPLE elements apart."""
     rows, columns = logits.shape
     return logits.new_empty((rows, _row(columns, SPARSE_ROW_MULTIPLE)), dtype=torch.bfloat16)[:, :columns].copy_(logits)
 
