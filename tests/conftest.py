@@ -1,6 +1,7 @@
 """Chooses the interpreter where there is no GPU, before NumPy, Triton, JAX or torch are imported."""
 
 import os
+import sys
 from pathlib import Path
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
@@ -13,6 +14,11 @@ if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # wo
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Programs are small and run once: XLA's time is that of its optimiser.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Tests start a hundred processes, each of which would compile the package's Python again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Tiles are small: a second thread of BLAS mostly spins, on a core that another worker needs, and the fuzzer takes the
 # processor time of 64 of them for a call that hangs.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

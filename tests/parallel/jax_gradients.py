@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "2"
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
 

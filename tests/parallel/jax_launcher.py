@@ -8,7 +8,7 @@ copies no cache, not what they compute.
 import os
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 
 import sys
 from collections.abc import Callable

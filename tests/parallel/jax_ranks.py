@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent.parent))
