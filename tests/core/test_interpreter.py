@@ -177,6 +177,79 @@ def test_shortcuts_change_no_bit(left: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert not (mine == UNWRITTEN).any() and np.array_equal(mine.view(np.uint64), theirs.view(np.uint64))
 
 
+@triton.jit
+def loads_kernel(a_ptr, n, out_ptr, N: tl.constexpr):
+    """Masks and what stands in for masked elements as tiles, a row, a column, a scalar and numbers."""
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    row_ok, column_ok, one_ok = rows < n, columns < n - 3, n > 2
+    tile, row = a_ptr + rows * N + columns, a_ptr + columns
+    other = tl.load(tile)
+    place = out_ptr + rows * N + columns
+    for value in (
+        tl.load(tile, mask=row_ok), tl.load(tile, mask=row_ok & column_ok, other=3), tl.load(tile, row_ok, True),
+        tl.load(tile, mask=column_ok, other=other), tl.load(tile, mask=column_ok, other=tl.load(a_ptr + 5)),
+        tl.load(row, mask=row_ok, other=2), tl.load(row, mask=column_ok, other=tl.load(row)) + rows.to(tl.float32),
+        tl.load(a_ptr + 7, mask=one_ok, other=4) + tl.load(a_ptr, mask=n < 0, other=6) + 0 * other,
+        tl.load(tile, mask=column_ok, other=2.5), tl.load(tile, mask=column_ok, other=float("-inf")),
+        tl.load(tile, mask=column_ok, other=0.0), tl.load(tile, mask=column_ok, other=-0.0),
+        tl.load(tile, mask=row_ok, other=rows), tl.load(tl.trans(tile), mask=row_ok, other=tl.trans(other)),
+        # What a sum adds in turn follows the order in memory.
+        tl.sum(tl.load(tl.trans(tile), mask=row_ok, other=0).to(tl.float32) / 7, axis=0)[None, :] + rows,
+    ):  # fmt: skip
+        tl.store(place, value.to(tl.float64))
+        place += N * N
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32"])
+def test_loads_by_shortcuts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = np.random.default_rng(0).integers(0, 9, (16, 16)).astype(DTYPES[kind][0])
+
+    def run() -> list[np.ndarray]:
+        found = []
+        for n in (9, 1, 16):
+            out = np.full((15, 16, 16), UNWRITTEN)
+            with interpreter.corrected(), np.errstate(all="ignore"):
+                loads_kernel[(1,)](interpreter._pointer(a), interpreter._size(n), interpreter._pointer(out), N=16)
+            found.append(out)
+        return found
+
+    run()  # of types that are new
+    ours = run()
+    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
+    for mine, theirs in zip(ours, run(), strict=True):
+        assert not (mine == UNWRITTEN).any() and np.array_equal(mine.view(np.uint64), theirs.view(np.uint64))
+
+
+@triton.jit
+def products_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
+    first = tl.dot(a, b)
+    for value in (first, tl.dot(a, tl.trans(b), acc=first), tl.dot(a, b, first, input_precision="ieee")):
+        tl.store(out_ptr + offs, value)
+        out_ptr += N * N
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, np.float32])
+def test_products_by_shortcuts_change_no_bit(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((16, 16)).astype(dtype) for _ in range(2))
+
+    def run() -> np.ndarray:
+        out = np.full((3, 16, 16), np.nan, np.float32)
+        with interpreter.corrected():
+            products_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
+        return out
+
+    run()  # of types that are new
+    ours = run()
+    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
+    theirs = run()
+    assert np.isfinite(theirs).all() and np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
 # A process forks, as a loader of data does, while another thread is in the interpreter.
 FORK = """
 import os, signal, threading, time

@@ -27,11 +27,17 @@ _blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 _shapes: dict[str, tuple[Any, Any]] = {}
 _choices: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _casts: dict[tuple[str, str], tuple[tuple[Any, ...], np.dtype]] = {}
+_roundings: dict[tuple[str, str], tuple[Any, ...]] = {}
+_broadcasts: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 # The numbers of each type whose operands are computed in it, whatever the operation.
 _RANGES: dict[Any, tuple[float, float]] = {kind.name: (-np.inf, np.inf) for kind in (tl.float32, tl.float64)}
 for _kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64):
     _RANGES[_kind.name] = np.iinfo(_get_np_dtype(_kind)).min, np.iinfo(_get_np_dtype(_kind)).max
+
+# What a cast between these types computes is one function of the builder's.
+_ROUNDED = {(source.name, target.name) for source in (tl.float16, tl.bfloat16) for target in (tl.float32,)}
+_ROUNDED |= {(target, source) for source, target in _ROUNDED}
 
 
 def _np_dtype(kind: Any) -> np.dtype:
@@ -76,9 +82,13 @@ class _Semantic(TritonSemantic):
         source, target = input.dtype.name, dst_ty.scalar
         if source == target.name:
             return input
+        key = input.type.name, target.name
+        if (source, target.name) in _ROUNDED and fp_downcast_rounding is None:
+            if key not in _roundings:
+                _roundings[key] = _like(super().cast(input, dst_ty))
+            return _tensor_of(self.builder.cast_impl(input.handle, target).data, _roundings[key])
         if target.name not in _RANGES or source not in (*_RANGES, "int1") or fp_downcast_rounding is not None:
             return super().cast(input, dst_ty, fp_downcast_rounding)
-        key = input.type.name, target.name
         if key not in _casts:
             _casts[key] = _like(super().cast(input, dst_ty)), _np_dtype(target)
         like, dtype = _casts[key]
@@ -112,13 +122,15 @@ class _Semantic(TritonSemantic):
         return super().broadcast_impl_value(lhs, rhs)
 
     def _as_broadcast(self, value: Any, shape: list[int]) -> Any:
-        if value.type.is_block() and value.type.shape.values == shape:
+        kind, data = value.type, value.handle.data
+        if kind.is_block() and kind.shape.values == shape:
             return value
         # A view of a block and an array of a scalar, as Triton's: sums follow the order of results in memory.
-        data = np.broadcast_to(value.handle.data, shape)
-        if not value.type.is_block():
-            data = data.copy()
-        return tl.tensor(TensorHandle(data, value.dtype), tl.block_type(value.dtype, shape))
+        data = np.broadcast_to(data, shape) if kind.is_block() else np.full(shape, data)
+        key = kind.name, *shape
+        if key not in _broadcasts:
+            _broadcasts[key] = _like(tl.tensor(TensorHandle(data, kind.scalar), tl.block_type(kind.scalar, shape)))
+        return _tensor_of(data, _broadcasts[key])
 
 
 def _is_number_of(value: Any, kind: Any) -> bool:
@@ -259,6 +271,72 @@ def _expand_method(member: Any) -> Any:
     return call
 
 
+@cache
+def _load(member: Any) -> Any:
+    """Loads through pointers, masks and other values of types that have been loaded before."""
+    first, semantic, tensor = _with_semantic(member), interpreter.interpreter_semantic, tl.tensor
+    known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+
+    def call(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
+        if type(pointer) is not tensor or type(mask) is not tensor:
+            return first(pointer, mask, other, **options)
+        if type(other) is tl.constexpr:
+            other = other.value
+        key = pointer.type.name, mask.type.name, other.type.name if type(other) is tensor else repr(other)
+        if key not in known:
+            result = first(pointer, mask, other, **options)
+            kind, shape = result.dtype, result.handle.data.shape
+            if kind is not pointer.dtype.element_ty or not mask.dtype.is_int1() or _another(other, kind):
+                known[key] = None
+            else:
+                masked = None
+                if type(other) is not tensor:
+                    number = semantic.cast(semantic.to_tensor(0 if other is None else other), kind)
+                    masked = np.full(shape, number.handle.data)
+                known[key] = shape, _np_dtype(kind), masked, _like(result)
+            return result
+        if (facts := known[key]) is None:
+            return first(pointer, mask, other, **options)
+        shape, dtype, masked, like = facts
+        data = pointer.handle.data, mask.handle.data, other.handle.data if masked is None else masked
+        whole = (array if array.shape == shape else np.broadcast_to(array, shape) for array in data)
+        return _tensor_of(interpreter._interpreter.load(*whole, dtype), like)
+
+    return call
+
+
+def _another(value: Any, kind: Any) -> bool:
+    """Whether `value` is a tensor of another type than `kind`."""
+    return type(value) is tl.tensor and value.dtype.name != kind.name
+
+
+@cache
+def _dot(member: Any) -> Any:
+    """Products of tiles of types that have been multiplied before, summed in float32."""
+    first, builder, tensor = _with_semantic(member), interpreter.interpreter_builder, tl.tensor
+    known: dict[tuple[Any, ...], tuple[TensorHandle, tuple[Any, ...]] | None] = {}
+
+    def call(left: Any, right: Any, acc: Any = None, **options: Any) -> Any:
+        key = left.type.name, right.type.name, acc.type.name if type(acc) is tensor else type(acc), *options
+        if key not in known:
+            result = first(left, right, acc, **options)
+            plain = left.dtype.is_floating() and len(result.shape) == 2 and (acc is None or type(acc) is tensor)
+            known[key] = None
+            if plain and result.dtype.is_fp32() and {"input_precision"}.issuperset(options):
+                zeros = np.zeros(result.handle.data.shape, np.float32)
+                known[key] = TensorHandle(zeros, tl.float32), _like(result)
+            return result
+        if (facts := known[key]) is None:
+            return first(left, right, acc, **options)
+        start, like = facts
+        if type(acc) is tensor:
+            start = acc.handle
+        return _tensor_of(builder.create_dot(left.handle, right.handle, start, None, None).data, like)
+
+    return call
+
+
+_FUNCTIONS = {"load": _load, "dot": _dot}
 _METHODS = {"to": _cast_method, "__getitem__": _expand_method}
 
 
@@ -269,6 +347,8 @@ def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
             faster = _operator(operator, member)
         elif name in _METHODS:
             faster = _METHODS[name](member)
+    elif owner is tl and name in _FUNCTIONS:
+        faster = _FUNCTIONS[name](member)
     scope.set_attr(owner, name, faster)
 
 
