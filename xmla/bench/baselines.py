@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def peers() -> dict[str, str | None]:
     sgl-flash-mla 1.0.0 has upstream's last kernels for Hopper.
     """
     packages = {"flash_mla": flash_mla() is not None, "cudnn": cudnn()}
+    packages |= {name: find_spec(name) is not None for name in ("sglang", "vllm", "deep_gemm")}
     return {name: _distribution(name) if installed else None for name, installed in packages.items()}
 
 
@@ -124,3 +126,69 @@ def cudnn_backward(
         return gradients["dq"], gradients["dkv"].unsqueeze(1)
 
     return call
+
+
+def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
+    """SGLang's topk_v2 as its engine calls it: indices [T, K] in any order.
+
+    Rows of decode, up to 512, have a plan, which a step makes once for all its layers; rows of prefill need none.
+    """
+    topk = import_module("sglang.kernels.ops.attention.dsv4.topk")
+    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    if len(logits) > 512:
+        offsets = torch.zeros_like(lengths)
+        transform, more = topk.topk_transform_ragged_v2, {"out_offsets": offsets, "out_indices": indices}
+        arguments: tuple[Any, ...] = logits, lengths
+    else:
+        transform, more = topk.topk_transform_paged_v2, {}
+        arguments = logits, lengths, None, indices, 64, topk.plan_topk_v2(lengths)
+
+    def call() -> torch.Tensor:
+        transform(*arguments, **more)
+        return indices
+
+    return call
+
+
+def vllm_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
+    """vLLM's top-k as its engine chooses it, by the number of rows: indices [T, K] in any order."""
+    package = find_spec("vllm")
+    if package is None or package.submodule_search_locations is None:
+        raise ModuleNotFoundError("No module named 'vllm'")
+    # Its library alone: the package would also import what the library does not need.
+    (library,) = Path(package.submodule_search_locations[0]).glob("_C_stable_libtorch*.so")
+    torch.ops.load_library(str(library))
+    topk = torch.ops._C.cooperative_topk if len(logits) <= 64 else torch.ops._C.persistent_topk
+    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    workspace = torch.zeros(1 << 20, device=logits.device, dtype=torch.uint8)
+
+    def call() -> torch.Tensor:
+        topk(logits, lengths, indices, workspace, k, logits.shape[1])
+        return indices
+
+    return call
+
+
+def deep_gemm_logits(
+    q8: torch.Tensor, weights: torch.Tensor, k8: torch.Tensor, scales: torch.Tensor, starts: torch.Tensor,
+    ends: torch.Tensor,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """DeepGEMM's logits over contiguous keys [T, N]; what lies outside of a row's range is not written."""
+    package = import_module("deep_gemm")
+    return lambda: package.fp8_fp4_mqa_logits((q8, None), (k8, scales), weights, starts, ends, 0)
+
+
+def deep_gemm_paged_logits(
+    q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor,
+    max_len: int,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """DeepGEMM's logits over pages of 64 keys [T, N]. Its schedule is made once, as by a step for all its layers."""
+    package = import_module("deep_gemm")
+    requests = len(block_table)
+    lengths = lengths.view(requests, -1)
+    sms = torch.cuda.get_device_properties(q8.device).multi_processor_count
+    schedule = package.get_paged_mqa_logits_metadata(lengths, 64, sms)
+    queries = q8.view(requests, -1, *q8.shape[1:]), None
+    return lambda: package.fp8_fp4_paged_mqa_logits(
+        queries, cache.unsqueeze(2), weights, lengths, block_table, schedule, max_len
+    )

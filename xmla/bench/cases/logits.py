@@ -1,18 +1,20 @@
 """The indexer's logits, at the shapes of DeepGEMM's benchmark."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 
 from xmla import torch_api
-from xmla.bench import problems
+from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.errors import relative_error
 
 TOLERANCE = 3e-3  # DeepGEMM's own bound, 1 − 2Σab/Σ(a²+b²) < 5e-6, as a relative norm
 HEADS, DIMS = 64, 128
 CHECKED_TOKENS = 64
+DEEP_GEMM = "DeepGEMM"
 
 
 def ragged_case(heads: int, tokens: int, keys: int) -> Benchmark:
@@ -27,19 +29,23 @@ def ragged_case(heads: int, tokens: int, keys: int) -> Benchmark:
     def written(logits: torch.Tensor) -> torch.Tensor:
         return logits.where(torch.arange(keys, device=problems.DEVICE) < ends[:, None], 0)
 
-    def check() -> float:
+    def error(logits: torch.Tensor) -> float:
         rows = slice(CHECKED_TOKENS)
         dots = torch.einsum("tid,nd->tin", q8[rows].float(), k8.float()).relu()
         want = torch.einsum("tin,ti->tn", dots, weights[rows]) * scales
         valid = torch.arange(keys, device=problems.DEVICE) < ends[rows, None]
-        return relative_error(call(torch_api, *arguments)[rows][valid], want[valid])
+        return relative_error(logits[rows, :keys][valid], want[valid])
+
+    prepared = cache(lambda: baselines.deep_gemm_logits(*arguments))
 
     return Benchmark(
         op="indexer_logits",
         case=f"i={heads} s_q={tokens} s_kv={keys} causal",
         call=call,
         inputs=[arguments],
-        check=check,
+        check=lambda: error(call(torch_api, *arguments)),
+        peers={DEEP_GEMM: lambda _: prepared()()},
+        peer_checks={DEEP_GEMM: lambda: error(prepared()())},
         written=written,
         flops=2 * int(ends.sum()) * heads * DIMS,
         bytes=tokens * keys * 4,
@@ -70,18 +76,22 @@ def paged_case(pool: torch.Tensor, requests: int, next_n: int, keys: int) -> Ben
     def call(ops: Any, *arrays: Any) -> Any:
         return ops.indexer_logits_paged(*arrays)
 
-    def check() -> float:
+    def error(logits: torch.Tensor) -> float:
         place = torch.arange(keys, device=problems.DEVICE)
         k8, scales = torch_api.read_indexer_cache(pool, tables[0][0, place // 64] * 64 + place % 64)
         want = (q8[0].float() @ k8.float().T).relu().T @ weights[0] * scales
-        return relative_error(call(torch_api, *inputs[0])[0, :keys], want)
+        return relative_error(logits[0, :keys], want)
+
+    prepared = cache(lambda i: baselines.deep_gemm_paged_logits(*inputs[i], WIDEST))
 
     return Benchmark(
         op="indexer_logits_paged",
         case=f"b={requests} next_n={next_n} keys={keys}",
         call=call,
         inputs=inputs,
-        check=check,
+        check=lambda: error(call(torch_api, *inputs[0])),
+        peers={DEEP_GEMM: lambda i: prepared(i)()},
+        peer_checks={DEEP_GEMM: lambda: error(prepared(0)())},
         written=lambda logits: logits[:, :keys],
         flops=2 * tokens * keys * HEADS * DIMS,
         bytes=read + tokens * keys * 4,

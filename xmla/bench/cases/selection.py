@@ -1,20 +1,23 @@
 """Selection of keys: top-k of stored logits, and logits and selection in one op."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from xmla import torch_api
-from xmla.bench import problems
+from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.cases.logits import DIMS, HEADS
 
 K = 2048
 TOPK = (
-    *((rows, columns) for columns in (32768, 131072, 1048576) for rows in (1, 8)),
+    *((rows, columns) for columns in (32768, 65536, 131072, 1048576) for rows in (1, 8)),
     (64, 65536), (2048, 65536), (8192, 32768),
 )  # fmt: skip
+# Of engines, where they are installed: the same elements, in any order.
+ENGINES = {"SGLang topk_v2": baselines.sglang_topk, "vLLM": baselines.vllm_topk}
 
 
 def unlike(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -22,28 +25,33 @@ def unlike(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got != want).float().mean())
 
 
-def topk_case(rows: int, columns: int) -> Benchmark:
+def topk_case(rows: int, columns: int, k: int = K) -> Benchmark:
     sets = rotation(rows * columns * 4)
     logits = torch.randn(sets, rows, columns, device=problems.DEVICE)
     ends = torch.full((rows,), columns, device=problems.DEVICE, dtype=torch.int32)
 
     def call(ops: Any, logits: Any, ends: Any) -> Any:
-        return ops.select_topk(logits, ends, k=K)
+        return ops.select_topk(logits, ends, k=k)
 
     def torch_topk(i: int) -> torch.Tensor:
-        return torch.topk(logits[i], K, sorted=False)[1]
+        return torch.topk(logits[i], k, sorted=False)[1]
 
-    def check() -> float:
-        selected = call(torch_api, logits[0], ends).sort(1)[0]
-        return float((selected != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
+    def unlike_torch(selected: torch.Tensor) -> float:
+        return float((selected.sort(1)[0] != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
 
+    def by(engine: Callable[..., Callable[[], torch.Tensor]]) -> Callable[[int], torch.Tensor]:
+        prepared = cache(lambda i: engine(logits[i], ends, k))
+        return lambda i: prepared(i)()
+
+    engines = {name: by(engine) for name, engine in ENGINES.items()}
     return Benchmark(
         op="select_topk",
-        case=f"{rows} × {columns} k={K}",
+        case=f"{rows} × {columns} k={k}",
         call=call,
         inputs=[(logits[i], ends) for i in range(sets)],
-        check=check,
-        peers={"torch.topk": torch_topk},
+        check=lambda: unlike_torch(call(torch_api, logits[0], ends)),
+        peers={"torch.topk": torch_topk, **engines},
+        peer_checks={name: partial(lambda peer: unlike_torch(peer(0)), peer) for name, peer in engines.items()},
         bytes=rows * columns * 4,
     )
 
