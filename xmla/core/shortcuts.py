@@ -274,7 +274,8 @@ def _expand_method(member: Any) -> Any:
 @cache
 def _load(member: Any) -> Any:
     """Loads through pointers, masks and other values of types that have been loaded before."""
-    first, semantic, tensor = _with_semantic(member), interpreter.interpreter_semantic, tl.tensor
+    first, semantic = _with_semantic(member), interpreter.interpreter_semantic
+    tensor: Any = tl.tensor
     known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
 
     def call(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
@@ -313,7 +314,8 @@ def _another(value: Any, kind: Any) -> bool:
 @cache
 def _dot(member: Any) -> Any:
     """Products of tiles of types that have been multiplied before, summed in float32."""
-    first, builder, tensor = _with_semantic(member), interpreter.interpreter_builder, tl.tensor
+    first, builder = _with_semantic(member), interpreter.interpreter_builder
+    tensor: Any = tl.tensor
     known: dict[tuple[Any, ...], tuple[TensorHandle, tuple[Any, ...]] | None] = {}
 
     def call(left: Any, right: Any, acc: Any = None, **options: Any) -> Any:

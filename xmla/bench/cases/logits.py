@@ -82,7 +82,7 @@ def paged_case(pool: torch.Tensor, requests: int, next_n: int, keys: int) -> Ben
         want = (q8[0].float() @ k8.float().T).relu().T @ weights[0] * scales
         return relative_error(logits[0, :keys], want)
 
-    prepared = cache(lambda i: baselines.deep_gemm_paged_logits(*inputs[i], WIDEST))
+    prepared = cache(lambda i: baselines.deep_gemm_paged_logits(*inputs[i], max_len=WIDEST))
 
     return Benchmark(
         op="indexer_logits_paged",
