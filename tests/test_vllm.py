@@ -53,12 +53,12 @@ def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def selected(
     step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1, shards: Shards | None = None,
-    share: Any = None,
+    share: Any = None, blocks: indexer.Blocks | None = None,
 ) -> np.ndarray:  # fmt: skip
     found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
     keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
     buffers = keys, torch.empty(256, device=device), torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards, share)
+    indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards, share, blocks)
     return found.cpu().numpy()
 
 
@@ -268,10 +268,60 @@ def test_places_among_own_keys(ranks: int, interleave: int, device: str) -> None
     assert torch.equal(torch.stack(back).amax(0), positions)
 
 
+def in_blocks(step: Any, tokens: list[tuple[int, int]], cache: torch.Tensor, table: torch.Tensor, device: str) -> None:
+    """V4.1's source layer selects 12 blocks of 2 keys, and keys of all; a layer after it keys of the blocks it has."""
+    called = *query(len(tokens), device), cache, table
+    requests, lengths = (ints(*values, device=device) for values in zip(*tokens, strict=True))
+    found = torch.full((len(tokens), 12), -7, dtype=torch.int32, device=device)
+    of_source = selected(step, cache, len(tokens), device, blocks=indexer.Blocks(found, 2, source=True))
+    assert np.array_equal(of_source, wanted(tokens, cache, table, device))
+    reference = {"granularity": 2, "implementation": "reference"}
+    assert torch.equal(found, xt.indexer_blocks_paged(*called, lengths, requests, k=12, **reference))
+
+    columns = torch.arange(12, dtype=torch.int32, device=device)
+    within = torch.where((found + columns[:, None].T + len(tokens)) % 3 > 0, found, -1)
+    want = xt.indexer_block_topk_paged(*called, lengths, within, requests, k=K, **reference)
+    got = selected(step, cache, len(tokens), device, blocks=indexer.Blocks(within, 2, source=False))
+    assert np.array_equal(got, want.cpu().numpy()) and not np.array_equal(got, of_source)
+
+
+@pytest.mark.parametrize("new", [[2, 2, 2], [3, 1, 2]])
+def test_decodes_within_blocks(new: list[int], device: str) -> None:
+    lengths = [20, 9, 31]
+    cache, table = make(lengths, device)
+    seq_lens = [[keys - max(new) + 1 + j for j in range(max(new))] for keys in lengths]
+    in_blocks(decodes(seq_lens, new, table, device), visible(lengths, new), cache, table, device)
+
+
+def test_prefills_within_blocks(device: str) -> None:
+    step, cache, _ = mixed(device)
+    _, table = make([20, 30, 13], device)
+    in_blocks(step, visible([20, 30, 13], [1, 9, 4]), cache, table, device)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "told"),
+    [(8, "a selection of 8 keys in 8 blocks"), (10, "blocks of a number that is no multiple of 4: 10")],
+)
+def test_blocks_that_do_not_hold_the_selection_are_refused(blocks: int, told: str) -> None:
+    def unserved(count: int) -> dict[str, bool]:
+        buffers = torch.empty(1, K, dtype=torch.int32), torch.empty(1, count, dtype=torch.int32)
+        call = {"use_fp4_cache": False, "use_pcp": False, "topk_indices_buffer": buffers[0]}
+        found = {"candidate_blocks": buffers[1], "candidate_block_size": 8, "candidate_write": True}
+        return indexer.unserved(call, "DEEPSEEK_V41_INDEXER", indexer.Blocks.of(found))
+
+    refuse(unserved(12))
+    assert indexer.Blocks.of({}) is None and indexer.Blocks.of({"candidate_blocks": None}) is None
+    with pytest.raises(UnsupportedError) as raised:
+        refuse(unserved(blocks))
+    message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+    assert str(raised.value) == message
+
+
 @pytest.mark.parametrize(
     ("changed", "backend", "told"),
     [
-        ({}, "DEEPSEEK_V41_INDEXER", "the indexer of DEEPSEEK_V41_INDEXER"),
+        ({}, "DEEPSEEK_V42_INDEXER", "the indexer of DEEPSEEK_V42_INDEXER"),
         ({"use_fp4_cache": True}, "DEEPSEEK_V32_INDEXER", "MXFP4 keys of the indexer"),
         (
             {"use_fp4_cache": True, "use_pcp": True},
@@ -282,7 +332,7 @@ def test_places_among_own_keys(ranks: int, interleave: int, device: str) -> None
 )
 def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, told: str) -> None:
     served = {"use_fp4_cache": False, "use_pcp": False}
-    for known in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"):
+    for known in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER"):
         refuse(indexer.unserved(served, known))
     with pytest.raises(UnsupportedError) as raised:
         refuse(indexer.unserved(served | changed, backend))
@@ -292,7 +342,8 @@ def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, to
 
 def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNamespace:
     """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2."""
-    found = {"indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "use_ubatching": False} | changed
+    found = {"indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "use_ubatching": False, "backend": None}
+    found |= changed
     part = SimpleNamespace(**found)
     text = SimpleNamespace(**({"model_type": "deepseek_v32", "index_topk": 2048} if model is None else model))
     return SimpleNamespace(
@@ -306,7 +357,10 @@ def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNam
     [
         (configured({"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}),
          "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash"),
-        (configured({"model_type": "deepseek_v41", "index_topk": 512}), "DeepSeek-V4.1"),
+        (configured({"model_type": "deepseek_v41", "index_topk": 512}, indexer_sparse_logits=True),
+         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)"),
+        (configured({"model_type": "deepseek_v41", "index_topk": 512},
+                    backend=SimpleNamespace(name="FLASHMLA_MEGA_ATTN_DSV41")), "FLASHMLA_MEGA_ATTN_DSV41"),
         (configured(indexer_kv_dtype="mxfp4"), "MXFP4 keys of the indexer"),
         (configured(indexer_kv_dtype="bf16", use_fp4_indexer_cache=True), "MXFP4 keys of the indexer"),
         (configured(prefill_context_parallel_size=2, use_ubatching=True),
@@ -315,7 +369,7 @@ def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNam
 )  # fmt: skip
 def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str) -> None:
     """All of it is known before weights are loaded, and whatever backend of attention is named."""
-    for model in ({"model_type": "deepseek_v4", "index_topk": 512}, {"model_type": "glm", "index_topk": 9}, None):
+    for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))
     for model in ({"model_type": "llama"}, {"model_type": "glm", "index_topk": None, "index_kpool": 4}):
         assert unserved(configured(model, use_ubatching=True)) == {}
@@ -449,6 +503,48 @@ def test_warmup_of_selections(device: Device) -> None:
         missing = unlisted(rng, device, found, make)
         assert not missing, missing[0]
     assert len(found) < 110
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_warmup_of_selections_in_blocks(device: Device) -> None:
+    """Those of V4.1's source layer, at any size of a step; the layers after it launch some of them."""
+    rng, k, most = np.random.default_rng(3), 512, 2048
+    blocks = indexer.Blocks(torch.empty(1, most), 8, source=True)
+    found = specializations(
+        warmup.select_calls(INDEX_POOL, 32, k, 1, SIZES, device, blocks, written=True), device
+    )  # fmt: skip
+    after = replace(blocks, source=False)
+    of_others = specializations(warmup.select_calls(INDEX_POOL, 32, k, 1, SIZES, device, after, written=True), device)
+    assert set(of_others) < set(found)
+
+    def call(name: str, specs: dict[str, Spec]) -> Call:
+        attrs = {"granularity": 8, "workspace_bytes": blocks.scratch(SIZES.scratch)}
+        if rng.random() < 0.5:
+            return Call(f"indexer_blocks{name}", specs, attrs | {"k": most})
+        within = {"blocks": Spec((specs["q8"].shape[0], most), "int32")}
+        return Call(f"indexer_block_topk{name}", specs | within, attrs | {"k": k})
+
+    def query(tokens: int) -> dict[str, Spec]:
+        return {"q8": Spec((tokens, 32, 128), "float8_e4m3fn"), "weights": Spec((tokens, 32), "float32")}
+
+    def prefill() -> Call:
+        tokens = any_size(rng, SIZES.tokens)
+        keys = any_size(rng, min(SIZES.keys, SIZES.scratch // (4 * tokens)))
+        gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
+        rows = {name: Spec((tokens,), "int32") for name in ("starts", "ends")}
+        return call("", query(tokens) | gathered | rows)
+
+    def decode() -> Call:
+        requests, new = any_size(rng, SIZES.requests), int(rng.integers(1, 4))
+        rows = {name: Spec((requests * new,), "int32") for name in ("lengths", "request_ids")}
+        if rng.random() < 0.5:
+            del rows["request_ids"]
+        pages = {"cache": INDEX_POOL, "block_table": Spec((requests, 2560), "int32")}
+        return call("_paged", query(requests * new) | pages | rows)
+
+    for make in (prefill, decode):
+        missing = unlisted(rng, device, found, make)
+        assert not missing, missing[0]
 
 
 def test_width_of_tables() -> None:

@@ -3,6 +3,7 @@
 vLLM's platform for CUDA is imported without its library, which needs a driver. Nothing of it runs.
 """
 
+import importlib
 import json
 import sys
 import tempfile
@@ -57,35 +58,40 @@ def without_another() -> str:
         return str(error)
 
 
-def v4_layers(backend: str) -> str:
-    """The class of DeepSeek-V4's attention for a backend that the user names."""
-    from vllm.models.deepseek_v4.nvidia import model
+def v4_layers(version: str, backend: str) -> str:
+    """The class of attention of a DeepSeek-V4 for a backend that the user names."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     named = AttentionBackendEnum[backend] if backend != "None" else None
-    return model._select_dsv4_attn_cls(SimpleNamespace(attention_config=SimpleNamespace(backend=named))).__name__
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=named),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+    )
+    return v4_model(version)._select_dsv4_attn_cls(config).__name__
 
 
-def v4_unserved() -> str:
+def v4_model(version: str) -> Any:
+    return importlib.import_module(f"vllm.models.deepseek_{version}.nvidia.model")
+
+
+def v4_unserved(version: str) -> str:
     """What a layer says of a model with images that DSpark drafts for, on ranks that share keys."""
     drafts, images = SimpleNamespace(use_dspark=lambda: True), SimpleNamespace(vision_n_layers=1)
     config = SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace(hf_config=images))
     config.attention_config = SimpleNamespace(backend=None)
     config.parallel_config = SimpleNamespace(decode_context_parallel_size=2, use_ubatching=True)
-    from vllm.models.deepseek_v4.nvidia import model
-
     try:
-        model._select_dsv4_attn_cls(config)(config)
+        v4_model(version)._select_dsv4_attn_cls(config)(config)
     except UnsupportedError as error:
         return str(error)
     return ""
 
 
-def v4_graphs(config: VllmConfig) -> str:
-    """Of which steps DeepSeek-V4's attention may be in a graph."""
-    from xmla.vllm.attention_v4 import XmlaWindowBackend
-
-    return XmlaWindowBackend.get_builder_cls().get_cudagraph_support(config, None).name
+def v4_graphs(version: str, config: VllmConfig) -> str:
+    """Of which steps attention of a DeepSeek-V4 may be in a graph."""
+    select = v4_model(version)._select_dsv4_attn_cls
+    layer = select(SimpleNamespace(attention_config=SimpleNamespace(backend=None)))
+    return layer.window_backend.get_builder_cls().get_cudagraph_support(config, None).name
 
 
 def text_config(kind: str) -> Any:
@@ -98,8 +104,8 @@ def text_config(kind: str) -> Any:
 def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
     """What the worker says of engines that are not served, before it loads weights: two micro-batches are set already.
 
-    Of one whose keys are MXFP4 and, if the release has them, of a model with pooled keys and of V4.1 under prefill
-    context parallelism.
+    Of one whose keys are MXFP4 and, if the release has them, of a model with pooled keys and of V4.1 with an option of
+    vLLM's own kernels.
     """
     models = {"deepseek_v32": SimpleNamespace(model_type="deepseek_v32", index_topk=2048)}
     if Version(version("vllm")) >= Version("0.33"):
@@ -108,7 +114,8 @@ def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
     for kind, model in models.items():
         config.model_config = SimpleNamespace(hf_text_config=model, hf_config=None)
         config.attention_config.indexer_kv_dtype = "mxfp4" if kind == "deepseek_v32" else "bf16"
-        config.parallel_config.prefill_context_parallel_size = 2 if kind == "deepseek_v41" else 1
+        if kind == "deepseek_v41":
+            config.attention_config.indexer_sparse_logits = True
         try:
             worker.load_model(SimpleNamespace(vllm_config=config))
         except UnsupportedError as error:
@@ -129,11 +136,15 @@ def choose() -> None:
         found = {
             name: {f"sm_{major}{minor}": refused((major, minor), asked) for major, minor in CAPABILITIES}
             for name, asked in cases.items()
-        } | {"v4": {name: v4_layers(name) for name in ("None", "CUSTOM", "FLASHMLA_SPARSE_DSV4")}}
-        found["unserved"], found["another"] = v4_unserved(), without_another()
+        }
+        versions = ("v4", "v41") if Version(version("vllm")) >= Version("0.33") else ("v4",)
+        for each in versions:
+            backends = "None", "CUSTOM", f"FLASHMLA_SPARSE_DS{each.upper()}"
+            found[each] = {name: v4_layers(each, name) for name in backends}
+        found["unserved"], found["another"] = {each: v4_unserved(each) for each in versions}, without_another()
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
-        found["graphs"] = v4_graphs(config)
+        found["graphs"] = [v4_graphs(each, config) for each in versions]
     from vllm.v1.worker import gpu_worker
 
     found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:2]]

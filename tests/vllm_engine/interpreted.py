@@ -8,8 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 import interpreted_v4
+import interpreted_v41
 import torch
 from packaging.version import Version
+
+V4 = {"DeepseekV4ForCausalLM": interpreted_v4, "DeepseekV41ForCausalLM": interpreted_v41}
 
 
 def platform() -> str | None:
@@ -85,9 +88,11 @@ def make_worker() -> type:
         def init_device(self) -> None:
             super().init_device()
             workspace.init_workspace_manager(torch.device("cpu"))
-            if "DeepseekV4ForCausalLM" in self.model_config.architectures:
-                define(interpreted_v4.FUSED_INSERT, interpreted_v4.fused_insert)
-                interpreted_v4.install()
+            for architecture, replaced in V4.items():
+                if architecture in self.model_config.architectures:
+                    for schema, function in replaced.kernels().items():
+                        define(schema, function)
+                    replaced.install()
 
     return Worker
 

@@ -1,4 +1,7 @@
-"""Small DeepSeek-V3.2 and V4 models with random weights, saved by transformers' classes, and a layer that drafts."""
+"""Small DeepSeek-V3.2, V4 and V4.1 models with random weights, and layers that draft.
+
+The first two are saved by transformers' classes, which has none of V4.1.
+"""
 
 import json
 import sys
@@ -26,6 +29,18 @@ TINY_V4 = {
     "o_lora_rank": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "index_n_heads": 4,
     "index_topk": 16, "max_position_embeddings": 1024, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+# A layer of each kind: the window alone; entries of two tokens, selected among all; of one, whose blocks it selects;
+# those with its selection; those selected in its blocks.
+TINY_V41 = {
+    "vocab_size": 256, "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 5,
+    "compress_ratios": [0, 2, 1, 1, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2, 4],
+    "candidate_source_layer_id": 2, "candidate_topk_blocks": 12, "candidate_block_size": 4, "num_attention_heads": 4,
+    "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 64, "o_groups": 2, "o_lora_rank": 64, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "sliding_window": 8, "index_n_heads": 4, "index_head_dim": 128,
+    "index_topk": 8, "max_position_embeddings": 1024, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "swiglu_limit": 10.0, "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0, "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
 # Attention as in the real model; width, depth, experts and vocabulary are less. vLLM asks for the last two by name.
 LARGE = TINY | {
     "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512,
@@ -45,6 +60,7 @@ LARGE_V4 = TINY_V4 | {
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
 SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
+SCALES_V41 = {"embed": 1.0, "head": 0.2, "wo_b": 0.3 * 128**-0.5}
 LARGE_SCALES_V4 = {"embed_tokens": 1.0, "o_b_proj": 8192**-0.5}
 # Attention looks at tens of keys, not at all alike, and adds as much as a token's embedding; experts, whose choice has
 # ties, add a third of it.
@@ -95,6 +111,73 @@ def save_v4(
         make_likely(model, likely)
     model.save_pretrained(folder)
     name_as_published(folder)
+
+
+def save_v41(
+    folder: Path, sizes: Mapping[str, Any] = TINY_V41, scales: Mapping[str, float] = SCALES_V41, likely: float = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Save a model of V4.1 by the names of DeepSeek's checkpoint, without routed experts."""
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in shapes_v41(sizes).items():
+        part = name.removesuffix(".weight").split(".")[-1]
+        mixes = part.startswith("hc_")
+        weight = torch.empty(
+            shape, dtype=torch.float32 if mixes or part == "attn_sink" else torch.bfloat16, device=device
+        )
+        if part == "attn_sink" or part.endswith("_base"):
+            weight.normal_()
+        elif part.endswith("_scale") or (len(shape) == 1 and not mixes):
+            weight.fill_(1)
+        else:
+            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
+        weights[name] = weight
+    weights["head.weight"][torch.randperm(sizes["vocab_size"], device=device)] += (
+        likely / sizes["hidden_size"] * weights["embed.weight"]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rope = {
+        "rope_type": "yarn", "factor": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": sizes["max_position_embeddings"],
+    }  # fmt: skip
+    nested = dict(sizes) | {"model_type": "deepseek_v41_text", "rope_scaling": rope}
+    config = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "text_config": nested}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+
+def shapes_v41(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of all weights that vLLM loads."""
+    width, heads, dim, rank = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank")
+    )
+    groups, low, hc, inner = (sizes[name] for name in ("o_groups", "o_lora_rank", "hc_mult", "moe_intermediate_size"))
+    index_heads, index_dim = sizes["index_n_heads"], sizes["index_head_dim"]
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(("embed.weight", "head.weight"), (sizes["vocab_size"], width))
+    found["norm.weight"] = (width,)
+    for layer, ratio in enumerate(sizes["compress_ratios"]):
+        at = f"layers.{layer}."
+        found |= {f"{at}{norm}.weight": (width,) for norm in ("attn_norm", "ffn_norm")}
+        for part in ("attn", "ffn"):
+            found |= {f"{at}hc_{part}_fn": ((2 + hc) * hc, hc * width), f"{at}hc_{part}_base": ((2 + hc) * hc,)}
+            found[f"{at}hc_{part}_scale"] = (3,)
+        found |= {f"{at}ffn.shared_experts.w{n}.weight": (inner, width) for n in (1, 3)}
+        found[f"{at}ffn.shared_experts.w2.weight"] = (width, inner)
+        of_attention = {
+            "wq_a": (rank, width), "wkv": (dim, width), "wq_b": (heads * dim, rank), "q_norm": (rank,),
+            "kv_norm": (dim,), "wo_a": (groups * low, heads * dim // groups), "wo_b": (width, groups * low),
+        }  # fmt: skip
+        if layer in sizes["kv_source_layer_ids"]:
+            projected = ("wkv", "wgate") if ratio > 1 else ("wkv",)
+            of_attention |= {f"compressor.{name}": (dim, width) for name in projected}
+            of_attention |= {"compressor.norm": (dim,), "indexer.wk": (index_dim, dim), "indexer.k_norm": (index_dim,)}
+        if layer in sizes["index_source_layer_ids"]:
+            of_attention["indexer.wq_b"] = index_heads * index_dim, rank
+            of_attention["indexer.weights_proj"] = index_heads, width
+        found |= {f"{at}attn.{name}.weight": shape for name, shape in of_attention.items()}
+        found[f"{at}attn.attn_sink"] = (heads,)
+    return found
 
 
 def name_as_published(folder: Path) -> None:
@@ -149,6 +232,8 @@ if __name__ == "__main__":
     if version == "v4":
         save_v4(out)
         add_v4_draft_layer(out)
+    elif version == "v41":
+        save_v41(out, likely=14)
     else:
         save(out)
         add_draft_layer(out)

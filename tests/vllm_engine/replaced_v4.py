@@ -21,16 +21,20 @@ def install() -> None:
 
     if version("vllm").startswith("0.26"):
         flashmla.DeepseekV4FlashMLAAttention._o_proj = output_projection
-    model.DeepseekV4MoE = shared_experts(model)
+    without_routed_experts(model)
     model.DeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
-    model.DeepseekV4Model.get_expert_mapping = lambda self: []
-    load = model.DeepseekV4Model.load_weights
-    model.DeepseekV4Model.load_weights = lambda self, weights: load(self, without_experts(weights))
     model.mhc_pre_tilelang, model.mhc_pre_broadcast_tilelang = mhc_pre, mhc_pre_broadcast
     model.mhc_fused_post_pre_tilelang = mhc_fused_post_pre
     mtp.fused_moe_make_expert_params_mapping = lambda *_, **__: []
     for module in (model, mtp):
         module.mhc_post_tilelang, module.hc_head_fused_kernel_tilelang = mhc_post_torch, hc_head
+
+
+def without_routed_experts(model: Any) -> None:
+    model.DeepseekV4MoE = shared_experts()
+    model.DeepseekV4Model.get_expert_mapping = lambda self: []
+    load = model.DeepseekV4Model.load_weights
+    model.DeepseekV4Model.load_weights = lambda self, weights: load(self, without_experts(weights))
 
 
 def output_projection(self: Any, o: Tensor, positions: Tensor) -> Tensor:
@@ -45,14 +49,16 @@ def output_projection(self: Any, o: Tensor, positions: Tensor) -> Tensor:
     return self.wo_b(z.transpose(0, 1).flatten(1))
 
 
-def shared_experts(model: Any) -> type:
+def shared_experts() -> type:
+    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MLP
+
     class SharedExperts(torch.nn.Module):
         experts, use_native_mega_moe, use_mega_moe = None, False, False
 
         def __init__(self, vllm_config: Any, prefix: str = "", **_: Any) -> None:
             super().__init__()
             config = vllm_config.model_config.hf_config
-            self.shared_experts = model.DeepseekV4MLP(
+            self.shared_experts = DeepseekV4MLP(
                 config.hidden_size, config.moe_intermediate_size, config.hidden_act, config.swiglu_limit,
                 prefix=f"{prefix}.shared_experts",
             )  # fmt: skip

@@ -1,6 +1,7 @@
 """`python serve.py MODEL OUT`: serve requests that join late with vLLM on xmla's ops.
 
-Writes the tokens of each request, their log-probabilities, and how often each op was called.
+Writes the tokens of each request, their log-probabilities, and how often each op was called; with --beside also how far
+V4.1's calls are apart from vLLM's own, in all layers for all tokens of the prompts, since these are asked for.
 With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
 several processes share heads and keys, which --interleave counts, with --late only after the model is made.
 """
@@ -10,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import interpreted_v41
+import own_v41
 import typer
 
 from xmla import torch_api as xt
@@ -23,7 +26,7 @@ MADE: dict[str, Call] = {}
 OPS = (
     "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
     "split_batch", "sparse_mla", "read_mla_cache", "indexer_logits_paged", "indexer_logits", "select_topk",
-    "merge_topk",
+    "merge_topk", "indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "indexer_block_topk_paged",
 )  # fmt: skip
 
 
@@ -55,8 +58,8 @@ def unlisted(config: Any) -> list[str]:
 
 
 # By the model's type: tokens on a page, and where the streams of the prompts begin.
-PAGES = {"deepseek_v32": 64, "deepseek_v4": 256}
-STARTS = {"deepseek_v32": (10, 21, 17, 6), "deepseek_v4": (22, 28, 18, 10)}
+PAGES = {"deepseek_v32": 64, "deepseek_v4": 256, "deepseek_v41": 64}
+STARTS = {"deepseek_v32": (10, 21, 17, 6), "deepseek_v4": (22, 28, 18, 10), "deepseek_v41": (22, 28, 18, 10)}
 
 
 def prompts(kind: str) -> dict[str, list[int]]:
@@ -79,24 +82,27 @@ def prompts(kind: str) -> dict[str, list[int]]:
 
 def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
-    ranks: int = 1, interleave: int = 1, late: bool = False,
+    ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False,
 ) -> None:  # fmt: skip
     for name in OPS:
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.config import VllmConfig
+    from vllm.plugins import load_general_plugins
 
-    if gather:
-        from vllm.plugins import load_general_plugins
-
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    own = own_v41.prepare() if beside else None
+    if gather or kind == "deepseek_v41":
         load_general_plugins()
+    if gather:
         from xmla.vllm import gathered, memory
 
         memory.REUSE, gathered.rows_are_faster = 1, lambda heads: True
-
-    kind = json.loads((model / "config.json").read_text())["model_type"]
-    page = PAGES[kind]
     arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+    if kind == "deepseek_v41":
+        interpreted_v41.prepare()
+    compared = own_v41.install(own) if beside else None
+    page = PAGES[kind]
     if late:  # as vLLM does for a connector that moves caches
 
         def adjust(config: Any, _: Any) -> None:
@@ -114,7 +120,10 @@ def serve(
             enable_prefix_caching=True, block_size=page, compilation_config={"custom_ops": ["none"]}, **arguments,
         )
     )  # fmt: skip
-    parameters = SamplingParams(temperature=0, max_tokens=5, logprobs=1, detokenize=False, ignore_eos=True)
+    parameters = SamplingParams(
+        temperature=0, max_tokens=5, logprobs=1, prompt_logprobs=1 if beside else None, detokenize=False,
+        ignore_eos=True,
+    )  # fmt: skip
 
     joins = {"long": 0, "short": 0, "late": 2, "prefix": 5}  # the step before which each comes
     tokens: dict[str, list[int]] = {}
@@ -136,7 +145,8 @@ def serve(
     # V4's layers are attention themselves; what holds a cache for one has no `forward_mqa`.
     attention = [getattr(layer, "impl", layer) for layer in layers]
     kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
-    answered = {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
+    answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
+    answered |= {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
     out.write_text(json.dumps(answered | {"unlisted": unlisted(engine.vllm_config)}))
 
 

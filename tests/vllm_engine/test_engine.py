@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
 
 @pytest.fixture(scope="module")
 def models(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41")}
     for name, folder in folders.items():
         made = run("", str(FOLDER / "model.py"), str(folder), name)
         assert made.returncode == 0, made.stderr[-3000:]
@@ -88,6 +88,13 @@ def kernels(serve: Callable[..., Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def v4_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str, Any]:
     return serve(model=models["v4"])
+
+
+@pytest.fixture(scope="module")
+def v41_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str, Any]:
+    if OLD:
+        pytest.skip("new in 0.33")
+    return serve(model=models["v41"])
 
 
 def test_every_op_ran(kernels: dict[str, Any]) -> None:
@@ -203,6 +210,41 @@ def test_v4_probabilities_are_those_of_the_model(v4_kernels: dict[str, Any], mod
     assert all(distance < 0.08 for distance in found.values()), found
 
 
+def test_v41_through_shared_caches_and_blocks(v41_kernels: dict[str, Any]) -> None:
+    """A layer of each kind, replay of the window, a prefix in the caches of all groups; vLLM writes them."""
+    calls = v41_kernels["calls"]
+    assert v41_kernels["attention"] == ["XmlaV41Attention"]
+    assert v41_kernels["cached"] == 64  # a page
+    assert len(calls) == 10 and min(calls.values()) >= 4, calls
+
+
+def test_v41_tokens_are_those_of_the_references(
+    v41_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    reference = serve("--reference", model=models["v41"])
+    assert reference["calls"] == v41_kernels["calls"]
+    assert reference["tokens"] == v41_kernels["tokens"]
+
+
+def test_v41_tokens_of_gathered_prefills(
+    v41_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """As on Hopper: windows and the source layers' entries of a step's prefills as rows."""
+    gathered = serve("--gather", model=models["v41"])
+    assert gathered["tokens"] == v41_kernels["tokens"]
+    assert gathered["calls"]["read_mla_cache"] > 0
+    assert gathered["calls"]["sparse_mla"] == v41_kernels["calls"]["sparse_mla"]
+
+
+def test_v41_calls_beside_vllms_own(
+    v41_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """Hopper's, which score all keys and mask: equal blocks and entries, attention up to rounding to bfloat16."""
+    found = serve("--beside", model=models["v41"])["beside"]
+    assert found["selected"] > 500 and found["blocks"] > 150 and found["attended"] > 1000, found
+    assert found["different"] == 0 and 0 < found["apart"] < 2**-7, found
+
+
 def distances(served: dict[str, Any], original: torch.nn.Module) -> dict[str, float]:
     """The mean difference of each request's log-probabilities to those of transformers' model."""
     from serve import prompts
@@ -230,17 +272,21 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert refused["another"].startswith("No valid attention backend found"), refused["another"]
     assert "CUSTOM: [PCP not supported]" in refused["another"]
     assert refused["worker"] == ["xmla.vllm.warmup", "vllm.v1.worker.gpu_worker"]
-    assert refused["graphs"] == "UNIFORM_BATCH"  # not of a step with decodes and prefills
-    own = "DeepseekV4FlashMLAAttention"
-    assert refused["v4"] == {"None": "XmlaV4Attention", "CUSTOM": "XmlaV4Attention", "FLASHMLA_SPARSE_DSV4": own}
+    versions = ["v4"] if OLD else ["v4", "v41"]
+    assert refused["graphs"] == ["UNIFORM_BATCH"] * len(versions)  # not of a step with decodes and prefills
+    own, ours = "DeepseekV4FlashMLAAttention", {"v4": "XmlaV4Attention", "v41": "XmlaV41Attention"}
+    for each in versions:
+        named = {"None": ours[each], "CUSTOM": ours[each], f"FLASHMLA_SPARSE_DS{each.upper()}": own}
+        assert refused[each] == named
     assert refused["micro-batches"] == ["xmla does not serve two micro-batches at once"]
-    told = "DSpark, images of DeepSeek-V4, two micro-batches at once, decode context parallelism of DeepSeek-V4"
+    told = "DSpark, two micro-batches at once, decode context parallelism of DeepSeek-V4"
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
-    assert refused["unserved"] == f"xmla.vllm: not served: {told}; {without}"
+    images = {"v4": ", images of DeepSeek-V4", "v41": ""}
+    assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
     dbo = "two micro-batches at once"
     newer = (
         "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash",
-        "DeepSeek-V4.1, prefill context parallelism",
+        "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)",
     )
     assert refused["start"] == [
         f"xmla.vllm: not served: {told}, {dbo}; {without}"

@@ -2,10 +2,11 @@
 
 vLLM's metadata of a step has the decodes first, flat or as [requests, tokens], and then the prefills in chunks whose
 keys fit a buffer. Decodes select over pages. A chunk of prefill gathers the keys of its requests once: its many tokens
-share them. In DeepSeek-V4 a key stands for 4 tokens, and its compressor has written it. Under decode context
-parallelism the metadata counts this rank's keys.
+share them. In DeepSeek-V4 a key stands for 4 tokens, in V4.1 for one or two, and their model has written it. Under
+decode context parallelism the metadata counts this rank's keys.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,30 @@ from xmla import torch_api as xt
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
-SERVED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER")
+SERVED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of keys that DeepSeek-V4.1's source layer selects, and within which it and layers after it select keys.
+
+    In blocks of more keys than it selects the source finds the keys that it would find in all.
+    """
+
+    selected: torch.Tensor  # [T, blocks] int32, of the step
+    size: int  # keys of a block
+    source: bool
+
+    @classmethod
+    def of(cls, call: dict[str, Any]) -> "Blocks | None":
+        """Those of the op's arguments, which 0.26 has not, or of the layer's attributes of the same names."""
+        if call.get("candidate_blocks") is None:
+            return None
+        return cls(call["candidate_blocks"], call["candidate_block_size"], call["candidate_write"])
+
+    def scratch(self, logits: int) -> int:
+        """Bytes for selections whose logits take so many: the source keeps the largest of each block beside them."""
+        return logits + 2 * logits // self.size
 
 
 def run(call: dict[str, Any]) -> torch.Tensor:
@@ -28,8 +52,9 @@ def run(call: dict[str, Any]) -> torch.Tensor:
     context = get_forward_context()
     name = _resolve_layer_name(call["k_cache_prefix"])
     layer = context.no_compile_layers[name]
-    refuse(unserved(call, layer.get_attn_backend().get_name()))
-    buffers = reserve(call["total_seq_lens"], call["head_dim"])
+    blocks = Blocks.of(call)
+    refuse(unserved(call, layer.get_attn_backend().get_name(), blocks))
+    buffers = reserve(call["total_seq_lens"], call["head_dim"], blocks)
     if not isinstance(context.attn_metadata, dict):
         reserve_exchange(call["topk_indices_buffer"])
     else:
@@ -42,9 +67,8 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         query = call["q_quant"], call["weights"].float()
         ratio = getattr(layer, "compress_ratio", 1)
         shards = Shards.of(call["dcp_world_size"], call["dcp_rank"], call["cp_kv_cache_interleave_size"])
-        select(
-            step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards, row_share(step)
-        )  # fmt: skip
+        share = row_share(step) if blocks is None else None  # vLLM exchanges no blocks
+        select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards, share, blocks)
     return call["topk_indices_buffer"]
 
 
@@ -86,20 +110,24 @@ def reserve_exchange(selected: torch.Tensor) -> None:
         allocate(selected, selected.device)
 
 
-def unserved(call: dict[str, Any], backend: str) -> dict[str, bool]:
+def unserved(call: dict[str, Any], backend: str, blocks: Blocks | None = None) -> dict[str, bool]:
+    k, count = (0, 4) if blocks is None else (call["topk_indices_buffer"].shape[1], blocks.selected.shape[1])
     return {
         f"the indexer of {backend}": backend not in SERVED,
+        f"a selection of {k} keys in {count} blocks": count <= k,
+        f"blocks of a number that is no multiple of 4: {count}": count % 4 != 0,
         "MXFP4 keys of the indexer": call["use_fp4_cache"],
         "prefill context parallelism": call["use_pcp"],
     }
 
 
-def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reserve(keys: int, dim: int, blocks: Blocks | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gathered keys and their scales, and scratch memory as large as vLLM allows for logits: views of its workspace."""
     from vllm import envs
     from vllm.v1.worker.workspace import current_workspace_manager
 
     scratch = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
+    scratch = scratch if blocks is None else blocks.scratch(scratch)
     sizes = ((keys, dim), torch.float8_e4m3fn), ((keys,), torch.float32), ((scratch,), torch.uint8)
     return tuple(current_workspace_manager().get_simultaneous(*sizes))
 
@@ -107,23 +135,26 @@ def reserve(keys: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def select(
     step: Any, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, selected: torch.Tensor,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ratio: int = 1, shards: Shards | None = None,
-    share: Any = None,
+    share: Any = None, blocks: Blocks | None = None,
 ) -> None:  # fmt: skip
     """Write the positions that each token of the step selects to its row of `selected` [T, K].
 
     A key stands for `ratio` tokens. Lengths of the metadata count keys, but for `step.seq_lens`. With a `share` of the
-    prefills' rows the others' are other ranks'.
+    prefills' rows the others' are other ranks'. With `blocks` keys are selected within these.
     """
     keys, key_scales, scratch = buffers
     memory = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}
     if step.num_decodes:
         rows = slice(step.num_decode_tokens)
         lengths, requests = decode_lengths(step, ratio, shards)
-        paged = q8[rows], weights[rows], cache, step.decode.block_table, lengths, requests
+        paged = q8[rows], weights[rows], cache, step.decode.block_table, lengths
         if shards:
-            select_paged(shards, *paged, scratch, selected[rows])
+            select_paged(shards, *paged, requests, scratch, selected[rows])
+        elif blocks:
+            ops = xt.indexer_blocks_paged, xt.indexer_block_topk_paged
+            select_in_blocks(blocks, ops, rows, paged, (requests,), memory, selected[rows])
         else:
-            xt.indexer_topk_paged(*paged, out=selected[rows], **memory)
+            xt.indexer_topk_paged(*paged, requests, out=selected[rows], **memory)
     if step.num_prefills and ratio > 1:  # no chunk has requests of less than `ratio` tokens
         selected[step.num_decode_tokens :][: step.num_prefill_tokens] = -1
     for chunk in step.prefill.chunks if step.num_prefills else ():
@@ -142,10 +173,25 @@ def select(
         ragged = q8[rows], weights[rows], keys[:total], key_scales[:total], starts, ends
         if shards:
             select_ragged(shards, *ragged, scratch, selected[rows])
+        elif blocks:
+            ops = xt.indexer_blocks, xt.indexer_block_topk
+            select_in_blocks(blocks, ops, rows, ragged, (), memory, selected[rows])
         else:
             xt.indexer_topk(*ragged, out=selected[rows], **memory)
     if share is not None:
         share.exchange_topk(selected, selected.shape[1])
+
+
+def select_in_blocks(
+    blocks: Blocks, ops: tuple[Any, Any], rows: slice, called: tuple[torch.Tensor, ...],
+    requests: tuple[torch.Tensor | None, ...], memory: dict[str, Any], selected: torch.Tensor,
+) -> None:  # fmt: skip
+    """The blocks of these tokens, if their source is this layer, and keys in them, by the two `ops`."""
+    find_blocks, find_keys = ops
+    within, of_blocks = blocks.selected[rows], memory | {"granularity": blocks.size}
+    if blocks.source:
+        find_blocks(*called, *requests, out=within, **of_blocks | {"k": within.shape[1]})
+    find_keys(*called, within, *requests, out=selected, **of_blocks)
 
 
 def select_paged(

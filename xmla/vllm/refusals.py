@@ -26,7 +26,12 @@ def unserved(config: Any) -> dict[str, bool]:
         return {}
     return {
         "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash": (getattr(model, "index_kpool", None) or 1) > 1,
-        "DeepSeek-V4.1": model.model_type == "deepseek_v41",
+        # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
+        "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)": getattr(
+            attention, "indexer_sparse_logits", False
+        ),
+        # Its entries of 288 bytes have windows of 528 beside them, where `seam` makes vLLM store V4's.
+        "FLASHMLA_MEGA_ATTN_DSV41": getattr(attention.backend, "name", None) == "FLASHMLA_MEGA_ATTN_DSV41",
         # 0.26 has a switch of its own for them.
         "MXFP4 keys of the indexer": attention.indexer_kv_dtype == "mxfp4"
         or getattr(attention, "use_fp4_indexer_cache", False),

@@ -19,6 +19,8 @@ from xmla.vllm import indexer, warmup
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+V41 = "vllm.models.deepseek_v41"
+SINCE_033 = SpecifierSet(">=0.33")
 
 EVERY = SpecifierSet(prereleases=True)
 
@@ -49,17 +51,18 @@ def first_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[An
     return prefer_xmla
 
 
-def first_for_v4(select: Callable[[Any], type]) -> Callable[[Any], type]:
-    """The class of DeepSeek-V4's attention: xmla's, unless the user names another backend."""
+def first_for_layers(module: str, name: str) -> Callable[[Any], Any]:
+    """The class of a DeepSeek-V4's attention: xmla's, unless the user names another backend."""
 
-    def prefer_xmla(vllm_config: Any) -> type:
-        if vllm_config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM):
-            return select(vllm_config)
-        from xmla.vllm.attention_v4 import XmlaV4Attention  # imports the module that is changed here
+    def first_for_model(select: Callable[[Any], type]) -> Callable[[Any], type]:
+        def prefer_xmla(vllm_config: Any) -> type:
+            if vllm_config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM):
+                return select(vllm_config)
+            return getattr(importlib.import_module(module), name)  # it imports the module that is changed here
 
-        return XmlaV4Attention
+        return prefer_xmla
 
-    return prefer_xmla
+    return first_for_model
 
 
 def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,8 +85,16 @@ CHANGES = (
     # Without --attention-backend vLLM takes the first of this list that serves the model. A backend that the user
     # names stays what it is; `--attention-backend CUSTOM` names xmla's.
     Change("vllm.platforms.cuda", "_get_backend_priorities", first_for_mla, on_gpu=True),
-    # DeepSeek-V4's layers ask for no backend, but for a class by the backend that the user names.
-    Change(V4_MODEL, "_select_dsv4_attn_cls", first_for_v4),
+    # DeepSeek-V4's layers ask for no backend, but for a class by the backend that the user names. So do V4.1's.
+    Change(V4_MODEL, "_select_dsv4_attn_cls", first_for_layers("xmla.vllm.attention_v4", "XmlaV4Attention")),
+    Change(
+        f"{V41}.nvidia.model",
+        "_select_dsv4_attn_cls",
+        first_for_layers("xmla.vllm.attention_v41", "XmlaV41Attention"),
+        SINCE_033,
+    ),
+    # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper.
+    Change(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
     # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
     Change(INDEXER, "sparse_attn_indexer", by_name),
     # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.
@@ -92,22 +103,23 @@ CHANGES = (
     Change("vllm.v1.attention.backends.mla.indexer", "has_deep_gemm", always(False)),
     # Without DeepGEMM vLLM makes a request of each token where a request has more than two, and each reads all keys.
     # xmla's logits take any number of tokens together.
-    Change("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SpecifierSet(">=0.33")),
+    Change("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
     # On sm_100 the fused writer stores a key's scale as four UE8M0 bytes, for DeepGEMM; xmla reads a float32.
     Change(
         "vllm.models.deepseek_v32.common.kernels",
         "mqa_logits_use_mx_scales",
         always(False),
-        SpecifierSet(">=0.33"),
+        SINCE_033,
         on_gpu=True,
     ),
-    # The compressor of V4's indexer too.
+    # The compressor of V4's indexer too, and the writer of V4.1's keys.
     Change(
         "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache",
         "mqa_logits_use_mx_scales",
         always(False),
-        SpecifierSet(">=0.33"),
+        SINCE_033,
     ),
+    Change(f"{V41}.common.ops.indexer_k_store", "mqa_logits_use_mx_scales", always(False), SINCE_033),
     # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
     # kernels, which a first step would wait for. The last: it imports models.
     Change("vllm.v1.worker.gpu_worker", "Worker", warmup.warmed, on_gpu=True),

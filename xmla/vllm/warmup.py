@@ -1,6 +1,6 @@
 """Every kernel that steps of an engine launch, compiled before vLLM captures graphs and serves.
 
-The calls are those that `backend`, `attention_v4` and `indexer` make, over the caches that the engine has, at the sizes
+The calls are those that `backend`, `two_sources` and `indexer` make, over the caches that the engine has, at the sizes
 that its steps may have.
 """
 
@@ -23,7 +23,7 @@ from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
 from xmla.vllm import memory, shards
-from xmla.vllm.indexer import SERVED
+from xmla.vllm.indexer import Blocks
 from xmla.vllm.refusals import refuse, unserved, unused
 
 STEP = 8  # between numbers of tokens of which plans differ by how many waves programs fill
@@ -112,8 +112,14 @@ def map_call(k: int, page: int, *, compact: bool = False) -> Call:
     return Call("map_slots", specs, {"page_size": page, "compact": compact})
 
 
-def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `indexer`, over keys that stand for `ratio` tokens."""
+def select_calls(
+    cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, device: Device, blocks: Blocks | None = None,
+    written: bool = False,
+) -> Iterator[Call]:  # fmt: skip
+    """Those of `indexer`, over keys that stand for `ratio` tokens, of all `blocks` if there are such.
+
+    The model has `written` the keys, if not the indexer does.
+    """
     page, dim = cache.shape[1], cache.shape[2] - 4
 
     def query(tokens: int) -> dict[str, Spec]:
@@ -123,7 +129,7 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
     def a_token(tokens: int) -> Spec:
         return Spec((tokens,), "int32")
 
-    if ratio == 1:
+    if not written:
         keys = {"keys": Spec((1, dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
         yield Call("write_indexer_cache", keys, {})
     yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
@@ -131,6 +137,8 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
     yield from at_any_place(map_call(1, page), "block_table")
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
+    if blocks is not None:
+        topk["workspace_bytes"] = blocks.scratch(sizes.scratch)
     width = sizes.width(page * ratio)
     columns = width * page
     for new in range(1, sizes.new + 1):
@@ -140,7 +148,10 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
             pages = {"cache": cache, "block_table": Spec((count, width), "int32")}
             called = query(tokens) | pages | {"lengths": a_token(tokens)}
             with_ids = called | {"request_ids": a_token(tokens)}
-            if whole:
+            if blocks is not None:
+                for of_requests in (called, with_ids):
+                    yield from block_calls(blocks, "_paged", of_requests, topk)
+            elif whole:
                 yield Call("indexer_topk_paged", called, topk)
                 yield Call("indexer_topk_paged", with_ids, topk)
             else:
@@ -153,11 +164,22 @@ def select_calls(cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, devi
             gathered = {"keys": Spec((columns, dim), "float8_e4m3fn"), "key_scales": Spec((columns,), "float32")}
             rows = {"starts": a_token(tokens), "ends": a_token(tokens)}
             called = query(tokens) | gathered | rows
-            if whole:
+            if blocks is not None:
+                yield from block_calls(blocks, "", called, topk)
+            elif whole:
                 yield Call("indexer_topk", called, topk)
             else:
                 yield Call("indexer_logits", called, {})
                 yield from share_calls(rows, columns, k, sizes.ranks)
+
+
+def block_calls(blocks: Blocks, paged: str, called: dict[str, Spec], topk: dict[str, int]) -> Iterator[Call]:
+    """Those of the selection in blocks, and before it of theirs if this layer is their source."""
+    most, of_blocks = blocks.selected.shape[1], topk | {"granularity": blocks.size}
+    if blocks.source:
+        yield Call(f"indexer_blocks{paged}", called, of_blocks | {"k": most})
+    within = called | {"blocks": Spec((called["q8"].shape[0], most), "int32")}
+    yield Call(f"indexer_block_topk{paged}", within, of_blocks)
 
 
 def share_calls(rows: dict[str, Spec], columns: int, k: int, ranks: int) -> Iterator[Call]:
@@ -187,7 +209,7 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
 
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `attention_v4`, over the window's cache and that of compressed entries, and over rows of both."""
+    """Those of `two_sources`, over the window's cache and that of compressed entries, and over rows of both."""
     sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
     pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
     if layer.gathers:
@@ -206,9 +228,16 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
             yield from at_any_place(map_call(width, cache.shape[1]), "request_ids")
 
 
+def indexer_of(layer: Any) -> str | None:
+    """The name of the backend of a layer's indexer, if it has one."""
+    keys = getattr(getattr(layer, "indexer", None), "k_cache", None)
+    return None if keys is None else keys.get_attn_backend().get_name()
+
+
 def calls(config: Any, device: Device) -> Iterator[Call]:
     """Those of an engine whose caches are made; layers of a kind have the same, but for where caches lie."""
     sizes, model = Sizes.of(config), config.model_config.hf_config
+    selected = model.index_n_heads, model.index_topk
     seen: set[tuple[Any, ...]] = set()
 
     def is_new(*kind: Any) -> bool:
@@ -218,19 +247,26 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
         attention, cache = getattr(layer, "impl", layer), getattr(layer, "kv_cache", None)
         kind = type(attention).__name__
         pool = spec_of(cache) if isinstance(cache, torch.Tensor) and cache.numel() else None
-        if kind == "XmlaV4Attention":
-            window = spec_of(layer.swa_cache_layer.kv_cache)
-            if is_new(kind, window, pool, layer.entry_widths()):
-                yield from attend_calls_v4(layer, window, pool, sizes, device)
+        if kind in ("XmlaV4Attention", "XmlaV41Attention"):
+            window, widths = spec_of(layer.swa_cache_layer.kv_cache), layer.entry_widths()
+            entries = spec_of(layer.entry_cache()) if any(widths) else None
+            if is_new(kind, window, entries, widths):
+                yield from attend_calls_v4(layer, window, entries, sizes, device)
+        if indexer_of(layer) == "DEEPSEEK_V41_INDEXER":  # whose keys other layers, with other blocks, have too
+            keys, blocks = layer.indexer.k_cache, Blocks.of(vars(layer.indexer.indexer_op))
+            pool, ratio = spec_of(keys.kv_cache), keys.compress_ratio
+            of_blocks = None if blocks is None else (blocks.selected.shape[1], blocks.size, blocks.source)
+            if is_new("indexer", pool, ratio, of_blocks):
+                yield from select_calls(pool, *selected, ratio, sizes, device, blocks, written=True)
         elif pool is None:  # a layer without a cache
             continue
         elif kind == "XmlaSparseImpl":
             if is_new(kind, pool):
                 yield from attend_calls(attention, pool, sizes, device)
-        elif layer.get_attn_backend().get_name() in SERVED:
+        elif layer.get_attn_backend().get_name() in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"):
             ratio = getattr(layer, "compress_ratio", 1)
             if is_new("indexer", pool, ratio):
-                yield from select_calls(pool, model.index_n_heads, model.index_topk, ratio, sizes, device)
+                yield from select_calls(pool, *selected, ratio, sizes, device, written=ratio > 1)
 
 
 def warmed(worker: type) -> type:

@@ -1,0 +1,221 @@
+"""Attention of layers over a window's cache and one of compressed entries, as in DeepSeek-V4 and V4.1.
+
+It is `map_slots` and `sparse_mla`. Metadata, caches and their writers are vLLM's. These layers take no backend: each is
+an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive from with `TwoSources` before it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from xmla import torch_api as xt
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.torch_api._arrays import device_of
+from xmla.vllm import memory
+from xmla.vllm.gathered import Gathered, rows_are_faster
+from xmla.vllm.refusals import refuse
+
+log = init_logger("vllm.xmla")
+REPLACED = "indexer logits and top-k, slots, sparse MLA of prefill and decode over both caches"
+LEFT = (
+    "rotation and quantisation of queries, writers of all caches with the compressors, selection where top-k is all "
+    "entries, slots of the window, the output's inverse rotation and projection, mHC"
+)
+
+
+def without_schedules(backend: Any) -> type:
+    """vLLM's backend of the window, whose metadata has no schedules of FlashMLA, which only its own architectures have.
+
+    A graph holds one split of a step into decodes and prefills, so it must not be replayed for a step with another.
+    """
+
+    builder: Any = backend.get_builder_cls()
+
+    class XmlaWindowBuilder(builder):
+        _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+
+        def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
+            return super().build_tile_scheduler(0)
+
+    class XmlaWindowBackend(backend):
+        @staticmethod
+        def get_builder_cls() -> type:
+            return XmlaWindowBuilder
+
+    return XmlaWindowBackend
+
+
+class TwoSources:
+    """FlashMLA's layer with another kernel. Its memory is vLLM's workspace, which is reserved here."""
+
+    window_backend: ClassVar[type]
+    # What vLLM's class has.
+    padded_heads: int
+    window_size: int
+    max_num_batched_tokens: int
+    compress_ratio: int
+    scale: float
+    attn_sink: torch.Tensor  # [H] float32
+    topk_indices_buffer: torch.Tensor  # [tokens, K] int32
+    swa_cache_layer: Any
+
+    @abstractmethod
+    def entry_widths(self) -> tuple[int, ...]:
+        """Slots of compressed entries that a token may have in a step."""
+
+    @abstractmethod
+    def entry_metadata(self, metadata: dict[str, Any]) -> Any:
+        """The step's metadata of the compressed entries that the layer attends to; None if it has none."""
+
+    @abstractmethod
+    def entry_cache(self) -> torch.Tensor:
+        """The cache of these entries [P, R, bytes]."""
+
+    def entry_positions(self, compressed: Any, part: slice) -> torch.Tensor:
+        """The entries [n, K] that each token of `part` attends to, as positions in its request, −1 padded."""
+        return self.topk_indices_buffer[part]
+
+    @classmethod
+    def unserved(cls, vllm_config: Any) -> dict[str, bool]:
+        drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+        return {
+            "DSpark": drafts is not None and drafts.use_dspark(),
+            "two micro-batches at once": parallel.use_ubatching,
+            "decode context parallelism of DeepSeek-V4": parallel.decode_context_parallel_size > 1,
+        }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse(self.unserved(args[0]))  # vLLM's configuration
+        super().__init__(*args, **kwargs)
+        self.swa_cache_layer.get_attn_backend = lambda: self.window_backend
+        log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
+        tokens, widths = self.max_num_batched_tokens, self.entry_widths()
+        self.entry_slots = max(widths)
+        self.gathers, device = rows_are_faster(self.padded_heads), device_of(self.attn_sink.device)
+        self.reserved = memory.scratch_v4(
+            self.padded_heads, self.window_size, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0
+        )  # fmt: skip
+        self.workspace(tokens)
+
+    def most_rows(self, tokens: int) -> int:
+        """Entries that prefills of so many tokens gather, at most."""
+        return memory.most_gathered(tokens, self.window_size + min(self.entry_widths()))
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        return num_heads
+
+    def workspace(self, tokens: int) -> list[torch.Tensor]:
+        """Of a call: scratch memory, lse, slots of compressed entries and their counts."""
+        return current_workspace_manager().get_simultaneous(
+            ((self.reserved,), torch.uint8),
+            ((tokens, self.padded_heads), torch.float32),
+            ((tokens, self.entry_slots), torch.int32),
+            ((tokens,), torch.int32),
+        )
+
+    def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
+        """Attention of q [T, H, 512] to `output`. The window's cache has `kv` already."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # the profile run's
+            output.zero_()
+            return
+        step, compressed = metadata[self.swa_cache_layer.prefix], self.entry_metadata(metadata)
+        first, prefilled = step.num_decode_tokens, step.num_prefill_tokens
+        if first:
+            slots = step.decode_swa_indices, step.decode_swa_lens
+            self.attend(q, output, slice(first), slots, compressed, decodes=True)
+        if prefilled:
+            slots, part = (step.prefill_swa_indices, step.prefill_swa_lens), slice(first, first + prefilled)
+            rows = self.rows(step, compressed, part)
+            self.attend(q, output, part, slots, compressed, decodes=False, rows=rows)
+
+    def rows(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
+        """What prefills gather in a step: their metadata keep it for all layers that have the same."""
+        if not self.gathers:
+            return None
+        window = kept(step, lambda: self.window_rows(step, part))
+        if window is None or compressed is None:
+            return window
+        entries = kept(compressed, lambda: self.entry_rows(step, compressed, part, window))
+        return None if entries is None else replace(window, entries=entries)
+
+    def entry_rows(self, step: Any, compressed: Any, part: slice, window: "Rows") -> Gathered | None:
+        """All entries of the prefills."""
+        page = self.entry_cache().shape[1]
+        last = -(-step.prefill_seq_lens_cpu.long() // (self.compress_ratio * page))
+        most = memory.most_gathered(part.stop - part.start, min(self.entry_widths()))
+        table = compressed.block_table[step.num_decodes :]
+        return Gathered.of(table, window.window.requests, torch.zeros_like(last), last, page, most)
+
+    def window_rows(self, step: Any, part: slice) -> "Rows | None":
+        """The pages that windows of prefills may reach, and the tokens' slots in them."""
+        lengths, new, page = step.prefill_seq_lens_cpu.long(), step.prefill_query_lens_cpu.long(), step.block_size
+        # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
+        first = ((lengths - new - self.window_size + 1) // page - 1).clamp(min=0)
+        most = memory.most_gathered(part.stop - part.start, self.window_size)
+        table, requests = step.block_table[step.num_decodes :], step.token_to_req_indices[part] - step.num_decodes
+        window = Gathered.of(table, requests, first, -(-lengths // page), page, most)
+        if window is None:
+            return None
+        return Rows(window, window.places(step.prefill_swa_indices, self.swa_cache_layer.kv_cache.shape[0]))
+
+    def attend(
+        self, q: torch.Tensor, output: torch.Tensor, part: slice, window: tuple[torch.Tensor, torch.Tensor],
+        compressed: Any, decodes: bool, rows: "Rows | None" = None,
+    ) -> None:  # fmt: skip
+        """The tokens of `part`, with their slots in the window's cache [n, 1, K] and the number of them [n]."""
+        slots, counts = window
+        scratch, lse, *places = self.workspace(len(counts))
+        extra: tuple[torch.Tensor | None, ...] = None, None, None
+        cache, gathered = self.swa_cache_layer.kv_cache, None
+        if rows is not None:
+            gathered = rows.entries
+            cache, scratch = rows.window.read(cache, VALUE_DIMS, scratch)
+            slots = rows.slots
+        if compressed is not None:
+            second = self.entry_cache()
+            extra_slots = self.entry_places(compressed, part, decodes, gathered, *places)
+            if gathered is not None:
+                second, scratch = gathered.read(second, VALUE_DIMS, scratch)
+            extra = second, *extra_slots
+        xt.sparse_mla(
+            q[part], cache, slots.squeeze(1), counts, self.attn_sink, *extra, softmax_scale=self.scale,
+            out=(output[part], lse), workspace=scratch,
+        )  # fmt: skip
+
+    def entry_places(
+        self, compressed: Any, part: slice, decodes: bool, gathered: Gathered | None, slots: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Slots [n, K] of the compressed entries of each token and the number of them, in the memory for them."""
+        positions = self.entry_positions(compressed, part)
+        table, requests = compressed.block_table, compressed.req_id_per_token[part]
+        if gathered is not None:
+            table, requests = gathered.table, gathered.requests
+        slots = slots.flatten()[: positions.numel()].view_as(positions)
+        xt.map_slots(positions, table, requests, page_size=self.entry_cache().shape[1], out=(slots, counts))
+        return slots, counts
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a layer's prefills attend to: of the window, with the tokens' slots, and of compressed entries."""
+
+    window: Gathered
+    slots: torch.Tensor  # [prefill tokens, 1, window]
+    entries: Gathered | None = None
+
+
+def kept(metadata: Any, make: Callable[[], Any]) -> Any:
+    """What the first layer made of a step's metadata."""
+    if "kept_by_xmla" not in vars(metadata):
+        metadata.kept_by_xmla = make()
+    return metadata.kept_by_xmla
