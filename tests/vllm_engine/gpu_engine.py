@@ -1,6 +1,6 @@
 """One engine of vLLM on a GPU, in a process of its own because a plugin changes vLLM for good; `on_gpu.py` starts it.
 
-python gpu_engine.py model FOLDER                 make the model; --kind v4: with DeepSeek-V4's attention
+python gpu_engine.py model FOLDER                 make the model; --kind v4 or v41: with their attention
 python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
 python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
 python gpu_engine.py profile ENGINE MODEL OUT     the GPU's kernels of a prefill and of decode steps
@@ -30,6 +30,8 @@ LONG = {"700": 0, "2500": 0, "40": 0, "64000": 0}
 # In chunks of 2048 tokens, the last of which has 1249 with both prompts, to more than 4096 entries of 128 tokens: of
 # V4's steps with splits of the keys the largest.
 LONG_V4 = {"525497": 0, "40": 12}
+# Of V4.1 one with more entries than the blocks of the source layer have.
+V41 = JOINS | {"24000": 0}
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 WARM = 8  # tokens of each request before decode is timed
@@ -47,7 +49,7 @@ class Engine:
     """`sizes`: the batches that are captured as CUDA graphs; none: eager. `compiled`: as vLLM does without options.
 
     `ranks`: GPUs that share the heads, and with `keys` the keys too; `drafts`: tokens that a layer of the model drafts;
-    `v4`: of the model with DeepSeek-V4's attention. It is asked `joins`, with `new` tokens for each. If `cache_gib`
+    `version`: the model has this DeepSeek's attention. It is asked `joins`, with `new` tokens for each. If `cache_gib`
     is 0, vLLM's memory profile, which captures graphs too, says how large the cache is: it needs the GPU alone.
     """
 
@@ -59,7 +61,7 @@ class Engine:
     ranks: int = 1
     keys: bool = False
     drafts: int = 0
-    v4: bool = False
+    version: str = "v32"
     joins: Mapping[str, int] = field(default_factory=lambda: JOINS)
     new: int = NEW_TOKENS
     max_len: int = 8192
@@ -79,7 +81,7 @@ class Engine:
             given |= {"decode_context_parallel_size": self.ranks if self.keys else 1}
         if self.drafts:
             given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.drafts}
-        if self.v4:
+        if self.version == "v4":
             given["block_size"] = 256
         if not sizes:
             return given | {"enforce_eager": True}
@@ -112,16 +114,22 @@ ENGINES = {
     "own-long": Engine(plugin=False, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
     "own-long-chunks": Engine(plugin=False, chunk=768, joins=LONG, new=96, max_len=1 << 16),
     "xmla-long": Engine(plugin=True, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
-    "v4-own": Engine(plugin=False, v4=True),
-    "v4-own-chunks": Engine(plugin=False, chunk=768, v4=True),
-    "v4-own-graphs": Engine(plugin=False, sizes=EXACT, v4=True),
-    "v4-xmla": Engine(plugin=True, v4=True),
-    "v4-xmla-chunks": Engine(plugin=True, chunk=768, v4=True),
-    "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, v4=True),
-    "v4-xmla-profiled": Engine(plugin=True, sizes=EXACT, v4=True, cache_gib=0),
-    "v4-own-long": Engine(plugin=False, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
-    "v4-own-long-chunks": Engine(plugin=False, chunk=1024, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
-    "v4-xmla-long": Engine(plugin=True, v4=True, joins=LONG_V4, max_len=1 << 20, cache_gib=8),
+    "v4-own": Engine(plugin=False, version="v4"),
+    "v4-own-chunks": Engine(plugin=False, chunk=768, version="v4"),
+    "v4-own-graphs": Engine(plugin=False, sizes=EXACT, version="v4"),
+    "v4-xmla": Engine(plugin=True, version="v4"),
+    "v4-xmla-chunks": Engine(plugin=True, chunk=768, version="v4"),
+    "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, version="v4"),
+    "v4-xmla-profiled": Engine(plugin=True, sizes=EXACT, version="v4", cache_gib=0),
+    "v4-own-long": Engine(plugin=False, version="v4", joins=LONG_V4, max_len=1 << 20, cache_gib=8),
+    "v4-own-long-chunks": Engine(plugin=False, chunk=1024, version="v4", joins=LONG_V4, max_len=1 << 20, cache_gib=8),
+    "v4-xmla-long": Engine(plugin=True, version="v4", joins=LONG_V4, max_len=1 << 20, cache_gib=8),
+    "v41-own": Engine(plugin=False, version="v41", joins=V41, max_len=32768, cache_gib=2),
+    "v41-own-chunks": Engine(plugin=False, chunk=768, version="v41", joins=V41, max_len=32768, cache_gib=2),
+    "v41-own-graphs": Engine(plugin=False, sizes=EXACT, version="v41", joins=V41, max_len=32768, cache_gib=2),
+    "v41-xmla": Engine(plugin=True, version="v41", joins=V41, max_len=32768, cache_gib=2),
+    "v41-xmla-graphs": Engine(plugin=True, sizes=EXACT, version="v41", joins=V41, max_len=32768, cache_gib=2),
+    "v41-xmla-profiled": Engine(plugin=True, sizes=EXACT, version="v41", joins=V41, max_len=32768, cache_gib=0),
 }
 
 
@@ -131,6 +139,9 @@ def make_model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int
 
     if kind == "v4":
         made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device="cuda")
+        return
+    if kind == "v41":
+        made.save_v41(folder, made.LARGE_V41, made.LARGE_SCALES_V41, likely=made.LIKELY, device="cuda")
         return
     sizes = made.LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
     scales = made.LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}
@@ -157,17 +168,18 @@ def start(
 ) -> Any:  # fmt: skip
     from vllm import EngineArgs, LLMEngine
 
-    v4, new = ENGINES[name].v4, not version("vllm").startswith("0.26")
-    if v4 or new:
+    model_version, new = ENGINES[name].version, not version("vllm").startswith("0.26")
+    if model_version != "v32" or new:
         import replaced_v4
+        import replaced_v41
         import without_cutedsl
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
         if find_spec("cutlass") is None:
             without_cutedsl.install()
-        if v4:
-            replaced_v4.install()
+        if model_version != "v32":
+            {"v4": replaced_v4, "v41": replaced_v41}[model_version].install()
     if new:
         scatter_without_pynccl()
         arguments["kernel_config"] = {"enable_jit_warmup": False}  # what it compiles at start is partly replaced
@@ -340,7 +352,9 @@ def start_for(name: str, model: Path, contexts: list[int], counts: list[int], to
     """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     most = max(counts) * (max(contexts) + tokens + 128)
-    most *= 3 if ENGINES[name].v4 else 1  # windows and compressors have caches of their own, in pages as large
+    most *= (
+        1 if ENGINES[name].version == "v32" else 3
+    )  # windows and compressors have caches of their own, in pages as large
     return start(
         name, model, tuple(sorted(set(counts))), max_model_len=max(contexts) + tokens + WARM + 64,
         max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,

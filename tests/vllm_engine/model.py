@@ -56,11 +56,18 @@ LARGE_V4 = TINY_V4 | {
     "max_position_embeddings": 1 << 20,
 }  # fmt: skip
 
+LARGE_V41 = TINY_V41 | {
+    "vocab_size": 4096, "hidden_size": 2048, "moe_intermediate_size": 512, "candidate_topk_blocks": 2048,
+    "candidate_block_size": 8, "num_attention_heads": 64, "q_lora_rank": 1280, "o_groups": 8, "o_lora_rank": 1024,
+    "sliding_window": 128, "index_n_heads": 32, "index_topk": 512, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+
 # Standard deviations of weights; unit gain where there is none.
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
 SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
 SCALES_V41 = {"embed": 1.0, "head": 0.2, "wo_b": 0.3 * 128**-0.5}
+LARGE_SCALES_V41 = {"embed": 1.0, "wo_b": 8192**-0.5}
 LARGE_SCALES_V4 = {"embed_tokens": 1.0, "o_b_proj": 8192**-0.5}
 # Attention looks at tens of keys, not at all alike, and adds as much as a token's embedding; experts, whose choice has
 # ties, add a third of it.

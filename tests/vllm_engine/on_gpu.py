@@ -5,9 +5,9 @@ python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by c
 python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 
 With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
-`v4-own,v4-xmla` and the like of a model with DeepSeek-V4's attention, with `own-long,xmla-long` or
-`v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory. With `--at-once 1` and
-`xmla,xmla-profiled` or `v4-xmla,v4-xmla-profiled` the cache is what vLLM's memory profile leaves.
+`v4-own,v4-xmla` or `v41-own,v41-xmla` and the like of a model with DeepSeek-V4's or V4.1's attention, with
+`own-long,xmla-long` or `v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory. With
+`--at-once 1` and `xmla,xmla-profiled` or `v4-xmla,v4-xmla-profiled` the cache is what vLLM's memory profile leaves.
 
 Needs vLLM and the package's own dependencies. All append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
@@ -54,6 +54,11 @@ PAIRS = (
     ("xmla-long", "own-long"),
     ("v4-own-long-chunks", "v4-own-long"),
     ("v4-xmla-long", "v4-own-long"),
+    ("v41-own-chunks", "v41-own"),
+    ("v41-xmla", "v41-own"),
+    ("v41-own-graphs", "v41-own"),
+    ("v41-xmla-graphs", "v41-xmla"),
+    ("v41-xmla-profiled", "v41-xmla"),
 )
 CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"
 # Several GPUs and drafts change the order of sums; this share of a prompt's most likely tokens has to stay.
@@ -68,6 +73,12 @@ ENVIRONMENT = {
 # What every engine on xmla calls; 0.33's model of V3.2 writes both caches itself, and V4's do in both releases.
 CALLED = {"split_batch", "map_slots", "read_indexer_cache", "indexer_topk", "indexer_topk_paged", "sparse_mla"}
 WRITERS = {"write_mla_cache", "write_indexer_cache"}
+IN_BLOCKS = {"indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "indexer_block_topk_paged"}
+# The class of attention, and those ops, by model.
+OF_MODEL = {
+    "v32": ("XmlaSparseImpl", CALLED), "v4": ("XmlaV4Attention", CALLED),
+    "v41": ("XmlaV41Attention", CALLED | IN_BLOCKS),
+}  # fmt: skip
 # xmla may be this much farther from bfloat16 than vLLM's own kernels are, besides what another chunking changes.
 FARTHER = 1.25
 
@@ -95,12 +106,12 @@ def child(log: Path, seconds: float, environment: dict[str, str], *words: object
 
 
 def model_in(folder: Path, engines: str, layers: int, heads: int) -> Path:
-    """The model of these engines, made if it is not there; that of V4 has its own sizes."""
-    kinds = {"v4" if gpu_engine.ENGINES[name].v4 else "v32" for name in engines.split(",")}
+    """The model of these engines, made if it is not there; those of V4 and V4.1 have their own sizes."""
+    kinds = {gpu_engine.ENGINES[name].version for name in engines.split(",")}
     if len(kinds) > 1:
         raise typer.BadParameter("engines of one model", param_hint="--engines")
     (kind,) = kinds
-    model = folder / ("v4" if kind == "v4" else f"model-{layers}-{heads}")
+    model = folder / (f"model-{layers}-{heads}" if kind == "v32" else kind)
     if not (model / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         options = "--kind", kind, "--layers", layers, "--heads", heads
@@ -116,6 +127,7 @@ def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_text())
+    config |= config.pop("text_config", {})  # V4.1's
     sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
     settings = {name: value for name, value in os.environ.items() if name.startswith("XMLA_")}
     write(out, provenance(command, commit) | {"environment": settings, "vllm": version("vllm"), "model": sizes})
@@ -159,13 +171,15 @@ def verdicts(
     for name, result in answers.items():
         engine = gpu_engine.ENGINES[name]
         if engine.plugin:
-            attention = "XmlaV4Attention" if engine.v4 else "XmlaSparseImpl"
-            ops = CALLED if engine.v4 or not release.startswith("0.26") else CALLED | WRITERS
+            attention, ops = OF_MODEL[engine.version]
+            ops = ops | WRITERS if engine.version == "v32" and release.startswith("0.26") else ops
             counted = ops <= result["calls"].keys() or engine.ranks > 1  # other processes may not count
             wanted[f"{name}: attention and every op are xmla's"] = result["attention"] == [attention] and counted
             wanted[f"{name}: no step waits for a kernel"] = not result["compiled_late"]
     for (name, other), figures in found.items():
-        if name.startswith(("xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla")):
+        if name.startswith(
+            ("xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla")
+        ):
             wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
     if ("xmla-graphs", "xmla") in found:
         equal = found["xmla-graphs", "xmla"]["equal_tokens"]

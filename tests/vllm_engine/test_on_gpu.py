@@ -45,6 +45,9 @@ def test_verdicts() -> None:
     assert holds({}, {"xmla": own}) == holds({}, {"xmla": ours}) == holds({}, {"xmla": fused}) == [False, True]
     assert holds({}, {"xmla": fused}, "0.33.0") == holds({}, {"xmla-ranks": ours}) == [True, True]
     assert holds({}, {"v4-xmla": fused | {"attention": ["XmlaV4Attention"]}}) == [True, True]
+    in_blocks = {"attention": ["XmlaV41Attention"], "calls": dict.fromkeys(on_gpu.CALLED | on_gpu.IN_BLOCKS, 1)}
+    assert holds({}, {"v41-xmla": fused | in_blocks}) == [True, True]
+    assert holds({}, {"v41-xmla": fused | {"attention": ["XmlaV41Attention"]}}) == [False, True]
     apart = {("xmla-drafts", "xmla"): {"same_likely": [1.0, 0.89]}}
     assert not all(holds(apart, {}))
 

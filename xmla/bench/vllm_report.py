@@ -16,13 +16,19 @@ from xmla.bench.report import read, show
 MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
 SHOWN = "xmla-graphs", "own-graphs"
 FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
+MODELS = {"v4-": "V4", "v41-": "V4.1", "": "V3.2"}
 Line = dict[str, Any]
+
+
+def prefix_of(name: str) -> str:
+    """What an engine's name says of its model."""
+    return next(prefix for prefix in MODELS if name.startswith(prefix))
 
 
 def engine(head: Line, lines: list[Line]) -> str:
     """Where the figures of a run come from, and of which model."""
     versions, model = head["versions"], head["model"]
-    name = "V4" if lines[0]["engine"].startswith("v4-") else "V3.2"
+    name = MODELS[prefix_of(lines[0]["engine"])]
     return (
         f"{origin(head)}, vLLM {head['vllm']}, torch {versions['torch']}, Triton {versions['triton']}; "
         f"DeepSeek-{name}, {model['num_hidden_layers']} layers, "
@@ -51,7 +57,8 @@ def cases_of(lines: list[Line]) -> dict[tuple[int, int], dict[str, list[Line]]]:
     for line in lines:
         if "step_us" in line:
             of_engine = cases.setdefault((line["context"], line["requests"]), {})
-            of_engine.setdefault(line["engine"].removeprefix("v4-"), []).append(line)
+            name = line["engine"].removeprefix(prefix_of(line["engine"]))
+            of_engine.setdefault(name, []).append(line)
     return cases
 
 
