@@ -52,7 +52,7 @@ def tiled(specialization: Specialization, arch: int) -> str:
     module, backend, options = source_ir(specialization, arch)
     metadata: dict[str, object] = {}
     module = backend.make_ttir(module, metadata, options, arch)
-    if not re.search(r"tt\.(reduce|dot)\b", str(module)):
+    if not order(str(module)):
         return ""
     return str(backend.make_ttgir(module, metadata, options, arch))
 
