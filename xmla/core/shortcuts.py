@@ -36,8 +36,8 @@ for _kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.in
     _RANGES[_kind.name] = np.iinfo(_get_np_dtype(_kind)).min, np.iinfo(_get_np_dtype(_kind)).max
 
 # What a cast between these types computes is one function of the builder's.
-_ROUNDED = {(source.name, target.name) for source in (tl.float16, tl.bfloat16) for target in (tl.float32,)}
-_ROUNDED |= {(target, source) for source, target in _ROUNDED}
+_ROUNDED = {(kind.name, tl.float32.name) for kind in (tl.float16, tl.bfloat16)}
+_ROUNDED |= {(wide, narrow) for narrow, wide in _ROUNDED}
 
 
 def _np_dtype(kind: Any) -> np.dtype:
@@ -308,7 +308,8 @@ def _load(member: Any) -> Any:
 
 def _another(value: Any, kind: Any) -> bool:
     """Whether `value` is a tensor of another type than `kind`."""
-    return type(value) is tl.tensor and value.dtype.name != kind.name
+    tensor: Any = tl.tensor
+    return type(value) is tensor and value.dtype.name != kind.name
 
 
 @cache
