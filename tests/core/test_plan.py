@@ -365,10 +365,20 @@ def test_with_batch_invariant_the_order_of_additions_follows_neither_rows_nor_he
             assert kernels(tokens, heads) == expected, (tokens, heads)
 
 
-@pytest.mark.parametrize(("tokens", "heads", "parts"), [(1, 16, 4), (1, 64, 2), (2, 33, 2), (1, 128, 1), (4, 128, 1)])
+@pytest.mark.parametrize(("tokens", "heads", "parts"), [(1, 16, 4), (2, 16, 4), (3, 16, 1), (1, 64, 1), (1, 128, 1)])
 def test_few_heads_are_combined_by_several_programs_each(tokens: int, heads: int, parts: int) -> None:
     combine = attention(tokens, heads, 2048, H200).launches[-1]
     assert combine.constants["PARTS"] == parts and combine.grid == (tokens * heads * parts,)
+
+
+@pytest.mark.parametrize("device", [H200, B200], ids=lambda device: device.name)
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_a_plan_writes_the_results_that_its_op_declares(op: Op, case: Case, device: Device) -> None:
+    """A kernel is compiled for the plan's dtypes: for another than the result's it would write beside or past it."""
+    given = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
+    problem = op.bind(given, op.attributes(**case.attrs))
+    plan = op.plan(problem, device)
+    assert {name: plan.buffers[name] for name in plan.results} == dict(problem.results)
 
 
 def test_the_memo_does_not_take_true_for_one() -> None:

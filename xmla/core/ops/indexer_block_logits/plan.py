@@ -24,12 +24,12 @@ class BlockLogits(Constants):
     OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
-def part(problem: Problem, device: Device, rows: int) -> Plan:
+def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") -> Plan:
     """The logits of `rows` tokens from `first_row` on."""
     columns = entries_of(problem)
     config = configure(head_rows(problem), keys_are_mxfp4(problem), device)
     divided = splits(rows, columns, config, device)
-    results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), "float32")}
+    results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), dtype)}
     launch = Launch(
         indexer_block_logits_kernel,
         grid=(rows * divided,),
@@ -59,7 +59,7 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return part(problem, device, problem["T"])
+    return part(problem, device, problem["T"], problem.attrs.logits_dtype)
 
 
 IMPLEMENTATION = Implementation("triton", plan)

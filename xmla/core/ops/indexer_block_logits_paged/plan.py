@@ -30,13 +30,13 @@ def splits(rows: int, columns: int, config: Config, device: Device) -> int:
     return max(1, min(cdiv(columns, config.block_n), cdiv(device.num_sms * config.programs_a_sm, max(rows, 1))))
 
 
-def part(problem: Problem, device: Device, rows: int) -> Plan:
+def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") -> Plan:
     """The logits of `rows` tokens from `first_row` on: of all keys if the call has no blocks."""
     of_blocks = problem.has("blocks")
     columns = entries_of(problem) if of_blocks else capacity_of(problem)
     config = configure(head_rows(problem), keys_are_mxfp4(problem), device)
     divided = splits(rows, columns, config, device)
-    results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), "float32")}
+    results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), dtype)}
     launch = Launch(
         indexer_block_logits_paged_kernel,
         grid=(rows * divided,),
@@ -72,7 +72,7 @@ def part(problem: Problem, device: Device, rows: int) -> Plan:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return part(problem, device, problem["T"])
+    return part(problem, device, problem["T"], problem.attrs.logits_dtype)
 
 
 IMPLEMENTATION = Implementation("triton", plan)

@@ -126,7 +126,7 @@ def attention_plan(
     # A head's dims are shared among programs where these leave SMs idle. The order of additions follows the parts and
     # the warps: with batch_invariant neither follows the rows.
     alone = not attrs.batch_invariant
-    parts = max(part for part in (1, 2, 4) if part == 1 or (alone and tokens * heads * part <= device.num_sms))
+    parts = 4 if alone and 4 * tokens * heads <= device.num_sms else 1
     combination = Combination(
         HEADS=heads,
         EPILOGUE=attention.EPILOGUE,
