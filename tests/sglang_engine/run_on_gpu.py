@@ -1,0 +1,256 @@
+"""SGLang's engine on a GPU: xmla's plugin beside SGLang's own kernels, over a small model with V3.2's attention.
+
+python tests/sglang_engine/run_on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
+python tests/sglang_engine/run_on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
+python tests/sglang_engine/run_on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
+
+Needs SGLang and the package's own dependencies; `own` engines FlashMLA and DeepGEMM too. All append to
+FOLDER/sglang.jsonl, and the logs' ends to FOLDER/logs.txt.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import engine
+import typer
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+sys.path.append(str(FOLDER.parent / "vllm_engine"))  # what does not depend on the engine
+import entry_points  # noqa: E402
+from on_gpu import FARTHER, SAME_LIKELY, difference, keep_log  # noqa: E402
+
+# Each engine and the one that its answers are compared with: first, how far apart SGLang's own are.
+PAIRS = (
+    ("own-chunks", "own"),
+    ("own", "own-bf16"),
+    ("xmla", "own-bf16"),
+    ("xmla", "own"),
+    ("xmla-bf16", "own-bf16"),
+    ("own-graphs", "own"),
+    ("own-all-graphs", "own"),
+    ("own-drafts", "own"),
+    *(("xmla-" + name, "xmla") for name in (
+        "kv-bf16", "gathered", "chunks", "graphs", "all-graphs", "drafts", "drafts-3", "drafts-graphs", "ranks",
+    )),
+)  # fmt: skip
+CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
+ENVIRONMENT = {
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # else prefills of few keys ask for FlashAttention 3
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+}  # fmt: skip
+RUNS = "DeepSeek sparse attention runs on xmla"
+
+Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
+Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
+Engines = Annotated[str, typer.Option(help=f"Of {', '.join(engine.ENGINES)}.")]
+Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may take.")]
+app = typer.Typer(add_completion=False)
+
+
+def child(log: Path, seconds: float, environment: dict[str, str], *words: object) -> int:
+    """The exit status of `engine.py` with these words, in an environment with xmla's entry points and the tests'."""
+    installed, called = log.parent / "installed", log.with_suffix(".called")
+    points = entry_points.PROJECT["entry-points"]["sglang.srt.plugins"] | {"called": "engine:count_calls"}
+    entry_points.write(installed, **{"sglang.srt.plugins": points})
+    called.unlink(missing_ok=True)
+    path = os.pathsep.join([str(ROOT), str(FOLDER), str(installed), os.environ.get("PYTHONPATH", "")])
+    command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "engine.py"), *map(str, words)]
+    with log.open("w") as shown:
+        done = subprocess.run(
+            command, env=os.environ | ENVIRONMENT | environment | {"PYTHONPATH": path, engine.CALLED: str(called)},
+            stdout=shown, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    return done.returncode
+
+
+def model_in(folder: Path, layers: int, heads: int) -> Path:
+    model = folder / f"model-{layers}-{heads}"
+    if not (model / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        status = child(folder / "model.log", 120, {}, "model", model, "--layers", layers, "--heads", heads)
+        if status:
+            print((folder / "model.log").read_text()[-3000:])
+            raise typer.Exit(code=status)
+    return model
+
+
+def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
+    from xmla.bench.provenance import provenance
+
+    out.mkdir(parents=True, exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
+    releases = {name: version(name) for name in ("sglang", "sglang-kernel")}
+    write(out, provenance(command, commit) | releases | {"model": sizes})
+
+
+def write(out: Path, line: dict[str, Any]) -> None:
+    with (out / "sglang.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def repeated(answers: dict[str, Any]) -> dict[str, list[Any]]:
+    """By prompt: of the request that was asked again, how many tokens were cached, and how many new ones are equal."""
+    found: dict[str, list[Any]] = {"prompt": [], "cached": [], "equal_again": [], "accepted": []}
+    for length, answer in answers.items():
+        equal = [a == b for a, b in zip(answer["again"], answer["tokens"], strict=True)]
+        found["prompt"].append(int(length))
+        found["cached"].append(answer["cached"])
+        found["equal_again"].append([*equal, False].index(False))
+        found["accepted"].append(answer["accepted"])
+    return found
+
+
+def verdicts(
+    found: dict[tuple[str, str], dict[str, list[float]]], asked_again: dict[str, dict[str, list[Any]]],
+    answers: dict[str, Any],
+) -> dict[str, bool]:  # fmt: skip
+    """What has to hold, of what ran."""
+    wanted: dict[str, bool] = {}
+    for name, result in answers.items():
+        if engine.ENGINES[name].plugin:
+            wanted[f"{name}: attention and every op are xmla's"] = result["runs"] and {*engine.OPS} <= {
+                *result["calls"]
+            }
+        else:
+            wanted[f"{name}: nothing is xmla's"] = not result["runs"] and not result["calls"]
+    for name, figures in asked_again.items():
+        # All pages but the last are cached, whose token is computed; the same tokens come out of them.
+        cached = [count >= length - 64 - 1 for count, length in zip(figures["cached"], figures["prompt"], strict=True)]
+        wanted[f"{name}: prompts asked again are cached"] = all(cached)
+    for (name, other), figures in found.items():
+        if name.startswith(("xmla-drafts", "xmla-ranks", "xmla-chunks", "xmla-all-graphs", "xmla-gathered")):
+            wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
+    if ("xmla-graphs", "xmla") in found:
+        equal = found["xmla-graphs", "xmla"]["equal_tokens"]
+        wanted["graphs give the tokens of eager"] = equal == [engine.NEW_TOKENS] * len(equal)
+    pairs = ("xmla", "own-bf16"), ("own", "own-bf16"), ("own-chunks", "own")
+    if all(pair in found for pair in pairs):
+        ours, own, floor = (found[pair]["mean_abs_logprob"] for pair in pairs)
+        near = [a <= FARTHER * b + c for a, b, c in zip(ours, own, floor, strict=True)]
+        wanted["xmla is as near to bfloat16 as SGLang's own kernels"] = all(near)
+    return wanted
+
+
+@app.command()
+def check(
+    out: Out, commit: Commit = None, engines: Engines = CHECKED, seconds: Seconds = 240, at_once: int = 4,
+    layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
+) -> None:  # fmt: skip
+    """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
+    work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
+    model = model_in(work, layers, heads)
+    begin(out, "python tests/sglang_engine/run_on_gpu.py check", commit, model)
+
+    def ask(name: str) -> tuple[str, Any]:
+        file, log = work / f"{name}.json", work / f"{name}.log"
+        file.unlink(missing_ok=True)
+        begun = time.monotonic()
+        status = child(log, seconds, engine.ENGINES[name].environment(), "answer", name, model, file)
+        answered = json.loads(file.read_text()) | {"runs": RUNS in log.read_text()} if file.exists() else None
+        told = {"exit_code": status, "total_seconds": round(time.monotonic() - begun, 1)}
+        told |= {key: answered[key] for key in ("runs", "calls", "seconds")} if answered else {}
+        keep_log(out, name, log, status)
+        write(out, {"engine": name} | told)
+        print(f"    {told}", flush=True)
+        return name, answered
+
+    names = engines.split(",")
+    with ThreadPoolExecutor(at_once) as threads:
+        answers = {name: answered for name, answered in threads.map(ask, names) if answered}
+    asked_again = {name: repeated(answered["answers"]) for name, answered in answers.items()}
+    for name, figures in asked_again.items():
+        write(out, {"engine": name, "beside": "itself"} | figures)
+        print(f"{name:>18} again: " + ", ".join(f"{key} {values}" for key, values in figures.items()))
+    found = {
+        (name, other): difference(answers[name]["answers"], answers[other]["answers"])
+        for name, other in PAIRS
+        if name in answers and other in answers
+    }
+    for (name, other), figures in found.items():
+        write(out, {"engine": name, "beside": other} | figures)
+        cells = (
+            f"{length}: {apart:.4f} {same:.3f} {equal:>2}"
+            for length, apart, same, equal in zip(*figures.values(), strict=True)
+        )
+        print(f"{name:>18} beside {other:10}" + "".join(f"{cell:>24}" for cell in cells))
+    print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
+    holds = verdicts(found, asked_again, answers)
+    write(out, {"holds": holds})
+    for what, right in holds.items():
+        print(f"{'yes' if right else 'NO '} {what}")
+    raise typer.Exit(code=int(not (all(holds.values()) and len(answers) == len(names))))
+
+
+def run_engine(
+    out: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
+) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether an engine succeeded, and the lines that it appended to those in `out`; its log is kept there too."""
+    file, log = out / "sglang.jsonl", work / f"{name}-{what}.log"
+    before = len(file.read_text().splitlines())
+    status = child(log, seconds, engine.ENGINES[name].environment(), what, name, model, file, *options)
+    keep_log(out, name, log, status)
+    return status == 0, [json.loads(line) for line in file.read_text().splitlines()[before:]]
+
+
+@app.command()
+def speed(
+    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", contexts: str = "4096,32768",
+    requests: str = "1,8,64", tokens: int = 64, seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
+    layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
+) -> None:  # fmt: skip
+    """One engine after the other, each as often as it is named: `start` seconds at most until it is ready, `seconds`
+    for its cases, smallest first.
+    """
+    work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
+    model = model_in(work, layers, heads)
+    begin(out, "python tests/sglang_engine/run_on_gpu.py speed", commit, model)
+    failed = False
+    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for name in engines.split(","):
+        options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
+        succeeded, lines = run_engine(out, work, model, name, "measure", start + seconds, *options)
+        failed |= not succeeded
+        for case in lines:
+            cases.setdefault((case["context"], case["requests"]), []).append(case)
+    print("context requests | engine: µs a step, tokens/s of prefill, cached tokens of a prompt")
+    for (context, count), found in sorted(cases.items()):
+        for case in found:
+            keys = ("step_us", "prefill_tokens_per_s", "cached_tokens")
+            cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
+            print(f"{context:>7} {count:>8} | {case['engine']:>14} {' '.join(cells)}")
+    raise typer.Exit(code=int(failed))
+
+
+@app.command()
+def profile(
+    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", context: int = 4096,
+    requests: int = 8, seconds: Seconds = 120, layers: int = engine.LAYERS, heads: int = 128,
+    work: Path | None = None,
+) -> None:  # fmt: skip
+    """Where the GPU's time goes: the kernels of each engine side by side."""
+    work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
+    model = model_in(work, layers, heads)
+    begin(out, "python tests/sglang_engine/run_on_gpu.py profile", commit, model)
+    failed = False
+    for name in engines.split(","):
+        options = ("--context", context, "--requests", requests)
+        succeeded, lines = run_engine(out, work, model, name, "profile", seconds, *options)
+        failed |= not succeeded
+        for line in lines:
+            print(f"{name:>14} {line['phase']:>8} {line['us']:>10} µs {line['launches']:>5} × {line['kernel'][:80]}")
+    raise typer.Exit(code=int(failed))
+
+
+if __name__ == "__main__":
+    app()
