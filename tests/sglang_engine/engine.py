@@ -7,13 +7,15 @@ python engine.py measure ENGINE MODEL OUT     times of prefill and decode by con
 python engine.py profile ENGINE MODEL OUT     the GPU's kernels of decode steps
 """
 
+import fcntl
 import gzip
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +122,9 @@ def noted(op: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def start(name: str, model: Path, **more: Any) -> Any:
+@contextmanager
+def started(name: str, model: Path, *, alone: bool = False, **more: Any) -> Iterator[Any]:
+    """An engine, which starts beside others; `alone`: it waits until no other of this model starts or answers."""
     from sglang.srt.entrypoints.engine import Engine as Served
 
     arguments = ENGINES[name].arguments() | {
@@ -129,7 +133,13 @@ def start(name: str, model: Path, **more: Any) -> Any:
         "sampling_backend": "pytorch", "skip_tokenizer_init": True, "disable_custom_all_reduce": True,
         "watchdog_timeout": 3600, "log_level": "info",
     } | more  # fmt: skip
-    return Served(model_path=str(model), **arguments)
+    with (model / "engines.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        engine = Served(model_path=str(model), **arguments)
+        if alone:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield engine
+        engine.shutdown()
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -153,27 +163,26 @@ def answer(
     Asked again, after all others, the prompts are in the cache of prefixes.
     """
     begun = time.monotonic()
-    engine = start(name, model)
-    ready = time.monotonic()
-    prompts = {length: prompt(int(length), int(length)) for length in lengths.split(",")}
-    first = ask(engine, [*prompts.values()], new, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
-    again = ask(engine, [*prompts.values()], new)
-    answers = {
-        length: {
-            "tokens": result["output_ids"],
-            "logprobs": [given[0] for given in result["meta_info"]["input_token_logprobs"][1:]],
-            "likely": [best[0][1] for best in result["meta_info"]["input_top_logprobs"][1:]],
-            "again": repeated["output_ids"],
-            "cached": repeated["meta_info"]["cached_tokens"],
-            "accepted": repeated["meta_info"].get("spec_accept_length"),
+    with started(name, model) as engine:
+        ready = time.monotonic()
+        prompts = {length: prompt(int(length), int(length)) for length in lengths.split(",")}
+        first = ask(engine, [*prompts.values()], new, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
+        again = ask(engine, [*prompts.values()], new)
+        seconds = {"start": round(ready - begun, 1), "requests": round(time.monotonic() - ready, 1)}
+        answers = {
+            length: {
+                "tokens": result["output_ids"],
+                "logprobs": [given[0] for given in result["meta_info"]["input_token_logprobs"][1:]],
+                "likely": [best[0][1] for best in result["meta_info"]["input_top_logprobs"][1:]],
+                "again": repeated["output_ids"],
+                "cached": repeated["meta_info"]["cached_tokens"],
+                "accepted": repeated["meta_info"].get("spec_accept_length"),
+            }
+            for length, result, repeated in zip(prompts, first, again, strict=True)
         }
-        for length, result, repeated in zip(prompts, first, again, strict=True)
-    }
-    seconds = {"start": round(ready - begun, 1), "requests": round(time.monotonic() - ready, 1)}
-    called = Path(os.environ[CALLED])
-    calls = sorted({*called.read_text().split()}) if called.exists() else []
-    out.write_text(json.dumps({"answers": answers, "seconds": seconds, "calls": calls}))
-    engine.shutdown()
+        called = Path(os.environ[CALLED])
+        calls = sorted({*called.read_text().split()}) if called.exists() else []
+        out.write_text(json.dumps({"answers": answers, "seconds": seconds, "calls": calls}))
 
 
 def numbers(text: str) -> list[int]:
@@ -198,37 +207,35 @@ def measure(
     counts = numbers(requests)
     cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
     most = max(counts) * (max(numbers(contexts)) + tokens + FEW + 128)
-    engine = start(
-        name, model, max_running_requests=max(counts), cuda_graph_max_bs_decode=max(counts),
-        chunked_prefill_size=chunk, max_total_tokens=most,
-    )  # fmt: skip
-    deadline, rate = time.monotonic() + seconds, float("inf")  # tokens/s of the slowest prefill
-    for seed, (total, context, count) in enumerate(cases):
-        case: dict[str, Any] = {"engine": name, "context": context, "requests": count}
-        if time.monotonic() + (PREFILLS + 1) * total / rate > deadline:
-            write(out, case | {"skipped": "no time left"})
-            continue
-        speeds, prompts = [], []
-        for number in range(PREFILLS + 1):  # what the first compiles does not count
-            engine.flush_cache()
-            prompts = [prompt(context, seed << 20 | number << 10 | each) for each in range(count)]
-            speeds.append(total / seconds_of(engine, prompts, 1))
-        rate = min(rate, *speeds[1:])
-        steps = []
-        for _ in range(ROUNDS):
-            few = seconds_of(engine, prompts, FEW)
-            steps.append((seconds_of(engine, prompts, FEW + tokens) - few) / tokens)
-        cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
-        write(
-            out,
-            case
-            | {
-                "step_us": round(1e6 * min(steps), 1), "step_us_by_round": [round(1e6 * step, 1) for step in steps],
-                "prefill_tokens_per_s": round(max(speeds[1:])),
-                "prefill_tokens_per_s_by_round": [round(speed) for speed in speeds[1:]], "cached_tokens": min(cached),
-            },
-        )  # fmt: skip
-    engine.shutdown()
+    sizes = {"max_running_requests": max(counts), "cuda_graph_max_bs_decode": max(counts), "max_total_tokens": most}
+    with started(name, model, alone=True, chunked_prefill_size=chunk, **sizes) as engine:
+        deadline, rate = time.monotonic() + seconds, float("inf")  # tokens/s of the slowest prefill
+        for seed, (total, context, count) in enumerate(cases):
+            case: dict[str, Any] = {"engine": name, "context": context, "requests": count}
+            if time.monotonic() + (PREFILLS + 1) * total / rate > deadline:
+                write(out, case | {"skipped": "no time left"})
+                continue
+            speeds, prompts = [], []
+            for number in range(PREFILLS + 1):  # what the first compiles does not count
+                engine.flush_cache()
+                prompts = [prompt(context, seed << 20 | number << 10 | each) for each in range(count)]
+                speeds.append(total / seconds_of(engine, prompts, 1))
+            rate = min(rate, *speeds[1:])
+            steps = []
+            for _ in range(ROUNDS):
+                few = seconds_of(engine, prompts, FEW)
+                steps.append((seconds_of(engine, prompts, FEW + tokens) - few) / tokens)
+            cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
+            write(
+                out,
+                case
+                | {
+                    "step_us": round(1e6 * min(steps), 1), "step_us_by_round": [round(1e6 * step, 1) for step in steps],
+                    "prefill_tokens_per_s": round(max(speeds[1:])),
+                    "prefill_tokens_per_s_by_round": [round(speed) for speed in speeds[1:]],
+                    "cached_tokens": min(cached),
+                },
+            )  # fmt: skip
 
 
 @app.command()
@@ -236,22 +243,20 @@ def profile(
     name: str, model: Path, out: Path, context: int = 4096, requests: int = 8, tokens: int = 32, chunk: int = 8192,
 ) -> None:  # fmt: skip
     """A line for each kernel of a prefill of new prompts, and of `tokens` decode steps, by time."""
-    engine = start(
-        name, model, max_running_requests=requests, cuda_graph_max_bs_decode=requests,
-        chunked_prefill_size=chunk, max_total_tokens=4 * requests * (context + tokens + 128),
-    )  # fmt: skip
-    prompts = [prompt(context, number) for number in range(requests)]
-    ask(engine, prompts, tokens)  # what it compiles is not shown
-    engine.flush_cache()
-    for phase, new in (("prefill", 1), ("decode", tokens)):
-        folder = out.parent / f"{name}-{phase}-traces"
-        engine.start_profile(output_dir=str(folder), activities=["GPU"])
-        ask(engine, prompts, new)
-        engine.stop_profile()
-        (trace,) = wait_for(folder)
-        for kernel in kernels(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]):
-            write(out, {"engine": name, "context": context, "requests": requests, "phase": phase} | kernel)
-    engine.shutdown()
+    sizes = {"max_running_requests": requests, "cuda_graph_max_bs_decode": requests}
+    sizes |= {"chunked_prefill_size": chunk, "max_total_tokens": 4 * requests * (context + tokens + 128)}
+    with started(name, model, alone=True, **sizes) as engine:
+        prompts = [prompt(context, number) for number in range(requests)]
+        ask(engine, prompts, tokens)  # what it compiles is not shown
+        engine.flush_cache()
+        for phase, new in (("prefill", 1), ("decode", tokens)):
+            folder = out.parent / f"{name}-{phase}-traces"
+            engine.start_profile(output_dir=str(folder), activities=["GPU"])
+            ask(engine, prompts, new)
+            engine.stop_profile()
+            (trace,) = wait_for(folder)
+            for kernel in kernels(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]):
+                write(out, {"engine": name, "context": context, "requests": requests, "phase": phase} | kernel)
 
 
 def wait_for(folder: Path, seconds: float = 60) -> list[Path]:

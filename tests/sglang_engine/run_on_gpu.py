@@ -45,6 +45,8 @@ PAIRS = (
 CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
 ENVIRONMENT = {
     "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # else prefills of few keys ask for FlashAttention 3
+    # The Rust core of the radix tree fails with another release of torch than the one that it was built for.
+    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
 }  # fmt: skip

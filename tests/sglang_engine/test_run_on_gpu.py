@@ -1,7 +1,10 @@
 """What `run_on_gpu.py` makes of answers, without SGLang."""
 
 import json
+import sys
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import engine
@@ -53,6 +56,25 @@ def test_options() -> None:
     graphs = engine.ENGINES["xmla-graphs"].arguments()
     assert graphs["disable_prefill_cuda_graph"] and not graphs["disable_decode_cuda_graph"]
     assert engine.ENGINES["own"].environment()["SGLANG_PLUGINS"] != ""  # which would load every plugin
+
+
+def test_an_engine_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order: list[str] = []
+    served = SimpleNamespace(shutdown=lambda: order.append("shut down"))
+    stand_in = SimpleNamespace(Engine=lambda **arguments: served)
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", stand_in)
+
+    def measure() -> None:
+        with engine.started("own", tmp_path, alone=True):
+            order.append("measured")
+
+    beside = Thread(target=measure)
+    with engine.started("own", tmp_path):
+        beside.start()
+        beside.join(0.5)
+        assert beside.is_alive() and not order
+    beside.join()
+    assert order == ["shut down", "measured", "shut down"]
 
 
 def test_kernels_are_those_that_took_time() -> None:
