@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import typer
@@ -26,7 +28,7 @@ LAYERS = 4
 LENGTHS = (6000, 3000, 2500, 700, 40)  # tokens of the prompts that are asked
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
-ROUNDS = 8  # of each case's decode
+ROUNDS = 8  # of each case's decode that count
 PREFILLS = 5  # of a case
 FEW = 8  # tokens of the shorter of two requests whose times are subtracted
 # Ops that xmla has in SGLang's place, in prefills and in decodes.
@@ -195,6 +197,16 @@ def seconds_of(engine: Any, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - begun
 
 
+def step_times(seconds: Callable[[int], float], tokens: int) -> list[float]:
+    """By round, µs of one of the `tokens` steps by which the longer of two requests is longer.
+
+    `seconds` are those of requests of so many new tokens. The first requests of either length do not count: what they
+    compile, such as a prefill behind cached keys, may be in the shorter alone.
+    """
+    rounds = [(seconds(FEW), seconds(FEW + tokens)) for _ in range(ROUNDS + 1)]
+    return [round(1e6 * (longer - shorter) / tokens, 1) for shorter, longer in rounds[1:]]
+
+
 @app.command()
 def measure(
     name: str, model: Path, out: Path, contexts: str = "4096,32768", requests: str = "1,8,64", tokens: int = 64,
@@ -202,7 +214,8 @@ def measure(
 ) -> None:  # fmt: skip
     """A line for each case, smallest first, until the seconds after the engine's start are over.
 
-    A step's time is that of `tokens` more steps of requests whose prompts are cached, the least of several rounds.
+    A step's time is that of `tokens` more steps of requests whose prompts are cached, the median of several rounds. A
+    case has none, and the exit status is 1, if a longer request took no longer in some round.
     """
     counts = numbers(requests)
     cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
@@ -210,6 +223,7 @@ def measure(
     sizes = {"max_running_requests": max(counts), "cuda_graph_max_bs_decode": max(counts), "max_total_tokens": most}
     with started(name, model, alone=True, chunked_prefill_size=chunk, **sizes) as engine:
         deadline, rate = time.monotonic() + seconds, float("inf")  # tokens/s of the slowest prefill
+        refused = False
         for seed, (total, context, count) in enumerate(cases):
             case: dict[str, Any] = {"engine": name, "context": context, "requests": count}
             if time.monotonic() + (PREFILLS + 1) * total / rate > deadline:
@@ -221,21 +235,19 @@ def measure(
                 prompts = [prompt(context, seed << 20 | number << 10 | each) for each in range(count)]
                 speeds.append(total / seconds_of(engine, prompts, 1))
             rate = min(rate, *speeds[1:])
-            steps = []
-            for _ in range(ROUNDS):
-                few = seconds_of(engine, prompts, FEW)
-                steps.append((seconds_of(engine, prompts, FEW + tokens) - few) / tokens)
+            steps = step_times(partial(seconds_of, engine, prompts), tokens)
+            wrong = min(steps) <= 0
+            refused |= wrong
             cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
-            write(
-                out,
-                case
-                | {
-                    "step_us": round(1e6 * min(steps), 1), "step_us_by_round": [round(1e6 * step, 1) for step in steps],
-                    "prefill_tokens_per_s": round(max(speeds[1:])),
-                    "prefill_tokens_per_s_by_round": [round(speed) for speed in speeds[1:]],
-                    "cached_tokens": min(cached),
-                },
-            )  # fmt: skip
+            case |= {"refused": "more steps took no longer"} if wrong else {"step_us": round(median(steps), 1)}
+            case |= {
+                "step_us_by_round": steps,
+                "prefill_tokens_per_s": round(max(speeds[1:])),
+                "prefill_tokens_per_s_by_round": [round(speed) for speed in speeds[1:]],
+                "cached_tokens": min(cached),
+            }
+            write(out, case)
+    raise typer.Exit(code=int(refused))
 
 
 @app.command()

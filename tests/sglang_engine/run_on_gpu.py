@@ -180,7 +180,7 @@ def check(
         if name in answers and other in answers
     }
     for (name, other), figures in found.items():
-        write(out, {"engine": name, "beside": other} | figures)
+        write(out, {"engine": name, "beside": other, "new_tokens": engine.NEW_TOKENS} | figures)
         cells = (
             f"{length}: {apart:.4f} {same:.3f} {equal:>2}"
             for length, apart, same, equal in zip(*figures.values(), strict=True)
@@ -229,8 +229,8 @@ def speed(
     for (context, count), found in sorted(cases.items()):
         for case in found:
             keys = ("step_us", "prefill_tokens_per_s", "cached_tokens")
-            cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
-            print(f"{context:>7} {count:>8} | {case['engine']:>14} {' '.join(cells)}")
+            told = case.get("skipped") or case.get("refused") or " ".join(f"{case[key]:>10}" for key in keys)
+            print(f"{context:>7} {count:>8} | {case['engine']:>14} {told}")
     raise typer.Exit(code=int(failed))
 
 

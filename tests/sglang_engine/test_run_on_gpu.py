@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -77,6 +79,36 @@ def test_an_engine_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert order == ["shut down", "measured", "shut down"]
 
 
+@pytest.mark.parametrize("late", [0, engine.ROUNDS])
+def test_what_is_compiled_is_in_no_step(late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in takes 1 ms a step, and 2 s for the first requests with and without cached prompts. `late`: so do the
+    short requests of a later round.
+    """
+    clock, asked, prefixes = [0.0], Counter[Any](), list[list[int]]()
+
+    def generate(input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
+        tokens, cached = sampling_params["max_new_tokens"], input_ids == prefixes
+        asked.update([cached, (cached, tokens)])
+        compiles = asked[cached] == 1 or (tokens == engine.FEW and asked[cached, tokens] == late)
+        clock[0] += 1e-3 * tokens + 2 * compiles
+        prefixes[:] = input_ids
+        return [{"meta_info": {"cached_tokens": 64}} for _ in input_ids]
+
+    served = SimpleNamespace(generate=generate, flush_cache=prefixes.clear, shutdown=lambda: None)
+    stand_in = SimpleNamespace(Engine=lambda **arguments: served)
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", stand_in)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    out = tmp_path / "out.jsonl"
+    words = ["measure", "own", str(tmp_path), str(out), "--contexts", "100", "--requests", "2"]
+    status = CliRunner().invoke(engine.app, words).exit_code
+    (case,) = map(json.loads, out.read_text().splitlines())
+    assert case["prefill_tokens_per_s_by_round"] == [200_000] * engine.PREFILLS
+    if late:
+        assert status == 1 and "step_us" not in case and case["refused"] and min(case["step_us_by_round"]) < 0
+    else:
+        assert status == 0 and case["step_us"] == 1000 and case["step_us_by_round"] == [1000] * engine.ROUNDS
+
+
 def test_kernels_are_those_that_took_time() -> None:
     events = [{"cat": "kernel", "name": name, "dur": us} for name, us in (("a", 1.0), ("b", 2.0), ("a", 3.5))]
     events.append({"cat": "cpu_op", "name": "on the host", "dur": 9.0})
@@ -100,7 +132,11 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[in
         calls = engine.OPS if ours else ()
         answered = {"answers": answers(-1.0, 7, 32), "calls": calls, "seconds": {}}
         times = {"step_us": 1.5, "prefill_tokens_per_s": 7, "cached_tokens": 4032}
-        cases = {"context": 4096, "requests": 1} | times, {"context": 32768, "requests": 64, "skipped": "no time left"}
+        cases = [
+            {"context": 4096, "requests": 1} | times,
+            {"context": 32768, "requests": 64, "skipped": "no time left"},
+            {"context": 4096, "requests": 8, "refused": "more steps took no longer", "prefill_tokens_per_s": 7},
+        ]
         kernel = {"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}
         lines = [{"engine": name} | case for case in cases]
         lines = {"answer": [answered], "measure": lines, "profile": [{"engine": name} | kernel]}[kind]
@@ -132,7 +168,7 @@ def test_speed_writes_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     status, (_, *lines) = run("speed", monkeypatch, tmp_path)
     assert status == 0
     assert [(line["engine"], line["requests"], "skipped" in line) for line in lines] == [
-        (name, requests, requests == 64) for name in ("xmla-graphs", "own-graphs") for requests in (1, 64)
+        (name, requests, requests == 64) for name in ("xmla-graphs", "own-graphs") for requests in (1, 64, 8)
     ]
 
 
