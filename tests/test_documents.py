@@ -15,6 +15,7 @@ from conftest import require_tool
 
 import xmla
 from xmla.bench import (
+    engine_report,
     evidence_report,
     frameworks_report,
     layer_report,
@@ -22,7 +23,6 @@ from xmla.bench import (
     picture,
     ranks_report,
     summary,
-    vllm_report,
 )
 from xmla.bench.provenance import origin
 from xmla.bench.report import insert, read, report
@@ -178,9 +178,9 @@ def test_a_layers_training_steps_are_the_committed_ones() -> None:
 
 
 def test_figures_of_vllm_are_the_committed_ones() -> None:
-    table = vllm_report.report([RESULTS / f"vllm_{release}.jsonl" for release in ("033", "026")])
+    table = engine_report.report([RESULTS / f"vllm_{release}.jsonl" for release in ("033", "026")])
     page = (ROOT / "docs/vllm.md").read_text()
-    assert insert(page, table, vllm_report.MARKERS) == page
+    assert insert(page, table, engine_report.MARKERS) == page
     assert sum(line.startswith("| ") for line in table.splitlines()) > 40
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xmla.bench import picture, vllm_report
+from xmla.bench import engine_report, picture
 from xmla.bench.report import read, show
 
 MARKERS = "<!-- speed -->\n", "<!-- /speed -->"
@@ -54,8 +54,8 @@ def layer(file: Path, tokens: int) -> tuple[str, str]:
 
 def vllm(file: Path, key: str) -> str:
     """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
-    cases = [engines for _, *lines in read([file]) for engines in vllm_report.cases_of(lines).values()]
-    pairs = [vllm_report.figures(engines, key) for engines in cases]
+    cases = [engines for _, *lines in read([file]) for engines in engine_report.cases_of(lines).values()]
+    pairs = [engine_report.figures(engines, key) for engines in cases]
     return span(theirs / ours if key.endswith("_us") else ours / theirs for ours, theirs in pairs)
 
 

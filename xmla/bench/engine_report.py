@@ -1,6 +1,7 @@
-"""`python -m xmla.bench.vllm_report FILE … [--into docs/vllm.md]`: vLLM's engine on xmla beside its own kernels.
+"""`python -m xmla.bench.engine_report FILE … [--into docs/vllm.md]`: an engine on xmla beside its own kernels.
 
-The lines are those of `tests/vllm_engine/on_gpu.py`, runs of `check` and of `speed`.
+The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run_on_gpu.py`, runs of `check` and of
+`speed`.
 """
 
 from itertools import groupby
@@ -13,7 +14,8 @@ import typer
 from xmla.bench.provenance import origin
 from xmla.bench.report import read, show
 
-MARKERS = "<!-- vllm -->\n", "<!-- /vllm -->"
+MARKERS = "<!-- engine -->\n", "<!-- /engine -->"
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SHOWN = "xmla-graphs", "own-graphs"
 FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
 MODELS = {"v4-": "V4", "v41-": "V4.1", "": "V3.2"}
@@ -29,8 +31,9 @@ def engine(head: Line, lines: list[Line]) -> str:
     """Where the figures of a run come from, and of which model."""
     versions, model = head["versions"], head["model"]
     name = MODELS[prefix_of(lines[0]["engine"])]
+    (served,) = (f"{engine} {head[key]}" for key, engine in ENGINES.items() if key in head)
     return (
-        f"{origin(head)}, vLLM {head['vllm']}, torch {versions['torch']}, Triton {versions['triton']}; "
+        f"{origin(head)}, {served}, torch {versions['torch']}, Triton {versions['triton']}; "
         f"DeepSeek-{name}, {model['num_hidden_layers']} layers, "
         f"{model['num_attention_heads']} heads, top-k {model['index_topk']}."
     )
@@ -39,7 +42,7 @@ def engine(head: Line, lines: list[Line]) -> str:
 def alike(lines: list[Line]) -> list[str]:
     """Of each pair of engines how far apart their answers are, by prompt; a table for each set of prompts."""
     markdown: list[str] = []
-    pairs = sorted((line for line in lines if "beside" in line), key=lambda pair: max(pair["prompt"]))
+    pairs = sorted((line for line in lines if "mean_abs_logprob" in line), key=lambda pair: max(pair["prompt"]))
     for prompts, of_prompts in groupby(pairs, key=lambda pair: pair["prompt"]):
         markdown += [""] if markdown else []
         markdown.append(f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |")
@@ -63,7 +66,7 @@ def cases_of(lines: list[Line]) -> dict[tuple[int, int], dict[str, list[Line]]]:
 
 
 def figures(engines: dict[str, list[Line]], key: str) -> list[float]:
-    """xmla's figure of a case and that of vLLM's own kernels.
+    """xmla's figure of a case and that of the engine's own kernels.
 
     Of an engine that was started more than once: its fastest step and prefill, as the host slows either by up to a
     third, and the median of its forward passes.
@@ -72,15 +75,20 @@ def figures(engines: dict[str, list[Line]], key: str) -> list[float]:
 
 
 def speeds(lines: list[Line]) -> list[str]:
-    """Of each case xmla's times and, in brackets, its speed as a multiple of vLLM's own kernels'.
+    """Of each case xmla's times and, in brackets, its speed as a multiple of the engine's own kernels'.
 
-    A step that was timed in one round alone is left out: the host's noise decides its ratio.
+    Left out are cases that one of the two had no time for, and a step that was timed in one round alone: the host's
+    noise decides its ratio.
     """
-    headings = {"forward_us": "decode: the GPU's forward pass", "prefill_tokens_per_s": "prefill, tokens/s"}
-    if all("step_us_by_round" in line for line in lines if "step_us" in line):
+    timed = [line for line in lines if "step_us" in line]
+    headings = {"forward_us": "decode: the GPU's forward pass"} if all("forward_us" in line for line in timed) else {}
+    headings["prefill_tokens_per_s"] = "prefill, tokens/s"
+    if all("step_us_by_round" in line for line in timed):
         headings["step_us"] = "decode: a step, with the host's part"
     rows = [f"| context | requests | {' | '.join(headings.values())} |", "|---" * (2 + len(headings)) + "|"]
     for (context, requests), engines in sorted(cases_of(lines).items()):
+        if not {*SHOWN} <= engines.keys():
+            continue
         cells = []
         for key in headings:
             ours, theirs = figures(engines, key)
@@ -94,7 +102,7 @@ def report(files: list[Path]) -> str:
     """Markdown: speeds, then answers; of each run where the figures come from and its table."""
     runs = [(head, lines) for head, *lines in read(files)]
     markdown: list[str] = []
-    for title, key, tables in (("Speed", "step_us", speeds), ("Answers", "beside", alike)):
+    for title, key, tables in (("Speed", "step_us", speeds), ("Answers", "mean_abs_logprob", alike)):
         chosen = [(head, lines) for head, lines in runs if any(key in line for line in lines)]
         markdown += [f"### {title}", ""]
         for head, lines in chosen:
@@ -103,7 +111,7 @@ def report(files: list[Path]) -> str:
 
 
 def main(
-    files: Annotated[list[Path], typer.Argument(help="JSON lines written by tests/vllm_engine/on_gpu.py.")],
+    files: Annotated[list[Path], typer.Argument(help="JSON lines written by an engine's harness.")],
     into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
 ) -> None:
     """Print the tables in Markdown, or put them in their place; ratios are speeds, above 1 xmla is faster."""
