@@ -184,6 +184,13 @@ def test_figures_of_vllm_are_the_committed_ones() -> None:
     assert sum(line.startswith("| ") for line in table.splitlines()) > 40
 
 
+def test_figures_of_sglang_are_the_committed_ones() -> None:
+    table = engine_report.report([ROOT / "benchmarks/results/h100/sglang.jsonl"])
+    page = (ROOT / "docs/sglang.md").read_text()
+    assert insert(page, table, engine_report.MARKERS) == page
+    assert table.count(" µs (") == 3 and table.count(" of 32 |") == 6 * 5
+
+
 def test_figures_of_megatrons_layer_are_the_committed_ones() -> None:
     table = megatron_report.report(RESULTS / "megatron.jsonl")
     page = (ROOT / "docs/megatron.md").read_text()
