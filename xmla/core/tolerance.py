@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """An element agrees by absolute or relative error; the array by 1 − 2Σab / Σ(a² + b²)."""
+    """An element agrees by absolute or relative error; the array by 1 − 2Σab / Σ(a² + b²).
+
+    `in_bfloat16`: the array's bound where a result that is float32 by default is bfloat16; None: `cosine`.
+    """
 
     absolute: float
     relative: float
     cosine: float
+    in_bfloat16: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ ATTENTION_LSE = Tolerance(5e-6, 8.01 / 65536, 1e-7)  # a few float32 roundings o
 GRADIENT = Tolerance(2**-6, 2.01 / 128, 2e-5)
 # DeepGEMM's cosine bound. Hopper adds fp8 products with 13 fraction bits of the largest: 2**-13 of dots
 # of up to 60, summed over up to 64 heads with weights and key scales of order 1.
-LOGITS = Tolerance(3e-2, 1e-2, 5e-6)
+# Rounded to bfloat16 a logit moves by 2**-9 of itself: (√(2 · 5e-6) + 2**-9)² / 2.
+LOGITS = Tolerance(3e-2, 1e-2, 5e-6, in_bfloat16=1.4e-5)
 # Products of 16-bit operands summed in float32, over up to 128 dims and 64 heads: roundings of sums of order 1000.
 SCORES = Tolerance(1e-3, 1e-4, 1e-9)
 # Probabilities of scores of order 10, which have a few float32 roundings, and sums of them.
@@ -62,7 +68,9 @@ def difference(got: np.ndarray, want: np.ndarray, agreement: Agreement | None) -
         worst = np.unravel_index(np.argmax(np.where(bad, error, -1)), b.shape)
         return f"{int(bad.sum())} of {b.size} off; at {worst} got {a[worst]}, expected {b[worst]}"
     apart = cosine_difference(a[finite], b[finite])
-    return None if apart <= bound.cosine else f"cosine difference {apart:.2e}"
+    limit = bound.in_bfloat16 if got.dtype == ml_dtypes.bfloat16 else None
+    limit = bound.cosine if limit is None else limit
+    return None if apart <= limit else f"cosine difference {apart:.2e}"
 
 
 def cosine_difference(a: np.ndarray, b: np.ndarray) -> float:
