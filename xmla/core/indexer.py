@@ -171,6 +171,11 @@ SM90_CONDITIONS = (
 )
 
 
+def logit_bytes(problem: Problem) -> int:
+    """Bytes of a logit that is written: of a result, or of float32 workspace."""
+    return problem.results["logits"].itemsize if "logits" in problem.results else 4
+
+
 def logits_work(problem: Problem, keys: int | None) -> list[Work]:
     """Keys read once per request, products, logits written; then the other arguments."""
     tokens, dim = problem["T"], problem["D"]
@@ -178,8 +183,7 @@ def logits_work(problem: Problem, keys: int | None) -> list[Work]:
     count = keys or (problem["M"] * problem["R"] if paged else problem["N"])
     read = count * (problem["B"] if paged else 1) * (dim + 4)
     flops = 2.0 * tokens * count * problem["I"] * dim
-    written = (2 if getattr(problem.attrs, "logits_dtype", "") == "bfloat16" else 4) * tokens * count
-    return [Work(read + written, fp8_flops=flops), Work(problem.bytes_besides_pools)]
+    return [Work(read + logit_bytes(problem) * tokens * count, fp8_flops=flops), Work(problem.bytes_besides_pools)]
 
 
 def selection_work(problem: Problem, keys: int | None) -> list[Work]:

@@ -5,6 +5,7 @@ Device code that their kernels share is in `xmla.core.lang.blocks`.
 
 from typing import Any
 
+from xmla.core.indexer import logit_bytes
 from xmla.core.problem import Problem
 from xmla.core.work import Work
 
@@ -40,7 +41,7 @@ def block_logits_work(problem: Problem, keys: int | None) -> list[Work]:
     capacity, dim = keys or capacity_of(problem), problem["D"]
     logits = problem["T"] * min(entries_of(problem), capacity)
     read = min(logits, capacity * (problem["B"] if problem.has("block_table") else 1)) * (dim + 4)
-    written = (2 if getattr(problem.attrs, "logits_dtype", "") == "bfloat16" else 4) * logits
+    written = logit_bytes(problem) * logits
     return [Work(read + written, fp8_flops=2.0 * logits * problem["I"] * dim), Work(problem.bytes_besides_pools)]
 
 

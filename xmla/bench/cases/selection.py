@@ -25,28 +25,28 @@ def unlike(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got != want).float().mean())
 
 
-def topk_case(rows: int, columns: int, k: int = K) -> Benchmark:
+def topk_case(rows: int, columns: int) -> Benchmark:
     sets = rotation(rows * columns * 4)
     logits = torch.randn(sets, rows, columns, device=problems.DEVICE)
     ends = torch.full((rows,), columns, device=problems.DEVICE, dtype=torch.int32)
 
     def call(ops: Any, logits: Any, ends: Any) -> Any:
-        return ops.select_topk(logits, ends, k=k)
+        return ops.select_topk(logits, ends, k=K)
 
     def torch_topk(i: int) -> torch.Tensor:
-        return torch.topk(logits[i], k, sorted=False)[1]
+        return torch.topk(logits[i], K, sorted=False)[1]
 
     def unlike_torch(selected: torch.Tensor) -> float:
         return float((selected.sort(1)[0] != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
 
     def by(engine: Callable[..., Callable[[], torch.Tensor]]) -> Callable[[int], torch.Tensor]:
-        prepared = cache(lambda i: engine(logits[i], ends, k))
+        prepared = cache(lambda i: engine(logits[i], ends, K))
         return lambda i: prepared(i)()
 
     engines = {name: by(engine) for name, engine in ENGINES.items()}
     return Benchmark(
         op="select_topk",
-        case=f"{rows} × {columns} k={k}",
+        case=f"{rows} × {columns} k={K}",
         call=call,
         inputs=[(logits[i], ends) for i in range(sets)],
         check=lambda: unlike_torch(call(torch_api, logits[0], ends)),
