@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -125,6 +127,14 @@ def test_other_kernels_are_interpreted_as_without_xmla(device: str) -> None:
 UNWRITTEN = -1.25
 
 
+def with_and_without_shortcuts(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """What `run` gives by the shortcuts, which know its types by then, and by Triton's own interpreter."""
+    run()
+    ours = run()
+    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
+    return ours, run()
+
+
 @triton.jit
 def operators_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     """Operands of either type as tiles, a row, a column, a scalar and numbers, by every kind of operator."""
@@ -170,10 +180,7 @@ def test_shortcuts_change_no_bit(left: str, monkeypatch: pytest.MonkeyPatch) -> 
             found.append(out)
         return found
 
-    run()  # of types that are new
-    ours = run()
-    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
-    for mine, theirs in zip(ours, run(), strict=True):
+    for mine, theirs in zip(*with_and_without_shortcuts(run, monkeypatch), strict=True):
         assert not (mine == UNWRITTEN).any() and np.array_equal(mine.view(np.uint64), theirs.view(np.uint64))
 
 
@@ -214,10 +221,7 @@ def test_loads_by_shortcuts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyP
             found.append(out)
         return found
 
-    run()  # of types that are new
-    ours = run()
-    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
-    for mine, theirs in zip(ours, run(), strict=True):
+    for mine, theirs in zip(*with_and_without_shortcuts(run, monkeypatch), strict=True):
         assert not (mine == UNWRITTEN).any() and np.array_equal(mine.view(np.uint64), theirs.view(np.uint64))
 
 
@@ -243,10 +247,7 @@ def test_products_by_shortcuts_change_no_bit(dtype: type, monkeypatch: pytest.Mo
             products_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
         return out
 
-    run()  # of types that are new
-    ours = run()
-    monkeypatch.setattr(interpreter, "SHORTCUTS", ())
-    theirs = run()
+    ours, theirs = with_and_without_shortcuts(run, monkeypatch)
     assert np.isfinite(theirs).all() and np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
 
 

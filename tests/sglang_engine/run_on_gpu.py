@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 sys.path.append(str(FOLDER.parent / "vllm_engine"))  # what does not depend on the engine
 import entry_points  # noqa: E402
-from on_gpu import FARTHER, SAME_LIKELY, difference, keep_log  # noqa: E402
+from on_gpu import FARTHER, SAME_LIKELY, conclude, difference, keep_log  # noqa: E402
 
 # Each engine and the one that its answers are compared with: first, how far apart SGLang's own are.
 PAIRS = (
@@ -189,9 +189,7 @@ def check(
     print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
     holds = verdicts(found, asked_again, answers)
     write(out, {"holds": holds})
-    for what, right in holds.items():
-        print(f"{'yes' if right else 'NO '} {what}")
-    raise typer.Exit(code=int(not (all(holds.values()) and len(answers) == len(names))))
+    conclude(holds, len(answers) == len(names))
 
 
 def run_engine(

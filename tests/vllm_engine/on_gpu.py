@@ -235,9 +235,14 @@ def check(
     print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
     holds = verdicts(found, answers, version("vllm"))
     write(out, {"holds": holds})
+    conclude(holds, len(answers) == len(names))
+
+
+def conclude(holds: dict[str, bool], complete: bool) -> None:
+    """Print the verdicts and exit: 1 if one does not hold or an engine gave no answers."""
     for what, right in holds.items():
         print(f"{'yes' if right else 'NO '} {what}")
-    raise typer.Exit(code=int(not (all(holds.values()) and len(answers) == len(names))))
+    raise typer.Exit(code=int(not (all(holds.values()) and complete)))
 
 
 def run_engine(
