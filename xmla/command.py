@@ -198,7 +198,7 @@ def bench(
         str | None, typer.Option(help="The commit to record, where the tree is not a git checkout.")
     ] = None,
 ) -> None:
-    """Time ops at serving size on this GPU, beside FlashMLA where installed; exit 1 if a result was wrong.
+    """Time ops at serving size on this GPU, beside peers where installed; exit 1 if a result was wrong.
 
     JAX makes the same calls on the same arrays: exit 1, too, if its bits are others.
     """

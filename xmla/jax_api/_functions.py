@@ -564,7 +564,7 @@ def indexer_block_logits(
             twice.
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.
@@ -634,7 +634,7 @@ def indexer_block_logits_paged(
             block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.
@@ -963,13 +963,13 @@ def indexer_logits(
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, N] in logits_dtype, every element written.
 
     Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
         UnsupportedError: I > 128.
 
     Numerics: products accumulated in the tensor cores, then float32. fp8 keys use fp8 products. MXFP4 keys use bfloat16
@@ -1027,14 +1027,14 @@ def indexer_logits_paged(
             request has T / B adjacent tokens.
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
             below the length, as `select_topk` does.
 
     Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B; max_len < 1.
         UnsupportedError: I > 128.
 
     Numerics as in `indexer_logits`. Time depends on the lengths, not on max_len: a fixed number of programs divides the

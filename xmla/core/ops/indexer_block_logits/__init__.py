@@ -29,7 +29,7 @@ def indexer_block_logits(
             twice.
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.

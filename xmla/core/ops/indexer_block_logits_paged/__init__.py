@@ -31,7 +31,7 @@ def indexer_block_logits_paged(
             block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.

@@ -29,13 +29,13 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends, *, logits_dtype:
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, N] in logits_dtype, every element written.
 
     Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
         UnsupportedError: I > 128.
 
     Numerics: products accumulated in the tensor cores, then float32. fp8 keys use fp8 products. MXFP4 keys use bfloat16

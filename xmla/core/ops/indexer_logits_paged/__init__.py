@@ -34,14 +34,14 @@ def indexer_logits_paged(
             request has T / B adjacent tokens.
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and keys within 2**-8 of each other may tie.
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 
     Returns:
         logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
             below the length, as `select_topk` does.
 
     Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; max_len < 1.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B; max_len < 1.
         UnsupportedError: I > 128.
 
     Numerics as in `indexer_logits`. Time depends on the lengths, not on max_len: a fixed number of programs divides the
