@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import EVERYTHING
 
 from xmla import UnsupportedError
 from xmla import torch_api as xt
@@ -25,6 +26,9 @@ from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
+# Plans follow architecture and SMs: of devices that are alike in both one stands for all.
+ALIKE = {(device.arch if EVERYTHING else device.arch // 10, device.num_sms): device for device in KNOWN_DEVICES}
+PLANNED = pytest.mark.parametrize("device", ALIKE.values(), ids=lambda device: device.name)
 
 
 def ints(*values: int, device: str) -> torch.Tensor:
@@ -407,7 +411,7 @@ def test_scratch_memory_of_steps_with_gathered_prefills(heads: int, tokens: int)
     assert split > 10 and dequantised > 10
 
 
-@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@PLANNED
 def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
     """V4's layers that keep every 128th token attend to 8192 entries, whose splits up to two thousand tokens have.
 
@@ -466,13 +470,13 @@ def unlisted(
     rng: np.random.Generator, device: Device, found: list[Specialization], make: Callable[[], Call]
 ) -> list[str]:
     missing = []
-    for _ in range(400):
+    for _ in range(400 if EVERYTHING else 100):
         made = make()
         missing += [f"{made}: {kernel}" for kernel in made.specializations(device) if kernel not in found]
     return missing
 
 
-@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@PLANNED
 def test_warmup_of_selections(device: Device) -> None:
     """Calls of any size that a step may have launch kernels of the list."""
     rng = np.random.default_rng(0)
@@ -505,7 +509,7 @@ def test_warmup_of_selections(device: Device) -> None:
     assert len(found) < 110
 
 
-@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@PLANNED
 def test_warmup_of_selections_in_blocks(device: Device) -> None:
     """Those of V4.1's source layer, at any size of a step; the layers after it launch some of them."""
     rng, k, most = np.random.default_rng(3), 512, 2048
@@ -556,7 +560,7 @@ def test_width_of_tables() -> None:
         assert replace(SIZES, max_len=max_len, block=block, ranks=ranks).width(64) == width
 
 
-@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@PLANNED
 def test_warmup_of_a_table_that_is_longer_than_a_request(device: Device) -> None:
     """Where it has as many keys as a power of two, and a request fewer, selections have more segments."""
     sizes = replace(SIZES, max_len=16300)
@@ -570,7 +574,7 @@ def test_warmup_of_a_table_that_is_longer_than_a_request(device: Device) -> None
         assert found.issuperset(call.specializations(device)), call
 
 
-@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@PLANNED
 @pytest.mark.parametrize("heads", [16, 128])
 def test_warmup_of_attention(heads: int, device: Device) -> None:
     rng = np.random.default_rng(heads)
@@ -613,7 +617,7 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
         assert not missing, missing[0]
 
 
-@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+@PLANNED
 def test_warmup_of_ranks_that_share_keys(device: Device) -> None:
     rng, sizes = np.random.default_rng(2), replace(SIZES, ranks=8)
     found = specializations(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -37,6 +38,25 @@ def most_registers(warps: int) -> int:
 
 # The type of what `triton.jit` and `gluon.jit` return; Triton 3.9 types it as the function itself.
 Kernel = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """A kernel's parameters by kind, each kind in the kernel's order, and names that are no parameters."""
+
+    pointers: tuple[str, ...]
+    sizes: tuple[str, ...]
+    constexprs: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    @classmethod
+    @cache  # plans are made by the thousand, of a few hundred kernels
+    def of(cls, names: tuple[str, ...], sizes: frozenset[str], constexprs: frozenset[str]) -> "Parameters":
+        values = sizes | constexprs
+        pointers = [name for name in names if name not in values]
+        wrong = [*sorted(values.difference(names)), *(name for name in pointers if not name.endswith("_ptr"))]
+        in_order = (tuple(name for name in names if name in kind) for kind in ({*pointers}, sizes, constexprs))
+        return cls(*in_order, unknown=tuple(wrong))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +131,21 @@ class Launch:
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
-        names = self.kernel.arg_names
-        values = {**self.sizes, **self.constexprs}
-        pointers = [name for name in names if name not in values]
-        inputs = [name for name in pointers if name.removesuffix("_ptr") not in self.outputs]
+        parameters = self.parameters
         outputs = [f"{name}_ptr" for name in self.outputs]
-        sizes = [name for name in names if name in self.sizes]
-        constexprs = [name for name in names if name in self.constexprs]
-        wrong = [name for name in values if name not in names] + [n for n in pointers if not n.endswith("_ptr")]
-        wrong += [name for name in self.arrays if f"{name}_ptr" not in pointers]
-        if wrong or names != [*inputs, *sizes, *outputs, *constexprs]:
-            expected = f"{[*inputs, *sizes, *outputs, *constexprs]}"
-            raise RuntimeError(f"{self.name} takes {names}, the plan gives {expected}; unknown: {wrong}")
+        inputs = [name for name in parameters.pointers if name not in outputs]
+        expected = [*inputs, *parameters.sizes, *outputs, *parameters.constexprs]
+        wrong = [*parameters.unknown, *(name for name in self.arrays if f"{name}_ptr" not in parameters.pointers)]
+        if wrong or self.kernel.arg_names != expected:
+            taken = f"{self.name} takes {self.kernel.arg_names}"
+            raise RuntimeError(f"{taken}, the plan gives {expected}; unknown: {wrong}")
         for pointer, array in self.arrays.items():
             if pointer != array and pointer in self.arrays.values():
                 raise RuntimeError(f"{self.name}: {pointer}_ptr gets {array}, and another pointer gets {pointer}")
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters.of(tuple(self.kernel.arg_names), frozenset(self.sizes), frozenset(self.constexprs))
 
     @property
     def name(self) -> str:
@@ -134,9 +154,8 @@ class Launch:
     @property
     def pointers(self) -> dict[str, str]:
         """The array of each pointer, by parameter, in the kernel's order."""
-        scalars = self.sizes.keys() | self.constexprs.keys()
-        bare = [name.removesuffix("_ptr") for name in self.kernel.arg_names if name not in scalars]
-        return {f"{name}_ptr": self.arrays.get(name, name) for name in bare}
+        bare = {pointer: pointer.removesuffix("_ptr") for pointer in self.parameters.pointers}
+        return {pointer: self.arrays.get(name, name) for pointer, name in bare.items()}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -153,12 +172,12 @@ class Launch:
     @property
     def size_values(self) -> tuple[int, ...]:
         """The runtime sizes, in the kernel's order."""
-        return tuple(self.sizes[name] for name in self.kernel.arg_names if name in self.sizes)
+        return tuple(self.sizes[name] for name in self.parameters.sizes)
 
     @property
     def constexpr_values(self) -> tuple[tuple[str, Hashable], ...]:
         """The constexprs with their names, in the kernel's order."""
-        return tuple((name, self.constexprs[name]) for name in self.kernel.arg_names if name in self.constexprs)
+        return tuple((name, self.constexprs[name]) for name in self.parameters.constexprs)
 
     @property
     def constants(self) -> dict[str, Hashable]:
@@ -216,20 +235,25 @@ class Plan:
     choices: tuple[Choice, ...] = ()
 
     def __post_init__(self) -> None:
-        written = {name for launch in self.launches for name in launch.writes}
-        if not written <= set(self.buffers):
-            raise RuntimeError(f"a plan writes its own buffers: {written} against {list(self.buffers)}")
-        shared = self.shared
+        writers = self._writers
+        if not self.buffers.keys() >= writers.keys():
+            raise RuntimeError(f"a plan writes its own buffers: {set(writers)} against {list(self.buffers)}")
+        if len(writers) == writers.total():
+            return
         for launch in self.launches:
-            own = [name not in shared for name in launch.writes]
+            own = [writers[name] == 1 for name in launch.writes]
             if own != sorted(own):
-                raise RuntimeError(f"{launch.name} writes {launch.writes}: those of {sorted(shared)} come first")
+                raise RuntimeError(f"{launch.name} writes {launch.writes}: those of {sorted(self.shared)} come first")
 
     @property
     def shared(self) -> frozenset[str]:
         """The buffers that several launches write."""
-        counts = Counter(name for launch in self.launches for name in launch.writes)
-        return frozenset(name for name, count in counts.items() if count > 1)
+        return frozenset(name for name, count in self._writers.items() if count > 1)
+
+    @property
+    def _writers(self) -> Counter[str]:
+        """How many launches write each buffer."""
+        return Counter(name for launch in self.launches for name in launch.writes)
 
     @property
     def active(self) -> tuple[Launch, ...]:

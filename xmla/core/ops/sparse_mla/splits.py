@@ -46,7 +46,8 @@ def count_splits(programs: int, keys: int, config: Config, device: Device) -> in
         step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
         return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / programs_a_tile if splits > 1 else 0)
 
-    return min(range(1, min(max(tiles, 1), MOST_SPLITS) + 1), key=steps)
+    # Of the numbers that leave as many tiles to a split the least: more of them only cost more.
+    return min(sorted({cdiv(tiles, cdiv(tiles, n)) for n in range(1, min(tiles, MOST_SPLITS) + 1)} | {1}), key=steps)
 
 
 def count_keys(problem: Problem, config: Config) -> int:
