@@ -1,25 +1,29 @@
 """Lowers ops through jax-triton for one architecture and compares its kernels with Triton's own compilation.
 
 A script of its own, for a process without the interpreter; no GPU is needed.
-    JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90 OP …
-Prints a JSON line per op: its custom calls, for each launch the SHA-256 of the PTX that both front-ends have, or, where
+    JAX_PLATFORMS=cpu JAX_TRITON_DUMP_DIR=… python tests/lower_for_cuda.py 90 [OP …] [--but DIGESTS]
+The first JSON line has a digest of each op's kernels. Then comes a line for each op that is named, or whose digest the
+file DIGESTS has not: its custom calls, for each launch the SHA-256 of the PTX that both front-ends have, or, where
 theirs differ, of the cubin that either runs, and how many kernels JAX asked for that a warm-up for torch had not
 compiled.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import numpy as np
+from compile_plans import digest, identity
 from export_for_cuda import export, exported_case
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
@@ -62,44 +66,72 @@ def dumped() -> dict[str, list[str]]:
     return found
 
 
-def lower(name: str, op: Op, case: Case, device: Device, implementation: str | None = None) -> dict[str, object]:
-    inputs = {name: np.ascontiguousarray(array) for name, array in case.make(np.random.default_rng(0)).items()}
-    given = [name for name in op.tensors if name in inputs]
-    # JAX has no 64-bit integers by default.
-    specs = {name: Spec(inputs[name].shape, jax.dtypes.canonicalize_dtype(inputs[name].dtype).name) for name in given}
-    attrs = op.attributes(**case.attrs)
-    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, device, implementation)
-    forget(plan)
+@dataclass(frozen=True)
+class Lowered:
+    """A case of an op that both front-ends compile for a device."""
 
-    by_triton: dict[str, set[str]] = {}
-    for launch in plan.launches:
-        kernel = compiled(specialize(launch, plan, specs), device.arch)
-        by_triton.setdefault(launch.name, set()).add(kernel.asm["ptx"])
-    before = len(compiles())
-    exported = export(op, case, {name: inputs[name] for name in given}, device, implementation)
-    restored = jax.export.deserialize(exported.serialize())
-    by_jax = dumped()
+    name: str
+    op: Op
+    case: Case
+    device: Device
+    implementation: str | None = None
 
-    def codes(name: str, texts: Iterable[str]) -> list[str]:
-        both = by_triton.get(name, set()).intersection(by_jax.get(name, ()))
-        return sorted(
-            hashlib.sha256(ptx.encode()).hexdigest() if ptx in both else assemble(ptx, device.arch) for ptx in texts
-        )
+    @cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        made = self.case.make(np.random.default_rng(0))
+        return {name: np.ascontiguousarray(made[name]) for name in self.op.tensors if name in made}
 
-    return {
-        "op": name,
-        "more": len(compiles()) - before,
-        "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
-        "launches": len(plan.launches),
-        "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),
-        "jax": {name: codes(name, texts) for name, texts in by_jax.items()},
-        "triton": {name: codes(name, texts) for name, texts in by_triton.items()},
-    }
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """JAX has no 64-bit integers by default."""
+        return {
+            name: Spec(array.shape, jax.dtypes.canonicalize_dtype(array.dtype).name)
+            for name, array in self.inputs.items()
+        }
+
+    @property
+    def plan(self) -> Plan:
+        specs, attrs = self.specs, self.op.attributes(**self.case.attrs)
+        given = tuple(specs.get(name) for name in self.op.tensors)
+        return plan_call(self.op, given, attrs, self.device, self.implementation)[0]
+
+    def digest(self) -> str:
+        plan, specs = self.plan, self.specs
+        kernels = (identity(specialize(launch, plan, specs), self.device.arch) for launch in plan.launches)
+        return digest(Path(__file__).read_text(), jax.__version__, version("jax-triton"), *kernels)
+
+    def lower(self) -> dict[str, object]:
+        plan, arch = self.plan, self.device.arch
+        forget(plan)
+        by_triton: dict[str, set[str]] = {}
+        for launch in plan.launches:
+            kernel = compiled(specialize(launch, plan, self.specs), arch)
+            by_triton.setdefault(launch.name, set()).add(kernel.asm["ptx"])
+        before = len(compiles())
+        exported = export(self.op, self.case, self.inputs, self.device, self.implementation)
+        restored = jax.export.deserialize(exported.serialize())
+        by_jax = dumped()
+
+        def codes(name: str, texts: Iterable[str]) -> list[str]:
+            both = by_triton.get(name, set()).intersection(by_jax.get(name, ()))
+            return sorted(
+                hashlib.sha256(ptx.encode()).hexdigest() if ptx in both else assemble(ptx, arch) for ptx in texts
+            )
+
+        return {
+            "op": self.name,
+            "more": len(compiles()) - before,
+            "custom_calls": exported.mlir_module().count(CUSTOM_CALL),
+            "launches": len(plan.launches),
+            "restored": restored.mlir_module() == exported.mlir_module() and restored.platforms == ("cuda",),
+            "jax": {name: codes(name, texts) for name, texts in by_jax.items()},
+            "triton": {name: codes(name, texts) for name, texts in by_triton.items()},
+        }
 
 
-def main() -> None:
-    device = next(d for d in KNOWN_DEVICES if d.arch == int(sys.argv[1]))
-    calls = [(name, registry()[name], exported_case(registry()[name])[0], None) for name in sys.argv[2:]]
+def calls(device: Device) -> Iterator[Lowered]:
+    for name, op in registry().items():
+        yield Lowered(name, op, exported_case(op)[0], device)
     if device.arch == 90:
         for name, beginning, implementation in (
             ("sparse_mla triton", "t1-h128", "triton"),
@@ -108,9 +140,23 @@ def main() -> None:
         ):
             op = registry()[name.split()[0]]
             case = next(case for case in op.cases if case.name.startswith(beginning))
-            calls.append((name, op, case, implementation))
-    for name, op, case, implementation in calls:
-        print(json.dumps(lower(name, op, case, device, implementation)), flush=True)
+            yield Lowered(name, op, case, device, implementation)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("ops", nargs="*")
+    parser.add_argument("--but", type=Path)
+    given = parser.parse_args()
+    device = next(d for d in KNOWN_DEVICES if d.arch == given.arch)
+    all_calls = [*calls(device)]
+    now = {call.name: call.digest() for call in all_calls}
+    print(json.dumps({"digests": now}))
+    before = json.loads(given.but.read_text()) if given.but and given.but.exists() else {}
+    for call in all_calls:
+        if call.name in given.ops or before.get(call.name) != now[call.name]:
+            print(json.dumps(call.lower()), flush=True)
 
 
 if __name__ == "__main__":

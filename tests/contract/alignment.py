@@ -1,17 +1,23 @@
 """Whether kernels add up in another order where arrays do not start on 16 bytes; a script, since kernels compile only
 where Triton was imported without TRITON_INTERPRET.
 
-python alignment.py OP …      Prints a JSON line a portable kernel of the smallest case of each op named: for wgmma's
-architecture, and for one of mma.sync those of ops whose kernels all add up alike there.
+    python tests/contract/alignment.py OP … [--but ANSWERS]
+Prints a JSON line for each op named, of the portable kernels of its smallest case: for wgmma's architecture, and for
+one of mma.sync those of ops whose kernels all add up alike there. The first line has all answers, with digests of what
+they follow from; those that stand in the file ANSWERS are not asked again.
 """
 
+import argparse
 import json
 import re
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import kit
+from compile_plans import digest, identity
 from far_strides import source_ir
 
 from xmla.core.call import plan_call
@@ -24,6 +30,7 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
+Answer = dict[str, Any]
 ARCHITECTURES = (90, 120)
 
 
@@ -69,34 +76,50 @@ def order(ttgir: str) -> list[str]:
     return [re.sub(r"#\w+", lambda name: named.get(name[0], name[0]), text).partition(" loc(")[0] for text in found]
 
 
-def print_kernels(arch: int, names: list[str]) -> set[str]:
-    """The ops of which a kernel adds up in another order."""
+def launches_of(op: Op, device: Device) -> list[tuple[Specialization, Specialization]]:
+    """The kernels of an op's smallest case with its arrays on 16 bytes, and with each where it may lie."""
+    case = min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
+    specs = aligned(case)
+    moved = specs
+    for name in specs:
+        moved = apart(op, moved, name)
+    kernels = []
+    for given in (specs, moved):
+        plan = plan_of(op, case, given, device, "triton")
+        kernels.append([specialize(launch, plan, given) for launch in plan.launches])
+    return [*zip(*kernels, strict=True)]
+
+
+def answers(arch: int, names: list[str], before: dict[str, Answer]) -> Iterator[tuple[str, Answer]]:
+    """Of each op how many of its kernels have sums, and whether their order is the same."""
     device = next(device for device in KNOWN_DEVICES if device.arch == arch)
-    dependent = set()
-    for op in map(registry().__getitem__, names):
-        case = min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
-        specs = aligned(case)
-        moved = specs
-        for name in specs:
-            moved = apart(op, moved, name)
-        plans = [plan_of(op, case, given, device, "triton") for given in (specs, moved)]
-        for launches in zip(*(plan.launches for plan in plans), strict=True):
-            orders = [
-                order(tiled(specialize(launch, plan, given), arch))
-                for launch, plan, given in zip(launches, plans, (specs, moved), strict=True)
-            ]
-            kernel = {"op": op.name, "arch": arch, "sums": len(orders[0]), "same": orders[0] == orders[1]}
-            print(json.dumps(kernel | {"kernel": launches[0].name}), flush=True)
-            if not kernel["same"]:
-                dependent.add(op.name)
-    return dependent
+    for name in names:
+        launches = launches_of(registry()[name], device)
+        made = digest(Path(__file__).read_text(), *(identity(kernel, arch) for pair in launches for kernel in pair))
+        answer = before.get(f"{name} sm_{arch}")
+        if answer is None or answer["digest"] != made:
+            orders = [[order(tiled(kernel, arch)) for kernel in pair] for pair in launches]
+            sums = sum(bool(first) for first, _ in orders)
+            answer = {"digest": made, "sums": sums, "same": all(first == second for first, second in orders)}
+        yield name, answer
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ops", nargs="+")
+    parser.add_argument("--but", type=Path)
+    given = parser.parse_args()
+    before = json.loads(given.but.read_text()) if given.but and given.but.exists() else {}
+    names, found = given.ops, {}
     for arch in ARCHITECTURES:
-        dependent = print_kernels(arch, names)
-        names = [name for name in names if name not in dependent]
+        of_arch = dict(answers(arch, names, before))
+        names = [name for name in names if of_arch[name]["same"]]
+        found |= {f"{name} sm_{arch}": answer for name, answer in of_arch.items()}
+    print(json.dumps({"digests": found}))
+    for key, answer in found.items():
+        name, _, arch = key.partition(" sm_")
+        print(json.dumps({"op": name, "arch": int(arch)} | answer))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -5,13 +5,11 @@ no such entries. tests/test_training.py holds them to their bound.
 Torch against JAX is tests/test_parity.py.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import alignment
 import hypothesis.strategies as st
+import kept
 import kit
 import numpy as np
 import pytest
@@ -61,18 +59,6 @@ def test_repeated_calls_give_the_same_bits(op: Op, case: Case) -> None:
 STATED = "Bits may differ between arrays whose first addresses differ modulo 16 bytes."
 
 
-def kernels_by_address(ops: set[str]) -> list[dict[str, object]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("alignment.py")
-    tests = script.parent.parent
-    path = os.pathsep.join([*map(str, (tests, tests / "core", tests.parent)), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), *sorted(ops)]
-    environment["PYTHONPATH"] = path
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def planned_by_address(op: Op, case: Case) -> bool:
     """Whether a device's plan of the case has other launches where one of its arrays starts elsewhere."""
     specs = aligned(case)
@@ -92,13 +78,14 @@ def test_the_ops_whose_bits_depend_on_addresses_say_so() -> None:
     An op that is known to depend on addresses by one of these is not looked at for the next.
     """
     by_plan = {op.name for op in OPS.values() if any(planned_by_address(op, case) for case in op.cases)}
-    kernels = kernels_by_address(OPS.keys() - by_plan)
+    digests, answers = kept.changed("alignment", Path(alignment.__file__), *sorted(OPS.keys() - by_plan))
     for arch in ARCHITECTURES:
-        assert sum(kernel["sums"] > 0 and kernel["arch"] == arch for kernel in kernels) > 5
-    by_order = {kernel["op"] for kernel in kernels if not kernel["same"]}
+        assert sum(answer["sums"] > 0 and answer["arch"] == arch for answer in answers) > 5
+    by_order = {answer["op"] for answer in answers if not answer["same"]}
     assert by_plan and by_order
     stated = {op.name for op in OPS.values() if STATED in " ".join(op.prototype.__doc__.split())}
     assert by_plan | by_order == stated
+    kept.keep("alignment", digests)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)

@@ -1,9 +1,10 @@
 """Reads from every kernel's IR whether a product of 32 bits can be an offset that does not fit them; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/far_strides.py [--all]
+    python tests/core/far_strides.py [--all] [--but DIGESTS]
 Each op's cases are planned with strides near 2**31 on every axis that may have one, and with pages of as many entries.
 Of each op's kernels those are read that have a type, format or condition which none before had, with --all every one.
+Functions whose digest stands in the file DIGESTS are planned and not read; all digests are in the first line.
 Kernels go through Triton's front-end, no further, with those numbers as constants. Then the range of an integer follows
 from constants, remainders, masks and `arange`; sizes, program ids and what is loaded may be any number of 32 bits. A
 sum or product of 32 bits that can pass them is wrong
@@ -14,17 +15,18 @@ sum or product of 32 bits that can pass them is wrong
 What is left are tiles and their tokens and keys, counted: there are no more of these than `op.LARGEST_SIZE` and a bit.
 """
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from compile_plans import DEVICES, Planned, Specs, of_cases, planned
+from compile_plans import DEVICES, Planned, Specs, digest, digests, of_cases, planned
 from triton._C.libtriton import ir, passes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -232,23 +234,35 @@ def flags(specialization: Specialization) -> set[object]:
     return {(name, value) for name, value in specialization.facts().items() if type(value) is not int}
 
 
-def main(everything: bool) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--but", type=Path)
+    given = parser.parse_args()
+    found = [*calls()]
+    of_calls = [
+        [] if call.plan is None else [specialize(launch, call.plan, call.specs) for launch in call.plan.launches]
+        for call, _ in found
+    ]
+    check = Path(__file__).read_text()
+    now = {name: digest(check, of_kernels) for name, of_kernels in digests(set(chain(*of_calls)), ARCH).items()}
+    print(json.dumps({"digests": now}))
+    before = json.loads(given.but.read_text()) if given.but and given.but.exists() else {}
     seen: set[Specialization] = set()
     met: dict[tuple[str, str], set[object]] = {}
-    for call, kind in calls():
+    for (call, kind), kernels in zip(found, of_calls, strict=True):
         line = {"op": call.op, "case": call.case, "form": call.form, "far": kind}
         if call.plan is None:
-            print(json.dumps(line | {"refused": call.reason}), flush=True)
-            continue
-        for launch in call.plan.launches:
-            specialization = specialize(launch, call.plan, call.specs)
-            known, its = met.setdefault((launch.name, kind), set()), {call.op, *flags(specialization)}
-            if specialization not in seen and (everything or not its <= known):
-                seen.add(specialization)
+            print(json.dumps(line | {"refused": call.reason}))
+        for kernel in kernels:
+            name = kernel.kernel.__name__
+            known, its = met.setdefault((name, kind), set()), {call.op, *flags(kernel)}
+            if kernel not in seen and (given.all or not its <= known):
+                seen.add(kernel)
                 known |= its
-                wrong = list(wrapping(front_end(specialization)))
-                print(json.dumps(line | {"kernel": launch.name, "wrong": wrong}), flush=True)
+                read = {} if before.get(name) == now[name] else {"wrong": [*wrapping(front_end(kernel))]}
+                print(json.dumps(line | {"kernel": name} | read), flush=True)
 
 
 if __name__ == "__main__":
-    main("--all" in sys.argv)
+    main()

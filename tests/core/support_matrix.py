@@ -59,7 +59,8 @@ def lines_of(script: Path, *arguments: str, triton: Path | None = None, root: Pa
     """The JSON lines of a script that compiles the tree at `root`, in a process that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     first = [str(triton)] if triton else []
-    environment["PYTHONPATH"] = os.pathsep.join([*first, str(root), *filter(None, [environment.get("PYTHONPATH")])])
+    own = [str(root / folder) for folder in ("", "tests", "tests/core")]
+    environment["PYTHONPATH"] = os.pathsep.join([*first, *own, *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
     )

@@ -1,7 +1,5 @@
 """Every kernel configuration compiles for every architecture, without its hardware, and fits the part."""
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ import support_matrix
 import triton
 from compile_plans import DEVICES
 from conftest import HAS_GPU, require_assembler
+from kept import MATRIX, file_of, keep
 from tritons import OLDER, folder
 
 from xmla.core.device import MIN_E4M3_ARCH, Device
@@ -57,7 +56,6 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
 # architectures share such functions, as those generators do with an older Triton: the rest is left to `make matrix`,
 # which is run after every change of a kernel, compiles all and writes the digests. With the newest Triton PTX for an
 # architecture with another's code generator is taken from there and assembled; with older ones it differs.
-MATRIX = bool(os.environ.get("XMLA_MATRIX"))
 GENERATORS = (90, 100, 120)  # wgmma, tcgen05 and mma.sync
 OTHERS = tuple(arch for arch in support_matrix.ARCHITECTURES if arch not in GENERATORS)
 SAME_GENERATOR = {103: 100, 121: 120}
@@ -70,25 +68,23 @@ CONFIGURATIONS = [
     for version in (triton.__version__, *OLDER)
     for arch in (GENERATORS if version in OLDER and not MATRIX else support_matrix.ARCHITECTURES)
 ]  # fmt: skip
-DIGESTS = Path(__file__).with_name("compiled")
 
 
 @contextmanager
 def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line], list[support_matrix.Line]]]:
     """All lines of an architecture, and those of kernels that were compiled; if the checks of the body pass,
     `make matrix` writes the digests."""
-    known = DIGESTS / f"triton-{version}-sm_{arch}.json"
+    check = f"triton-{version}-sm_{arch}"
     other = folder(version) if version in OLDER else None
     options = ["--as", str(SAME_GENERATOR[arch])] if arch in SAME_GENERATOR and not other else []
     if not MATRIX:
         sharing = (arch,) if arch in GENERATORS and not other else GENERATORS if other else OTHERS
         options += ["--some", f"{sharing.index(arch)}/{len(sharing)}"]
-    digests, lines = support_matrix.compile_all(arch, *options, triton=other, but=known)
+    digests, lines = support_matrix.compile_all(arch, *options, triton=other, but=file_of(check))
     kernels = [line for line in lines if "cubin_bytes" in line]
     assert kernels and {kernel["triton"] for kernel in kernels} == {version}, f"Triton {version} is expected"
     yield lines, kernels
-    if MATRIX:
-        known.write_text(json.dumps(digests, indent=1) + "\n")
+    keep(check, digests)
 
 
 @pytest.mark.slow
