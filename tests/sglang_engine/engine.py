@@ -3,8 +3,7 @@ starts it.
 
 python engine.py model FOLDER                 make the model, whose last layer drafts
 python engine.py answer ENGINE MODEL OUT      requests of several lengths: tokens and log-probabilities, then again
-python engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
-python engine.py profile ENGINE MODEL OUT     the GPU's kernels of decode steps
+python engine.py measure ENGINE MODEL PIPE    what it is asked for through the pipe: rounds of a case, kernels of one
 """
 
 import fcntl
@@ -16,8 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,9 +27,9 @@ LAYERS = 4
 LENGTHS = (6000, 3000, 2500, 700, 40)  # tokens of the prompts that are asked
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
-ROUNDS = 8  # of each case's decode that count
-PREFILLS = 5  # of a case
-FEW = 8  # tokens of the shorter of two requests whose times are subtracted
+TOKENS = 64  # by which the longer of two requests is longer whose times are subtracted
+FEW = 8  # tokens of the shorter
+AHEAD = 1 << 22  # cycles, some 2 ms
 # Ops that xmla has in SGLang's place, in prefills and in decodes.
 OPS = ("indexer_logits", "indexer_logits_paged", "select_topk", "map_slots", "sparse_mla")
 CALLED = "XMLA_TEST_CALLED"  # names a file; each op's name is appended to it at the op's first call in a process
@@ -53,7 +52,7 @@ class Engine:
     ranks: int = 1
 
     def environment(self) -> dict[str, str]:
-        return {"SGLANG_PLUGINS": "xmla,called" if self.plugin else "none", "XMLA_SGLANG_REQUIRED": "1"}
+        return {"SGLANG_PLUGINS": "xmla,called,passes" if self.plugin else "passes", "XMLA_SGLANG_REQUIRED": "1"}
 
     def arguments(self) -> dict[str, Any]:
         drafts = {
@@ -75,6 +74,8 @@ ENGINES = {
     "own-graphs": Engine(plugin=False, graphs=True),
     "own-all-graphs": Engine(plugin=False, graphs=True, prefill_graphs=True),
     "own-drafts": Engine(plugin=False, drafts=3),
+    "own-ranks": Engine(plugin=False, ranks=2),
+    "own-ranks-graphs": Engine(plugin=False, ranks=2, graphs=True),
     "xmla": Engine(plugin=True),
     "xmla-bf16": Engine(plugin=True, **BFLOAT16),
     "xmla-kv-bf16": Engine(plugin=True, cache="bfloat16"),
@@ -86,6 +87,7 @@ ENGINES = {
     "xmla-drafts-3": Engine(plugin=True, drafts=3),
     "xmla-drafts-graphs": Engine(plugin=True, drafts=1, graphs=True),
     "xmla-ranks": Engine(plugin=True, ranks=2),
+    "xmla-ranks-graphs": Engine(plugin=True, ranks=2, graphs=True),
 }
 
 
@@ -124,9 +126,63 @@ def noted(op: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
+@dataclass(slots=True)
+class Passes:
+    """GPU time of the model's forward passes, between events around each, in the process of SGLang's scheduler.
+
+    It includes what the GPU waits for the host between these, but not if `ahead`: then the GPU first waits so long that
+    the host has launched all of a decode before it begins.
+    """
+
+    events: list[tuple[str, list[Any]]] = field(default_factory=list)
+    ahead: bool = False
+
+    def watch(self, forward: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `ModelRunner.forward`."""
+        import torch
+
+        if self.ahead:
+            torch.cuda._sleep(AHEAD)
+        around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        around[0].record()
+        result = forward(runner, batch, *args, **kwargs)
+        around[1].record()
+        self.events.append((batch.forward_mode.name, around))
+        return result
+
+    def tell(self, scheduler: Any, out: str, ahead: bool) -> None:
+        """Write kind and milliseconds of each pass since the last time; a method of SGLang's scheduler."""
+        import torch
+
+        torch.cuda.synchronize()
+        passes = [(kind, first.elapsed_time(last)) for kind, (first, last) in self.events]
+        self.events.clear()
+        self.ahead = ahead
+        if torch.distributed.get_rank() == 0:
+            Path(out).write_text(json.dumps(passes))
+
+
+def watch_passes() -> None:
+    """A plugin of SGLang, with which its scheduler can be asked for the passes."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    passes = Passes()
+    Scheduler.tell_passes = lambda scheduler, **asked: passes.tell(scheduler, **asked)
+    forward = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+    HookRegistry.register(forward, passes.watch, HookType.AROUND)
+
+
 @contextmanager
-def started(name: str, model: Path, *, alone: bool = False, **more: Any) -> Iterator[Any]:
-    """An engine, which starts beside others; `alone`: it waits until no other of this model starts or answers."""
+def locked(model: Path, how: int) -> Iterator[None]:
+    """LOCK_SH: beside others that start and answer; LOCK_EX: while none does."""
+    with (model / "engines.lock").open("w") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+@contextmanager
+def started(name: str, model: Path, **more: Any) -> Iterator[Any]:
     from sglang.srt.entrypoints.engine import Engine as Served
 
     arguments = ENGINES[name].arguments() | {
@@ -135,13 +191,9 @@ def started(name: str, model: Path, *, alone: bool = False, **more: Any) -> Iter
         "sampling_backend": "pytorch", "skip_tokenizer_init": True, "disable_custom_all_reduce": True,
         "watchdog_timeout": 3600, "log_level": "info",
     } | more  # fmt: skip
-    with (model / "engines.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        engine = Served(model_path=str(model), **arguments)
-        if alone:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield engine
-        engine.shutdown()
+    engine = Served(model_path=str(model), **arguments)
+    yield engine
+    engine.shutdown()
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -165,7 +217,7 @@ def answer(
     Asked again, after all others, the prompts are in the cache of prefixes.
     """
     begun = time.monotonic()
-    with started(name, model) as engine:
+    with locked(model, fcntl.LOCK_SH), started(name, model) as engine:
         ready = time.monotonic()
         prompts = {length: prompt(int(length), int(length)) for length in lengths.split(",")}
         first = ask(engine, [*prompts.values()], new, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
@@ -187,88 +239,83 @@ def answer(
         out.write_text(json.dumps({"answers": answers, "seconds": seconds, "calls": calls}))
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def seconds_of(engine: Any, prompts: list[list[int]], tokens: int) -> float:
     begun = time.perf_counter()
     ask(engine, prompts, tokens)
     return time.perf_counter() - begun
 
 
-def step_times(seconds: Callable[[int], float], tokens: int) -> list[float]:
-    """By round, µs of one of the `tokens` steps by which the longer of two requests is longer.
+def passes_of(engine: Any, file: Path, ahead: bool = False) -> list[tuple[str, float]]:
+    """Kind and milliseconds of each pass since the last call; `ahead`: the GPU waits before each from now on."""
+    engine.collective_rpc("tell_passes", out=str(file), ahead=ahead)
+    return json.loads(file.read_text())
 
-    `seconds` are those of requests of so many new tokens. The first requests of either length do not count: what they
-    compile, such as a prefill behind cached keys, may be in the shorter alone.
+
+def new_prompts(context: int, requests: int, number: int) -> list[list[int]]:
+    """Those of a case's round, or of another number, like no others."""
+    return [prompt(context, hash((context, requests, number, each)) % (1 << 60)) for each in range(requests)]
+
+
+def timed_round(engine: Any, passes: Path, context: int, requests: int, number: int) -> dict[str, float]:
+    """One prefill of new prompts and, behind their cached keys, what a step takes.
+
+    Keys of older prompts make room by themselves: to flush the cache gives torch's memory back to the driver too, and
+    the prefill would wait for it.
+    A step on the host, with the scheduler's part, is one of those that the longer of two requests has more; its pass on
+    the GPU is the median of a third's, which does not wait for the host.
     """
-    rounds = [(seconds(FEW), seconds(FEW + tokens)) for _ in range(ROUNDS + 1)]
-    return [round(1e6 * (longer - shorter) / tokens, 1) for shorter, longer in rounds[1:]]
+    prompts = new_prompts(context, requests, number)
+    passes_of(engine, passes)
+    prefill = seconds_of(engine, prompts, 1)
+    forwards = passes_of(engine, passes)
+    cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
+    few, more = (seconds_of(engine, prompts, tokens) for tokens in (FEW, FEW + TOKENS))
+    passes_of(engine, passes, ahead=True)
+    ask(engine, prompts, FEW + TOKENS)
+    decodes = [ms for kind, ms in passes_of(engine, passes) if kind == "DECODE"][-TOKENS:]
+    return {
+        "step_us": round(1e6 * (more - few) / TOKENS, 1),
+        "forward_us": round(1e3 * median(decodes), 1),
+        "prefill_tokens_per_s": round(context * requests / prefill),
+        "prefill_forward_ms": round(sum(ms for _, ms in forwards), 2),
+        "cached_tokens": min(cached),
+    }
+
+
+def kernels_of(engine: Any, folder: Path, context: int, requests: int) -> list[dict[str, Any]]:
+    """Those of a prefill of new prompts and of decode steps, by time."""
+    rows = []
+    ask(engine, new_prompts(context, requests, -2), FEW)  # what it compiles is not shown
+    prompts = new_prompts(context, requests, -1)
+    for phase, new in (("prefill", 1), ("decode", FEW + TOKENS)):
+        traces = folder / f"{phase}-{context}-{requests}"
+        engine.start_profile(output_dir=str(traces), activities=["GPU"])
+        ask(engine, prompts, new)
+        engine.stop_profile()
+        (trace,) = wait_for(traces)
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        rows += [{"phase": phase} | kernel for kernel in kernels(events)]
+    return rows
 
 
 @app.command()
 def measure(
-    name: str, model: Path, out: Path, contexts: str = "4096,32768", requests: str = "1,8,64", tokens: int = 64,
-    seconds: float = 120, chunk: int = 8192,
+    name: str, model: Path, pipe: int, folder: Path, context: int = 4096, requests: int = 8, chunk: int = 8192
 ) -> None:  # fmt: skip
-    """A line for each case, smallest first, until the seconds after the engine's start are over.
-
-    A step's time is that of `tokens` more steps of requests whose prompts are cached, the median of several rounds. A
-    case has none, and the exit status is 1, if a longer request took no longer in some round.
-    """
-    counts = numbers(requests)
-    cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
-    most = max(counts) * (max(numbers(contexts)) + tokens + FEW + 128)
-    sizes = {"max_running_requests": max(counts), "cuda_graph_max_bs_decode": max(counts), "max_total_tokens": most}
-    with started(name, model, alone=True, chunked_prefill_size=chunk, **sizes) as engine:
-        deadline, rate = time.monotonic() + seconds, float("inf")  # tokens/s of the slowest prefill
-        refused = False
-        for seed, (total, context, count) in enumerate(cases):
-            case: dict[str, Any] = {"engine": name, "context": context, "requests": count}
-            if time.monotonic() + (PREFILLS + 1) * total / rate > deadline:
-                write(out, case | {"skipped": "no time left"})
-                continue
-            speeds, prompts = [], []
-            for number in range(PREFILLS + 1):  # what the first compiles does not count
-                engine.flush_cache()
-                prompts = [prompt(context, seed << 20 | number << 10 | each) for each in range(count)]
-                speeds.append(total / seconds_of(engine, prompts, 1))
-            rate = min(rate, *speeds[1:])
-            steps = step_times(partial(seconds_of, engine, prompts), tokens)
-            wrong = min(steps) <= 0
-            refused |= wrong
-            cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
-            case |= {"refused": "more steps took no longer"} if wrong else {"step_us": round(median(steps), 1)}
-            case |= {
-                "step_us_by_round": steps,
-                "prefill_tokens_per_s": round(max(speeds[1:])),
-                "prefill_tokens_per_s_by_round": [round(speed) for speed in speeds[1:]],
-                "cached_tokens": min(cached),
-            }
-            write(out, case)
-    raise typer.Exit(code=int(refused))
-
-
-@app.command()
-def profile(
-    name: str, model: Path, out: Path, context: int = 4096, requests: int = 8, tokens: int = 32, chunk: int = 8192,
-) -> None:  # fmt: skip
-    """A line for each kernel of a prefill of new prompts, and of `tokens` decode steps, by time."""
-    sizes = {"max_running_requests": requests, "cuda_graph_max_bs_decode": requests}
-    sizes |= {"chunked_prefill_size": chunk, "max_total_tokens": 4 * requests * (context + tokens + 128)}
-    with started(name, model, alone=True, **sizes) as engine:
-        prompts = [prompt(context, number) for number in range(requests)]
-        ask(engine, prompts, tokens)  # what it compiles is not shown
-        engine.flush_cache()
-        for phase, new in (("prefill", 1), ("decode", tokens)):
-            folder = out.parent / f"{name}-{phase}-traces"
-            engine.start_profile(output_dir=str(folder), activities=["GPU"])
-            ask(engine, prompts, new)
-            engine.stop_profile()
-            (trace,) = wait_for(folder)
-            for kernel in kernels(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]):
-                write(out, {"engine": name, "context": context, "requests": requests, "phase": phase} | kernel)
+    """Once ready, answer each (what, *arguments) that comes through the pipe, of that context and requests at most."""
+    sizes = {"max_running_requests": requests, "cuda_graph_max_bs_decode": requests, "chunked_prefill_size": chunk}
+    most = requests * (context + FEW + TOKENS + 128)
+    with started(name, model, max_total_tokens=most, **sizes) as engine:
+        asked = Connection(pipe)
+        asked.send("ready")
+        while (question := asked.recv()) is not None:
+            what, *case = question
+            place = folder / name
+            place.mkdir(parents=True, exist_ok=True)
+            asked.send(
+                timed_round(engine, place / "passes.json", *case) if what == "round" else
+                kernels_of(engine, place, *case)
+            )  # fmt: skip
 
 
 def wait_for(folder: Path, seconds: float = 60) -> list[Path]:
@@ -280,22 +327,17 @@ def wait_for(folder: Path, seconds: float = 60) -> list[Path]:
 
 
 def kernels(events: list[dict[str, Any]], most: int = 25) -> list[dict[str, Any]]:
-    """Of all kernels together, and of those that take longest: name, launches and microseconds."""
+    """Name, launches and microseconds: from the first kernel to the end of the last, of all, of the longest each."""
+    ran = [event for event in events if event.get("cat") == "kernel"]
     times: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    for event in events:
-        if event.get("cat") == "kernel":
-            times[event["name"]] += event["dur"]
-            launches[event["name"]] += 1
-    rows = [("all", times.total(), launches.total())]
+    for event in ran:
+        times[event["name"]] += event["dur"]
+        launches[event["name"]] += 1
+    begun, ended = min(event["ts"] for event in ran), max(event["ts"] + event["dur"] for event in ran)
+    rows = [("from the first to the last", ended - begun, len(ran)), ("all", times.total(), len(ran))]
     rows += [(kernel, us, launches[kernel]) for kernel, us in times.most_common(most)]
     return [{"kernel": kernel[:120], "launches": count, "us": round(us, 1)} for kernel, us, count in rows]
-
-
-def write(out: Path, line: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,21 @@ Needs SGLang and the package's own dependencies; `own` engines FlashMLA and Deep
 FOLDER/sglang.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import engine
@@ -38,8 +44,10 @@ PAIRS = (
     ("own-graphs", "own"),
     ("own-all-graphs", "own"),
     ("own-drafts", "own"),
+    ("own-ranks", "own"),
     *(("xmla-" + name, "xmla") for name in (
         "kv-bf16", "gathered", "chunks", "graphs", "all-graphs", "drafts", "drafts-3", "drafts-graphs", "ranks",
+        "ranks-graphs",
     )),
 )  # fmt: skip
 CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
@@ -51,6 +59,8 @@ ENVIRONMENT = {
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
 }  # fmt: skip
 RUNS = "DeepSeek sparse attention runs on xmla"
+ROUNDS = 8  # of a case that count
+LEAST = 3  # of these, however little time is left
 
 Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
 Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
@@ -59,10 +69,13 @@ Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may t
 app = typer.Typer(add_completion=False)
 
 
-def child(log: Path, seconds: float, environment: dict[str, str], *words: object) -> int:
+def child(
+    log: Path, seconds: float, environment: dict[str, str], *words: object, pipe: Connection | None = None
+) -> int:
     """The exit status of `engine.py` with these words, in an environment with xmla's entry points and the tests'."""
     installed, called = log.parent / "installed", log.with_suffix(".called")
-    points = entry_points.PROJECT["entry-points"]["sglang.srt.plugins"] | {"called": "engine:count_calls"}
+    points = entry_points.PROJECT["entry-points"]["sglang.srt.plugins"]
+    points = points | {"called": "engine:count_calls", "passes": "engine:watch_passes"}
     entry_points.write(installed, **{"sglang.srt.plugins": points})
     called.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT), str(FOLDER), str(installed), os.environ.get("PYTHONPATH", "")])
@@ -70,7 +83,7 @@ def child(log: Path, seconds: float, environment: dict[str, str], *words: object
     with log.open("w") as shown:
         done = subprocess.run(
             command, env=os.environ | ENVIRONMENT | environment | {"PYTHONPATH": path, engine.CALLED: str(called)},
-            stdout=shown, stderr=subprocess.STDOUT, check=False,
+            stdout=shown, stderr=subprocess.STDOUT, check=False, pass_fds=() if pipe is None else [pipe.fileno()],
         )  # fmt: skip
     return done.returncode
 
@@ -192,43 +205,117 @@ def check(
     conclude(holds, len(answers) == len(names))
 
 
-def run_engine(
-    out: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
-) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether an engine succeeded, and the lines that it appended to those in `out`; its log is kept there too."""
-    file, log = out / "sglang.jsonl", work / f"{name}-{what}.log"
-    before = len(file.read_text().splitlines())
-    status = child(log, seconds, engine.ENGINES[name].environment(), what, name, model, file, *options)
-    keep_log(out, name, log, status)
-    return status == 0, [json.loads(line) for line in file.read_text().splitlines()[before:]]
+@contextmanager
+def measured(
+    out: Path, work: Path, model: Path, engines: str, seconds: float, context: int, requests: int
+) -> Iterator[dict[str, Connection]]:
+    """A pipe to each engine that is ready for such contexts and requests, while no other of the model answers."""
+    (work / "measured").mkdir(parents=True, exist_ok=True)
+    pipes = {name: Pipe() for name in engines.split(",")}
+
+    def run(name: str) -> None:
+        log, pipe = work / f"{name}-measure.log", pipes[name][1]
+        words = "measure", name, model, pipe.fileno(), work / "measured", "--context", context, "--requests", requests
+        status = child(log, seconds, engine.ENGINES[name].environment(), *words, pipe=pipe)
+        pipe.close()  # so that who waits for it is told
+        keep_log(out, name, log, status)
+
+    with ThreadPoolExecutor(len(pipes)) as threads:
+        running = [threads.submit(run, name) for name in pipes]
+        ready = {name: pipe for name, (pipe, _) in pipes.items() if received(pipe)}
+        try:
+            with engine.locked(model, fcntl.LOCK_EX):
+                yield ready
+        finally:
+            for pipe in ready.values():
+                put(pipe, None)
+            for each in running:
+                each.result()
+
+
+def received(pipe: Connection) -> Any:
+    """What comes through the pipe; None, and the pipe is closed, if its engine has ended."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        pipe.close()
+        return None
+
+
+def put(pipe: Connection, question: object) -> Any:
+    """The answer of an engine that still runs."""
+    with suppress(OSError):
+        pipe.send(question)
+    return received(pipe)
+
+
+def ask_in_turn(pipes: dict[str, Connection], *question: object) -> dict[str, Any]:
+    """The answers of the engines that still run, each asked when the one before has answered."""
+    answers = {name: put(pipe, question) for name, pipe in pipes.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def case_of(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Of rounds: the fastest prefill, and medians; no step if a longer request took no longer in some round."""
+    by_round = {key: [each[key] for each in rounds] for key in rounds[0]}
+    cached = min(by_round.pop("cached_tokens"))
+    step = median(by_round["step_us"])
+    case = {"step_us": step} if min(by_round["step_us"]) > 0 else {"refused": "more steps took no longer"}
+    case |= {
+        "forward_us": median(by_round["forward_us"]),
+        "prefill_tokens_per_s": max(by_round["prefill_tokens_per_s"]),
+        "prefill_forward_ms": median(by_round["prefill_forward_ms"]),
+        "cached_tokens": cached,
+    }
+    return case | {f"{key}_by_round": figures for key, figures in by_round.items()}
+
+
+def write_kernels(out: Path, answers: dict[str, Any], context: int, requests: int) -> None:
+    for name, rows in answers.items():
+        for row in rows:
+            write(out, {"engine": name, "context": context, "requests": requests} | row)
+            print(f"{name:>14} {row['phase']:>8} {row['us']:>10} µs {row['launches']:>5} × {row['kernel'][:80]}")
 
 
 @app.command()
 def speed(
     out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", contexts: str = "4096,32768",
-    requests: str = "1,8,64", tokens: int = 64, seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
+    requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
     layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
-    """One engine after the other, each as often as it is named: `start` seconds at most until it is ready, `seconds`
-    for its cases, smallest first.
+    """All engines at once, which take turns in each round of a case, smallest case first; then the kernels of one
+    request of each context. `start` seconds at most until they are ready, `seconds` for the cases.
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     model = model_in(work, layers, heads)
     begin(out, "python tests/sglang_engine/run_on_gpu.py speed", commit, model)
+    lengths, counts = ([int(number) for number in text.split(",")] for text in (contexts, requests))
     failed = False
-    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for name in engines.split(","):
-        options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
-        succeeded, lines = run_engine(out, work, model, name, "measure", start + seconds, *options)
-        failed |= not succeeded
-        for case in lines:
-            cases.setdefault((case["context"], case["requests"]), []).append(case)
-    print("context requests | engine: µs a step, tokens/s of prefill, cached tokens of a prompt")
-    for (context, count), found in sorted(cases.items()):
-        for case in found:
-            keys = ("step_us", "prefill_tokens_per_s", "cached_tokens")
-            told = case.get("skipped") or case.get("refused") or " ".join(f"{case[key]:>10}" for key in keys)
-            print(f"{context:>7} {count:>8} | {case['engine']:>14} {told}")
+    with measured(out, work, model, engines, start + 2 * seconds, max(lengths), max(counts)) as pipes:
+        deadline, spent, rate = time.monotonic() + seconds, 0.0, float("inf")  # seconds of a round, tokens/s of prefill
+        for total, context, count in sorted(
+            (context * count, context, count) for context in lengths for count in counts
+        ):
+            case = {"context": context, "requests": count}
+            if time.monotonic() + (1 + LEAST) * (spent + len(pipes) * total / rate) > deadline:
+                for name in pipes:
+                    write(out, {"engine": name} | case | {"skipped": "no time left"})
+                continue
+            rounds: list[dict[str, Any]] = []  # of which the first compiles
+            while len(rounds) <= ROUNDS and (len(rounds) <= LEAST or time.monotonic() < deadline):
+                begun = time.monotonic()
+                rounds.append(ask_in_turn(pipes, "round", context, count, len(rounds)))
+                spent = time.monotonic() - begun
+            for name in pipes:
+                ran = [each[name] for each in rounds[1:] if name in each]
+                case_here = {"engine": name} | case | (case_of(ran) if ran else {"refused": "the engine ended"})
+                failed |= "refused" in case_here
+                rate = min(rate, case_here.get("prefill_tokens_per_s", rate))
+                write(out, case_here)
+                print(" ".join(f"{key} {value}" for key, value in case_here.items() if "round" not in key), flush=True)
+        for context in lengths:
+            write_kernels(out, ask_in_turn(pipes, "kernels", context, 1), context, 1)
+        failed |= len(pipes) < len(engines.split(",")) or any(pipe.closed for pipe in pipes.values())
     raise typer.Exit(code=int(failed))
 
 
@@ -238,18 +325,14 @@ def profile(
     requests: int = 8, seconds: Seconds = 120, layers: int = engine.LAYERS, heads: int = 128,
     work: Path | None = None,
 ) -> None:  # fmt: skip
-    """Where the GPU's time goes: the kernels of each engine side by side."""
+    """Where the GPU's time goes: the kernels of each engine, one engine after the other."""
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     model = model_in(work, layers, heads)
     begin(out, "python tests/sglang_engine/run_on_gpu.py profile", commit, model)
-    failed = False
-    for name in engines.split(","):
-        options = ("--context", context, "--requests", requests)
-        succeeded, lines = run_engine(out, work, model, name, "profile", seconds, *options)
-        failed |= not succeeded
-        for line in lines:
-            print(f"{name:>14} {line['phase']:>8} {line['us']:>10} µs {line['launches']:>5} × {line['kernel'][:80]}")
-    raise typer.Exit(code=int(failed))
+    with measured(out, work, model, engines, seconds, context, requests) as pipes:
+        answers = ask_in_turn(pipes, "kernels", context, requests)
+        write_kernels(out, answers, context, requests)
+    raise typer.Exit(code=int(len(answers) < len(engines.split(","))))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What `run_on_gpu.py` makes of answers, without SGLang."""
 
+import fcntl
 import json
-import sys
 import time
-from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 import engine
 import pytest
 import run_on_gpu
+import torch
 from typer.testing import CliRunner
 
 LIKE = {"prompt": [6000], "mean_abs_logprob": [0.1], "same_likely": [0.99], "equal_tokens": [32]}
@@ -60,93 +61,148 @@ def test_options() -> None:
     assert engine.ENGINES["own"].environment()["SGLANG_PLUGINS"] != ""  # which would load every plugin
 
 
-def test_an_engine_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engines_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     order: list[str] = []
-    served = SimpleNamespace(shutdown=lambda: order.append("shut down"))
-    stand_in = SimpleNamespace(Engine=lambda **arguments: served)
-    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", stand_in)
+
+    def child(log: Path, *words: Any, pipe: Connection) -> int:
+        log.write_text("")
+        pipe.send("ready")
+        order.append(f"ended by {pipe.recv()}")
+        return 0
 
     def measure() -> None:
-        with engine.started("own", tmp_path, alone=True):
+        with run_on_gpu.measured(tmp_path, tmp_path, tmp_path, "own", 9, 4096, 1):
             order.append("measured")
 
+    monkeypatch.setattr(run_on_gpu, "child", child)
     beside = Thread(target=measure)
-    with engine.started("own", tmp_path):
+    with engine.locked(tmp_path, fcntl.LOCK_SH):  # as one that answers has it
         beside.start()
         beside.join(0.5)
         assert beside.is_alive() and not order
     beside.join()
-    assert order == ["shut down", "measured", "shut down"]
+    assert order == ["measured", "ended by None"]
 
 
-@pytest.mark.parametrize("late", [0, engine.ROUNDS])
-def test_what_is_compiled_is_in_no_step(late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A stand-in takes 1 ms a step, and 2 s for the first requests with and without cached prompts. `late`: so do the
-    short requests of a later round.
-    """
-    clock, asked, prefixes = [0.0], Counter[Any](), list[list[int]]()
+def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> None:
+    """A stand-in takes 1 ms a step, 2 s for a new prompt, and as long for a pass of a decode as it has made passes."""
+    now, cached, passes, ahead = [0.0], list[list[int]](), list[tuple[str, float]](), [False]
 
     def generate(input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
-        tokens, cached = sampling_params["max_new_tokens"], input_ids == prefixes
-        asked.update([cached, (cached, tokens)])
-        compiles = asked[cached] == 1 or (tokens == engine.FEW and asked[cached, tokens] == late)
-        clock[0] += 1e-3 * tokens + 2 * compiles
-        prefixes[:] = input_ids
-        return [{"meta_info": {"cached_tokens": 64}} for _ in input_ids]
+        tokens, known = sampling_params["max_new_tokens"], input_ids == cached
+        passes.append(("EXTEND", 1500.0))
+        passes.extend(("DECODE", 0.5 if ahead[0] else 99.0) for _ in range(tokens - 1))
+        now[0] += 1e-3 * tokens + 2 * (not known)
+        cached[:] = input_ids
+        return [{"meta_info": {"cached_tokens": 64 * known}} for _ in input_ids]
 
-    served = SimpleNamespace(generate=generate, flush_cache=prefixes.clear, shutdown=lambda: None)
-    stand_in = SimpleNamespace(Engine=lambda **arguments: served)
-    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", stand_in)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    out = tmp_path / "out.jsonl"
-    words = ["measure", "own", str(tmp_path), str(out), "--contexts", "100", "--requests", "2"]
-    status = CliRunner().invoke(engine.app, words).exit_code
-    (case,) = map(json.loads, out.read_text().splitlines())
-    assert case["prefill_tokens_per_s_by_round"] == [200_000] * engine.PREFILLS
-    if late:
-        assert status == 1 and "step_us" not in case and case["refused"] and min(case["step_us_by_round"]) < 0
-    else:
-        assert status == 0 and case["step_us"] == 1000 and case["step_us_by_round"] == [1000] * engine.ROUNDS
+    def tell(method: str, out: str, ahead: bool) -> None:
+        assert method == "tell_passes"
+        Path(out).write_text(json.dumps(passes))
+        passes.clear()
+        waits[0] = ahead
+
+    waits = ahead
+    served = SimpleNamespace(generate=generate, collective_rpc=tell)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: now[0])
+        rounds = [engine.timed_round(served, tmp_path / "passes.json", 2001, 2, number) for number in range(2)]
+    assert rounds == [{
+        "step_us": 1000.0, "forward_us": 500.0, "prefill_tokens_per_s": 2000, "prefill_forward_ms": 1500.0,
+        "cached_tokens": 64,
+    }] * 2  # fmt: skip
+
+
+def test_passes_are_timed_between_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            ran.append(self)
+
+        def elapsed_time(self, last: Any) -> float:
+            return float(ran.index(last) - ran.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", ran.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    passes, out = engine.Passes(), tmp_path / "passes.json"
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="DECODE"))
+
+    def forward(runner: str, batch: Any, **more: Any) -> str:
+        ran.append("forward")
+        return f"{runner} {more}"
+
+    for ahead in (True, False):
+        assert passes.watch(forward, "runner", batch, proxies=None) == "runner {'proxies': None}"
+        passes.tell(None, str(out), ahead)
+        assert json.loads(out.read_text()) == [["DECODE", 2.0]]
+    assert [each for each in ran if isinstance(each, int)] == [engine.AHEAD] and ran[3] == engine.AHEAD
+
+
+def test_a_case_is_what_its_rounds_have() -> None:
+    rounds = [
+        {"step_us": step, "forward_us": step / 2, "prefill_tokens_per_s": 7 + step, "prefill_forward_ms": 3.0,
+         "cached_tokens": 64}
+        for step in (10.0, 30.0, 20.0)
+    ]  # fmt: skip
+    case = run_on_gpu.case_of(rounds)
+    assert (case["step_us"], case["forward_us"], case["prefill_tokens_per_s"]) == (20.0, 10.0, 37.0)
+    assert case["step_us_by_round"] == [10.0, 30.0, 20.0] and case["cached_tokens"] == 64 and "refused" not in case
+    case = run_on_gpu.case_of([*rounds, rounds[0] | {"step_us": -1.0}])
+    assert case["refused"] and "step_us" not in case and case["step_us_by_round"][-1] == -1.0
 
 
 def test_kernels_are_those_that_took_time() -> None:
-    events = [{"cat": "kernel", "name": name, "dur": us} for name, us in (("a", 1.0), ("b", 2.0), ("a", 3.5))]
-    events.append({"cat": "cpu_op", "name": "on the host", "dur": 9.0})
+    ran = ("a", 10.0, 1.0), ("b", 12.0, 2.0), ("a", 20.0, 3.5)
+    events = [{"cat": "kernel", "name": name, "ts": begun, "dur": us} for name, begun, us in ran]
+    events.append({"cat": "cpu_op", "name": "on the host", "ts": 5.0, "dur": 90.0})
     assert engine.kernels(events, most=1) == [
-        {"kernel": "all", "launches": 3, "us": 6.5}, {"kernel": "a", "launches": 2, "us": 4.5}
+        {"kernel": "from the first to the last", "launches": 3, "us": 13.5},
+        {"kernel": "all", "launches": 3, "us": 6.5}, {"kernel": "a", "launches": 2, "us": 4.5},
     ]  # fmt: skip
 
 
-def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The exit status and the lines of a command whose engines are stand-ins: what they write, or a failure."""
+def run(
+    command: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str, asked: list[Any] | None = None
+) -> tuple[int, list[dict[str, Any]]]:  # fmt: skip
+    """The exit status and the lines of a command whose engines are stand-ins, one of which fails.
+
+    `asked` has what measured engines were asked, in order.
+    """
     (folder / "model-4-128").mkdir()
     config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
     (folder / "model-4-128" / "config.json").write_text(json.dumps(config))
 
-    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any) -> int:
+    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Any = None) -> int:
         kind, name, _, out = words[:4]
         ours = "xmla" in environment["SGLANG_PLUGINS"]
         log.write_text(f"started\n{run_on_gpu.RUNS if ours else ''}\nended")
         if name == "xmla-bf16":
             return 1
-        calls = engine.OPS if ours else ()
-        answered = {"answers": answers(-1.0, 7, 32), "calls": calls, "seconds": {}}
-        times = {"step_us": 1.5, "prefill_tokens_per_s": 7, "cached_tokens": 4032}
-        cases = [
-            {"context": 4096, "requests": 1} | times,
-            {"context": 32768, "requests": 64, "skipped": "no time left"},
-            {"context": 4096, "requests": 8, "refused": "more steps took no longer", "prefill_tokens_per_s": 7},
-        ]
-        kernel = {"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}
-        lines = [{"engine": name} | case for case in cases]
-        lines = {"answer": [answered], "measure": lines, "profile": [{"engine": name} | kernel]}[kind]
-        with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        if kind == "answer":
+            calls = engine.OPS if ours else ()
+            out.write_text(json.dumps({"answers": answers(-1.0, 7, 32), "calls": calls, "seconds": {}}))
+            return 0
+        pipe.send("ready")
+        while (question := pipe.recv()) is not None:
+            asked.append((name, *question))
+            what, context, _, *number = question
+            if name == "own-bf16" and number == [2]:
+                return 1
+            figures = {"step_us": -(context == 2048), "forward_us": 1.0, "prefill_tokens_per_s": 2**20}
+            figures |= {"prefill_forward_ms": 2.0, "cached_tokens": 64}
+            kernel = {"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}
+            pipe.send(figures if what == "round" else [kernel])
         return 0
 
     monkeypatch.setattr(run_on_gpu, "child", child)
     monkeypatch.setattr(run_on_gpu, "version", lambda package: "0.5.23")
-    words = [command, "--out", str(folder / "out"), "--work", str(folder), "--commit", "a commit"]
+    words = [command, "--out", str(folder / "out"), "--work", str(folder), "--commit", "a commit", *more]
     done = CliRunner().invoke(run_on_gpu.app, words)
     lines = (folder / "out" / "sglang.jsonl").read_text().splitlines()
     return done.exit_code, [json.loads(line) for line in lines]
@@ -164,15 +220,38 @@ def test_check_writes_what_every_engine_answered(monkeypatch: pytest.MonkeyPatch
     assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
 
 
-def test_speed_writes_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    status, (_, *lines) = run("speed", monkeypatch, tmp_path)
-    assert status == 0
-    assert [(line["engine"], line["requests"], "skipped" in line) for line in lines] == [
-        (name, requests, requests == 64) for name in ("xmla-graphs", "own-graphs") for requests in (1, 64, 8)
+def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+    words = "--contexts", "64,32", "--requests", "1", "--seconds", "60"
+    status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, asked=asked)
+    engines, kernel = ("xmla-graphs", "own-graphs"), {"kernel": "a kernel", "launches": 4, "us": 9.5}
+    rounds = [("round", context, 1, number) for context in (32, 64) for number in range(run_on_gpu.ROUNDS + 1)]
+    questions = [*rounds, ("kernels", 64, 1), ("kernels", 32, 1)]
+    assert asked == [(name, *question) for question in questions for name in engines]
+    assert status == 1 and all(line["refused"] for line in lines[:4])  # a step takes no time
+    assert [(line["engine"], line["context"]) for line in lines] == [
+        (name, context) for context in (32, 64, 64, 32) for name in engines
     ]
+    assert lines[4] == {"engine": engines[0], "context": 64, "requests": 1, "phase": "decode"} | kernel
+
+
+def test_a_case_is_skipped_and_an_engine_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+    words = "--engines", "own-bf16,own,xmla-bf16", "--contexts", "4096,4194304", "--requests", "1", "--seconds", "9"
+    status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, asked=asked)
+    assert status == 1
+    told = [(line["engine"], line["context"], len(line.get("forward_us_by_round", ()))) for line in lines[:4]]
+    assert told == [
+        ("own-bf16", 4096, 1),
+        ("own", 4096, run_on_gpu.ROUNDS),
+        ("own-bf16", 4194304, 0),
+        ("own", 4194304, 0),
+    ]
+    assert [line.get("skipped") for line in lines[2:4]] == ["no time left"] * 2
+    assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
 
 
 def test_profile_writes_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    status, (_, *lines) = run("profile", monkeypatch, tmp_path)
+    status, (_, *lines) = run("profile", monkeypatch, tmp_path, asked=[])
     assert status == 0
     assert [(line["engine"], line["us"]) for line in lines] == [("xmla-graphs", 9.5), ("own-graphs", 9.5)]
