@@ -196,17 +196,21 @@ def test_flashmla_sparse_with_a_sink(device: str) -> None:
     assert np.abs(attended(q, rows, chosen)).max() > 0.1 and got.abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("lengths", [(4, 2, 0), (4, 2)])
 @pytest.mark.parametrize("cache_format", ["bfloat16", "v32", "nope"])
-def test_flashmla_kv(cache_format: str, device: str) -> None:
+def test_flashmla_kv(cache_format: str, lengths: tuple[int, ...], device: str) -> None:
+    """What is behind a length is not attended to; lengths of fewer tokens than there are do not count."""
     pool, rows = entries(cache_format, device)
     dims = rows.shape[1]
     q, chosen = normal(3, HEADS, ENTRY)[..., :dims].bfloat16().to(device), chosen_slots(device)
+    slots = chosen if len(lengths) < 3 else torch.where(chosen < 0, 5, chosen)
     backend = SimpleNamespace(
         physical_page_size=PAGE, kv_cache_dim=pool.shape[2], dsa_kv_cache_store_fp8=cache_format != "bfloat16",
         flashmla_kv_format="V32_NO_ROPE" if cache_format == "nope" else "V32",
     )  # fmt: skip
     got = attention.forward_flashmla_kv(
-        backend, q_all=q, kv_cache=pool, sm_scale=0.05, v_head_dim=LATENT, metadata=None, page_table_1=chosen,
+        backend, q_all=q, kv_cache=pool, sm_scale=0.05, v_head_dim=LATENT, page_table_1=slots,
+        metadata=SimpleNamespace(dsa_cache_seqlens_int32=ints(*lengths, device=device)),
         layer=SimpleNamespace(tp_q_head_num=HEADS, head_dim=dims),
     )  # fmt: skip
     assert got.shape == (3, 1, HEADS, LATENT)
