@@ -348,9 +348,15 @@ def drain(engine: Any, prompts: list[Any], tokens: int) -> Drained:
     return Drained(begun, steps, cached)
 
 
+def sizes_of(model: Path) -> dict[str, Any]:
+    """The configuration of a saved model; V4.1's has that of text inside."""
+    config = json.loads((model / "config.json").read_text())
+    return config | config.get("text_config", {})
+
+
 def start_for(name: str, model: Path, contexts: list[int], counts: list[int], tokens: int, chunk: int) -> Any:
     """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
-    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    layers = sizes_of(model)["num_hidden_layers"]
     most = max(counts) * (max(contexts) + tokens + 128)
     most *= (
         1 if ENGINES[name].version == "v32" else 3

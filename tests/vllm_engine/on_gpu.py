@@ -126,8 +126,7 @@ def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
     from xmla.bench.provenance import provenance
 
     out.mkdir(parents=True, exist_ok=True)
-    config = json.loads((model / "config.json").read_text())
-    config |= config.pop("text_config", {})  # V4.1's
+    config = gpu_engine.sizes_of(model)
     sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
     settings = {name: value for name, value in os.environ.items() if name.startswith("XMLA_")}
     write(out, provenance(command, commit) | {"environment": settings, "vllm": version("vllm"), "model": sizes})

@@ -66,6 +66,18 @@ def test_engines_of_one_model(tmp_path: Path) -> None:
         on_gpu.model_in(tmp_path, "xmla,v4-xmla", 4, 128)
 
 
+def test_an_engine_to_measure_by_the_sizes_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V4.1's are inside of its configuration. Its cache holds windows and entries, each in pages as large."""
+    asked = []
+    monkeypatch.setattr(
+        gpu_engine, "start", lambda *_, kv_cache_memory_bytes, **__: asked.append(kv_cache_memory_bytes)
+    )
+    for config in ({"num_hidden_layers": 5}, {"text_config": {"num_hidden_layers": 5}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        gpu_engine.start_for("v41-xmla-graphs", tmp_path, [4096, 32768], [1, 8], 64, 8192)
+    assert asked == [(1 << 30) + int(1.25 * 3 * 8 * (32768 + 64 + 128) * 5 * (656 + 132))] * 2
+
+
 def test_decode_counts_steps_after_the_first() -> None:
     steps = [(1.0, 0), (9.0, 2), *((9.0 + 0.5 * number, 2) for number in range(1, 21))]
     times = gpu_engine.Drained(0.0, steps, 0).decode_us(2)
