@@ -187,7 +187,7 @@ def load(module: nnx.Module, weights: dict[str, np.ndarray]) -> None:
         if isinstance(parameter, nnx.Param):
             value = weights[name_of(path)]
             # a copy: asarray may share the memory of weights that torch goes on to train
-            parameter[...] = jnp.array(value.T if path[-1] == "kernel" else value, parameter.dtype)
+            parameter.set_value(jnp.array(value.T if path[-1] == "kernel" else value, parameter.dtype))
 
 
 def name_of(path: Sequence[Any]) -> str:

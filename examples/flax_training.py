@@ -141,7 +141,8 @@ def train_flax(model: Model, stage: Stage, batch: jax.Array, steps: int) -> Curv
 def main() -> None:
     by_torch, shipped, rounded = (build_sharp(DEVICE, SIZES.topk) for _ in range(3))
     config: Any = shipped.config
-    model = Model(CONFIG, config.num_hidden_layers, config.vocab_size, config.intermediate_size, nnx.Rngs(0))
+    sizes = config.num_hidden_layers, config.vocab_size, config.intermediate_size
+    model = nnx.eval_shape(lambda: Model(CONFIG, *sizes, nnx.Rngs(0)))  # without weights, which are loaded
     weights = shipped.state_dict().items()
     load(model, {name.removeprefix("model."): value.cpu().numpy() for name, value in weights})
     batch = texts_of(SIZES, DEVICE)
