@@ -41,7 +41,7 @@ from triton.compiler import make_backend
 
 from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, compiled, specialize
-from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device
+from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
 from xmla.core.op import Op
@@ -52,7 +52,7 @@ from xmla.core.spec import Spec
 
 Specs = dict[str, Spec]
 SAMPLE = 3  # kernels compiled again though their digest is known
-DEVICES = {device.arch: device for device in (*KNOWN_DEVICES, *LIMITED_DEVICES)}
+DEVICES = {device.arch: device for device in KNOWN_DEVICES}
 
 
 @dataclass(frozen=True)

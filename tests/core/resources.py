@@ -33,15 +33,15 @@ PARTS = {
     B200: PEAKS[B200.name], B300: PEAKS[B300.name],
 }  # fmt: skip
 REGISTERS = 65536  # of an SM
-# Bytes of shared memory of an SM, of which each program reserves 1 KB, its warps and its programs, by whether a program
-# may have 99 KB or more (CUDA programming guide).
-SMS = {True: (100 << 10, 48, 24), False: (228 << 10, 64, 32)}
+# Bytes of shared memory of an SM, of which each program reserves 1 KB, its warps and its programs, by the bytes that a
+# program may have (CUDA programming guide).
+SMS = {99 << 10: (100 << 10, 48, 24), 163 << 10: (164 << 10, 64, 32), 227 << 10: (228 << 10, 64, 32)}
 PRODUCT = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 
 
 def programs_a_sm(device: Device, shared: int, warps: int, registers: int) -> int:
     """Programs with so many bytes, warps, and registers a thread that an SM holds."""
-    most_bytes, most_warps, most = SMS[device.smem_bytes == RTX_PRO_6000.smem_bytes]
+    most_bytes, most_warps, most = SMS[device.smem_bytes]
     of_warp = cdiv(max(registers, 1) * 32, 256) * 256
     return min(most_bytes // (shared + 1024), most_warps // warps, REGISTERS // (of_warp * warps), most)
 

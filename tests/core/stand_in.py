@@ -1,8 +1,10 @@
-"""SM12x's plans and code on a Hopper GPU: whether they are right, and how long they take beside ceilings and peers.
+"""Another part's plans and code on a Hopper GPU: whether they are right, how long they take beside ceilings and peers.
 
 python tests/core/stand_in.py verify [--op NAME …] [--out FILE]      every op's cases by PyTorch against the references
 python tests/core/stand_in.py test                                   tests/gpu/test_gluon_sm120.py
-python tests/core/stand_in.py bench [--only TEXT] [--out FILE]       serving sizes, as `xmla bench` tells them
+python tests/core/stand_in.py bench [--only TEXT …] [--out FILE]     serving sizes, as `xmla bench` tells them
+
+Before these words `--part sm_80` or another of `PARTS` may stand instead of SM12x, which the rest is told of.
 
 Kernels are planned for sm_120 with the SMs that are present. Triton's passes run as for sm_120 down to LLVM's dialect:
 layouts of mma.sync, asynchronous copies, shared memory. Only LLVM and ptxas then generate for sm_90a, since LLVM's PTX
@@ -11,6 +13,9 @@ and LDGSTS, and registers within a few. Imposed besides: 99 KB of shared memory 
 as one of SM12x holds. What is not SM12x's: the rates of tensor cores, memory and L2 cache, so that times are told as
 shares of ceilings that were compiled likewise and measured in the same run; and products of e4m3, one instruction there
 and two of float16 with conversions here, so that times of fp8 logits are upper bounds.
+
+sm_80 has no e4m3: what its conversions in integers cost, sm_89's code with an A100's shared memory tells, which has the
+same tiles of attention.
 
 Peers are SGLang's Triton kernels, where its package is installed.
 """
@@ -50,16 +55,31 @@ from xmla.bench.errors import attention_error, relative_error
 from xmla.bench.provenance import provenance
 from xmla.bench.run import table_of, time_case
 from xmla.cli.verify import compare
-from xmla.core.device import RTX_PRO_6000, Device
+from xmla.core.device import A100, L40S, RTX_PRO_6000, Device
 from xmla.core.formats.mla import V4, V32, MlaLayout
 from xmla.core.registry import registry
 from xmla.machine import calls
 from xmla.torch_api import _arrays, _run
 
-SOURCE, TARGET = RTX_PRO_6000.arch, 90
+PARTS = {
+    "sm_120": RTX_PRO_6000, "sm_80": A100,
+    "sm_89": replace(L40S, name="sm_89 with an A100's memory", smem_bytes=A100.smem_bytes),
+}  # fmt: skip
+PART = "XMLA_STAND_IN"  # the environment variable by which processes know it
+TARGET = 90
 HOPPER_BYTES, HOPPER_WARPS, HOPPER_PROGRAMS = 228 << 10, 64, 32  # of an SM
 
 app = typer.Typer(add_completion=False)
+
+
+def part() -> Device:
+    return PARTS[os.environ.get(PART, "sm_120")]
+
+
+@app.callback()
+def choose(part: Annotated[str, typer.Option(help="One of PARTS.")] = "sm_120") -> None:
+    """Another part's plans and code on a Hopper GPU."""
+    os.environ[PART] = part
 
 
 def registers(cubin: bytes) -> int:
@@ -83,16 +103,17 @@ def registers(cubin: bytes) -> int:
 def stages_of(self: Any = None, stages: Any = None, options: Any = None, *_: Any) -> tuple[str, str] | None:
     """Triton's hook into the stages of a compilation; called without arguments, the key of its cache on disk."""
     if stages is None:
-        return f"stand-in {SOURCE} {TARGET}", f"stand-in {SOURCE} {TARGET}"
-    if self.target.arch == SOURCE:
+        key = f"stand-in {part()} {TARGET}"
+        return key, key
+    if self.target.arch == part().arch:
         stages["ptx"] = lambda source, metadata: self.make_ptx(source, metadata, options, TARGET)
 
         def cubin(source: Any, metadata: dict[str, Any]) -> bytes:
             shared, warps = metadata["shared"], metadata["num_warps"]
-            if shared > RTX_PRO_6000.smem_bytes:
-                raise OutOfResources(shared, RTX_PRO_6000.smem_bytes, "shared memory")
+            if shared > part().smem_bytes:
+                raise OutOfResources(shared, part().smem_bytes, "shared memory")
             made = self.make_cubin(source, metadata, options, TARGET)
-            programs = max(programs_a_sm(RTX_PRO_6000, shared, warps, registers(made)), 1)
+            programs = max(programs_a_sm(part(), shared, warps, registers(made)), 1)
             if min(HOPPER_BYTES // (shared + 1024), HOPPER_WARPS // warps, HOPPER_PROGRAMS) > programs:
                 metadata["shared"] = max(shared, (HOPPER_BYTES // programs - 1024) // 128 * 128)
             return made
@@ -102,19 +123,15 @@ def stages_of(self: Any = None, stages: Any = None, options: Any = None, *_: Any
 
 
 def install() -> None:
-    """Plan and compile for sm_120 in this process, by PyTorch's front-end and by Triton's own launcher."""
+    """Plan and compile for the part in this process, by PyTorch's front-end and by Triton's own launcher."""
     knobs.runtime.add_stages_inspection_hook = stages_of
     own_arch, own_device = nvidia.sm_arch_from_capability, _arrays.device_of
-    nvidia.sm_arch_from_capability = lambda arch: f"sm_{TARGET}a" if arch == SOURCE else own_arch(arch)
-    driver.active.get_current_target = lambda: GPUTarget("cuda", SOURCE, 32)
+    nvidia.sm_arch_from_capability = lambda arch: f"sm_{TARGET}a" if arch == part().arch else own_arch(arch)
+    driver.active.get_current_target = lambda: GPUTarget("cuda", part().arch, 32)
 
     def device_of(device: torch.device) -> Device:
         found = own_device(device)
-        return (
-            found
-            if device.type == "cpu"
-            else replace(RTX_PRO_6000, name=f"stand-in: {found.name}", num_sms=found.num_sms)
-        )
+        return found if device.type == "cpu" else replace(part(), name=f"stand-in: {found.name}", num_sms=found.num_sms)
 
     _arrays.device_of = _run.device_of = device_of
 
@@ -165,10 +182,13 @@ PRODUCTS = (
 
 
 def ceilings() -> dict[str, baselines.Ceiling]:
-    """Copies, and the best tile of products by mma.sync."""
+    """Copies, and the best tile of products by mma.sync; without e4m3 its products are those of bfloat16."""
     size, found = 8192, {"copy": baselines.ceilings()["copy"]}
     out = torch.empty(size, size, device="cuda", dtype=torch.bfloat16)
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+        if dtype == torch.float8_e4m3fn and not part().converts_e4m3:
+            found[name] = found["bf16"]
+            continue
         a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
         tiles = {}
         for m, n, k, warps, stages in PRODUCTS:
@@ -191,13 +211,13 @@ def ceilings() -> dict[str, baselines.Ceiling]:
 
 
 def sglang(module: str) -> Any:
-    """A module of SGLang's attention kernels, or None where it is not installed; as on a GPU of 99 KB."""
+    """A module of SGLang's attention kernels, or None where it is not installed; as on the part."""
     try:
         found = import_module(f"sglang.kernels.ops.attention.{module}")
         base = import_module("sglang.kernels.ops.attention.dsa.triton_sparse_mla")
     except ImportError:
         return None
-    base._max_shared_memory = lambda device: RTX_PRO_6000.smem_bytes
+    base._max_shared_memory = lambda device: part().smem_bytes
     return found
 
 
@@ -368,9 +388,8 @@ def verify(
     """Every op's cases against the references; exit 1 if one differs or fails."""
     names = list(registry())
     items = [(name, case.name) for name in op or names for case in registry()[name].cases]
-    keep(
-        out, provenance(f"python tests/core/stand_in.py verify{''.join(f' --op {name}' for name in op or ())}", commit)
-    )
+    asked = "".join(f" --op {name}" for name in op or ())
+    keep(out, provenance(f"python tests/core/stand_in.py --part {os.environ[PART]} verify{asked}", commit))
     wrong, worst = 0, dict.fromkeys(op or names, 0.0)
     for (name, case), told in in_processes(check_case, items, jobs):
         failed = isinstance(told, BaseException)
@@ -397,11 +416,11 @@ def test() -> None:
 
 @app.command()
 def bench(
-    only: Annotated[str, typer.Option(help="Cases whose sizes contain this.")] = "", out: Out = None,
+    only: Annotated[list[str] | None, typer.Option(help="Cases whose sizes contain this.")] = None, out: Out = None,
     commit: Commit = None, jobs: Jobs = 8,
 ) -> None:  # fmt: skip
     """Time serving sizes; exit 1 if a result is wrong."""
-    cases = [case for case in CASES if only in told_of(case)]
+    cases = [case for case in CASES if any(text in told_of(case) for text in only or [""])]
     for case, told in in_processes(compile_case, cases, jobs):
         if isinstance(told, BaseException):
             print("FAILED:", told_of(case), repr(told)[:300], flush=True)
@@ -409,9 +428,10 @@ def bench(
     install()
     torch.manual_seed(0)
     limits = ceilings()
-    head = provenance(f"python tests/core/stand_in.py bench{f' --only {only!r}' if only else ''}", commit)
+    asked = "".join(f" --only {text!r}" for text in only or ())
+    head = provenance(f"python tests/core/stand_in.py --part {os.environ[PART]} bench{asked}", commit)
     first = baselines.rates(limits)
-    keep(out, head | {"stand_in": "sm_120", "ceilings": first})
+    keep(out, head | {"stand_in": os.environ[PART], "ceilings": first})
     lines = []
     for case in cases:
         line = time_case(case(), limits, with_jax=False)

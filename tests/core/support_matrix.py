@@ -39,8 +39,7 @@ implementation has its name behind a comma: `triton` is the portable one.
   ([how](../benchmarks/log/sm12x.md)). The others are only compiled: each fits the part's shared and tensor memory.
 - On sm_90 tiles are chosen by measurement, and spilling is the price of higher occupancy. Most spills are in portable
   kernels, where calls take the Gluon ones.
-- sm_89 and sm_80 have no tiles of their own. sm_80 converts no e4m3, so it has only ops over 16-bit rows, logits and
-  integers.
+- sm_89 and sm_80 have no tiles of their own. sm_80 has no e4m3: kernels convert it in integers, to the same values.
 """
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xmla._warmup import present_device
-from xmla.core.device import KNOWN_DEVICES, LIMITED_DEVICES, Device, find_device
+from xmla.core.device import KNOWN_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError, meant
 from xmla.core.models.base import Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
@@ -115,15 +115,15 @@ def show_support(op: str, words: list[str], devices: list[str] | None = None) ->
         if not value or value.isdecimal() != (name not in ARGUMENTS):
             raise ArgumentError(f"asked is {word!r}, expected AXIS=NUMBER, such as H=16, or ARGUMENT=FORMAT or =DTYPE")
         asked[name] = int(value) if value.isdecimal() else value
-    known = (*KNOWN_DEVICES, *LIMITED_DEVICES)
-    named = {part: [device for device in known if part.lower() in device.name.lower()] for part in devices or [""]}
+    parts = devices or [""]
+    named = {part: [device for device in KNOWN_DEVICES if part.lower() in device.name.lower()] for part in parts}
     for part, matches in named.items():
         if not matches:
-            names = [device.name for device in known]
+            names = [device.name for device in KNOWN_DEVICES]
             raise ArgumentError(
                 f"device is {part!r}, expected a part of the name of one of: {', '.join(names)}{meant(part, names)}"
             )
-    answers = {d: supports(op, d, **asked) for d in known if any(d in matches for matches in named.values())}
+    answers = {d: supports(op, d, **asked) for d in KNOWN_DEVICES if any(d in matches for matches in named.values())}
     table = Table("device", "compute capability", "", "implementation")
     for device, answer in answers.items():
         table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.implementation)

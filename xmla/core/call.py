@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from xmla.core.attribute import Attributes
 from xmla.core.config import settings
-from xmla.core.device import INTERPRETER, MIN_ARCH, MIN_E4M3_ARCH, Device
+from xmla.core.device import INTERPRETER, MIN_ARCH, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.plan import Plan
@@ -23,7 +23,7 @@ def plan_call(
         raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")
     problem = op.bind(dict(zip(op.tensors, specs, strict=True)), attrs, implementation)
     plan = op.plan(problem, device)
-    _check_architecture(problem, plan, device)
+    _check_architecture(problem, device)
     for launch in plan.launches:
         for name, size in launch.sizes.items():
             if size > LARGEST_SIZE:
@@ -34,15 +34,10 @@ def plan_call(
     return plan, tuple(problem.results.values())
 
 
-def _check_architecture(problem: Problem, plan: Plan, device: Device) -> None:
-    """Refuse a device without the instructions that the plan's arrays need."""
-    if device.arch == INTERPRETER.arch:
-        return
-    buffers = {name: spec for name, spec in plan.buffers.items() if spec.dtype != "int8"}  # marks are numbers
-    packed = [name for name, spec in {**problem.specs, **buffers}.items() if spec.itemsize == 1]
-    least, why = (MIN_E4M3_ARCH, f" for the e4m3 of {packed[0]}") if packed else (MIN_ARCH, "")
-    if device.arch < least:
-        got, supported = (f"{arch // 10}.{arch % 10}" for arch in (device.arch, least))
+def _check_architecture(problem: Problem, device: Device) -> None:
+    """Refuse a device older than the kernels' instructions."""
+    if INTERPRETER.arch < device.arch < MIN_ARCH:
+        got, supported = (f"{arch // 10}.{arch % 10}" for arch in (device.arch, MIN_ARCH))
         raise UnsupportedError(
-            f"{problem.op}: device {device.name} has compute capability {got}, supported: {supported} and later{why}"
+            f"{problem.op}: device {device.name} has compute capability {got}, supported: {supported} and later"
         )

@@ -46,6 +46,11 @@ class Device:
         return self.arch >= MIN_ARCH and self.arch != 90 and not (self.has_tensor_memory and rows >= 64)
 
     @property
+    def converts_e4m3(self) -> bool:
+        """Whether it has instructions for e4m3; without them kernels convert in integers (`lang.numbers`)."""
+        return self.arch >= MIN_E4M3_ARCH or self.arch == INTERPRETER.arch
+
+    @property
     def has_tensor_memory(self) -> bool:
         """Whether accumulators of matrix products are in tensor memory instead of registers (tcgen05)."""
         return self.arch // 10 in (10, 11)
@@ -63,12 +68,11 @@ A100 = Device.of("NVIDIA A100", 80, 108)
 # Triton's interpreter: few programs, since each costs milliseconds of Python.
 INTERPRETER = Device("Triton interpreter", 0, 2, 227 << 10)
 
-# Tensor cores for bf16 start with Ampere; conversions from and to e4m3 are instructions since Ada.
+# Tensor cores for bf16 start with Ampere, products and conversions of e4m3 with Ada.
 MIN_ARCH = 80
 MIN_E4M3_ARCH = 89
 
-KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10, L40S)
-LIMITED_DEVICES = (A100,)  # support only ops over arrays without e4m3
+KNOWN_DEVICES = (H100, H200, B200, B300, RTX_PRO_6000, GB10, L40S, A100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +105,9 @@ def find_device(name: str) -> Device:
     Raises:
         ArgumentError: There is none, or several.
     """
-    devices = (*KNOWN_DEVICES, *LIMITED_DEVICES)
-    matches = [device for device in devices if name.lower() in device.name.lower()]
+    matches = [device for device in KNOWN_DEVICES if name.lower() in device.name.lower()]
     if len(matches) != 1:
-        names = ", ".join(device.name for device in matches or devices)
+        names = ", ".join(device.name for device in matches or KNOWN_DEVICES)
         raise ArgumentError(f"device is {name!r}, expected a part of the name of one of: {names}")
     return matches[0]
 

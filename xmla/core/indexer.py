@@ -111,7 +111,8 @@ class Keys(Constants):
     def of(cls, problem: Problem, device: Device) -> "Keys":
         mxfp4 = keys_are_mxfp4(problem)
         # Rows of a product are keys; with tensor memory tiles have 64 or more.
-        return cls(MXFP4=mxfp4, HIDE_BYTES=mxfp4 and device.hides_bytes(64), HOPPER_SUMS=device.arch == 90)
+        hide = (mxfp4 or not device.converts_e4m3) and device.hides_bytes(64)
+        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, HOPPER_SUMS=device.arch == 90)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,14 @@ from math import gcd, prod
 import ml_dtypes
 import numpy as np
 
-# dtype name (the same in NumPy, PyTorch and JAX) → (NumPy dtype, name in a Triton signature)
+# dtype name (the same in NumPy, PyTorch and JAX) → (NumPy dtype, name in a Triton signature). Kernels take e4m3 as
+# bytes: Triton has the type only for architectures that convert it (`lang.numbers.converts_e4m3`).
 DTYPES: dict[str, tuple[np.dtype, str]] = {
     "float64": (np.dtype(np.float64), "fp64"),
     "float32": (np.dtype(np.float32), "fp32"),
     "float16": (np.dtype(np.float16), "fp16"),
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), "bf16"),
-    "float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), "fp8e4nv"),
+    "float8_e4m3fn": (np.dtype(ml_dtypes.float8_e4m3fn), "u8"),
     "int32": (np.dtype(np.int32), "i32"),
     "int64": (np.dtype(np.int64), "i64"),
     "int8": (np.dtype(np.int8), "i8"),

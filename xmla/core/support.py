@@ -35,8 +35,8 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
-        device: One of `xmla.core.device.KNOWN_DEVICES` or `LIMITED_DEVICES`, any other `Device`, or a part of the
-            name of a device in those lists, such as "H200".
+        device: One of `xmla.core.device.KNOWN_DEVICES`, any other `Device`, or a part of the name of a device in that
+            list, such as "H200".
         asked: Sizes by the declaration's axis names; by the name of a cache its format, and of any argument its dtype.
             Everything else, attributes too, is that of the op's first case, among those with the caches asked for.
 

@@ -58,8 +58,8 @@ class XmlaSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Where the ops run with e4m3, in which vLLM's indexer stores its keys: not on sm_80."""
-        return capability.to_int() in {device.arch for device in KNOWN_DEVICES}
+        """Where there is e4m3, to which vLLM's own kernels quantise the indexer's queries: not on sm_80."""
+        return capability.to_int() in {device.arch for device in KNOWN_DEVICES if device.converts_e4m3}
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-U16, U32, U64, I32, I64, F32 = (np.dtype(name) for name in ("u2", "u4", "u8", "i4", "i8", "f4"))
+I8, U16, U32, U64, I32, I64, F32 = (np.dtype(name) for name in ("i1", "u2", "u4", "u8", "i4", "i8", "f4"))
 BOOL = np.dtype(bool)
 WARP = 32
 HALF, BRAIN, E4M3 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -73,10 +73,14 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "cvt.rn.f16x2.e4m3x2": ((U16,), lambda a: _whole(_parts(a, E4M3).astype(F32).astype(HALF), U32)),
     "cvt.rn.f16x2.f32": ((F32, F32), _pair),
     "cvt.rmi.s32.f32": ((F32,), _floor),
+    "cvt.s32.s8": ((U32,), lambda a: a.astype(I8).astype(I32)),
+    "cvt.u16.u32": ((U32,), lambda a: a.astype(U16)),
+    "cvt.u32.u16": ((U16,), lambda a: a.astype(U32)),
     "cvt.s64.s32": ((I32,), lambda a: a.astype(I64)),
     "mul.f16x2": ((U32, U32), _multiply_pairs(HALF)),
     "mul.bf16x2": ((U32, U32), _multiply_pairs(BRAIN)),
     "mul.f32": ((F32, F32), np.multiply),
+    "add.f32": ((F32, F32), np.add),
     "fma.rn.f32": ((F32, F32, F32), _fma),
     "abs.f32": ((F32,), np.abs),
     "max.f32": ((F32, F32), np.fmax),
@@ -85,6 +89,8 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "or.b32": ((U32, U32), np.bitwise_or),
     "shl.b32": ((U32, U32), lambda a, b: np.where(b < 32, a << (b & 31), np.uint32(0))),
     "shr.s32": ((I32, U32), lambda a, b: a >> np.minimum(b, np.uint32(31)).astype(I32)),
+    "shr.u32": ((U32, U32), lambda a, b: np.where(b < 32, a >> (b & 31), np.uint32(0))),
+    "bfe.u32": ((U32, U32, U32), lambda a, first, count: (a >> first) & ((np.uint32(1) << count) - 1)),
     "add.s32": ((I32, I32), np.add),
     "neg.s32": ((I32,), np.negative),
     "mad.wide.s32": ((I32, I32, I64), _mad),
@@ -92,7 +98,12 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "setp.ne.s32": ((I32, I32), np.not_equal),
     "setp.ne.b32": ((U32, U32), np.not_equal),
     "setp.ne.b64": ((U64, U64), np.not_equal),
+    "setp.lt.u32": ((U32, U32), np.less),
+    "setp.eq.f32": ((F32, F32), np.equal),
+    "setp.num.f32": ((F32, F32), lambda a, b: ~np.isnan(a) & ~np.isnan(b)),
     "setp.ge.or.f32": ((F32, F32, BOOL), lambda a, b, c: (a >= b) | c),
+    "selp.b16": ((U16, U16, BOOL), _chosen),
+    "selp.b32": ((U32, U32, BOOL), _chosen),
     "selp.f32": ((U32, U32, BOOL), _chosen),
     "selp.b64": ((U64, U64, BOOL), _chosen),
     "shfl.sync.bfly.b32": ((U32, U32, U32, U32), _of_other_lanes),

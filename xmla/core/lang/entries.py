@@ -10,7 +10,9 @@ import triton.language as tl
 from xmla.core.lang.numbers import (
     as_bytes,
     as_floats,
+    decode_e4m3,
     decode_ue8m0,
+    encode_e4m3,
     encode_ue8m0,
     quantize,
     quantize_nvfp4,
@@ -55,7 +57,7 @@ def load_scales(cache, scales, ok, LAYOUT: tl.constexpr):
     elif LAYOUT.scale == "ue8m0":
         return decode_ue8m0(tl.load(ptrs, mask=mask, other=0))
     else:
-        return tl.load(ptrs, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return decode_e4m3(tl.load(ptrs, mask=mask, other=0))
 
 
 @triton.jit
@@ -72,8 +74,7 @@ def load_quantized(cache, data, scales, ok, LAYOUT: tl.constexpr):
         offs_d = tl.arange(0, LANES)[None, :]
         if LAYOUT.quantized < LANES:
             mask = ok[:, None] & (offs_d < LAYOUT.quantized)
-        raw = tl.load(cache + data[:, None] + offs_d, mask=mask, other=0)
-        values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        values = decode_e4m3(tl.load(cache + data[:, None] + offs_d, mask=mask, other=0))
     return tl.reshape(values, (ok.shape[0], LANES // LAYOUT.tile, LAYOUT.tile)) * scale[:, :, None]
 
 
@@ -98,8 +99,7 @@ def load_entries(cache_ptr, data, scales, ok, dtype: tl.constexpr, LAYOUT: tl.co
             else:
                 tail = halves.to(dtype)
         elif LAYOUT.rope_values == "e4m3":
-            raw = tl.load(rope + offs_e, mask=mask, other=0)
-            tail = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+            tail = decode_e4m3(tl.load(rope + offs_e, mask=mask, other=0)).to(dtype)
         value = tl.reshape(tiled, (ok.shape[0], LANES))
     else:
         value = tl.load(cache_ptr + data[:, None] + offs_l, mask=mask, other=0.0).to(dtype)
@@ -121,7 +121,7 @@ def store_quantized(cache, data, scales, ok, x, LAYOUT: tl.constexpr, MIN_EXPONE
     else:
         values, scale = quantize(tiled, 2, MIN_EXPONENT)
         offs_d = tl.arange(0, LANES)[None, :]
-        stored = tl.reshape(values, (x.shape[0], LANES)).to(tl.uint8, bitcast=True)
+        stored = tl.reshape(values, (x.shape[0], LANES))
         tl.store(cache + data[:, None] + offs_d, stored, mask=ok[:, None] & (offs_d < LAYOUT.quantized))
         if LAYOUT.scale == "float32":
             tl.store(as_floats(ptrs), scale, mask=ok[:, None] & present)
@@ -159,7 +159,7 @@ def store_entries(
                 tl.store(halves + offs_e, tail.to(tl.bfloat16), mask=mask)
         elif LAYOUT.rope_values == "e4m3":
             kept = tl.minimum(tl.maximum(tail, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
-            tl.store(rope + offs_e, kept.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=mask)
+            tl.store(rope + offs_e, encode_e4m3(kept), mask=mask)
     else:
         dtype: tl.constexpr = cache_ptr.dtype.element_ty
         tl.store(cache_ptr + data[:, None] + offs_l, value.to(dtype), mask=mask)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from xmla.core.lang.numbers import as_bytes, as_e4m3, as_floats, dequantize_mxfp4, hidden, quantize, quantize_mxfp4
+from xmla.core.lang.numbers import as_bytes, as_floats, dequantize_mxfp4, hidden, load_e4m3, quantize, quantize_mxfp4
 from xmla.core.lang.offsets import offset_of
 
 
@@ -12,8 +12,8 @@ from xmla.core.lang.offsets import offset_of
 def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
     """Indexer keys [BLOCK_N, D] as an operand of a product, and their factors [BLOCK_N] f32.
 
-    fp8: e4m3 and its scales. mxfp4: bf16 dequantised exactly (`dequantize_mxfp4`), and factors of 1. `rows` [BLOCK_N]
-    are byte offsets of the values from `ptr`, `scale_ptrs` point to bytes. Only read where `ok`.
+    fp8: e4m3 (`load_e4m3`) and its scales. mxfp4: bf16 dequantised exactly (`dequantize_mxfp4`), and factors of 1.
+    `rows` [BLOCK_N] are byte offsets of the values from `ptr`, `scale_ptrs` point to bytes. Only read where `ok`.
     """
     if MXFP4:
         packed_ptrs = as_bytes(ptr) + rows[:, None] + tl.arange(0, D // 2)[None, :]
@@ -22,9 +22,18 @@ def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
         keys = dequantize_mxfp4(packed, scales)
         factors = tl.full(ok.shape, 1.0, tl.float32)
     else:
-        keys = tl.load(as_e4m3(ptr) + rows[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
+        keys = load_e4m3(as_bytes(ptr) + rows[:, None] + tl.arange(0, D)[None, :], ok[:, None])
         factors = tl.load(as_floats(scale_ptrs), mask=ok, other=0.0)
     return keys, factors
+
+
+@triton.jit
+def load_query(ptrs, mask):
+    """Rows of the quantised query, e4m3 (`load_e4m3`) or bf16, 0 where not `mask`; `ptrs` of e4m3 point to bytes."""
+    if ptrs.dtype.element_ty == tl.bfloat16:
+        return tl.load(ptrs) if mask is None else tl.load(ptrs, mask=mask, other=0.0)
+    else:
+        return load_e4m3(ptrs, mask)
 
 
 @triton.jit
@@ -127,9 +136,9 @@ def store_keys(
             tl.store(footer + unused, tl.full([x.shape[0], 1], 127, tl.uint8), mask=ok[:, None])
         tl.store(footer + tl.arange(0, D // 32)[None, :], scales, mask=ok[:, None])
     else:
-        values, scales = quantize(x, 1, MIN_EXPONENT)  # [N, D] e4m3, [N] f32
+        values, scales = quantize(x, 1, MIN_EXPONENT)  # [N, D] u8, [N] f32
         offs_d = tl.arange(0, D)[None, :]
         rows = cache + (base + offset_of(offset, D, PAGE_SIZE))[:, None]
-        tl.store(rows + offs_d, values.to(tl.uint8, bitcast=True), mask=ok[:, None])
+        tl.store(rows + offs_d, values, mask=ok[:, None])
         footer = cache + base + PAGE_SIZE * D + offset_of(offset, 4, PAGE_SIZE)
         tl.store(as_floats(footer), scales, mask=ok)

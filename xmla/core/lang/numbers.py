@@ -1,5 +1,7 @@
 """Number formats inside kernels: scales, e4m3, e2m1, UE8M0. The rules are those of `xmla.core.formats.numbers`."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -8,6 +10,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 E4M3_GREATEST_BITS = tl.constexpr(0x43E00000)  # 448.0
 E2M1_GREATEST_BITS = tl.constexpr(0x40C00000)  # 6.0
+SIGN_AND_E4M3 = tl.constexpr(0x87F00000 - 2**32)  # bits of a float32: the sign, and e4m3's exponent and mantissa
 
 
 @triton.jit
@@ -28,10 +31,50 @@ def as_words(ptr):
     return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
+def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
+    """Whether the architecture that is compiled for has instructions for e4m3, and Triton with them the type."""
+    return tl.constexpr(_semantic is None or "fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
+
+
+converts_e4m3.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
 @triton.jit
-def as_e4m3(ptr):
-    """A pointer to e4m3 from a pointer to bytes."""
-    return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+def decode_e4m3(code):
+    """float32 values of e4m3 bytes."""
+    if converts_e4m3():
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # Its exponent and mantissa in a float32, where the exponent is 120 too small and NaN is no NaN.
+        bits = (code.to(tl.int8, bitcast=True).to(tl.int32) << 20) & SIGN_AND_E4M3
+        value = bits.to(tl.float32, bitcast=True) * 2.0**120
+        return tl.where(tl.abs(value) == 480.0, float("nan"), value)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """e4m3 bytes of float32 `x` within ±448 or NaN, rounded to nearest even."""
+    if converts_e4m3():
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2**-6 in steps of 2**-9, which are those of float32 at 2**14.
+        small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+        return tl.where(x == x, code, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def load_e4m3(ptrs, mask):
+    """e4m3 bytes at `ptrs` as an operand of products, 0 where not `mask`: bf16, exactly, where there is no e4m3."""
+    if converts_e4m3():
+        ptrs = ptrs.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    values = tl.load(ptrs) if mask is None else tl.load(ptrs, mask=mask, other=0.0)
+    if not converts_e4m3():
+        values = decode_e4m3(values).to(tl.bfloat16)
+    return values
 
 
 @triton.jit
@@ -51,7 +94,7 @@ gluon_power_of_two = gluon.jit(_power_of_two)
 
 @triton.jit
 def quantize(x, axis: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """e4m3 values and float32 power-of-two scales of float32 `x`, one scale over `axis` (the last).
+    """e4m3 bytes and float32 power-of-two scales of float32 `x`, one scale over `axis` (the last).
 
     Multiplying by a power of two is exact, so only the cast rounds. NaN stays NaN and is ignored in the scale.
     """
@@ -59,7 +102,7 @@ def quantize(x, axis: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     exponent = power_of_two_exponent(amax, E4M3_GREATEST_BITS, MIN_EXPONENT)
     scaled = x * tl.expand_dims(power_of_two(-exponent), axis)
     scaled = tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
-    return scaled.to(tl.float8e4nv), power_of_two(exponent)
+    return encode_e4m3(scaled), power_of_two(exponent)
 
 
 @triton.jit
@@ -131,12 +174,11 @@ def quantize_nvfp4(tiled, MIN_EXPONENT: tl.constexpr, UP: tl.constexpr):
     whole = tiled == tiled
     amax = tl.max(tl.where(whole, tl.abs(tiled), 0.0), axis=2)
     exact = tl.minimum(tl.maximum(tl.math.div_rn(amax, 6.0), 2.0**MIN_EXPONENT), 448.0)
-    stored = exact.to(tl.float8e4nv)
+    stored = encode_e4m3(exact)
     if UP:  # the bytes of positive e4m3 values are ordered like the values
-        below = tl.where(stored.to(tl.float32) < exact, 1, 0)
-        stored = (stored.to(tl.uint8, bitcast=True) + below).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    quotient = tl.math.div_rn(tiled, stored.to(tl.float32)[:, :, None])
-    scales = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, 0x7F, stored.to(tl.uint8, bitcast=True))
+        stored = (stored + tl.where(decode_e4m3(stored) < exact, 1, 0)).to(tl.uint8)
+    quotient = tl.math.div_rn(tiled, decode_e4m3(stored)[:, :, None])
+    scales = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, 0x7F, stored)
     return pack_e2m1(quotient, whole), scales.to(tl.uint8)
 
 

@@ -2,7 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.blocks import end_of_blocks, entries_of_columns
-from xmla.core.lang.indexer import head_scores, load_keys
+from xmla.core.lang.indexer import head_scores, load_keys, load_query
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
@@ -43,7 +43,7 @@ def indexer_block_logits_kernel(
 
     head = tl.arange(0, QUERY.BLOCK_I)
     q_ptrs = q8_ptr + offset_of(token, QUERY.Q_STRIDE_T) + offset_of(head[:, None], QUERY.Q_STRIDE_I, HEADS)
-    q = tl.load(q_ptrs + tl.arange(0, D)[None, :], mask=(head < HEADS)[:, None], other=0.0)
+    q = load_query(q_ptrs + tl.arange(0, D)[None, :], (head < HEADS)[:, None])
     weights = tl.load(weights_ptr + offset_of(token, QUERY.WEIGHT_STRIDE) + head, mask=head < HEADS, other=0.0)
     out_row = logits_ptr + offset_of(row, num_columns)
     tiles = tl.cdiv(tl.cdiv(num_columns, BLOCK_N), splits)  # of a program

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_keys
+from xmla.core.lang.indexer import head_scores, load_keys, load_query
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 
@@ -63,10 +63,10 @@ def indexer_logits_kernel(
             q_ptrs = q8_ptr + q_row[:, None] + offs_d[None, :]
             weight_ptrs = weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + head
             if HEADS < BLOCK_I:
-                q = tl.load(q_ptrs, mask=(head < HEADS)[:, None], other=0.0)
+                q = load_query(q_ptrs, (head < HEADS)[:, None])
                 weights = tl.load(weight_ptrs, mask=head < HEADS, other=0.0)
             else:
-                q = tl.load(q_ptrs)
+                q = load_query(q_ptrs, None)
                 weights = tl.load(weight_ptrs)
             scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
             token = first_token + i + offs_g

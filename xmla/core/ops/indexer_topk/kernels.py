@@ -12,7 +12,7 @@ the same result.
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_keys
+from xmla.core.lang.indexer import head_scores, load_keys, load_query
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.choose import choose_candidates, lanes_by_warp, running_count
@@ -134,7 +134,7 @@ def indexer_topk_kernel(
         row_token = (first_token + row_member).to(tl.int64)
         row_ok = (row_head < HEADS) & (row_token < num_tokens)
         q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(row_head, QUERY.Q_STRIDE_I, HEADS)
-        q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
+        q = load_query(q8_ptr + q_row[:, None] + offs_d[None, :], row_ok[:, None])
         weights = tl.load(weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
 
         token = first_token + member

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages
+from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages, load_query
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
 from xmla.core.ops.select_topk.pairs import as_packed
@@ -56,7 +56,7 @@ def indexer_topk_paged_kernel(
     row_ok = (row_head < HEADS) & (part + row_member < next_n)
     row_token = (first_token + row_member).to(tl.int64)
     q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(row_head, QUERY.Q_STRIDE_I, HEADS)
-    q = tl.load(q8_ptr + q_row[:, None] + offs_d[None, :], mask=row_ok[:, None], other=0.0)
+    q = load_query(q8_ptr + q_row[:, None] + offs_d[None, :], row_ok[:, None])
     weights = tl.load(weights_ptr + offset_of(row_token, QUERY.WEIGHT_STRIDE) + row_head, mask=row_ok, other=0.0)
 
     token = first_token + member

@@ -37,7 +37,7 @@ def quantize_indexer_query_kernel(
         packed, exponents = quantize_mxfp4(x.to(tl.float32), MIN_EXPONENT)
         values = dequantize_mxfp4(packed, exponents)  # [BLOCK, D] bf16
     else:
-        values, scales = quantize(x.to(tl.float32), 1, MIN_EXPONENT)  # [BLOCK, D] e4m3, [BLOCK] f32
+        values, scales = quantize(x.to(tl.float32), 1, MIN_EXPONENT)  # [BLOCK, D] u8, [BLOCK] f32
         weights *= scales
     tl.store(q8_ptr + offset_of(row[:, None], D) + offs_d, values, mask=ok[:, None])
     tl.store(folded_weights_ptr + row, weights * SCALE, mask=ok)

@@ -31,7 +31,7 @@ class PortableAttention(Attention):
 
 def configure(heads: int, query: str, layout: MlaLayout, extra: MlaLayout | None, device: Device) -> PortableConfig:
     """The tile for this many heads and queries of this dtype: as wide as registers and shared memory allow."""
-    if device.smem_bytes < 128 << 10:
+    if device.smem_bytes < 200 << 10:  # products by mma.sync
         block_h = 16 if heads <= 16 else 32
         if extra not in (None, layout):  # each source has buffers of its own
             return PortableConfig(16, 16, 8, 2)
