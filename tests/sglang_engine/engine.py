@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
+from zlib import crc32  # the generator takes 32 bits of a seed
 
 import typer
 
@@ -29,6 +30,7 @@ NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 TOKENS = 64  # by which the longer of two requests is longer whose times are subtracted
 FEW = 8  # tokens of the shorter
+SHOWN = 1000  # the number of the prompts whose kernels are shown, behind all rounds
 AHEAD = 1 << 22  # cycles, some 2 ms
 # Ops that xmla has in SGLang's place, in prefills and in decodes.
 OPS = ("indexer_logits", "indexer_logits_paged", "select_topk", "map_slots", "sparse_mla")
@@ -252,8 +254,8 @@ def passes_of(engine: Any, file: Path, ahead: bool = False) -> list[tuple[str, f
 
 
 def new_prompts(context: int, requests: int, number: int) -> list[list[int]]:
-    """Those of a case's round, or of another number, like no others."""
-    return [prompt(context, hash((context, requests, number, each)) % (1 << 60)) for each in range(requests)]
+    """Those of a case's round, which begin like no other prompts of any round."""
+    return [prompt(context, crc32(f"{context} {requests} {number} {each}".encode())) for each in range(requests)]
 
 
 def timed_round(engine: Any, passes: Path, context: int, requests: int, number: int) -> dict[str, float]:
@@ -285,8 +287,8 @@ def timed_round(engine: Any, passes: Path, context: int, requests: int, number: 
 def kernels_of(engine: Any, folder: Path, context: int, requests: int) -> list[dict[str, Any]]:
     """Those of a prefill of new prompts and of decode steps, by time."""
     rows = []
-    ask(engine, new_prompts(context, requests, -2), FEW)  # what it compiles is not shown
-    prompts = new_prompts(context, requests, -1)
+    ask(engine, new_prompts(context, requests, SHOWN), FEW)  # what it compiles is not shown
+    prompts = new_prompts(context, requests, SHOWN + 1)
     for phase, new in (("prefill", 1), ("decode", FEW + TOKENS)):
         traces = folder / f"{phase}-{context}-{requests}"
         engine.start_profile(output_dir=str(traces), activities=["GPU"])

@@ -113,6 +113,16 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> No
     }] * 2  # fmt: skip
 
 
+def test_no_prompt_is_cached_by_another() -> None:
+    """Also of another case, and those before the prompts whose kernels are shown."""
+    numbers = *range(9), engine.SHOWN, engine.SHOWN + 1
+    prompts = [
+        tuple(each[:64]) for context, requests in ((1024, 8), (4096, 1), (4096, 8)) for number in numbers
+        for each in engine.new_prompts(context, requests, number)
+    ]  # fmt: skip
+    assert len({*prompts}) == len(prompts) == 17 * len(numbers)
+
+
 def test_passes_are_timed_between_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[Any] = []
 
