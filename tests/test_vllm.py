@@ -1,6 +1,5 @@
 """What the plugin makes of vLLM's metadata, without vLLM; tests/vllm_engine runs its engine."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -9,26 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EVERYTHING
+from listed import PLANNED, any_size, unlisted
 
 from xmla import UnsupportedError
 from xmla import torch_api as xt
-from xmla.core.compile import Specialization
-from xmla.core.device import KNOWN_DEVICES, Device, find_device
+from xmla.core.device import Device, find_device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
 from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
-from xmla.vllm import indexer, memory, shards, warmup
+from xmla.vllm import indexer, shards, warmup
 from xmla.vllm.gathered import Gathered
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
-# Plans follow architecture and SMs: of devices that are alike in both one stands for all.
-ALIKE = {(device.arch if EVERYTHING else device.arch // 10, device.num_sms): device for device in KNOWN_DEVICES}
-PLANNED = pytest.mark.parametrize("device", ALIKE.values(), ids=lambda device: device.name)
 
 
 def ints(*values: int, device: str) -> torch.Tensor:
@@ -461,21 +457,6 @@ SIZES = warmup.Sizes(
 INDEX_POOL = Spec((40000, 64, 132), "uint8")
 
 
-def any_size(rng: np.random.Generator, most: int) -> int:
-    """Each power of two as likely as another."""
-    return min(most, int(2 ** rng.uniform(0, np.log2(most + 1))))
-
-
-def unlisted(
-    rng: np.random.Generator, device: Device, found: list[Specialization], make: Callable[[], Call]
-) -> list[str]:
-    missing = []
-    for _ in range(400 if EVERYTHING else 100):
-        made = make()
-        missing += [f"{made}: {kernel}" for kernel in made.specializations(device) if kernel not in found]
-    return missing
-
-
 @PLANNED
 def test_warmup_of_selections(device: Device) -> None:
     """Calls of any size that a step may have launch kernels of the list."""
@@ -504,7 +485,7 @@ def test_warmup_of_selections(device: Device) -> None:
         return Call("indexer_topk_paged", specs | rows | pages, {"k": 2048, "workspace_bytes": SIZES.scratch})
 
     for make in (prefill, decode):
-        missing = unlisted(rng, device, found, make)
+        missing = unlisted(device, found, make)
         assert not missing, missing[0]
     assert len(found) < 110
 
@@ -547,7 +528,7 @@ def test_warmup_of_selections_in_blocks(device: Device) -> None:
         return call("_paged", query(requests * new) | pages | rows)
 
     for make in (prefill, decode):
-        missing = unlisted(rng, device, found, make)
+        missing = unlisted(device, found, make)
         assert not missing, missing[0]
 
 
@@ -590,7 +571,7 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
         cache = gathered if impl.gathers and rng.random() < 0.5 else pool
         return Call("sparse_mla", memory.arguments(q, cache, 2048), {"softmax_scale": 0.1})
 
-    missing = unlisted(rng, device, found, attend)
+    missing = unlisted(device, found, attend)
     assert not missing, missing[0]
 
     window, entries = (Spec((40000, rows, 584), "uint8", (47808, 584, 1)) for rows in (64, 2))
@@ -613,7 +594,7 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
                 specs["extra_lengths"] = specs["lengths"]
             return Call("sparse_mla", specs, {"softmax_scale": 0.1})
 
-        missing = unlisted(rng, device, found, attend_v4)
+        missing = unlisted(device, found, attend_v4)
         assert not missing, missing[0]
 
 
@@ -628,7 +609,7 @@ def test_warmup_of_ranks_that_share_keys(device: Device) -> None:
         rows = {name: Spec((tokens,), "int32") for name in ("ends", "starts")}
         return Call("select_topk", {"logits": Spec((tokens, columns), "float32")} | rows, {"k": 2048})
 
-    missing = unlisted(rng, device, found, select)
+    missing = unlisted(device, found, select)
     assert not missing, missing[0]
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from xmla.core.compile import Specialization, compiled, compiling_allowed
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.models.base import Model
+from xmla.core.models.base import Call, Model, specializations
 
 log = logging.getLogger("xmla")
 ANOTHER = "pass the device to fill the cache on disk for: device=find_device('H200'), --device H200"
@@ -121,3 +121,15 @@ def make_ready(
             console.print(f"{name} × {len(each)}: {sum(each):.1f} s", highlight=False, markup=False)
         console.print(f"{len(kernels)} kernels ready for {device.name} in {report.seconds:.1f} s")
     return report
+
+
+def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Warmup:
+    """Those of an engine's calls, in its process of this GPU, which compiles on its share of the cores.
+
+    Every GPU's process compiles them; Triton's cache on disk is one.
+    """
+    import torch
+
+    kernels = specializations(calls, device)
+    workers = max(1, (os.cpu_count() or 1) // max(1, torch.cuda.device_count()))
+    return make_ready(kernels, device, ordinal, workers=workers, progress=False)

@@ -8,18 +8,17 @@ several processes share heads and keys, which --interleave counts, with --late o
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import interpreted_v41
 import own_v41
 import typer
+from recorded import call_of, unlisted
 
 from xmla import torch_api as xt
-from xmla.core.device import KNOWN_DEVICES
-from xmla.core.models.base import Call, specializations
-from xmla.core.registry import registry
-from xmla.torch_api._arrays import spec_of
+from xmla.core.models.base import Call
 
 CALLS: Counter[str] = Counter()
 MADE: dict[str, Call] = {}
@@ -35,26 +34,12 @@ def counted(name: str, implementation: str | None) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         CALLS[name] += 1
-        tensors = dict(zip(registry()[name].tensors, args, strict=False))
-        specs = {argument: spec_of(tensor) for argument, tensor in tensors.items() if tensor is not None}
-        made = Call(name, specs, {key: value for key, value in kwargs.items() if key in registry()[name].defaults})
+        made = call_of(name, args, kwargs)
         MADE[str(made)] = made
         return op(*args, implementation=implementation, **kwargs)
 
     call.plan = op.plan
     return call
-
-
-def unlisted(config: Any) -> list[str]:
-    """Kernels that the calls of this process launch on a known GPU and that the plugin's warm-up does not compile."""
-    from xmla.vllm.warmup import calls
-
-    found: list[str] = []
-    for device in KNOWN_DEVICES:
-        listed = {*specializations(calls(config, device), device)}
-        wanted = {kernel: made for made in MADE.values() for kernel in made.specializations(device)}
-        found += [f"{device.name}, {made}: {kernel}" for kernel, made in wanted.items() if kernel not in listed]
-    return found
 
 
 # By the model's type: tokens on a page, and where the streams of the prompts begin.
@@ -90,12 +75,15 @@ def serve(
     from vllm.config import VllmConfig
     from vllm.plugins import load_general_plugins
 
+    from xmla.vllm.warmup import calls
+
     kind = json.loads((model / "config.json").read_text())["model_type"]
     own = own_v41.prepare() if beside else None
     if gather or kind == "deepseek_v41":
         load_general_plugins()
     if gather:
-        from xmla.vllm import gathered, memory
+        from xmla.core.models import memory
+        from xmla.vllm import gathered
 
         memory.REUSE, gathered.rows_are_faster = 1, lambda heads: True
     arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
@@ -147,7 +135,7 @@ def serve(
     kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
     answered |= {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
-    out.write_text(json.dumps(answered | {"unlisted": unlisted(engine.vllm_config)}))
+    out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))
 
 
 if __name__ == "__main__":

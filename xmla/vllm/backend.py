@@ -23,8 +23,8 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES
 from xmla.core.formats.mla import PLAIN, VALUE_DIMS
+from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm import memory
 from xmla.vllm.gathered import Gathered, rows_are_faster
 from xmla.vllm.shards import Shards
 

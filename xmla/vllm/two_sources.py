@@ -17,8 +17,8 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm import memory
 from xmla.vllm.gathered import Gathered, rows_are_faster
 from xmla.vllm.refusals import refuse
 

@@ -4,9 +4,8 @@ The calls are those that `backend`, `two_sources` and `indexer` make, over the c
 that its steps may have.
 """
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import gcd
@@ -14,19 +13,19 @@ from typing import Any
 
 import torch
 
-from xmla._warmup import make_ready
+from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4
-from xmla.core.models.base import Call, specializations
+from xmla.core.models import memory
+from xmla.core.models.base import Call
+from xmla.core.models.steps import at_any_place, full_waves, map_call, powers_of_2, token_counts
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
-from xmla.vllm import memory, shards
+from xmla.vllm import shards
 from xmla.vllm.indexer import Blocks
 from xmla.vllm.refusals import refuse, unserved, unused
-
-STEP = 8  # between numbers of tokens of which plans differ by how many waves programs fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +70,6 @@ class Sizes:
             block=config.cache_config.block_size,
         )
 
-    def counts(self, device: Device, most: int | None = None) -> list[int]:
-        """Numbers of tokens at which plans are made: all of which a few waves of programs are, then every STEP-th."""
-        most = self.tokens if most is None else most
-        few, split = 2 * device.num_sms + 2, min(most, memory.SPLIT_TOKENS) + 1
-        numbers = {*range(1, min(few, most + 1)), *range(few, split, STEP), *powers_of_2(most), most}
-        return sorted(numbers)
-
-    def rows(self, device: Device) -> list[int]:
-        """Numbers of tokens at which selections are planned: those that 1, 2, 4, … programs for each fit the GPU."""
-        programs = 2 * device.num_sms
-        full = {programs // n for n in powers_of_2(programs)}
-        return sorted({n for n in {*full, *(n + 1 for n in full), *powers_of_2(self.tokens)} if n <= self.tokens})
-
     def width(self, page: int) -> int:
         """Pages, of so many tokens, in a row of a rank's block table: vLLM makes that a multiple of 128 tokens."""
         block = max(self.block, page)
@@ -93,23 +79,6 @@ class Sizes:
     def at_once(self, columns: int) -> int:
         """Tokens of which ranks exchange candidates at a time, each with logits of so many keys."""
         return self.tokens if self.ranks == 1 else min(shards.ROWS, self.scratch // (4 * columns))
-
-
-def powers_of_2(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length())]
-
-
-def at_any_place(call: Call, name: str) -> Iterator[Call]:
-    """The call with this argument on a multiple of 16 bytes or not: it is rows of an array of vLLM's."""
-    for alignment in (16, 4):
-        yield replace(call, specs={**call.specs, name: replace(call.specs[name], alignment=alignment)})
-
-
-def map_call(k: int, page: int, *, compact: bool = False) -> Call:
-    """That of `map_slots`, whose kernel is the same for any number of tokens and any table."""
-    shapes = {"indices": (1, k), "block_table": (1, 1), "request_ids": (1,)}
-    specs = {name: Spec(shape, "int32") for name, shape in shapes.items()}
-    return Call("map_slots", specs, {"page_size": page, "compact": compact})
 
 
 def select_calls(
@@ -143,7 +112,7 @@ def select_calls(
     columns = width * page
     for new in range(1, sizes.new + 1):
         requests = sizes.requests * (sizes.new if new == 1 else 1)  # vLLM may make a request of each drafted token
-        for count in sizes.counts(device, min(requests, sizes.tokens // new)):
+        for count in token_counts(device, min(requests, sizes.tokens // new)):
             tokens = min(count * new, sizes.at_once(columns))
             pages = {"cache": cache, "block_table": Spec((count, width), "int32")}
             called = query(tokens) | pages | {"lengths": a_token(tokens)}
@@ -157,7 +126,7 @@ def select_calls(
             else:
                 yield Call("indexer_logits_paged", with_ids, {})
                 yield from share_calls({"ends": a_token(tokens)}, columns, k, sizes.ranks)
-    for count in sizes.rows(device):
+    for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
         for columns in sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)}):
             tokens = min(count, sizes.at_once(columns))
@@ -203,7 +172,7 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
         yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
         pools.append(memory.pool(PLAIN, memory.LARGE))
     yield map_call(k, page, compact=sizes.ranks > 1)
-    for tokens, pool in product(sizes.counts(device), pools):
+    for tokens, pool in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, heads, PLAIN.dims), "bfloat16")
         yield Call("sparse_mla", memory.arguments(q, pool, k), scale)
 
@@ -217,7 +186,7 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
         pools.append((rows(window.shape[1]), None if cache is None else rows(cache.shape[1])))
         for pool in filter(None, pools[0]):
             yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
-    for width, tokens, (first, second) in product(layer.entry_widths(), sizes.counts(device), pools):
+    for width, tokens, (first, second) in product(layer.entry_widths(), token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
         called = memory.arguments(q, first, layer.window_size, second, width) | sink
         if second is not None:
@@ -291,11 +260,9 @@ def warmed(worker: type) -> type:
 
         def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
             device = device_of(self.device)
-            kernels = specializations(calls(self.vllm_config, device), device)
-            if kernels:
-                workers = max(1, (os.cpu_count() or 1) // torch.cuda.device_count())  # every GPU's worker compiles them
-                ready = make_ready(kernels, device, self.device.index, workers=workers, progress=False)
-                log.info("xmla: %d kernels are ready, after %.1f s", len(kernels), ready.seconds)
+            ready = make_engine_ready(calls(self.vllm_config, device), device, self.device.index)
+            if ready.specializations:
+                log.info("xmla: %d kernels are ready, after %.1f s", len(ready.specializations), ready.seconds)
             return super().compile_or_warm_up_model(*args, **kwargs)
 
     return Worker

@@ -1,4 +1,4 @@
-"""Scratch memory of `sparse_mla` that the plugin reserves at start: the most that the calls of any step need."""
+"""Scratch memory of `sparse_mla` that engines' plugins reserve at start: the most that the calls of any step need."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -8,7 +8,7 @@ from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.models.base import Call
 from xmla.core.spec import Spec
 
-PAGE = 64  # entries on a page of V3.2's cache, and of V4's window, in vLLM
+PAGE = 64  # entries on a page of V3.2's cache, and of V4's window, in vLLM and SGLang
 LARGE = 1 << 20  # pages
 # No plan divides the keys of more tokens, on any known device.
 SPLIT_TOKENS = 2048

@@ -1,0 +1,27 @@
+"""Calls of ops as specs, and whether an engine's plugin lists the kernels that they launch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.models.base import Call, specializations
+from xmla.core.registry import registry
+from xmla.torch_api._arrays import spec_of
+
+
+def call_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """A call of the op by PyTorch."""
+    op = registry()[name]
+    tensors = dict(zip(op.tensors, args, strict=False)) | {key: kwargs[key] for key in op.tensors if key in kwargs}
+    specs = {argument: spec_of(tensor) for argument, tensor in tensors.items() if tensor is not None}
+    return Call(name, specs, {key: value for key, value in kwargs.items() if key in op.defaults})
+
+
+def unlisted(made: Iterable[Call], calls: Callable[[Device], Iterable[Call]]) -> list[str]:
+    """Kernels that these calls launch on a known GPU and that `calls`, which warm-up compiles, do not."""
+    found: list[str] = []
+    for device in KNOWN_DEVICES:
+        listed = {*specializations(calls(device), device)}
+        wanted = {kernel: call for call in made for kernel in call.specializations(device)}
+        found += [f"{device.name}, {call}: {kernel}" for kernel, call in wanted.items() if kernel not in listed]
+    return found
