@@ -1,6 +1,8 @@
 """What stands in SGLang's place, called as SGLang calls it, without SGLang; tests/sglang_engine runs its modules."""
 
 import sys
+import weakref
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -8,13 +10,18 @@ import kit
 import numpy as np
 import pytest
 import torch
+from listed import PLANNED, any_size, unlisted
 
 import xmla.sglang
 from xmla import UnsupportedError
 from xmla import torch_api as xt
 from xmla.compat import deep_gemm
+from xmla.core.device import Device, find_device
+from xmla.core.models import memory
+from xmla.core.models.base import Call, specializations
+from xmla.core.spec import Spec
 from xmla.core.tolerance import LOGITS
-from xmla.sglang import attention, indexer
+from xmla.sglang import attention, indexer, warmup
 
 PAGE, PAGES, HEADS, DIM, ENTRY, LATENT, K = 64, 6, 3, 128, 576, 512, 8
 PAGED, RAGGED = SimpleNamespace(name="PAGED"), SimpleNamespace(name="RAGGED")
@@ -226,6 +233,154 @@ def test_the_log_says_whose_backends_run(caplog: pytest.LogCaptureFixture) -> No
         "DeepSeek sparse attention runs on xmla: indexer logits, top-k and slots; "
         "in prefill flashmla_sparse is xmla's, in decode fa3 is SGLang's"
     ]
+
+
+SIZES = warmup.Sizes(tokens=8192 + 512, requests=512, new=3, pages=2560, keys=1 << 21)
+INDEX_POOL = Spec((40000, 64, 132), "uint8")
+
+
+@PLANNED
+def test_warmup_of_selections(device: Device) -> None:
+    """Calls of any size that a step may have launch kernels of the list; a step's rows may begin anywhere in others."""
+    rng = np.random.default_rng(0)
+    found = {*specializations(warmup.select_calls(INDEX_POOL, 64, 2048, SIZES, device), device)}
+
+    def per_token(tokens: int, *names: str) -> dict[str, Spec]:
+        return {name: Spec((tokens,), "int32", alignment=int(rng.choice([4, 8, 16]))) for name in names}
+
+    def query(tokens: int) -> dict[str, Spec]:
+        return {"q8": Spec((tokens, 64, 128), "float8_e4m3fn"), "weights": Spec((tokens, 64), "float32")}
+
+    def prefill() -> Call:
+        tokens, keys = any_size(rng, SIZES.tokens), deep_gemm.row_stride(any_size(rng, SIZES.keys))
+        gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
+        rows = {"starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32")}
+        place = int(rng.choice([4, 16]))
+        rows = {name: replace(spec, alignment=place) for name, spec in rows.items()}
+        return Call("indexer_logits", query(tokens) | gathered | rows, {})
+
+    def decode() -> Call:
+        requests, new = any_size(rng, SIZES.requests), int(rng.choice([1, 3]))
+        if rng.random() < 0.5:  # drafted tokens as requests
+            requests, new = requests * new, 1
+        pages = any_size(rng, SIZES.pages)
+        table = {"cache": INDEX_POOL, "block_table": Spec((requests, pages), "int32")}
+        rows = {"lengths": Spec((requests * new,), "int32")}
+        return Call(
+            "indexer_logits_paged", query(requests * new) | table | rows, {"max_len": deep_gemm.row_stride(64 * pages)}
+        )
+
+    def select() -> Call:
+        tokens, columns, ragged = any_size(rng, SIZES.tokens), any_size(rng, SIZES.keys), rng.random() < 0.5
+        if not ragged:
+            tokens, columns = any_size(rng, 3 * SIZES.requests), 64 * any_size(rng, SIZES.pages)
+        logits = {"logits": Spec((tokens, columns), "float32", (deep_gemm.row_stride(columns), 1))}
+        rows = {"ends": Spec((tokens,), "int32")} | (per_token(tokens, "starts") if ragged else {})
+        return Call("select_topk", logits | rows, {"k": 2048})
+
+    for make in (prefill, decode, select):
+        missing = unlisted(device, found, make)
+        assert not missing, missing[0]
+    assert len(found) < 150
+
+
+@PLANNED
+@pytest.mark.parametrize("packed", [True, False])
+def test_warmup_of_attention(packed: bool, device: Device) -> None:
+    rng = np.random.default_rng(1)
+    row, dtype = (656, "float8_e4m3fn") if packed else (576, "bfloat16")
+    pool = Spec((64 * 4096, 1, row), dtype)
+    backend = SimpleNamespace(
+        dsa_kv_cache_store_fp8=packed, dsa_index_topk=2048, dsa_prefill_impl="flashmla_sparse",
+        dsa_decode_impl="flashmla_kv", physical_page_size=64, flashmla_kv_format="V32",
+    )  # fmt: skip
+    layer = SimpleNamespace(tp_q_head_num=16, head_dim=576, scaling=0.1)
+    found = {*specializations(warmup.attend_calls(backend, layer, pool, SIZES, device), device)}
+    kinds = [(Spec((4096, 64, row), dtype), "v32" if packed else None), (pool, None)]
+
+    def attend() -> Call:
+        q = Spec((any_size(rng, SIZES.tokens), 16, 576), "bfloat16")
+        gathered = Spec((any_size(rng, SIZES.keys), 1, 576), "bfloat16"), None
+        cache, cache_format = (kinds + [gathered] * packed)[int(rng.integers(2 + packed))]
+        specs = memory.arguments(q, cache, 2048)
+        if rng.random() < 0.5:
+            del specs["lengths"]
+        return Call("sparse_mla", specs, {"softmax_scale": 0.1, "cache_format": cache_format})
+
+    missing = unlisted(device, found, attend)
+    assert not missing, missing[0]
+
+
+def runtime(monkeypatch: pytest.MonkeyPatch, chunk: int | None = 8192, attention: str = "flashmla_kv") -> None:
+    """SGLang's modules that say how it serves."""
+    schedule = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
+    kernel = SimpleNamespace(dsa_prefill_backend=attention, dsa_decode_backend=attention)
+    modules = {
+        "runtime_context": {
+            "get_schedule": lambda: schedule, "get_exec": lambda: SimpleNamespace(kernel=kernel),
+            "get_parallel": lambda: SimpleNamespace(attn_tp_size=8),
+            "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=None),
+        },
+        "configs.model_config": {
+            "is_deepseek_dsa": lambda config: config is not None, "get_dsa_index_topk": lambda config: 2048
+        },
+    }  # fmt: skip
+    for name, parts in modules.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        vars(module).update(parts)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_sizes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SimpleNamespace(shape=(9, 4100))
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(size=8, req_to_token=table), max_total_num_tokens=65536
+    )  # fmt: skip
+    runtime(monkeypatch)
+    sizes = warmup.Sizes.of(runner, 64)
+    assert sizes == warmup.Sizes(tokens=8192 + 8, requests=8, new=1, pages=65, keys=65536)
+    runtime(monkeypatch, chunk=-1)
+    assert warmup.Sizes.of(runner, 64).tokens == 16384 + 8
+
+
+@pytest.mark.parametrize(("sparse", "attention"), [(True, "flashmla_kv"), (False, "flashmla_kv"), (True, "tilelang")])
+def test_scratch_memory_is_not_free_for_keys(
+    sparse: bool, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    runtime(monkeypatch, attention=attention)
+    held: list[Any] = []
+
+    def empty(size: int, dtype: Any, device: Any) -> Any:
+        tensor = np.empty(0)
+        held.append((size, weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(warmup, "torch", SimpleNamespace(empty=empty, device=lambda *_: None, uint8=None))
+    monkeypatch.setattr(warmup, "device_of", lambda _: find_device("H100"))
+    config = SimpleNamespace(hf_config=object() if sparse else None, num_attention_heads=128, context_len=163840)
+
+    def count(configurator: Any, before: int) -> int:
+        return before - sum(size for size, tensor in held if tensor() is not None)
+
+    free = warmup.beside_scratch(count, SimpleNamespace(model_config=config, gpu_id=0), 1 << 40)
+    needed = memory.scratch_v32(16, 2048, 8192, find_device("H100"), gathers=False) if sparse else 0
+    assert (1 << 40) - free == (needed if attention == "flashmla_kv" else 0)
+    assert all(tensor() is None for _, tensor in held)
+
+
+def test_a_runner_that_drafts_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = SimpleNamespace(specializations=(1, 2), seconds=3.21)
+    asked: list[Any] = []
+    monkeypatch.setattr(warmup, "device_of", lambda _: "a device")
+    monkeypatch.setattr(warmup, "calls", lambda *words: words)
+    monkeypatch.setattr(warmup, "make_engine_ready", lambda *words: asked.append(words) or made)
+    with caplog.at_level("INFO"):
+        for drafts in (False, True):
+            warmup.warm(None, "a backend", SimpleNamespace(is_draft_worker=drafts, gpu_id=3), skip=True)
+    assert [(words[0][0], words[1:]) for words in asked] == [("a backend", ("a device", 3))]
+    assert [record.getMessage() for record in caplog.records] == ["xmla: 2 kernels are ready, after 3.2 s"]
 
 
 @pytest.mark.parametrize("value", [None, "", "another", "xmla2,another"])

@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ import stand_ins
 import torch
 
 from xmla import UnsupportedError
+from xmla import torch_api as xt
+from xmla.core.models.base import Call
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,7 +37,12 @@ pytestmark = [
 ]
 
 FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER.parent / "vllm_engine"))  # what does not depend on the engine
+import recorded  # noqa: E402
+
+OPS = ("indexer_logits", "indexer_logits_paged", "select_topk", "map_slots", "sparse_mla")
 PAGE, HEADS, INDEX_HEADS, LATENT, ENTRY, SCALE = 64, 3, 4, 512, 576, 0.05
+HEADS_OF_A_LAYER = {"tp_q_head_num": HEADS, "head_dim": ENTRY, "v_head_dim": LATENT, "scaling": SCALE}
 LENGTHS = [70, 3, 11]  # keys of each request, at the end of a step
 
 
@@ -111,7 +119,7 @@ class Layer:
         torch.nn.Module.__init__(self.indexer)
         for name, value in {
             "index_topk": keep, "n_heads": INDEX_HEADS, "head_dim": 128, "block_size": 128, "scale_fmt": "ue8m0",
-            "num_init_tokens": 0, "num_local_tokens": 0, "sm_count": sglang.indexer.resolve_num_sms(),
+            "num_init_tokens": 0, "num_local_tokens": 0, "sm_count": 4,  # of which a step has more tokens with drafts
             "logits_with_pp_recv": False, "paged_mqa_logits_backend": DSAPagedMQALogitsBackend.DEEPGEMM,
             "use_dsa_indexer_fusion": False, "use_aiter_fused_fp8_writer": False,
         }.items():  # fmt: skip
@@ -130,7 +138,7 @@ class Layer:
             "_is_in_breakable_cuda_graph": lambda: False, "_is_in_tc_piecewise_cuda_graph": lambda: False,
             "_get_device_sm": lambda: 90, "_is_blackwell": lambda: False,
             "_memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False),
-            "_fused_decode_metadata": in_place,
+            "_fused_decode_metadata": in_place, "kv_lora_rank": LATENT,
         }.items():  # fmt: skip
             setattr(self.backend, name, value)
         self.prepare = self.backend.init_forward_metadata
@@ -160,9 +168,7 @@ class Layer:
         elif logits:
             chosen = self.indexer._get_topk_paged(*call)
         q, new_entries = self.normal(sum(new), HEADS, ENTRY), last(self.entries)
-        layer = SimpleNamespace(
-            layer_id=0, is_cross_attention=False, tp_q_head_num=HEADS, head_dim=ENTRY, v_head_dim=LATENT, scaling=SCALE
-        )
+        layer = SimpleNamespace(layer_id=0, is_cross_attention=False, **HEADS_OF_A_LAYER)
         attend = self.backend.forward_decode if mode == "DECODE" else self.backend.forward_extend
         latent, rope = new_entries[..., :LATENT], new_entries[..., LATENT:]
         out = attend(q, latent, latent, layer, batch, True, None, rope, chosen)
@@ -250,6 +256,53 @@ def on_cpu(method: Any) -> Any:
     return made[method.__name__]
 
 
+Unlisted = Callable[[Layer], list[str]]
+
+
+@pytest.fixture
+def unlisted(monkeypatch: pytest.MonkeyPatch) -> Unlisted:
+    """Kernels that this layer's steps launch on known GPUs and that the plugin's warm-up does not compile.
+
+    A call counts by its sizes, for layers and heads as they are here.
+    """
+    made: list[Call] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        op = getattr(xt, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append(recorded.call_of(name, args, kwargs))
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in OPS:
+        monkeypatch.setattr(xt, name, noted(name))
+
+    def of(layer: Layer) -> list[str]:
+        from sglang.srt import runtime_context
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        from xmla.sglang import warmup
+
+        assert made
+        schedule = SimpleNamespace(chunked_prefill_size=sum(LENGTHS), max_prefill_tokens=0)
+        drafts = SimpleNamespace(speculative_num_draft_tokens=layer.backend.speculative_num_draft_tokens)
+        monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+        monkeypatch.setattr(runtime_context, "get_spec", lambda: drafts)
+        attention = RadixAttention.__new__(RadixAttention)
+        vars(attention).update(HEADS_OF_A_LAYER)
+        runner = SimpleNamespace(
+            model=SimpleNamespace(modules=lambda: [attention]), token_to_kv_pool=layer.pool,
+            max_total_num_tokens=8 * PAGE,
+            req_to_token_pool=SimpleNamespace(size=4, req_to_token=layer.slots),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(index_n_heads=INDEX_HEADS)),
+        )  # fmt: skip
+        return recorded.unlisted(made, partial(warmup.calls, layer.backend, runner))
+
+    return of
+
+
 @pytest.mark.parametrize("named", ["another,xmla", "another", ""])
 def test_a_process_that_loads_plugins_first(named: str, sglang: SGLang) -> None:
     """Modules are imported in the plugin's order, with SGLang's imports for CUDA; unnamed, nothing changes."""
@@ -259,7 +312,7 @@ def test_a_process_that_loads_plugins_first(named: str, sglang: SGLang) -> None:
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     assert started.returncode == 0, started.stderr[-3000:]
-    expected = [change.target for change in sglang.seam.CHANGES] if "xmla" in named else []
+    expected = {change.target for change in sglang.seam.CHANGES} if "xmla" in named else ()
     assert started.stdout.split() == sorted(expected), started.stderr[-3000:]
 
 
@@ -358,40 +411,54 @@ def test_nothing_changes_if_one_change_cannot_be_made(sglang: SGLang, monkeypatc
     ],
 )
 def test_a_prefill_then_parts_of_it_again_then_a_decode(
-    sglang: SGLang, fp8: bool, prefill: str, decode: str, fused: bool
+    sglang: SGLang, fp8: bool, prefill: str, decode: str, fused: bool, unlisted: Unlisted
 ) -> None:
     with sglang.backend.envs.SGLANG_DSA_FUSE_TOPK.override(fused):
         layer = Layer(sglang, fp8, prefill, decode)
         layer.step("EXTEND", LENGTHS)
         layer.step("EXTEND", [3, 1, 4])
         layer.step("DECODE", [1, 1, 1])
+    missing = unlisted(layer)
+    assert not missing, missing[0]
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_drafted_tokens(sglang: SGLang, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_tokens(
+    sglang: SGLang, together: bool, unlisted: Unlisted, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """As requests of their own, or a request's in one call, which is for sm_100."""
     monkeypatch.setattr(sglang.backend, "get_platform", lambda: SimpleNamespace(is_sm100=together))
     layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv", drafts=2)
     layer.step("TARGET_VERIFY", [2, 2, 2])
+    missing = unlisted(layer)
+    assert not missing, missing[0]
 
 
-def test_a_prefill_in_chunks_of_its_logits(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_in_chunks_of_its_logits(sglang: SGLang, unlisted: Unlisted, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang bounds the memory of logits: here to two rows of them."""
     rows = lambda num_rows, num_cols, **_: (True, 2 * num_cols * 4)
     monkeypatch.setattr(sglang.indexer, "mqa_logits_should_chunk", rows)
     for prefill in ("flashmla_kv", "flashmla_sparse"):
-        Layer(sglang, True, prefill, "flashmla_kv").step("EXTEND", [3, 2, 4])
+        layer = Layer(sglang, True, prefill, "flashmla_kv")
+        layer.step("EXTEND", [3, 2, 4])
+        missing = unlisted(layer)
+        assert not missing, missing[0]
 
 
-def test_short_contexts_have_no_logits(sglang: SGLang) -> None:
+def test_short_contexts_have_no_logits(sglang: SGLang, unlisted: Unlisted) -> None:
     for prefill in ("flashmla_kv", "flashmla_sparse"):
-        Layer(sglang, True, prefill, "flashmla_kv", keep=128).step("EXTEND", [3, 2, 4], logits=False)
+        layer = Layer(sglang, True, prefill, "flashmla_kv", keep=128)
+        layer.step("EXTEND", [3, 2, 4], logits=False)
+        missing = unlisted(layer)
+        assert not missing, missing[0]
 
 
-def test_a_decode_with_the_metadata_of_a_cuda_graph(sglang: SGLang) -> None:
+def test_a_decode_with_the_metadata_of_a_cuda_graph(sglang: SGLang, unlisted: Unlisted) -> None:
     layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv")
     layer.step("EXTEND", LENGTHS)
     layer.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
     layer.backend.init_forward_metadata_out_graph(layer.batch("DECODE", [1, 1, 1]), in_capture=True)
     layer.prepare = layer.backend.init_forward_metadata_out_graph
     layer.step("DECODE", [1, 1, 1])
+    missing = unlisted(layer)
+    assert not missing, missing[0]

@@ -118,7 +118,7 @@ def _ragged(
         keys, scales = _more_rows(keys), _more_rows(scales)
         dtype = _name(logits_dtype)
         return torch_api.indexer_logits(query, weights, keys, scales, starts, ends, logits_dtype=dtype)[:, :count]
-    logits = weights.new_empty((len(query), _row(max_seqlen_k)), dtype=logits_dtype)[:, :max_seqlen_k]
+    logits = weights.new_empty((len(query), row_stride(max_seqlen_k)), dtype=logits_dtype)[:, :max_seqlen_k]
     column = torch.arange(max_seqlen_k, device=query.device)
     step = max(1, DENSE_BYTES // (4 * max(1, count)))
     for first in range(0, len(query) if count else 0, step):
@@ -198,8 +198,8 @@ def _paged(
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device, dtype=torch.int32)
     lengths, cache = lengths.reshape(-1), kv_cache[:, :, 0]
     logits = torch_api.indexer_logits_paged(
-        query.flatten(0, 1), weights.float(), cache, as_int32(block_table), lengths, max_len=_row(max_context_len),
-        logits_dtype=_name(logits_dtype),
+        query.flatten(0, 1), weights.float(), cache, as_int32(block_table), lengths,
+        max_len=row_stride(max_context_len), logits_dtype=_name(logits_dtype),
     )[:, :max_context_len]  # fmt: skip
     if not clean_logits:
         return logits
@@ -401,7 +401,9 @@ def _mxfp4_query(here: str, q: Query | Tensor) -> Tensor:
 def _as_sparse_rows(logits: Tensor) -> Tensor:
     """bfloat16 logits with rows a multiple of SPARSE_ROW_MULTIPLE elements apart."""
     rows, columns = logits.shape
-    return logits.new_empty((rows, _row(columns, SPARSE_ROW_MULTIPLE)), dtype=torch.bfloat16)[:, :columns].copy_(logits)
+    return logits.new_empty((rows, row_stride(columns, SPARSE_ROW_MULTIPLE)), dtype=torch.bfloat16)[:, :columns].copy_(
+        logits
+    )
 
 
 def _query(here: str, q: Query | Tensor) -> Tensor:
@@ -421,13 +423,14 @@ def _query(here: str, q: Query | Tensor) -> Tensor:
     return (bits.view(torch.bfloat16).unflatten(-1, (-1, MXFP4_BLOCK)) * factors).flatten(-2)
 
 
-def _row(columns: int, multiple: int = ROW_MULTIPLE) -> int:
+def row_stride(columns: int, multiple: int = ROW_MULTIPLE) -> int:
+    """Elements from row to row of logits with so many columns."""
     return cdiv(columns, multiple) * multiple
 
 
 def _more_rows(keys: Tensor) -> Tensor:
     """Keys [N, ...] with zeros behind them, up to a multiple of ROW_MULTIPLE, for the row stride of their logits."""
-    missing = _row(len(keys)) - len(keys)
+    missing = row_stride(len(keys)) - len(keys)
     if not missing:
         return keys
     zeros = keys.new_empty((missing, *keys.shape[1:])).view(torch.uint8).zero_().view(keys.dtype)

@@ -11,17 +11,18 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from xmla.compat import deep_gemm
 from xmla.core.errors import UnsupportedError
-from xmla.sglang import attention, indexer
+from xmla.sglang import attention, indexer, warmup
 
 KERNELS = "sglang.srt.layers.attention.dsa.utils"
 LOGITS = "sglang.srt.layers.attention.dsa.paged_mqa_logits_backend"
 TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend"
 BACKEND = "sglang.srt.layers.attention.dsa_backend"
+POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One function of SGLang, and what is called in its place or, for another `hook`, before or after it."""
+    """One function of SGLang, and what is called in its place or, for another `hook`, before, after or around it."""
 
     module: str
     name: str
@@ -54,6 +55,10 @@ CHANGES = (
     Change(BACKEND, "DeepseekSparseAttnBackend._compute_flashmla_metadata", attention.compute_flashmla_metadata),
     # Which of the user's backends are xmla's is known here, and SGLang's log is set up by then.
     Change(BACKEND, "DeepseekSparseAttnBackend.__init__", attention.tell, HookType.AFTER),
+    # Its pool is made by then. Else a kernel would be compiled while a graph is captured or a request waits.
+    Change(BACKEND, "DeepseekSparseAttnBackend.__init__", warmup.warm, HookType.AFTER),
+    # SGLang counts the free memory before any step has run.
+    Change(POOLS, "KVCacheConfigurator._profile_available_bytes", warmup.beside_scratch, HookType.AROUND),
 )
 
 
@@ -79,6 +84,7 @@ def check(change: Change, release: str) -> None:
             f"({type(error).__name__}: {error}); SGLang serves with its own kernels"
         ) from error
     actual, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
+    expected = expected[1:] if change.hook is HookType.AROUND else expected  # the function itself comes first
     if change.hook is not HookType.AFTER and actual != expected:
         raise UnsupportedError(
             f"xmla.sglang: {change.target} of SGLang {release} has the parameters ({', '.join(actual)}), "

@@ -1,0 +1,179 @@
+"""Every kernel that steps of SGLang launch of xmla's, compiled before SGLang captures graphs and serves.
+
+The calls are those that `attention`, `indexer` and, for SGLang's indexer, `xmla.compat.deep_gemm` make, over the pool
+that a runner has, at the sizes that its steps may have.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from xmla._warmup import make_engine_ready
+from xmla.compat.deep_gemm import row_stride
+from xmla.core.device import Device
+from xmla.core.models import memory
+from xmla.core.models.base import Call
+from xmla.core.models.steps import at_any_place, full_waves, map_call, powers_of_2, token_counts
+from xmla.core.plan import cdiv
+from xmla.core.spec import Spec
+from xmla.sglang.attention import FORMATS, SERVED
+from xmla.torch_api._arrays import device_of, spec_of
+
+LEAST_HEADS = 32  # SGLang pads an indexer of fewer heads in prefills
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What steps of an engine may have.
+
+    Attributes:
+        tokens: Tokens of a step, at most.
+        requests: Requests of a decode, at most.
+        new: Tokens of a request in a decode: 1, or those that a step verifies.
+        pages: Pages of a request, at most.
+        keys: Keys of a prefill's requests, at most.
+    """
+
+    tokens: int
+    requests: int
+    new: int
+    pages: int
+    keys: int
+
+    @classmethod
+    def of(cls, runner: Any, page: int) -> "Sizes":
+        """Of SGLang's `ModelRunner`, whose pools are made."""
+        from sglang.srt.runtime_context import get_spec
+
+        requests, positions = runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1]
+        new = get_spec().speculative_num_draft_tokens or 1
+        return cls(
+            tokens=most_tokens(positions) + requests * new,  # --enable-mixed-chunk has both in a step
+            requests=requests,
+            new=new,
+            pages=cdiv(positions, page),
+            keys=runner.max_total_num_tokens,
+        )
+
+
+def most_tokens(context: int) -> int:
+    """Of a prefill: a chunk's or, if requests of up to so many tokens are not divided, such a request's."""
+    from sglang.srt.runtime_context import get_schedule
+
+    chunk = get_schedule().chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else max(get_schedule().max_prefill_tokens, context)
+
+
+def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
+    """Those of SGLang's indexer over its pool [P, R, 132]."""
+    page, dim = pool.shape[1], pool.shape[2] - 4
+
+    def query(tokens: int, heads: int) -> dict[str, Spec]:
+        shape = tokens, heads, dim
+        return {"q8": Spec(shape, "float8_e4m3fn"), "weights": Spec(shape[:2], "float32")}
+
+    def a_token(tokens: int) -> Spec:
+        return Spec((tokens,), "int32")
+
+    def select(tokens: int, columns: int, *more: str) -> Call:
+        logits = Spec((tokens, columns), "float32", (row_stride(columns), 1))
+        return Call(
+            "select_topk", {"logits": logits, "ends": a_token(tokens)} | dict.fromkeys(more, a_token(tokens)), {"k": k}
+        )
+
+    def mapped(*more: str) -> Call:
+        call = map_call(k, page)
+        return Call(call.op, {name: spec for name, spec in call.specs.items() if name not in more}, {"page_size": page})
+
+    yield mapped("request_ids")
+    yield from at_any_place(mapped(), "request_ids")
+
+    for new, width in product(sorted({1, sizes.new}), around_powers_of_2(sizes.pages)):
+        most = sizes.requests * (sizes.new if new == 1 else 1)  # drafted tokens as requests, or a request's in one call
+        for count in token_counts(device, most) if width == sizes.pages else full_waves(device, most):
+            tokens, columns = count * new, width * page
+            table = {"cache": pool, "block_table": Spec((count, width), "int32"), "lengths": a_token(tokens)}
+            call = Call("indexer_logits_paged", query(tokens, heads) | table, {"max_len": row_stride(columns)})
+            # SGLang splits requests by the number of multiprocessors.
+            for shifted in at_any_place(call, "lengths") if device.num_sms % 4 else (call,):
+                yield from at_any_place(shifted, "block_table") if device.num_sms % 4 else (shifted,)
+            yield select(tokens, columns)
+    for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.keys)):
+        keys = row_stride(columns)
+        gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
+        rows = query(tokens, max(heads, LEAST_HEADS)) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
+        yield from at_any_place(Call("indexer_logits", rows, {}), "starts", "ends")
+        yield from at_any_place(select(tokens, columns, "starts"), "starts")
+
+
+def around_powers_of_2(most: int) -> list[int]:
+    return sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)})
+
+
+def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
+    """Those of `attention` in this layer over the pool [slots, 1, row], and over rows that SGLang gathers of it."""
+    packed, k, dims = backend.dsa_kv_cache_store_fp8, backend.dsa_index_topk, layer.head_dim
+    served = {backend.dsa_prefill_impl, backend.dsa_decode_impl} & {*SERVED}
+    pools: list[tuple[Spec, str | None]] = []
+    if served - {"flashmla_sparse"}:
+        pages = pool.shape[0] // backend.physical_page_size, backend.physical_page_size, pool.shape[2]
+        pools.append((Spec(pages, pool.dtype), FORMATS[backend.flashmla_kv_format] if packed else None))
+    if served - {"flashmla_kv"}:
+        pools.append((pool, None))
+        if packed:
+            pools += [(Spec((entries, 1, dims), "bfloat16"), None) for entries in powers_of_2(sizes.keys)]
+    for tokens, (cache, cache_format) in product(token_counts(device, sizes.tokens), pools):
+        q = Spec((tokens, layer.tp_q_head_num, dims), "bfloat16")
+        called = memory.arguments(q, cache, k)
+        without = {name: spec for name, spec in called.items() if name != "lengths"}  # SGLang may pad tokens
+        for specs in (called, without):
+            yield Call("sparse_mla", specs, {"softmax_scale": layer.scaling, "cache_format": cache_format})
+
+
+def calls(backend: Any, runner: Any, device: Device) -> Iterator[Call]:
+    """Those of an engine whose pool is made; layers have the same, also the one that drafts."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    pool = runner.token_to_kv_pool
+    first, page = pool.start_layer, pool.index_page_size
+    sizes, keys = Sizes.of(runner, page), pool.get_index_k_with_scale_buffer(first)
+    heads, k = runner.model_config.hf_config.index_n_heads, backend.dsa_index_topk
+    yield from select_calls(Spec((len(keys), page, keys.shape[1] // page), "uint8"), heads, k, sizes, device)
+    layers = (layer for layer in runner.model.modules() if isinstance(layer, RadixAttention))
+    absorbed = (layer for layer in layers if layer.v_head_dim == backend.kv_lora_rank)
+    for layer in {(each.tp_q_head_num, each.head_dim, each.scaling): each for each in absorbed}.values():
+        yield from attend_calls(backend, layer, spec_of(pool.get_key_buffer(first)), sizes, device)
+
+
+def warm(_: None, backend: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After `DeepseekSparseAttnBackend.__init__`: pools are made, and graphs are not yet captured."""
+    if model_runner.is_draft_worker:
+        return
+    device = device_of(torch.device(f"cuda:{model_runner.gpu_id}"))
+    ready = make_engine_ready(calls(backend, model_runner, device), device, model_runner.gpu_id)
+    log = logging.getLogger(__name__)
+    log.info("xmla: %d kernels are ready, after %.1f s", len(ready.specializations), ready.seconds)
+
+
+def beside_scratch(count: Callable[[Any, int], int], self: Any, pre_model_load_memory: int) -> int:
+    """Around `KVCacheConfigurator._profile_available_bytes`: what attention needs in a step is not free for keys.
+
+    SGLang runs no step before it takes the memory. Torch keeps this, and the pool is as much smaller.
+    """
+    from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    kernel, config = get_exec().kernel, self.model_config
+    held = None
+    if is_deepseek_dsa(config.hf_config) and {kernel.dsa_prefill_backend, kernel.dsa_decode_backend} & {*SERVED}:
+        device = torch.device(f"cuda:{self.gpu_id}")
+        heads, k = config.num_attention_heads // get_parallel().attn_tp_size, get_dsa_index_topk(config.hf_config)
+        size = memory.scratch_v32(heads, k, most_tokens(config.context_len), device_of(device), gathers=False)
+        held = torch.empty(size, dtype=torch.uint8, device=device)
+    free = count(self, pre_model_load_memory)
+    del held
+    return free
