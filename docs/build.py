@@ -54,7 +54,7 @@ GROUPS = {
 }  # fmt: skip
 FORMAT_NAMES = {layout.name for layout in MLA_LAYOUTS}
 HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
-LANGUAGES = {".py": "python", ".md": "markdown", ".jsonl": "json", ".toml": "toml"}
+LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml"}  # not results, which are long
 
 
 def plain(text: str) -> str:
