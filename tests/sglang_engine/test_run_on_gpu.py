@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 LIKE = {"prompt": [6000], "mean_abs_logprob": [0.1], "same_likely": [0.99], "equal_tokens": [32]}
 AGAIN = {"prompt": [6000], "cached": [5952], "equal_again": [32], "accepted": [None]}
-OURS, OWN = {"runs": True, "calls": [*engine.OPS]}, {"runs": False, "calls": []}
+OURS = {"runs": True, "calls": [*engine.OPS], "compiled_late": []}
+OWN = {"runs": False, "calls": [], "compiled_late": None}
 
 
 def answers(logprob: float, likely: int, tokens: int) -> dict[str, Any]:
@@ -37,9 +38,10 @@ def test_verdicts() -> None:
     def holds(pairs: dict[tuple[str, str], Any], again: dict[str, Any], ran: dict[str, Any]) -> list[bool]:
         return [*run_on_gpu.verdicts(pairs, again, ran).values()]
 
-    assert holds({}, {}, {"xmla": OURS, "own": OWN}) == [True, True]
-    assert holds({}, {}, {"xmla": OWN, "own": OURS}) == [False, False]
-    assert holds({}, {}, {"xmla": OURS | {"calls": ["sparse_mla"]}}) == [False]
+    assert holds({}, {}, {"xmla": OURS, "own": OWN}) == [True, True, True]
+    assert holds({}, {}, {"xmla": OWN, "own": OURS}) == [False, False, False]
+    assert holds({}, {}, {"xmla": OURS | {"calls": ["sparse_mla"]}}) == [False, True]
+    assert holds({}, {}, {"xmla": OURS | {"compiled_late": ["a kernel"]}}) == [True, False]
     assert holds({}, {"xmla": AGAIN}, {}) == [True]
     assert holds({}, {"xmla": AGAIN | {"cached": [0]}}, {}) == [False]
     pairs = ("xmla", "own-bf16"), ("own", "own-bf16"), ("own-chunks", "own"), ("xmla-graphs", "xmla")
@@ -51,6 +53,14 @@ def test_verdicts() -> None:
         pair = (f"xmla-{name}", "xmla")
         assert holds({pair: LIKE}, {}, {}) == [True]
         assert holds({pair: LIKE | {"same_likely": [0.89]}}, {}, {}) == [False]
+
+
+def test_what_is_compiled_behind_warm_up() -> None:
+    kernel = "1.67 s for sm_90 select_topk: topk_select_kernel, its first kernel"
+    ready = f"TP0] xmla: 58 {run_on_gpu.READY}, after 3.2 s"
+    assert run_on_gpu.compiled_late(f"{kernel}\n{ready}\n{kernel}\nTP1] {ready}\nPrefill batch\n") == []
+    assert run_on_gpu.compiled_late(f"{kernel}\n{ready}\nPrefill batch\n{kernel}\n") == [kernel]
+    assert run_on_gpu.compiled_late(kernel) is None
 
 
 def test_options() -> None:
@@ -191,7 +201,7 @@ def run(
     def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Any = None) -> int:
         kind, name, _, out = words[:4]
         ours = "xmla" in environment["SGLANG_PLUGINS"]
-        log.write_text(f"started\n{run_on_gpu.RUNS if ours else ''}\nended")
+        log.write_text(f"started\n{f'{run_on_gpu.RUNS}, {run_on_gpu.READY}' if ours else ''}\nended")
         if name == "xmla-bf16":
             return 1
         if kind == "answer":
@@ -226,7 +236,8 @@ def test_check_writes_what_every_engine_answered(monkeypatch: pytest.MonkeyPatch
     engines = set(run_on_gpu.CHECKED.split(",")) - {"xmla-bf16"}
     assert {line["engine"] for line in lines if line.get("beside") == "itself"} == engines
     assert [line["equal_tokens"] for line in lines if "equal_tokens" in line] == [[32] * 5] * 8
-    assert all(last["holds"].values()) and len(last["holds"]) == 2 * len(engines) + 5
+    ours = [name for name in engines if name.startswith("xmla")]
+    assert all(last["holds"].values()) and len(last["holds"]) == 2 * len(engines) + len(ours) + 5
     assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
 
 
