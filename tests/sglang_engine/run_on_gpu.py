@@ -9,7 +9,6 @@ FOLDER/sglang.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -32,7 +31,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 sys.path.append(str(FOLDER.parent / "vllm_engine"))  # what does not depend on the engine
 import entry_points  # noqa: E402
-from on_gpu import FARTHER, SAME_LIKELY, conclude, difference, keep_log  # noqa: E402
+import harness  # noqa: E402
 
 # Each engine and the one that its answers are compared with: first, how far apart SGLang's own are.
 PAIRS = (
@@ -64,10 +63,7 @@ COMPILED = " s for sm_"
 ROUNDS = 8  # of a case that count
 LEAST = 3  # of these, however little time is left
 
-Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
-Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(engine.ENGINES)}.")]
-Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may take.")]
 app = typer.Typer(add_completion=False)
 
 
@@ -101,24 +97,16 @@ def model_in(folder: Path, layers: int, heads: int) -> Path:
     return model
 
 
-def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
-    from xmla.bench.provenance import provenance
-
-    out.mkdir(parents=True, exist_ok=True)
-    config = json.loads((model / "config.json").read_text())
-    sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
-    releases = {name: version(name) for name in ("sglang", "sglang-kernel")}
-    write(out, provenance(command, commit) | releases | {"model": sizes})
+def lines_file(out: Path, command: str, commit: str | None, model: Path) -> Path:
+    """The file of a command's lines, with where they come from."""
+    file, releases = out / "sglang.jsonl", {name: version(name) for name in ("sglang", "sglang-kernel")}
+    harness.begin(file, f"python tests/sglang_engine/run_on_gpu.py {command}", commit, model, **releases)
+    return file
 
 
-def write(out: Path, line: dict[str, Any]) -> None:
-    with (out / "sglang.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def repeated(answers: dict[str, Any]) -> dict[str, list[Any]]:
+def repeated(answers: harness.Answers) -> harness.Figures:
     """By prompt: of the request that was asked again, how many tokens were cached, and how many new ones are equal."""
-    found: dict[str, list[Any]] = {"prompt": [], "cached": [], "equal_again": [], "accepted": []}
+    found: harness.Figures = {"prompt": [], "cached": [], "equal_again": [], "accepted": []}
     for length, answer in answers.items():
         equal = [a == b for a, b in zip(answer["again"], answer["tokens"], strict=True)]
         found["prompt"].append(int(length))
@@ -135,9 +123,8 @@ def compiled_late(log: str) -> list[str] | None:
 
 
 def verdicts(
-    found: dict[tuple[str, str], dict[str, list[float]]], asked_again: dict[str, dict[str, list[Any]]],
-    answers: dict[str, Any],
-) -> dict[str, bool]:  # fmt: skip
+    found: harness.Pairs, asked_again: dict[str, harness.Figures], answers: harness.Answers
+) -> dict[str, bool]:
     """What has to hold, of what ran."""
     wanted: dict[str, bool] = {}
     for name, result in answers.items():
@@ -151,68 +138,34 @@ def verdicts(
         # All pages but the last are cached, whose token is computed; the same tokens come out of them.
         cached = [count >= length - 64 - 1 for count, length in zip(figures["cached"], figures["prompt"], strict=True)]
         wanted[f"{name}: prompts asked again are cached"] = all(cached)
-    for (name, other), figures in found.items():
-        if name.startswith(("xmla-drafts", "xmla-ranks", "xmla-chunks", "xmla-all-graphs", "xmla-gathered")):
-            wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
-    if ("xmla-graphs", "xmla") in found:
-        equal = found["xmla-graphs", "xmla"]["equal_tokens"]
-        wanted["graphs give the tokens of eager"] = equal == [engine.NEW_TOKENS] * len(equal)
-    pairs = ("xmla", "own-bf16"), ("own", "own-bf16"), ("own-chunks", "own")
-    if all(pair in found for pair in pairs):
-        ours, own, floor = (found[pair]["mean_abs_logprob"] for pair in pairs)
-        near = [a <= FARTHER * b + c for a, b, c in zip(ours, own, floor, strict=True)]
-        wanted["xmla is as near to bfloat16 as SGLang's own kernels"] = all(near)
-    return wanted
+    names = "xmla-drafts", "xmla-ranks", "xmla-chunks", "xmla-all-graphs", "xmla-gathered"
+    return wanted | harness.alike(found, names, engine.NEW_TOKENS, "SGLang")
 
 
 @app.command()
 def check(
-    out: Out, commit: Commit = None, engines: Engines = CHECKED, seconds: Seconds = 240, at_once: int = 4,
-    layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
+    out: harness.Out, commit: harness.Commit = None, engines: Engines = CHECKED, seconds: harness.Seconds = 240,
+    at_once: int = 4, layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
     """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     model = model_in(work, layers, heads)
-    begin(out, "python tests/sglang_engine/run_on_gpu.py check", commit, model)
+    file, names = lines_file(out, "check", commit, model), engines.split(",")
 
-    def ask(name: str) -> tuple[str, Any]:
-        file, log = work / f"{name}.json", work / f"{name}.log"
-        file.unlink(missing_ok=True)
-        begun = time.monotonic()
-        status = child(log, seconds, engine.ENGINES[name].environment(), "answer", name, model, file)
-        shown = log.read_text()
-        logged = {"runs": RUNS in shown, "compiled_late": compiled_late(shown)}
-        answered = json.loads(file.read_text()) | logged if file.exists() else None
-        told = {"exit_code": status, "total_seconds": round(time.monotonic() - begun, 1)}
-        told |= {key: answered[key] for key in ("runs", "calls", "seconds", "compiled_late")} if answered else {}
-        keep_log(out, name, log, status)
-        write(out, {"engine": name} | told)
-        print(f"    {told}", flush=True)
-        return name, answered
+    def run(name: str, log: Path, answer: Path) -> int:
+        return child(log, seconds, engine.ENGINES[name].environment(), "answer", name, model, answer)
 
-    names = engines.split(",")
-    with ThreadPoolExecutor(at_once) as threads:
-        answers = {name: answered for name, answered in threads.map(ask, names) if answered}
+    def logged(log: str) -> dict[str, Any]:
+        return {"runs": RUNS in log, "compiled_late": compiled_late(log)}
+
+    kept = "runs", "calls", "seconds", "compiled_late"
+    answers = harness.ask_all(file, work, names, at_once, run, kept, logged)
     asked_again = {name: repeated(answered["answers"]) for name, answered in answers.items()}
     for name, figures in asked_again.items():
-        write(out, {"engine": name, "beside": "itself"} | figures)
+        harness.write(file, {"engine": name, "beside": "itself"} | figures)
         print(f"{name:>18} again: " + ", ".join(f"{key} {values}" for key, values in figures.items()))
-    found = {
-        (name, other): difference(answers[name]["answers"], answers[other]["answers"])
-        for name, other in PAIRS
-        if name in answers and other in answers
-    }
-    for (name, other), figures in found.items():
-        write(out, {"engine": name, "beside": other, "new_tokens": engine.NEW_TOKENS} | figures)
-        cells = (
-            f"{length}: {apart:.4f} {same:.3f} {equal:>2}"
-            for length, apart, same, equal in zip(*figures.values(), strict=True)
-        )
-        print(f"{name:>18} beside {other:10}" + "".join(f"{cell:>24}" for cell in cells))
-    print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
-    holds = verdicts(found, asked_again, answers)
-    write(out, {"holds": holds})
-    conclude(holds, len(answers) == len(names))
+    found = harness.compare(file, PAIRS, answers, lambda name: engine.NEW_TOKENS)
+    harness.conclude(file, verdicts(found, asked_again, answers), len(answers) == len(names))
 
 
 @contextmanager
@@ -228,7 +181,7 @@ def measured(
         words = "measure", name, model, pipe.fileno(), work / "measured", "--context", context, "--requests", requests
         status = child(log, seconds, engine.ENGINES[name].environment(), *words, pipe=pipe)
         pipe.close()  # so that who waits for it is told
-        keep_log(out, name, log, status)
+        harness.keep_log(out, name, log, status)
 
     with ThreadPoolExecutor(len(pipes)) as threads:
         running = [threads.submit(run, name) for name in pipes]
@@ -280,25 +233,25 @@ def case_of(rounds: list[dict[str, float]]) -> dict[str, Any]:
     return case | {f"{key}_by_round": figures for key, figures in by_round.items()}
 
 
-def write_kernels(out: Path, answers: dict[str, Any], context: int, requests: int) -> None:
+def write_kernels(file: Path, answers: dict[str, Any], context: int, requests: int) -> None:
     for name, rows in answers.items():
         for row in rows:
-            write(out, {"engine": name, "context": context, "requests": requests} | row)
+            harness.write(file, {"engine": name, "context": context, "requests": requests} | row)
             print(f"{name:>14} {row['phase']:>8} {row['us']:>10} µs {row['launches']:>5} × {row['kernel'][:80]}")
 
 
 @app.command()
 def speed(
-    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", contexts: str = "4096,32768",
-    requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
-    layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
+    out: harness.Out, commit: harness.Commit = None, engines: Engines = "xmla-graphs,own-graphs",
+    contexts: str = "4096,32768", requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 90,
+    start: int = 150, layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
     """All engines at once, which take turns in each round of a case, smallest case first; then the kernels of one
     request of each context. `start` seconds at most until they are ready, `seconds` for the cases.
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     model = model_in(work, layers, heads)
-    begin(out, "python tests/sglang_engine/run_on_gpu.py speed", commit, model)
+    file = lines_file(out, "speed", commit, model)
     lengths, counts = ([int(number) for number in text.split(",")] for text in (contexts, requests))
     failed = False
     with measured(out, work, model, engines, start + 2 * seconds, max(lengths), max(counts)) as pipes:
@@ -309,7 +262,7 @@ def speed(
             case = {"context": context, "requests": count}
             if time.monotonic() + (1 + LEAST) * (spent + len(pipes) * total / rate) > deadline:
                 for name in pipes:
-                    write(out, {"engine": name} | case | {"skipped": "no time left"})
+                    harness.write(file, {"engine": name} | case | {"skipped": "no time left"})
                 continue
             rounds: list[dict[str, Any]] = []  # of which the first compiles
             while len(rounds) <= ROUNDS and (len(rounds) <= LEAST or time.monotonic() < deadline):
@@ -321,27 +274,27 @@ def speed(
                 case_here = {"engine": name} | case | (case_of(ran) if ran else {"refused": "the engine ended"})
                 failed |= "refused" in case_here
                 rate = min(rate, case_here.get("prefill_tokens_per_s", rate))
-                write(out, case_here)
+                harness.write(file, case_here)
                 print(" ".join(f"{key} {value}" for key, value in case_here.items() if "round" not in key), flush=True)
         for context in lengths:
-            write_kernels(out, ask_in_turn(pipes, "kernels", context, 1), context, 1)
+            write_kernels(file, ask_in_turn(pipes, "kernels", context, 1), context, 1)
         failed |= len(pipes) < len(engines.split(",")) or any(pipe.closed for pipe in pipes.values())
     raise typer.Exit(code=int(failed))
 
 
 @app.command()
 def profile(
-    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", context: int = 4096,
-    requests: int = 8, seconds: Seconds = 120, layers: int = engine.LAYERS, heads: int = 128,
+    out: harness.Out, commit: harness.Commit = None, engines: Engines = "xmla-graphs,own-graphs", context: int = 4096,
+    requests: int = 8, seconds: harness.Seconds = 120, layers: int = engine.LAYERS, heads: int = 128,
     work: Path | None = None,
 ) -> None:  # fmt: skip
     """Where the GPU's time goes: the kernels of each engine, one engine after the other."""
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     model = model_in(work, layers, heads)
-    begin(out, "python tests/sglang_engine/run_on_gpu.py profile", commit, model)
+    file = lines_file(out, "profile", commit, model)
     with measured(out, work, model, engines, seconds, context, requests) as pipes:
         answers = ask_in_turn(pipes, "kernels", context, requests)
-        write_kernels(out, answers, context, requests)
+        write_kernels(file, answers, context, requests)
     raise typer.Exit(code=int(len(answers) < len(engines.split(","))))
 
 

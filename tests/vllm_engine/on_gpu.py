@@ -17,8 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +24,7 @@ from typing import Annotated, Any
 import entry_points
 import gpu_engine
 import typer
+from harness import Answers, Commit, Out, Pairs, Seconds, alike, ask_all, begin, compare, conclude, keep_log
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -61,8 +60,6 @@ PAIRS = (
     ("v41-xmla-profiled", "v41-xmla"),
 )
 CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"
-# Several GPUs and drafts change the order of sums; this share of a prompt's most likely tokens has to stay.
-SAME_LIKELY = 0.9
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
@@ -79,13 +76,8 @@ OF_MODEL = {
     "v32": ("XmlaSparseImpl", CALLED), "v4": ("XmlaV4Attention", CALLED),
     "v41": ("XmlaV41Attention", CALLED | IN_BLOCKS),
 }  # fmt: skip
-# xmla may be this much farther from bfloat16 than vLLM's own kernels are, besides what another chunking changes.
-FARTHER = 1.25
 
-Out = Annotated[Path, typer.Option(help="Folder of the JSON lines and logs.", file_okay=False)]
-Commit = Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")]
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(gpu_engine.ENGINES)}.")]
-Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may take.")]
 app = typer.Typer(add_completion=False)
 
 
@@ -122,49 +114,14 @@ def model_in(folder: Path, engines: str, layers: int, heads: int) -> Path:
     return model
 
 
-def begin(out: Path, command: str, commit: str | None, model: Path) -> None:
-    from xmla.bench.provenance import provenance
-
-    out.mkdir(parents=True, exist_ok=True)
-    config = gpu_engine.sizes_of(model)
-    sizes = {name: config[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "index_topk")}
-    settings = {name: value for name, value in os.environ.items() if name.startswith("XMLA_")}
-    write(out, provenance(command, commit) | {"environment": settings, "vllm": version("vllm"), "model": sizes})
+def lines_file(out: Path, command: str, commit: str | None, model: Path) -> Path:
+    """The file of a command's lines, with where they come from."""
+    file = out / "vllm.jsonl"
+    begin(file, f"python tests/vllm_engine/on_gpu.py {command}", commit, model, vllm=version("vllm"))
+    return file
 
 
-def write(out: Path, line: dict[str, Any]) -> None:
-    with (out / "vllm.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def keep_log(out: Path, name: str, log: Path, status: int, lines: int = 80) -> None:
-    """Keep a log's end, before it what names xmla and vLLM's own lines with their times; print the end of a failure."""
-    text = [line for line in log.read_text().strip().splitlines() if not line.startswith((" - leaked", "nanobind"))]
-    named = [line for line in text[:-lines] if "xmla" in line or line.startswith(("INFO", "WARNING"))]
-    with (out / "logs.txt").open("a") as file:
-        file.write("\n".join([f"=== {name}: exit status {status}", *named, "…", *text[-lines:], ""]))
-    told = "" if status == 0 else ": " + "\n    ".join(text[-12:])
-    print(f"{name}: exit status {status}{told}", flush=True)
-
-
-def difference(answers: dict[str, Any], others: dict[str, Any]) -> dict[str, list[float]]:
-    """By prompt: of log-probabilities the mean distance, the share of equal most likely tokens, equal new tokens."""
-    found: dict[str, list[float]] = {"prompt": [], "mean_abs_logprob": [], "same_likely": [], "equal_tokens": []}
-    for length, answer in answers.items():
-        other = others[length]
-        apart = [abs(a - b) for a, b in zip(answer["logprobs"], other["logprobs"], strict=True)]
-        same = [a == b for a, b in zip(answer["likely"], other["likely"], strict=True)]
-        equal = [a == b for a, b in zip(answer["tokens"], other["tokens"], strict=True)]
-        found["prompt"].append(int(length))
-        found["mean_abs_logprob"].append(round(sum(apart) / len(apart), 5))
-        found["same_likely"].append(round(sum(same) / len(same), 4))
-        found["equal_tokens"].append([*equal, False].index(False))
-    return found
-
-
-def verdicts(
-    found: dict[tuple[str, str], dict[str, list[float]]], answers: dict[str, Any], release: str
-) -> dict[str, bool]:
+def verdicts(found: Pairs, answers: Answers, release: str) -> dict[str, bool]:
     """What has to hold, of what ran with this release of vLLM."""
     wanted: dict[str, bool] = {}
     for name, result in answers.items():
@@ -175,20 +132,8 @@ def verdicts(
             counted = ops <= result["calls"].keys() or engine.ranks > 1  # other processes may not count
             wanted[f"{name}: attention and every op are xmla's"] = result["attention"] == [attention] and counted
             wanted[f"{name}: no step waits for a kernel"] = not result["compiled_late"]
-    for (name, other), figures in found.items():
-        if name.startswith(
-            ("xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla")
-        ):
-            wanted[f"{name} answers as {other}"] = min(figures["same_likely"]) >= SAME_LIKELY
-    if ("xmla-graphs", "xmla") in found:
-        equal = found["xmla-graphs", "xmla"]["equal_tokens"]
-        wanted["graphs give the tokens of eager"] = equal == [gpu_engine.NEW_TOKENS] * len(equal)
-    pairs = ("xmla", "own-bf16"), ("own", "own-bf16"), ("own-chunks", "own")
-    if all(pair in found for pair in pairs):
-        ours, own, floor = (found[pair]["mean_abs_logprob"] for pair in pairs)
-        near = [a <= FARTHER * b + c for a, b, c in zip(ours, own, floor, strict=True)]
-        wanted["xmla is as near to bfloat16 as vLLM's own kernels"] = all(near)
-    return wanted
+    names = "xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla"
+    return wanted | alike(found, names, gpu_engine.NEW_TOKENS, "vLLM")
 
 
 @app.command()
@@ -199,59 +144,25 @@ def check(
     """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
     model = model_in(work, engines, layers, heads)
-    begin(out, "python tests/vllm_engine/on_gpu.py check", commit, model)
+    file, names = lines_file(out, "check", commit, model), engines.split(",")
 
-    def ask(name: str) -> tuple[str, Any]:
-        file, log = work / f"{name}.json", work / f"{name}.log"
-        file.unlink(missing_ok=True)
-        begun = time.monotonic()
-        environment = gpu_engine.ENGINES[name].environment()
-        status = child(log, seconds, environment, "answer", name, model, file)
-        answered = json.loads(file.read_text()) if file.exists() else None
-        told = {"exit_code": status, "total_seconds": round(time.monotonic() - begun, 1)}
-        kept = "attention", "calls", "seconds", "steps", "kernels", "compiled_late"
-        told |= {key: answered[key] for key in kept} if answered else {}
-        keep_log(out, name, log, status)
-        write(out, {"engine": name} | told)
-        print(f"    {told}", flush=True)
-        return name, answered
+    def run(name: str, log: Path, answer: Path) -> int:
+        return child(log, seconds, gpu_engine.ENGINES[name].environment(), "answer", name, model, answer)
 
-    names = engines.split(",")
-    with ThreadPoolExecutor(at_once) as threads:
-        answers = {name: answered for name, answered in threads.map(ask, names) if answered}
-    found = {
-        (name, other): difference(answers[name]["answers"], answers[other]["answers"])
-        for name, other in PAIRS
-        if name in answers and other in answers
-    }
-    for (name, other), figures in found.items():
-        write(out, {"engine": name, "beside": other, "new_tokens": gpu_engine.ENGINES[name].new} | figures)
-        cells = (
-            f"{length}: {apart:.4f} {same:.3f} {equal:>2}"
-            for length, apart, same, equal in zip(*figures.values(), strict=True)
-        )
-        print(f"{name:>14} beside {other:12}" + "".join(f"{cell:>26}" for cell in cells))
-    print("by prompt: mean |Δ| of log-probabilities, share of equal most likely tokens, equal new tokens")
-    holds = verdicts(found, answers, version("vllm"))
-    write(out, {"holds": holds})
-    conclude(holds, len(answers) == len(names))
-
-
-def conclude(holds: dict[str, bool], complete: bool) -> None:
-    """Print the verdicts and exit: 1 if one does not hold or an engine gave no answers."""
-    for what, right in holds.items():
-        print(f"{'yes' if right else 'NO '} {what}")
-    raise typer.Exit(code=int(not (all(holds.values()) and complete)))
+    kept = "attention", "calls", "seconds", "steps", "kernels", "compiled_late"
+    answers = ask_all(file, work, names, at_once, run, kept)
+    found = compare(file, PAIRS, answers, lambda name: gpu_engine.ENGINES[name].new)
+    conclude(file, verdicts(found, answers, version("vllm")), len(answers) == len(names))
 
 
 def run_engine(
-    out: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
+    file: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
 ) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether an engine succeeded, and the lines that it appended to those in `out`; its log is kept there too."""
-    file, log = out / "vllm.jsonl", work / f"{name}-{what}.log"
+    """Whether an engine succeeded, and the lines that it appended to the file; its log is kept beside it."""
+    log = work / f"{name}-{what}.log"
     before = len(file.read_text().splitlines())
     status = child(log, seconds, gpu_engine.ENGINES[name].environment(), what, name, model, file, *options)
-    keep_log(out, name, log, status)
+    keep_log(file.parent, name, log, status)
     return status == 0, [json.loads(line) for line in file.read_text().splitlines()[before:]]
 
 
@@ -266,12 +177,12 @@ def speed(
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
     model = model_in(work, engines, layers, heads)
-    begin(out, "python tests/vllm_engine/on_gpu.py speed", commit, model)
+    file = lines_file(out, "speed", commit, model)
     failed = False
     cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for name in engines.split(","):
         options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
-        succeeded, lines = run_engine(out, work, model, name, "measure", start + seconds, *options)
+        succeeded, lines = run_engine(file, work, model, name, "measure", start + seconds, *options)
         failed |= not succeeded
         for case in lines:
             cases.setdefault((case["context"], case["requests"]), []).append(case)
@@ -293,11 +204,11 @@ def profile(
     """Where the GPU's time goes: the kernels of each engine side by side."""
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
     model = model_in(work, engines, layers, heads)
-    begin(out, "python tests/vllm_engine/on_gpu.py profile", commit, model)
+    file = lines_file(out, "profile", commit, model)
     failed = False
     for name in engines.split(","):
         options = ("--context", context, "--requests", requests)
-        succeeded, lines = run_engine(out, work, model, name, "profile", seconds, *options)
+        succeeded, lines = run_engine(file, work, model, name, "profile", seconds, *options)
         failed |= not succeeded
         for line in lines:
             print(f"{name:>14} {line['phase']:>8} {line['us']:>10} µs {line['launches']:>5} × {line['kernel'][:80]}")

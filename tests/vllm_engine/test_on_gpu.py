@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu_engine
+import harness
 import on_gpu
 import pytest
 import typer
@@ -18,7 +19,7 @@ def answers(logprob: float, last: int, tokens: int) -> dict[str, Any]:
 
 
 def test_difference_of_answers() -> None:
-    found = on_gpu.difference(answers(-1.5, 4, 32), answers(-1.0, 7, 20))
+    found = harness.difference(answers(-1.5, 4, 32), answers(-1.0, 7, 20))
     assert found == {"prompt": [6000], "mean_abs_logprob": [0.25], "same_likely": [0.5], "equal_tokens": [20]}
 
 
