@@ -379,6 +379,23 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str) -
     assert str(raised.value) == message
 
 
+def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's prefills take dense attention by the longest of them, and V4 has kernels around xmla's."""
+    dense, sparse = ({"sparse_mla_force_mqa": force} for force in (False, True))
+    v4 = {"model_type": "deepseek_v4", "index_topk": 512}
+    for off in ("0", ""):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", off)
+        refuse(unserved(configured(v4, **dense)))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    refuse(unserved(configured(**sparse)))
+    for config, told in (
+        (configured(**dense), " without sparse_mla_force_mqa"),
+        (configured(v4, **sparse), " of DeepSeek-V4"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"not served: VLLM_BATCH_INVARIANT=1{told};"):
+            refuse(unserved(config))
+
+
 def test_an_option_without_effect_is_named() -> None:
     assert unused(configured()) is None and unused(configured(sparse_indexer_topk_backend="auto")) is None
     assert unused(configured({"model_type": "llama"}, sparse_indexer_topk_backend="torch")) is None
@@ -556,11 +573,12 @@ def test_warmup_of_a_table_that_is_longer_than_a_request(device: Device) -> None
 
 
 @PLANNED
-@pytest.mark.parametrize("heads", [16, 128])
-def test_warmup_of_attention(heads: int, device: Device) -> None:
+@pytest.mark.parametrize(("heads", "invariant"), [(16, False), (128, False), (128, True)])
+def test_warmup_of_attention(heads: int, invariant: bool, device: Device) -> None:
     rng = np.random.default_rng(heads)
     impl = SimpleNamespace(
-        query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, gathers=device.arch == 90
+        query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=invariant,
+        gathers=device.arch == 90 and not invariant,
     )  # fmt: skip
     pool, rows = (memory.pool(layout, 40000) for layout in (V32, PLAIN))
     found = specializations(warmup.attend_calls(impl, pool, SIZES, device), device)
@@ -569,7 +587,8 @@ def test_warmup_of_attention(heads: int, device: Device) -> None:
         q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN.dims), "bfloat16")
         gathered = Spec((any_size(rng, 8000), *rows.shape[1:]), rows.dtype)
         cache = gathered if impl.gathers and rng.random() < 0.5 else pool
-        return Call("sparse_mla", memory.arguments(q, cache, 2048), {"softmax_scale": 0.1})
+        attrs = {"softmax_scale": 0.1, "batch_invariant": invariant}
+        return Call("sparse_mla", memory.arguments(q, cache, 2048), attrs)
 
     missing = unlisted(device, found, attend)
     assert not missing, missing[0]

@@ -51,6 +51,7 @@ class Engine:
     `ranks`: GPUs that share the heads, and with `keys` the keys too; `drafts`: tokens that a layer of the model drafts;
     `version`: the model has this DeepSeek's attention. It is asked `joins`, with `new` tokens for each. If `cache_gib`
     is 0, vLLM's memory profile, which captures graphs too, says how large the cache is: it needs the GPU alone.
+    `invariant`: vLLM is asked for the same bits in any batch, of at most `requests`.
     """
 
     plugin: bool
@@ -66,11 +67,14 @@ class Engine:
     new: int = NEW_TOKENS
     max_len: int = 8192
     cache_gib: int = 1
+    invariant: bool = False
+    requests: int = 8
 
     def environment(self) -> dict[str, str]:
         # Piecewise graphs without torch.compile.
         breakable = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"} if self.sizes and not self.compiled else {}
-        return {"VLLM_PLUGINS": "xmla" if self.plugin else ""} | breakable
+        invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.invariant else {}
+        return {"VLLM_PLUGINS": "xmla" if self.plugin else ""} | breakable | invariant
 
     def arguments(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         # Without a name vLLM takes other kernels for bfloat16 than for fp8.
@@ -111,6 +115,9 @@ ENGINES = {
     "xmla-drafts": Engine(plugin=True, drafts=1),
     "xmla-drafts-3": Engine(plugin=True, drafts=3),  # vLLM then makes a request of each token, on sm_90
     "xmla-drafts-graphs": Engine(plugin=True, sizes=(2, 4, 6, 8, 10), drafts=1),
+    "xmla-invariant": Engine(plugin=True, invariant=True),
+    "xmla-invariant-alone": Engine(plugin=True, invariant=True, requests=1),
+    "xmla-invariant-drafts": Engine(plugin=True, invariant=True, drafts=1),
     "own-long": Engine(plugin=False, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
     "own-long-chunks": Engine(plugin=False, chunk=768, joins=LONG, new=96, max_len=1 << 16),
     "xmla-long": Engine(plugin=True, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
@@ -223,8 +230,8 @@ def answer(name: str, model: Path, out: Path) -> None:
     begun, asked = time.monotonic(), ENGINES[name]
     memory = {"kv_cache_memory_bytes": asked.cache_gib << 30} if asked.cache_gib else {"gpu_memory_utilization": 0.2}
     engine = start(
-        name, model, asked.sizes, max_model_len=asked.max_len, max_num_seqs=8, max_num_batched_tokens=asked.chunk,
-        **memory, enable_prefix_caching=False, async_scheduling=False,
+        name, model, asked.sizes, max_model_len=asked.max_len, max_num_seqs=asked.requests,
+        max_num_batched_tokens=asked.chunk, **memory, enable_prefix_caching=False, async_scheduling=False,
     )  # fmt: skip
     ready, before = time.monotonic(), engine.collective_rpc(compiled)
     parameters = SamplingParams(

@@ -43,6 +43,7 @@ PAIRS = (
     ("own-compiled", "own"),
     *((f"xmla-{name}", "xmla") for name in ("ranks", "keys", "drafts", "drafts-3")),
     *((f"xmla-{name}-graphs", f"xmla-{name}") for name in ("ranks", "keys", "drafts")),
+    *((f"xmla-invariant-{name}", "xmla-invariant") for name in ("alone", "drafts")),
     ("v4-own-chunks", "v4-own"),
     ("v4-xmla-chunks", "v4-xmla"),
     ("v4-xmla", "v4-own"),
@@ -132,6 +133,10 @@ def verdicts(found: Pairs, answers: Answers, release: str) -> dict[str, bool]:
             counted = ops <= result["calls"].keys() or engine.ranks > 1  # other processes may not count
             wanted[f"{name}: attention and every op are xmla's"] = result["attention"] == [attention] and counted
             wanted[f"{name}: no step waits for a kernel"] = not result["compiled_late"]
+    for name in ("xmla-invariant-alone", "xmla-invariant-drafts"):
+        if (name, "xmla-invariant") in found:
+            same = answers[name]["answers"] == answers["xmla-invariant"]["answers"]
+            wanted[f"{name} has the bits of xmla-invariant"] = same
     names = "xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla"
     return wanted | alike(found, names, gpu_engine.NEW_TOKENS, "vLLM")
 

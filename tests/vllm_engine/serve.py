@@ -3,10 +3,13 @@
 Writes the tokens of each request, their log-probabilities, and how often each op was called; with --beside also how far
 V4.1's calls are apart from vLLM's own, in all layers for all tokens of the prompts, since these are asked for.
 With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
-several processes share heads and keys, which --interleave counts, with --late only after the model is made.
+several processes share heads and keys, which --interleave counts, with --late only after the model is made. With
+--invariant vLLM is asked for the same bits in any batch, and attention's scratch memory is that of 24 tokens; with
+--alone each request comes when those before are done, whose prefixes are not kept.
 """
 
 import json
+import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -67,8 +70,11 @@ def prompts(kind: str) -> dict[str, list[int]]:
 
 def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
-    ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False,
+    ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
+    alone: bool = False,
 ) -> None:  # fmt: skip
+    if invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     for name in OPS:
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -79,8 +85,13 @@ def serve(
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     own = own_v41.prepare() if beside else None
-    if gather or kind == "deepseek_v41":
+    if gather or invariant or kind == "deepseek_v41":
         load_general_plugins()
+    if invariant:
+        from xmla.core.models import memory
+        from xmla.vllm import backend
+
+        memory.scratch_v32, backend.invariant_scratch = lambda *_, **__: 24 << 10, lambda *_: 1 << 10
     if gather:
         from xmla.core.models import memory
         from xmla.vllm import gathered
@@ -105,7 +116,8 @@ def serve(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,
             max_model_len=2 * page + 128, max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True,
-            enable_prefix_caching=True, block_size=page, compilation_config={"custom_ops": ["none"]}, **arguments,
+            enable_prefix_caching=not alone, block_size=page, compilation_config={"custom_ops": ["none"]},
+            attention_config={"sparse_mla_force_mqa": invariant}, **arguments,
         )
     )  # fmt: skip
     parameters = SamplingParams(
@@ -113,7 +125,10 @@ def serve(
         ignore_eos=True,
     )  # fmt: skip
 
-    joins = {"long": 0, "short": 0, "late": 2, "prefix": 5}  # the step before which each comes
+    # The step before which each comes.
+    joins = (
+        {"long": 0, "short": 20, "late": 40, "prefix": 60} if alone else {"long": 0, "short": 0, "late": 2, "prefix": 5}
+    )
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float]] = {}
     step = cached = 0
@@ -135,6 +150,8 @@ def serve(
     kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
     answered |= {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
+    attention_calls = [call for call in MADE.values() if call.op == "sparse_mla"]
+    answered["invariant"] = sorted({call.attrs.get("batch_invariant", False) for call in attention_calls})
     out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))
 
 

@@ -138,6 +138,18 @@ def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callabl
     assert drafted["calls"]["sparse_mla"] != kernels["calls"]["sparse_mla"]
 
 
+@pytest.mark.skipif(OLD, reason="newer than 0.26")
+def test_the_same_bits_in_any_batch(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """VLLM_BATCH_INVARIANT=1: beside others, after a cached prefix and with a drafted token as alone."""
+    alone = serve("--invariant", "--alone")
+    assert kernels["invariant"] == [False] and alone["invariant"] == [True] and alone["cached"] == 0
+    for options in ((), ("--drafts", "1")):
+        beside = serve("--invariant", *options)
+        assert beside["invariant"] == [True] and beside["cached"] == 64
+        assert beside["tokens"] == alone["tokens"]
+        assert beside["logprobs"] == alone["logprobs"]
+
+
 @pytest.mark.parametrize("options", [(), ("--drafts", "1", *(() if OLD else ("--interleave", "16", "--late")))])
 def test_tokens_of_ranks_that_share_keys(
     options: tuple[str, ...], kernels: dict[str, Any], serve: Callable[..., Any]
@@ -303,6 +315,15 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     assert found["rows"] == [True] * 3
     assert found["dense"] == ["write_indexer_cache"]
     assert found["sparse"] == [["indexer_topk", "indexer_topk_paged", "write_indexer_cache"]] * 5
+
+
+def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
+    done = run("", "-c", "from xmla.vllm import seam; print(*(change.name for change in seam.CHANGES))")
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = done.stdout.splitlines()[-1].split()
+    _, _, told = (ROOT / "docs/vllm.md").read_text().partition("## What vLLM would need")
+    table = told.partition("##")[0]
+    assert len(names) > 10 and [name for name in names if f"`{name}`" not in table] == []
 
 
 REGISTERED = """

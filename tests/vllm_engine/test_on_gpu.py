@@ -51,6 +51,11 @@ def test_verdicts() -> None:
     assert holds({}, {"v41-xmla": fused | {"attention": ["XmlaV41Attention"]}}) == [False, True]
     apart = {("xmla-drafts", "xmla"): {"same_likely": [1.0, 0.89]}}
     assert not all(holds(apart, {}))
+    alone = {("xmla-invariant-alone", "xmla-invariant"): near}
+    for logprob, equal in ((-1.0, True), (-1.0 - 2**-20, False)):
+        given = {"xmla-invariant": answers(-1.0, 4, 32), "xmla-invariant-alone": answers(logprob, 4, 32)}
+        ran = {name: fused | {"answers": answer} for name, answer in given.items()}
+        assert holds(alone, ran, "0.33.0") == [*[True] * 4, equal]
 
 
 def test_options_of_ranks_and_drafts() -> None:

@@ -5,7 +5,7 @@ prefills' entries are gathered first. Under decode context parallelism each rank
 that it has, with the heads of all ranks, and vLLM merges.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +21,12 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
-from xmla.core.device import KNOWN_DEVICES
-from xmla.core.formats.mla import PLAIN, VALUE_DIMS
+from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.formats.mla import PLAIN, V32, VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
 from xmla.vllm.gathered import Gathered, rows_are_faster
+from xmla.vllm.refusals import is_batch_invariant
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
@@ -62,6 +63,11 @@ class XmlaSparseBackend(FlashMLASparseBackend):
         return capability.to_int() in {device.arch for device in KNOWN_DEVICES if device.converts_e4m3}
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """With VLLM_BATCH_INVARIANT=1, of which `refusals` says what else it needs."""
+        return True
+
+    @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
         config = get_current_vllm_config()
         if getattr(config.attention_config, "hisparse_config", None) is not None:
@@ -88,7 +94,7 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         heads = self.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
         packed = self.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
-        self.gathers = packed and rows_are_faster(heads) and self.dcp_world_size == 1
+        self.gathers = packed and rows_are_faster(heads) and self.dcp_world_size == 1 and not is_batch_invariant()
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1  # read since 0.33
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> XmlaSparseMetadata:
@@ -131,8 +137,13 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         tokens, self.parallel = config.scheduler_config.max_num_batched_tokens, config.parallel_config
         self.query_heads = self.num_heads * self.dcp_world_size
         keys, device = self.topk_indices_buffer.shape[1], device_of(self.topk_indices_buffer.device)
-        self.gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1
-        self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers)
+        # Whether a step gathers depends on all of its requests.
+        self.invariant = is_batch_invariant()
+        self.gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1 and not self.invariant
+        self.reserved, self.at_once = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers), tokens
+        if self.invariant and (a_token := invariant_scratch(self.query_heads, keys, device)):
+            self.reserved = max(self.reserved, a_token)
+            self.at_once = self.reserved // a_token
         self.workspace(tokens, 1)
 
     def workspace(self, *tokens: int) -> list[torch.Tensor]:
@@ -185,10 +196,21 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             if shards:
                 positions = shards.own(positions)
             xt.map_slots(positions, table, requests, page_size=page, compact=compact, out=(slots, lengths))
-            results = out[part], lse
-            xt.sparse_mla(q[part], pool, slots, lengths, softmax_scale=self.scale, out=results, workspace=scratch)
+            for begin in range(0, count, self.at_once):
+                rows = slice(begin, begin + self.at_once)
+                xt.sparse_mla(
+                    q[part][rows], pool, slots[rows], lengths[rows], softmax_scale=self.scale,
+                    batch_invariant=self.invariant, out=(out[part][rows], lse[rows]), workspace=scratch,
+                )  # fmt: skip
             first += count
         return out, lse if shards else None
+
+
+def invariant_scratch(heads: int, keys: int, device: Device) -> int:
+    """Bytes that a token's splits take with batch_invariant, which divides the keys of any number of tokens alike."""
+    calls = (memory.attention(layout, heads, keys, 1, memory.LARGE) for layout in (V32, PLAIN))
+    plans = (replace(call, attrs=call.attrs | {"batch_invariant": True}).plan(device) for call in calls)
+    return max(plan.workspace_bytes for plan in plans)
 
 
 def joined(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What the plugin does not serve is refused at start: vLLM's own kernels cannot take over in the middle of a model."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ def unserved(config: Any) -> dict[str, bool]:
     model, attention, parallel = config.model_config.hf_text_config, config.attention_config, config.parallel_config
     if getattr(model, "index_topk", None) is None:
         return {}
+    invariant = is_batch_invariant()
     return {
         "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash": (getattr(model, "index_kpool", None) or 1) > 1,
         # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
@@ -37,7 +39,16 @@ def unserved(config: Any) -> dict[str, bool]:
         or getattr(attention, "use_fp4_indexer_cache", False),
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "two micro-batches at once": parallel.use_ubatching,
+        # Whether a step's prefills take vLLM's dense attention depends on the longest.
+        "VLLM_BATCH_INVARIANT=1 without sparse_mla_force_mqa": invariant and not attention.sparse_mla_force_mqa,
+        # Nobody has looked at the bits of their compressors, nor of the kernels around them.
+        "VLLM_BATCH_INVARIANT=1 of DeepSeek-V4": invariant and model.model_type.startswith("deepseek_v4"),
     }
+
+
+def is_batch_invariant() -> bool:
+    """Whether the user asks for a token's bits to be the same whatever else is in a step."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
 
 
 def unused(config: Any) -> str | None:

@@ -77,6 +77,12 @@ def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return sparse_attn_indexer
 
 
+def invariant(backend: Any) -> Any:
+    """The indexer's backend, served with VLLM_BATCH_INVARIANT=1; those of V4, which derive, are refused before."""
+    backend.supports_batch_invariance = classmethod(lambda _: True)
+    return backend
+
+
 def always(answer: bool) -> Callable[[Any], Any]:
     return lambda _: lambda *_: answer
 
@@ -104,6 +110,8 @@ CHANGES = (
     # Without DeepGEMM vLLM makes a request of each token where a request has more than two, and each reads all keys.
     # xmla's logits take any number of tokens together.
     Change("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
+    # The runner asks the indexer's backend too, and vLLM's says no.
+    Change("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", invariant, SINCE_033),
     # On sm_100 the fused writer stores a key's scale as four UE8M0 bytes, for DeepGEMM; xmla reads a float32.
     Change(
         "vllm.models.deepseek_v32.common.kernels",

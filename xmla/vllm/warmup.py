@@ -163,7 +163,7 @@ def share_calls(rows: dict[str, Spec], columns: int, k: int, ranks: int) -> Iter
 def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Those of `backend`, over its cache and over rows that prefills gather."""
     page, heads, k = cache.shape[1], impl.query_heads, impl.topk_indices_buffer.shape[1]
-    slots, scale = Spec((1,), "int64"), {"softmax_scale": impl.scale}
+    slots, attrs = Spec((1,), "int64"), {"softmax_scale": impl.scale, "batch_invariant": impl.invariant}
     latent, rope = (Spec((1, dims), "bfloat16") for dims in (PLAIN.latent, PLAIN.rope))
     written = {"latent": latent, "rope": rope, "slots": slots, "cache": cache}
     yield Call("write_mla_cache", written, {"scale_floor": "amax"})
@@ -174,7 +174,7 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
     yield map_call(k, page, compact=sizes.ranks > 1)
     for tokens, pool in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, heads, PLAIN.dims), "bfloat16")
-        yield Call("sparse_mla", memory.arguments(q, pool, k), scale)
+        yield Call("sparse_mla", memory.arguments(q, pool, k), attrs)
 
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
