@@ -209,7 +209,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
 def invariant_scratch(heads: int, keys: int, device: Device) -> int:
     """Bytes that a token's splits take with batch_invariant, which divides the keys of any number of tokens alike."""
     calls = (memory.attention(layout, heads, keys, 1, memory.LARGE) for layout in (V32, PLAIN))
-    plans = (replace(call, attrs=call.attrs | {"batch_invariant": True}).plan(device) for call in calls)
+    plans = (replace(call, attrs={**call.attrs, "batch_invariant": True}).plan(device) for call in calls)
     return max(plan.workspace_bytes for plan in plans)
 
 
