@@ -186,7 +186,7 @@ class Layer:
     def batch(self, mode: str, new: list[int]) -> SimpleNamespace:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        drafts = self.backend.speculative_num_draft_tokens
+        drafts = self.backend.speculative_num_draft_tokens if mode == "TARGET_VERIFY" else 0  # which SGLang adds
         lengths = torch.tensor(LENGTHS) - drafts
         return SimpleNamespace(
             forward_mode=ForwardMode[mode], batch_size=3, seq_lens=lengths, seq_lens_cpu=lengths,
@@ -430,6 +430,14 @@ def test_drafted_tokens(
     monkeypatch.setattr(sglang.backend, "get_platform", lambda: SimpleNamespace(is_sm100=together))
     layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv", drafts=2)
     layer.step("TARGET_VERIFY", [2, 2, 2])
+    missing = unlisted(layer)
+    assert not missing, missing[0]
+
+
+def test_the_drafting_layer_after_a_verification(sglang: SGLang, unlisted: Unlisted) -> None:
+    """It computes the keys of all verified tokens of each request, whether accepted or not."""
+    layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv", drafts=2)
+    layer.step("DRAFT_EXTEND_V2", [2, 2, 2])
     missing = unlisted(layer)
     assert not missing, missing[0]
 
