@@ -236,14 +236,16 @@ def test_the_log_says_whose_backends_run(caplog: pytest.LogCaptureFixture) -> No
 
 
 SIZES = warmup.Sizes(tokens=8192 + 512, requests=512, new=3, pages=2560, keys=1 << 21)
+SMALL = warmup.Sizes(tokens=2048 + 8, requests=8, new=1, pages=1025, keys=65536)
 INDEX_POOL = Spec((40000, 64, 132), "uint8")
 
 
 @PLANNED
-def test_warmup_of_selections(device: Device) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["many", "few"])
+def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
     """Calls of any size that a step may have launch kernels of the list; a step's rows may begin anywhere in others."""
     rng = np.random.default_rng(0)
-    found = {*specializations(warmup.select_calls(INDEX_POOL, 64, 2048, SIZES, device), device)}
+    found = {*specializations(warmup.select_calls(INDEX_POOL, 64, 2048, sizes, device), device)}
 
     def per_token(tokens: int, *names: str) -> dict[str, Spec]:
         return {name: Spec((tokens,), "int32", alignment=int(rng.choice([4, 8, 16]))) for name in names}
@@ -252,7 +254,7 @@ def test_warmup_of_selections(device: Device) -> None:
         return {"q8": Spec((tokens, 64, 128), "float8_e4m3fn"), "weights": Spec((tokens, 64), "float32")}
 
     def prefill() -> Call:
-        tokens, keys = any_size(rng, SIZES.tokens), deep_gemm.row_stride(any_size(rng, SIZES.keys))
+        tokens, keys = any_size(rng, sizes.tokens), deep_gemm.row_stride(any_size(rng, sizes.keys))
         gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
         rows = {"starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32")}
         place = int(rng.choice([4, 16]))
@@ -260,10 +262,10 @@ def test_warmup_of_selections(device: Device) -> None:
         return Call("indexer_logits", query(tokens) | gathered | rows, {})
 
     def decode() -> Call:
-        requests, new = any_size(rng, SIZES.requests), int(rng.choice([1, 3]))
+        requests, new = any_size(rng, sizes.requests), int(rng.choice([1, sizes.new]))
         if rng.random() < 0.5:  # drafted tokens as requests
             requests, new = requests * new, 1
-        pages = any_size(rng, SIZES.pages)
+        pages = any_size(rng, sizes.pages)
         table = {"cache": INDEX_POOL, "block_table": Spec((requests, pages), "int32")}
         rows = {"lengths": Spec((requests * new,), "int32")}
         return Call(
@@ -271,14 +273,20 @@ def test_warmup_of_selections(device: Device) -> None:
         )
 
     def select() -> Call:
-        tokens, columns, ragged = any_size(rng, SIZES.tokens), any_size(rng, SIZES.keys), rng.random() < 0.5
+        tokens, columns, ragged = any_size(rng, sizes.tokens), any_size(rng, sizes.keys), rng.random() < 0.5
         if not ragged:
-            tokens, columns = any_size(rng, 3 * SIZES.requests), 64 * any_size(rng, SIZES.pages)
+            tokens, columns = any_size(rng, sizes.new * sizes.requests), 64 * any_size(rng, sizes.pages)
         logits = {"logits": Spec((tokens, columns), "float32", (deep_gemm.row_stride(columns), 1))}
         rows = {"ends": Spec((tokens,), "int32")} | (per_token(tokens, "starts") if ragged else {})
         return Call("select_topk", logits | rows, {"k": 2048})
 
-    for make in (prefill, decode, select):
+    def select_all() -> Call:  # of prompts that are no longer than what is selected
+        tokens = any_size(rng, sizes.tokens)
+        return Call(
+            "select_topk", {"logits": Spec((tokens, 2048), "float32"), "ends": Spec((tokens,), "int32")}, {"k": 2048}
+        )
+
+    for make in (prefill, decode, select, select_all):
         missing = unlisted(device, found, make)
         assert not missing, missing[0]
     assert len(found) < 150

@@ -102,6 +102,9 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
             for shifted in at_any_place(call, "lengths") if device.num_sms % 4 else (call,):
                 yield from at_any_place(shifted, "block_table") if device.num_sms % 4 else (shifted,)
             yield select(tokens, columns)
+    for tokens in full_waves(device, sizes.tokens):  # of prompts with at most k keys, of zeros in place of logits
+        zeros = Spec((tokens, k), "float32")
+        yield Call("select_topk", {"logits": zeros, "ends": a_token(tokens)}, {"k": k})
     for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.keys)):
         keys = row_stride(columns)
         gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
