@@ -128,7 +128,7 @@ def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Dev
     if served - {"flashmla_kv"}:
         pools.append((pool, None))
         if packed:
-            pools += [(Spec((entries, 1, dims), "bfloat16"), None) for entries in powers_of_2(sizes.keys)]
+            pools.append((Spec((sizes.keys, 1, dims), "bfloat16"), None))  # its plans follow no number of rows
     for tokens, (cache, cache_format) in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, layer.tp_q_head_num, dims), "bfloat16")
         called = memory.arguments(q, cache, k)
