@@ -161,6 +161,7 @@ def mixed(device: str, beyond: int = 0) -> tuple[SimpleNamespace, torch.Tensor, 
     step = decodes([[20]], [1], table[:1], device)
     step.num_prefill_tokens = len(tokens) - 1
     step.num_prefills, step.prefill = 2, SimpleNamespace(chunks=[chunk(1, 7, False), chunk(7, 14, True)])
+    step.max_seq_len = 30
     return step, cache, wanted(tokens, cache, table, device)
 
 
@@ -297,6 +298,19 @@ def test_prefills_within_blocks(device: str) -> None:
     step, cache, _ = mixed(device)
     _, table = make([20, 30, 13], device)
     in_blocks(step, visible([20, 30, 13], [1, 9, 4]), cache, table, device)
+
+
+@pytest.mark.parametrize("source", [False, True])
+def test_prefills_whose_keys_are_all_in_blocks(source: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of 30 keys is outside of 16 blocks of 2: no layer finds blocks for them, and none looks at any."""
+    step, cache, want = mixed(device)
+    found = torch.full((len(want), 16), -7, dtype=torch.int32, device=device)
+    found[: step.num_decode_tokens] = torch.arange(16, dtype=torch.int32, device=device)
+    for op in ("indexer_blocks", "indexer_block_topk"):
+        monkeypatch.delattr(xt, op)
+    got = selected(step, cache, len(want), device, blocks=indexer.Blocks(found, 2, source))
+    assert np.array_equal(got, want)
+    assert (found[step.num_decode_tokens :] == -7).all()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ class Blocks:
             return None
         return cls(call["candidate_blocks"], call["candidate_block_size"], call["candidate_write"])
 
+    @property
+    def keys(self) -> int:
+        """Of a token's blocks."""
+        return self.selected.shape[1] * self.size
+
     def scratch(self, logits: int) -> int:
         """Bytes for selections whose logits take so many: the source keeps the largest of each block beside them."""
         return logits + 2 * logits // self.size
@@ -173,11 +178,11 @@ def select(
         ragged = q8[rows], weights[rows], keys[:total], key_scales[:total], starts, ends
         if shards:
             select_ragged(shards, *ragged, scratch, selected[rows])
-        elif blocks:
+        elif blocks is None or step.max_seq_len // ratio <= blocks.keys:  # all keys are in blocks, which nobody reads
+            xt.indexer_topk(*ragged, out=selected[rows], **memory)
+        else:
             ops = xt.indexer_blocks, xt.indexer_block_topk
             select_in_blocks(blocks, ops, rows, ragged, (), memory, selected[rows])
-        else:
-            xt.indexer_topk(*ragged, out=selected[rows], **memory)
     if share is not None:
         share.exchange_topk(selected, selected.shape[1])
 

@@ -135,7 +135,7 @@ def select_calls(
             called = query(tokens) | gathered | rows
             if blocks is not None:
                 yield from block_calls(blocks, "", called, topk)
-            elif whole:
+            if whole:
                 yield Call("indexer_topk", called, topk)
             else:
                 yield Call("indexer_logits", called, {})
