@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -181,6 +182,33 @@ def test_divided_tokens_or_heads_are_refused(over: tuple[str | None, ...], name:
     op = SimpleNamespace(mesh=SimpleNamespace(size=2), _logical_to_mesh_axes=lambda _: over)
     with pytest.raises(UnsupportedError, match=f"activation_{name} is divided over .*supported: activation_batch"):
         maxtext._on_each_device(op, lambda x: x, normal(0))
+
+
+def test_gradients_of_keys_in_any_order(
+    op: Any, indexed: maxtext._Indexed, attended: tuple[jax.Array, jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option that a second `install` sets; gradients agree with those in a fixed unit up to roundings."""
+    monkeypatch.setattr(maxtext, "_options", dict(maxtext._options))
+    monkeypatch.setattr(maxtext, "_originals", {(object, "a method"): len})
+    attend, asked = maxtext.xj.sparse_mla, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options["deterministic"])
+        return attend(*args, **options)
+
+    monkeypatch.setattr(maxtext.xj, "sparse_mla", noted)
+
+    def total(query: jax.Array, key: jax.Array) -> jax.Array:
+        return (replace(indexed).attend(op, query, key)[1].astype(jnp.float32) ** 2).sum()
+
+    found = []
+    for deterministic in (False, True):
+        maxtext.install(deterministic=deterministic)
+        found.append(jax.grad(total, (0, 1))(*attended))
+    assert asked == [False, True]
+    for name, got, want in zip(("query", "key"), *found, strict=True):
+        want = np.asarray(want, np.float64)
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=ROUNDINGS * np.abs(want).max(), err_msg=name)
 
 
 def test_a_machine_without_maxtext_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

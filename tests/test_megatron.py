@@ -247,6 +247,21 @@ def test_where_the_indexer_is_sure_and_wrong(sparse: bool, device: str) -> None:
     check(layer, output, loss, moving)
 
 
+def test_gradients_of_keys_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, asked = megatron.xt.sparse_mla, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options["deterministic"])
+        return attend(*args, **options)
+
+    monkeypatch.setattr(megatron.xt, "sparse_mla", noted)
+    monkeypatch.setitem(megatron._options, "deterministic", False)
+    layer = CASES["packed"](device)
+    moving = layer.moving()
+    check(layer, *whole(moving), moving)
+    assert asked == [False]
+
+
 def test_a_rank_with_some_tokens_of_all(device: str) -> None:
     """Context parallel: the rank's tokens stand anywhere among the gathered keys, as starts and ends say."""
     layer = draw(device, [8])
@@ -416,8 +431,10 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(modules["kernels"])["_BACKEND_MODULE_NAME_BY_BACKEND"] = table = {"tilelang": "a.module"}
     vars(modules["utils"])["_VALID_DSA_KERNEL_BACKENDS"] = ("none", "tilelang")
     vars(modules["config"])["TransformerConfig"] = TransformerConfig
-    for _ in range(2):
-        megatron.install()
+    monkeypatch.setattr(megatron, "_options", dict(megatron._options))
+    for deterministic in (False, True):
+        megatron.install(deterministic=deterministic)
+        assert megatron._options == {"deterministic": deterministic}
         assert table == {"tilelang": "a.module", "xmla": "xmla.megatron"}
         assert vars(modules["utils"])["_VALID_DSA_KERNEL_BACKENDS"] == ("none", "tilelang", "xmla")
         choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"].type

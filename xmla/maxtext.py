@@ -50,15 +50,23 @@ SCRATCH = 1 << 29
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
-def install() -> None:
-    """Let MaxText's layers with an indexer train by xmla. A second call changes nothing.
+_options: dict[str, Any] = {"deterministic": True}  # options of every call of `sparse_mla` that has gradients
 
-    A step that was traced before keeps MaxText's own attention.
+
+def install(*, deterministic: bool = True) -> None:
+    """Let MaxText's layers with an indexer train by xmla. A second call changes the option alone.
+
+    A step that was traced before keeps what it was traced with.
+
+    Args:
+        deterministic: False adds the gradients of attention's keys as they come, which is faster: they differ from run
+            to run, as `sparse_mla_backward` bounds it. Everything else keeps its bits.
 
     Raises:
         UnsupportedError: MaxText is not installed, or its layer's methods take other arguments than those of 0.2.5.
     """
     if _originals:
+        _options["deterministic"] = deterministic
         return
     try:
         layers = import_module("maxtext.layers.attention_mla")
@@ -79,6 +87,7 @@ def install() -> None:
                 f"xmla.maxtext: {owner.__name__}.{name} takes {', '.join(theirs.parameters)}, "
                 f"supported: {', '.join(ours.parameters)}, as in maxtext 0.2.5"
             )
+    _options["deterministic"] = deterministic
     for (owner, name), function in replaced.items():
         _originals[owner, name] = getattr(owner, name)
         setattr(owner, name, function)
@@ -318,7 +327,7 @@ def _select(q: Array, k: Array, weights: Array, starts: Array, ends: Array, topk
 
 def _attend(query: Array, key: Array, indices: Array) -> tuple[Array, Array]:
     """out [B, S, H, 512] and lse [B, S, H]; queries are scaled."""
-    out, lse = xj.sparse_mla(_flat(query), _flat(key), _slots(indices), softmax_scale=1.0)
+    out, lse = xj.sparse_mla(_flat(query), _flat(key), _slots(indices), softmax_scale=1.0, **_options)
     return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
 
 

@@ -40,9 +40,15 @@ SCRATCH = 1 << 29
 # in float16. Constant, since `indexer_loss` compiles kernels for each coeff.
 UNIT = 2.0**12
 
+_options: dict[str, Any] = {"deterministic": True}  # options of every call of `sparse_mla` that has gradients
 
-def install() -> None:
-    """Make "xmla" a value of `dsa_kernel_backend`, in configs and on the command line. A second call changes nothing.
+
+def install(*, deterministic: bool = True) -> None:
+    """Make "xmla" a value of `dsa_kernel_backend`, in configs and on the command line; a second call, the option.
+
+    Args:
+        deterministic: False adds the gradients of attention's keys as they come, which is faster: they differ from run
+            to run, as `sparse_mla_backward` bounds it. Everything else keeps its bits.
 
     Raises:
         UnsupportedError: Megatron-Core is not installed, or older than its hooks (0.19).
@@ -61,6 +67,7 @@ def install() -> None:
         utils._VALID_DSA_KERNEL_BACKENDS = (*names, NAME)
         literal: Any = Literal
         field.type = literal[(*get_args(field.type), NAME)]  # the choices on the command line
+    _options["deterministic"] = deterministic
 
 
 def run_fused_qk_topk(
@@ -262,7 +269,8 @@ def _attend(
     query: Tensor, key: Tensor, slots: Tensor, softmax_scale: float, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [S, B, H, 512] and lse [S·B, H]."""
-    out, lse = xt.sparse_mla(query.flatten(0, 1), key.flatten(0, 1), slots, lengths, softmax_scale=softmax_scale)
+    rows = query.flatten(0, 1), key.flatten(0, 1)
+    out, lse = xt.sparse_mla(*rows, slots, lengths, softmax_scale=softmax_scale, **_options)
     return out.unflatten(0, query.shape[:2]), lse
 
 
