@@ -199,6 +199,15 @@ def test_figures_of_megatrons_layer_are_the_committed_ones() -> None:
     assert table.count(" ms, ") >= 4
 
 
+def test_a_step_of_megatrons_layer_by_xmla_alone_has_a_row() -> None:
+    line = {"tokens": 131072, "tensor_parallel": 1, "context_parallel": 2, "sparse_loss": True}
+    alone = line | {"xmla": {"ms": 900.4, "peak_gib": 49.04}}
+    assert megatron_report.row(alone) == (
+        "| 131,072 | 2, tokens shared | selected keys | not run | 900 ms, 49.0 GiB |  |  |"
+    )
+    assert "| out of memory |  |  |" in megatron_report.row(line | {"xmla": {"out_of_memory": True}})
+
+
 def test_the_readme_counts_the_ops() -> None:
     assert f" as {len(registry())} ops: " in (ROOT / "README.md").read_text()
 
