@@ -22,7 +22,7 @@ import typer
 ROOT = Path(__file__).parent.parent
 RANKS = ("tests/test_parallel.py", "tests/test_interop.py", "tests/test_failures.py", "tests/test_examples.py")
 FAR = ("tests/contract/test_5_offsets.py",)  # 24 GiB a worker
-LARGE = ("tests/gpu/test_large_pool.py",)  # 66 GiB, so after those
+LARGE = ("tests/gpu/test_large_pool.py", "tests/test_packed_documents.py")  # 66 and 30 GiB, so after those
 FLASH = ("tests/gpu/test_flash_mla.py", "tests/gpu/test_flash_mla_v4.py")  # 1268 tests that mostly compile
 # What else a folder has, and the tests beside the folders: these share their workers.
 FOLDERS = {
