@@ -47,8 +47,8 @@ def install(*, deterministic: bool = True) -> None:
     """Make "xmla" a value of `dsa_kernel_backend`, in configs and on the command line; a second call, the option.
 
     Args:
-        deterministic: False adds the gradients of attention's keys as they come, which is faster: they differ from run
-            to run, as `sparse_mla_backward` bounds it. Everything else keeps its bits.
+        deterministic: False adds the gradients of attention's keys as they come, which is faster while their sums fit
+            the L2 cache. They differ from run to run, as `sparse_mla_backward` bounds it; all else keeps its bits.
 
     Raises:
         UnsupportedError: Megatron-Core is not installed, or older than its hooks (0.19).
