@@ -12,6 +12,8 @@ import interpreted_v41
 import torch
 from packaging.version import Version
 
+from xmla.vllm.refusals import is_batch_invariant
+
 V4 = {"DeepseekV4ForCausalLM": interpreted_v4, "DeepseekV41ForCausalLM": interpreted_v41}
 
 
@@ -82,6 +84,10 @@ def make_worker() -> type:
         from vllm.v1.attention.ops import dcp
 
         dcp.CorrectAttnCPOutKernel.kernel.constexprs = ["HEAD_DIM", "N_ROUNDED", "IS_BASE_E"]  # as of one compiled
+    if is_batch_invariant():  # vLLM's own kernel for bfloat16 is not one for the interpreter
+        from vllm.model_executor.determinism import batch_invariant
+
+        batch_invariant.bmm_batch_invariant = batch_invariant.bmm_out_batch_invariant = exact_bmm
     block_table.BlockTables.compute_slot_mappings = slots_of_rank(block_table.BlockTables.compute_slot_mappings)
 
     class Worker(CPUWorker):
@@ -136,4 +142,18 @@ def slots_of_rank(compute: Any) -> Any:
 
 
 def linear(layer: Any, remove_weight: bool = False) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
+    layer.cpu_linear = exact_linear if is_batch_invariant() else torch.nn.functional.linear
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """By NumPy in float64: what is rounded then shows no order of sums, which follows the number of rows on a CPU."""
+    return torch.from_numpy(a.double().numpy() @ b.double().numpy()).to(a.dtype)
+
+
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    assert bias is None
+    return product(x, weight.T)
+
+
+def exact_bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    return product(a, b) if out is None else out.copy_(product(a, b))

@@ -5,7 +5,8 @@ V4.1's calls are apart from vLLM's own, in all layers for all tokens of the prom
 With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
 several processes share heads and keys, which --interleave counts, with --late only after the model is made. With
 --invariant vLLM is asked for the same bits in any batch, and attention's scratch memory is that of 24 tokens; with
---alone each request comes when those before are done, whose prefixes are not kept.
+--alone each request comes when those before are done, whose prefixes are not kept. With --blocks the cache has so many
+and each step a dummy batch before it, as of ranks of data parallelism that have no requests; --stages share layers.
 """
 
 import json
@@ -68,10 +69,25 @@ def prompts(kind: str) -> dict[str, list[int]]:
     }
 
 
+def preemptions() -> list[str]:
+    """The requests whose pages the scheduler takes from now on, as it takes them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted: list[str] = []
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = counted
+    return preempted
+
+
 def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
-    alone: bool = False,
+    alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1,
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -102,6 +118,11 @@ def serve(
         interpreted_v41.prepare()
     compared = own_v41.install(own) if beside else None
     page = PAGES[kind]
+    preempted = preemptions()
+    if blocks:
+        arguments["num_gpu_blocks_override"] = blocks
+    if stages > 1:
+        arguments["pipeline_parallel_size"] = stages
     if late:  # as vLLM does for a connector that moves caches
 
         def adjust(config: Any, _: Any) -> None:
@@ -121,7 +142,7 @@ def serve(
         )
     )  # fmt: skip
     parameters = SamplingParams(
-        temperature=0, max_tokens=5, logprobs=1, prompt_logprobs=1 if beside else None, detokenize=False,
+        temperature=0, max_tokens=new, logprobs=1, prompt_logprobs=1 if beside else None, detokenize=False,
         ignore_eos=True,
     )  # fmt: skip
 
@@ -137,6 +158,8 @@ def serve(
             if joins[name] == step:
                 engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters)
         step += 1
+        if blocks:
+            engine.collective_rpc("execute_dummy_batch")
         for result in engine.step():
             if result.finished:
                 (answer,) = result.outputs
@@ -150,6 +173,7 @@ def serve(
     kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
     answered |= {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
+    answered["preempted"] = preempted
     attention_calls = [call for call in MADE.values() if call.op == "sparse_mla"]
     answered["invariant"] = sorted({call.attrs.get("batch_invariant", False) for call in attention_calls})
     out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))

@@ -138,15 +138,34 @@ def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callabl
     assert drafted["calls"]["sparse_mla"] != kernels["calls"]["sparse_mla"]
 
 
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+def test_tokens_of_requests_that_are_preempted(serve: Callable[..., Any]) -> None:
+    """Four pages for requests that grow to five: one loses its pages, and its tokens are computed again as a prefill.
+
+    Each step has a dummy batch before it, as where ranks of data parallelism wait for others.
+    """
+    whole, crowded = (serve("--new", "30", *options) for options in ((), ("--blocks", "5")))
+    assert len(crowded["preempted"]) == 1 and not whole["preempted"]
+    assert crowded["tokens"] == whole["tokens"]
+
+
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+def test_tokens_of_ranks_that_share_layers(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """Pipeline parallelism in two processes, a layer each: the same bits."""
+    served = serve("--stages", "2")
+    assert served["tokens"] == kernels["tokens"]
+    assert served["logprobs"] == kernels["logprobs"]
+
+
 @pytest.mark.skipif(OLD, reason="newer than 0.26")
 def test_the_same_bits_in_any_batch(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
     """VLLM_BATCH_INVARIANT=1: beside others, after a cached prefix and with a drafted token as alone."""
     alone = serve("--invariant", "--alone")
     assert kernels["invariant"] == [False] and alone["invariant"] == [True] and alone["cached"] == 0
+    assert alone["tokens"] == kernels["tokens"]
     for options in ((), ("--drafts", "1")):
         beside = serve("--invariant", *options)
         assert beside["invariant"] == [True] and beside["cached"] == 64
-        assert beside["tokens"] == alone["tokens"]
         assert beside["logprobs"] == alone["logprobs"]
 
 
