@@ -85,6 +85,7 @@ def test_docstrings_end_with_the_conditions_of_every_implementation(op: Op) -> N
     """Of two that are asked for by one name, too."""
     _, _, told = " ".join(op.doc.split()).partition("Implementations, best first: ")
     for each in op.implementations:
-        line = f"{each.asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
+        asked = f"{each.asked}{', by its name alone' * each.by_name}"
+        line = f"{asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
         assert line in told
         told = told.partition(line)[2]

@@ -638,7 +638,9 @@ def test_gluon_is_the_default_where_it_is_written_for() -> None:
         make_case(2, 5, 40, 64, PLAIN_V4, extra=(PLAIN_V4, 20, 2), rotate=True),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
+        plain = case.make(np.random.default_rng(0))["cache"].dtype.itemsize > 1
         for device, implementation, kernel in (
+            *([(B200, "gluon_sm100", "sparse_mla_sm100_kernel")] if plain else []),
             (H200, "gluon", "sparse_mla_sm90_kernel"),
             (H200, None, "sparse_mla_sm90_kernel"),
             (H200, "triton", "sparse_mla_kernel"),

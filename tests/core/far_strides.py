@@ -37,7 +37,7 @@ from xmla.core.op import Op
 from xmla.core.registry import registry
 
 ARCH = 90
-OTHERS = (120,)
+OTHERS = (100, 120)
 FAR = 2**31 - 2**21  # a stride, or the entries of a page
 AMPLE = 2**40  # bytes of a workspace, where the case's is too small for so many entries
 TILE = 256  # the most tokens or keys of one
@@ -181,7 +181,8 @@ def source_ir(specialization: Specialization, arch: int) -> tuple[Any, Any, Any]
 
 def front_end(specialization: Specialization) -> str:
     """A kernel's IR before any pass but inlining and folding of constants."""
-    module, _, _ = source_ir(specialization, ARCH)
+    name = specialization.kernel.__name__
+    module, _, _ = source_ir(specialization, 100 if name.endswith("_sm100_kernel") else ARCH)  # tensor memory
     manager = ir.pass_manager(module.context)
     is_gluon = isinstance(specialization.kernel, GluonJITFunction)
     (passes.gluon.add_inliner if is_gluon else passes.common.add_inliner)(manager)
@@ -225,8 +226,10 @@ def calls() -> Iterator[tuple[Planned, str]]:
                         call = planned(name, case, far, attrs | {"workspace_bytes": AMPLE}, DEVICES[ARCH], by)
                     yield call, kind
                 for arch in OTHERS:  # what it has that is not planned for ARCH
-                    if any(each.name.endswith(f"sm{arch}") for each in op.implementations):
-                        yield planned(name, case, far, attrs, DEVICES[arch], None), kind
+                    for each in op.implementations:
+                        if each.name.endswith(f"sm{arch}"):
+                            by = each.asked if each.by_name else None
+                            yield planned(name, case, far, attrs, DEVICES[arch], by), kind
 
 
 def flags(specialization: Specialization) -> set[object]:

@@ -17,12 +17,13 @@ from xmla.core.device import Device
 from xmla.core.registry import registry
 
 TENSOR_MEMORY_COLUMNS = 512
-GLUON = ("_sm90_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
+GLUON = ("_sm90_kernel", "_sm100_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
 # Bytes with Triton 3.9: MXFP4 keys against candidates; paged logits of 128 rows, of which an SM holds two programs so,
 # which take less time (as its code on an H200); the registers of many rows of select_topk, measured on sm_90.
 SPILLED = {(89, "topk_candidates_kernel"): 8, (89, "sparse_mla_dcache_any_order_kernel"): 8}
 SPILLED |= {(arch, "indexer_topk_kernel"): 128 for arch in (120, 121)}
 SPILLED |= {(arch, "indexer_logits_paged_kernel"): 16 for arch in (120, 121)}
+SPILLED |= {(arch, "sparse_mla_sm100_kernel"): 16 for arch in (100, 103)}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
 # that gather, which wait for others.
 SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (112, 64)}
@@ -142,10 +143,11 @@ def check_products(arch: int, kernels: list[support_matrix.Line], left_out: set[
     if not {name for name in left_out if name.endswith(GLUON)}:
         hopper = {("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)}
         everywhere = {90: hopper | {("sparse_mla_backward", 0)}, 120: {("sparse_mla", 16), ("sparse_mla", 32)}}
+        everywhere[100] = {("sparse_mla", 64)}
         used = {(kernel["op"], kernel["block_h"]) for kernel in gluon}
         assert used >= everywhere.get(SAME_GENERATOR.get(arch, arch), set())
     for kernel in gluon:
-        assert ("mma.sync" if kernel["block_h"] in (16, 32) else "wgmma.mma_async") in kernel["mma"], kernel
+        assert ("mma.sync" if kernel["block_h"] in (16, 32) else NATIVE[arch]) in kernel["mma"], kernel
         # A few words before and after the loops; inside them a spill costs more than all else, and takes more.
         assert kernel["spilled_bytes"] <= SPILLED_ON_HOPPER.get(kernel["kernel"], (64, 72))[0], kernel
 

@@ -11,9 +11,9 @@ import pytest
 from conftest import HAS_GPU
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from xmla.core.device import H200, RTX_PRO_6000, Device
-from xmla.core.errors import UnsupportedError
-from xmla.core.formats.mla import PLAIN, V4, V32
+from xmla.core.device import B200, H200, RTX_PRO_6000, Device
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
 from xmla.core.ops.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
@@ -25,7 +25,8 @@ from xmla.core.registry import registry
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 
 # With one multiprocessor a program has many tiles, so that stages are used again, and keys are not split.
-HOPPER, SM120 = (replace(device, name=f"{device.arch}", num_sms=1) for device in (H200, RTX_PRO_6000))
+HOPPER, SM100, SM120 = (replace(device, name=f"{device.arch}", num_sms=1) for device in (H200, B200, RTX_PRO_6000))
+ASKED = {SM100.arch: "gluon_sm100"}
 MOST_PROGRAMS = 20
 ATTENTION = registry()["sparse_mla"]
 
@@ -33,8 +34,8 @@ ATTENTION = registry()["sparse_mla"]
 def plan_of(op: Op, case: Case, device: Device) -> Plan | None:
     """The plan by Gluon kernels, if they serve the case."""
     try:
-        return kit.plan_of(op, case, device, "gluon")
-    except UnsupportedError:
+        return kit.plan_of(op, case, device, ASKED.get(device.arch, "gluon"))
+    except (ArgumentError, UnsupportedError):
         return None
 
 
@@ -45,7 +46,7 @@ def programs(plan: Plan) -> int:
 def served() -> Iterator[tuple[Op, Case, Device]]:
     for op in registry().values():
         if any(each.asked == "gluon" for each in op.implementations):
-            for device in (HOPPER, SM120):
+            for device in (HOPPER, SM100, SM120):
                 for case in op.cases:
                     plan = plan_of(op, case, device)
                     if plan is not None and programs(plan) <= MOST_PROGRAMS:
@@ -59,6 +60,7 @@ ROWS = ATTENTION, make_case(1, 17, 330, 64, PLAIN), HOPPER
 FEW_HEADS = ATTENTION, make_case(1, 5, 330, 64, V32), HOPPER
 OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, V32), SM120
 V4_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, V4), SM120
+ROWS_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, PLAIN), SM100
 ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
 LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
@@ -89,6 +91,11 @@ MORE = [
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), SM120),
     (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), HOPPER),
     (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), SM120),
+    (ATTENTION, make_case(1, 17, 600, 64, PLAIN, with_sink=True), B200),
+    (ATTENTION, make_case(3, 70, 200, 64, PLAIN, with_lengths=True), SM100),
+    (ATTENTION, make_case(2, 3, 200, 64, PLAIN_V4, extra=(PLAIN_V4, 130, 64), with_sink=True, rotate=True), SM100),
+    (ATTENTION, make_case(2, 3, 1100, 64, PLAIN_V4, extra=(PLAIN_V4, 130, 64), batch_invariant=True), SM100),
+    ROWS_OF_SM100,
 ]
 
 
@@ -129,7 +136,12 @@ def test_exact_arithmetic_gives_exact_logits() -> None:
 def test_every_implementation_has_a_case() -> None:
     plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
     run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
-    gluon = {(op.name, each.name) for op in registry().values() for each in op.implementations if each.asked == "gluon"}
+    gluon = {
+        (op.name, each.name)
+        for op in registry().values()
+        for each in op.implementations
+        if each.asked in ("gluon", *ASKED.values())
+    }
     assert gluon and gluon <= run
 
 
@@ -152,6 +164,7 @@ PACKED, CONSUMERS, V32_PRODUCER, V4_PRODUCER = (
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
 BACKWARD = "xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel"
 ANY_ORDER_KERNEL = "xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order"
+SM100_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm100.kernel"
 SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
 RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
 
@@ -178,7 +191,22 @@ PLANTED = [
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "        mbarrier.wait(shared.empty, (tile & 1) ^ 1)\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "TARGETS = gl.constexpr(2)", "TARGETS = gl.constexpr(1)"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "init(shared.empty, count=3)", "init(shared.empty, count=2)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL,
+            "        mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)\n", ""),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n    fence",
+            "    fence"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        mbarrier.wait(shared.p_full, tile & 1)\n", ""),
+    Planted(ROWS_OF_SM100, SM100_KERNEL,
+            "        mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n        valid", "        valid"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL,
+            "        mbarrier.wait(shared.s_full.index(stage), tile // STAGES & 1)\n", ""),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        mbarrier.wait(shared.out_done, (tile & 1) ^ 1)\n", ""),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    mbarrier.wait(shared.out_done, (tiles & 1) ^ 1)\n", ""),
     # Waits for too little.
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "mbarrier.init(shared.empty.index(stage), count=2)",
+            "mbarrier.init(shared.empty.index(stage), count=1)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "mbarrier.init(shared.full.index(stage), count=129)",
+            "mbarrier.init(shared.full.index(stage), count=128)"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(0, deps=[dq0, dq1, dq2, dq3, dq_tail])",
             "warpgroup_mma_wait(1, deps=[dq0, dq1, dq2, dq3, dq_tail])"),
@@ -206,7 +234,33 @@ PLANTED = [
             "        mbarrier.wait(shared.full.index(stage), tile & 1)\n        fence"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "        mbarrier.wait(shared.full, tile & 1)\n        fence",
             "        mbarrier.wait(shared.full, (tile & 1) ^ 1)\n        fence"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)",
+            "wait(shared.empty.index(stage), tile // STAGES & 1)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.p_full, tile & 1)", "wait(shared.p_full, (tile & 1) ^ 1)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.s_full.index(stage), tile // STAGES & 1)",
+            "wait(shared.s_full.index(stage), tile & 1)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.out_done, (tile & 1) ^ 1)", "wait(shared.out_done, tile & 1)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.out_done, (tiles & 1) ^ 1)", "wait(shared.out_done, tiles & 1)"),
     # What is handed over before it may be.
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        valid = shared.valid.index(stage).load(KEYS)\n"
+            "        mbarrier.arrive(shared.empty.index(stage), count=1)\n",
+            "        mbarrier.arrive(shared.empty.index(stage), count=1)\n"
+            "        valid = shared.valid.index(stage).load(KEYS)\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        shared.p.store(p.to(shared.p.dtype))",
+            "        mbarrier.arrive(shared.p_full, count=1)\n        shared.p.store(p.to(shared.p.dtype))"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        if (tile > 0) & (gl.min",
+            "        mbarrier.arrive(shared.p_full, count=1)\n        if (tile > 0) & (gl.min"),
+
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        for half in gl.static_range(HALVES):\n            values",
+            "        tcgen05_commit(shared.out_done)\n"
+            "        for half in gl.static_range(HALVES):\n            values"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    s = shared.s.index(stage)\n",
+            "    s = shared.s.index(stage)\n    tcgen05_commit(shared.s_full.index(stage))\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        tcgen05_commit(shared.empty.index(stage))\n",
+            "        mbarrier.arrive(shared.empty.index(stage), count=1)\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    tcgen05_commit(shared.s_full.index(stage))\n",
+            "    mbarrier.arrive(shared.s_full.index(stage), count=1)\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    s = shared.s.index(stage)\n", "    s = shared.s.index(0)\n"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL,
             "        acc = multiply_piece(shared, empty, LAST, C)\n        mbarrier.arrive(shared.p_empty, count=1)\n",
             "        mbarrier.arrive(shared.p_empty, count=1)\n        acc = multiply_piece(shared, empty, LAST, C)\n"),
@@ -229,6 +283,9 @@ PLANTED = [
     Planted(PAGED_LOGITS, PAGED, "key_smem.index(free), scale_smem.index(free)",
             "key_smem.index(free), scale_smem.index(stage)"),
     # Fences that are missing.
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "STAGES & 1)\n    fence_async_shared()\n", "STAGES & 1)\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        fence_async_shared()\n        if (tile > 0)",
+            "        if (tile > 0)"),
     Planted(WIDE_V4, CONSUMERS, "    shared.p.store(p)\n    fence_async_shared()\n", "    shared.p.store(p)\n"),
     Planted(WIDE_V32, V32_PRODUCER, "        fence_async_shared()\n        mbarrier.arrive(shared.full[0]",
             "        mbarrier.arrive(shared.full[0]"),
@@ -237,6 +294,13 @@ PLANTED = [
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
     Planted(LOGITS, RAGGED, "        fence_async_shared()\n", ""),
     # Wrong values.
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "use_acc=half > 0", "use_acc=True"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "use_acc=tile > 0", "use_acc=tile > 1"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "(gl.min(factor, 0) < 1.0)", "(gl.max(factor, 0) < 1.0)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "out.store(out.load(OUT_REGISTERS) * rescale)",
+            "out.store(out.load(OUT_REGISTERS))"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "entries.index(stage * HALVES + half).permute",
+            "entries.index(stage * HALVES).permute"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, '"and.b32 lane, lane, 7;"', '"and.b32 lane, lane, 3;"'),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "{to}, {to}, 4, 31", "{to}, {to}, 8, 31"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "gl.where(place >= 0, sums, 0)", "gl.where(place >= 99, sums, 0)"),

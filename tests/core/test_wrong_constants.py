@@ -8,12 +8,13 @@ import support_matrix
 from xmla.core.formats.mla import MLA_LAYOUTS
 from xmla.core.ops.sparse_mla.backward.gluon_sm90 import kernel as derivative
 from xmla.core.ops.sparse_mla.gluon_sm90 import kernel
+from xmla.core.ops.sparse_mla.gluon_sm100 import kernel as sm10x
 from xmla.core.ops.sparse_mla.gluon_sm120 import kernel as sm12x
 
 PLAIN = {"plain", "plain_v4"}
 SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN, "in any order": PLAIN}  # layouts
-SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN}
-FOLDERS = [Path(module.__file__).parent for module in (kernel, sm12x, derivative)]
+SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": PLAIN}
+FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative)]
 
 
 def messages() -> set[str]:

@@ -15,7 +15,7 @@ from far_strides import ARCH, front_end
 from triton.compiler.errors import CompileTimeAssertionFailure
 
 from xmla.core.compile import Specialization, specialize
-from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, V4, V32, MlaLayout
+from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.plan import with_constant
 from xmla.core.spec import Spec
 
@@ -39,9 +39,12 @@ CHANGES_SM120: dict[str, list[dict[str, object]]] = {
     "v4": [{"tile": 32, "footer": 16, "row": 592}, {"scale": "float32"}, {"row": 588}, {"rope_offset": 456}],
     "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
 }  # fmt: skip
+CHANGES_SM100: list[dict[str, object]] = [{"latent": 448}, {"row": 580}, {"rope_offset": 516}]  # of plain rows
 
 
-def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH) -> Specialization:
+def launched(
+    heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH, asked: str = "gluon"
+) -> Specialization:
     """The kernel as it is planned for bf16 queries over pages of such entries."""
     slots, lengths = Spec((64, 512), "int32"), Spec((64,), "int32")
     caches = [Spec((64, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (layout, extra) if row]
@@ -50,7 +53,7 @@ def launched(heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch
     if extra is not None:
         specs |= {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
         attrs["extra_cache_format"] = extra.name
-    call = planned("sparse_mla", "", specs, attrs, DEVICES[arch], "gluon")
+    call = planned("sparse_mla", "", specs, attrs, DEVICES[arch], asked)
     assert call.plan is not None, call.reason
     return specialize(call.plan.launches[0], call.plan, specs)
 
@@ -104,8 +107,16 @@ def main() -> None:
     for name, change, layout in layouts:
         refused = refusal(packed if layout.packed else plain, "SOURCE.LAYOUT", layout)
         print(json.dumps({"of": "SM12x", "layout": name, "change": change, "refusal": refused}), flush=True)
+    rows, two_rows = (launched(64, PLAIN_V4, extra, 100, "gluon_sm100") for extra in (None, PLAIN_V4))
+    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
+    layouts += [(PLAIN.name, change, replace(PLAIN, **change)) for change in CHANGES_SM100]
+    for name, change, layout in layouts:
+        refused = refusal(rows, "SOURCE.LAYOUT", layout)
+        print(json.dumps({"of": "sm_100", "layout": name, "change": change, "refusal": refused}), flush=True)
     others: list[tuple[str, Specialization, str, Hashable]] = [
         ("64 heads of SM12x", packed, "BLOCK_H", 64),
+        ("32 heads of sm_100", rows, "BLOCK_H", 32),
+        ("another second layout on sm_100", two_rows, "EXTRA.LAYOUT", PLAIN),
         ("32 heads", launched(64, V32), "BLOCK_H", 32),
         ("another second layout", two, "EXTRA.LAYOUT", V32),
         ("few heads of two sources", two, "BLOCK_H", 16),

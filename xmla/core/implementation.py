@@ -29,6 +29,7 @@ class Implementation:
         name: Its own, in plans.
         asked: What `implementation` asks for; several implementations may have one.
         tokens_a_program: Of ops whose calls are planned in parts: the tokens of a program, by which parts are rounded.
+        by_name: Whether only calls that ask for it take it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Implementation:
     conditions: tuple[Condition, ...] = ()
     asked: str = "triton"
     tokens_a_program: Callable[[Problem, Device], int] | None = None
+    by_name: bool = False
 
     def unmet(self, problem: Problem, device: Device) -> tuple[str, str] | None:
         """The first condition that the call does not meet: what the call has, and what is supported."""
@@ -57,7 +59,7 @@ def choose(
     passed_over: list[tuple[str, str, str]] = []
     nearest = 0, 0
     for implementation in implementations:
-        if asked in (None, implementation.asked):
+        if asked == implementation.asked or (asked is None and not implementation.by_name):
             unmet = implementation.unmet(problem, device)
             if unmet is None:
                 return implementation, Choice(problem.op, implementation.name, tuple(passed_over))

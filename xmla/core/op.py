@@ -150,7 +150,8 @@ class Op:
             sentences = ["those of " + ", ".join(step.name for step in self.steps if len(step.choices) > 1) + "."]
         else:
             sentences = [
-                f"{each.asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
+                f"{each.asked}{', by its name alone' * each.by_name}: "
+                f"{'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
                 for each in self.implementations
             ]
         lines = [line for text in sentences for line in wrap(text, 112, subsequent_indent="    ")]

@@ -3,8 +3,8 @@
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   implementation: None, the best tested kernels; "triton", the portable kernels (on the CPU in Triton's interpreter,
     behind `jax.pure_callback`); "gluon", kernels for one architecture; "reference", NumPy in float64 behind
-    `jax.pure_callback`. None selects the first of the op's implementations that serves the call; the op's docstring
-    lists what each serves.
+    `jax.pure_callback`. None selects the first of the op's implementations that serves the call, but for those that
+    the op's docstring, which lists what each serves, has by their name alone: they have not run on the part.
 NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
 
 All ops work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; with a batch axis on a cache each

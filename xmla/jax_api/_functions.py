@@ -409,7 +409,7 @@ def dsa_attention(
     mla_cache_format: str | None = None,
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
 
@@ -2051,7 +2051,7 @@ def sparse_mla(
     lse_sink: bool = False,
     batch_invariant: bool = False,
     deterministic: bool = True,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
 
@@ -2138,6 +2138,8 @@ def sparse_mla(
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; 'plain' or 'plain_v4' entries; rows on
+            multiples of 16 bytes.
         triton: every call.
 
     Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
@@ -2268,7 +2270,7 @@ def sparse_mla_paged(
     softmax_scale: float,
     cache_format: str | None = None,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse attention over given positions of each token's request: `dsa_attention` without its indexer.
 

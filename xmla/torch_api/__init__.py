@@ -5,7 +5,8 @@ Every name here is a function of the op's tensors (positional) and attributes (k
   workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory.
   implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
-    None selects the first of the op's implementations that serves the call; the op's docstring lists what each serves.
+    None selects the first of the op's implementations that serves the call, but for those that the op's docstring,
+    which lists what each serves, has by their name alone: they have not run on the part.
 An op's docstring names the arguments that have a gradient, which autograd, `torch.func` and compiled code compute
 alike, once: a second derivative raises. An argument is differentiated if it requires grad while grad mode is on, or
 if it has a tangent. If it has no gradient, or `out` is given, the call raises UnsupportedError, in eager mode, in

@@ -140,7 +140,7 @@ class _Plans:
         mla_cache_format: str | None = None,
         workspace_bytes: int = 536870912,
         batch_invariant: bool = False,
-        implementation: Literal["triton", "gluon"] | None = None,
+        implementation: Literal["triton", "gluon", "gluon_sm100"] | None = None,
     ) -> Plan:
         return _plan_dsa_attention(
             [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
@@ -637,7 +637,7 @@ class _Plans:
         lse_sink: bool = False,
         batch_invariant: bool = False,
         deterministic: bool = True,
-        implementation: Literal["gluon", "triton"] | None = None,
+        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
     ) -> Plan:
         return _plan_sparse_mla(
             [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions],
@@ -716,7 +716,7 @@ class _Plans:
         softmax_scale: float,
         cache_format: str | None = None,
         batch_invariant: bool = False,
-        implementation: Literal["triton", "gluon"] | None = None,
+        implementation: Literal["triton", "gluon", "gluon_sm100"] | None = None,
     ) -> Plan:
         return _plan_sparse_mla_paged(
             [q, cache, indices, block_table, lengths, request_ids, sink],
@@ -1044,7 +1044,7 @@ def dsa_attention(
     batch_invariant: bool = False,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "gluon", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
 
@@ -2842,7 +2842,7 @@ def sparse_mla(
     deterministic: bool = True,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multi-head latent attention of each token over its own selected cache entries, for decode and prefill.
 
@@ -2933,6 +2933,8 @@ def sparse_mla(
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; 'plain' or 'plain_v4' entries; rows on
+            multiples of 16 bytes.
         triton: every call.
 
     Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
@@ -3077,7 +3079,7 @@ def sparse_mla_paged(
     batch_invariant: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "gluon", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention over given positions of each token's request: `dsa_attention` without its indexer.
 

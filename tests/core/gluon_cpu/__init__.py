@@ -1,10 +1,11 @@
 """Gluon kernels on the CPU: their Python source is run with NumPy, and what GPUs leave undefined is a `Fault`.
 
-What is modelled: values, dtypes and 32-bit integers; shared memory byte by byte, laid out as Triton says; global
-memory, where an address outside of a launch's arrays is a fault; asynchronous copies, mbarriers with phases, warpgroup
-products and proxy fences, and partitions that run beside each other in an order that is drawn (cta.py says how); PTX of
-the instructions that kernels use (ptx.py). What is not: warps of one partition, which the compiler keeps in order;
-registers; programs beside each other; the order in which hardware adds; speed.
+What is modelled: values, dtypes and 32-bit integers; shared memory byte by byte, laid out as Triton says; tensor
+memory, without its layout; global memory, where an address outside of a launch's arrays is a fault; asynchronous
+copies, mbarriers with phases, warpgroup products, those of tcgen05 and proxy fences, and partitions that run beside
+each other in an order that is drawn (cta.py says how); PTX of the instructions that kernels use (ptx.py). What is not:
+warps of one partition, which the compiler keeps in order; registers; programs beside each other; the order in which
+hardware adds; speed.
 """
 
 from collections.abc import Mapping

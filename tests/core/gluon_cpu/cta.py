@@ -1,12 +1,13 @@
 """A CTA: its shared memory, mbarriers, asynchronous copies and products, and the partitions of its warps.
 
 Partitions are threads of which one runs at a time. Which one goes on after an mbarrier was waited for or arrived at is
-drawn, and so is when the arrivals of copies come. What must not depend on that is checked in any case, by vector
-clocks: each partition has an actor for what its warps do themselves, one for its asynchronous copies and one for its
-products (wgmma), and each access of shared memory is a step of one. A clock has the last step of each actor that is
-known to have happened: arrivals hand it over, waits take it. An access beside one that is not known is a `Fault`: a
-read before a copy has landed, a write to what a product may still read. So a copy's bytes can be in place from the
-start, and a product can be computed when it is issued.
+drawn, and so is when the arrivals of copies and commits come. What must not depend on that is checked in any case, by
+vector clocks: each partition has an actor for what its warps do themselves, one for its asynchronous copies and one for
+its products (wgmma, tcgen05), and each access of shared or tensor memory is a step of one. A clock has the last step of
+each actor that is known to have happened: arrivals hand it over, waits take it. An access beside one that is not known
+is a `Fault`: a read before a copy has landed, a write to what a product may still read. So a copy's bytes can be in
+place from the start, and a product can be computed when it is issued. Products of tcgen05 follow each other, and a
+commit hands over the last of them, nothing that the warps have done.
 
 A second clock has the steps before the last proxy fence, for products read shared memory by the asynchronous proxy.
 Warps of one partition are taken for ordered: the compiler puts barriers between their accesses of shared memory.
@@ -31,7 +32,8 @@ WARPS, COPIES, PRODUCTS = range(3)  # kinds of actors
 ACTORS = 3 * MOST_PARTITIONS
 NEVER = 2**30  # the step of a write that nobody made
 BYTES = 256 << 10
-GRANULE = 4  # bytes of which accesses are known together
+GRANULE = 4  # bytes of which accesses are known together; of tensor memory the rows of a column are
+COLUMNS = 4096  # of tensor memory in each of the buffers and tensors of a program
 FOLDER = str(Path(__file__).parent)
 
 
@@ -149,6 +151,37 @@ class Shared:
         self.put(value.data)
 
 
+class TensorMemory:
+    """A descriptor of tensor memory: a view of its values, and the granules of its columns."""
+
+    def __init__(self, cta: "Cta", dtype: Any, values: np.ndarray, granules: np.ndarray) -> None:
+        self.cta, self.dtype, self.values, self.columns = cta, dtype, values, granules
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def granules(self) -> np.ndarray:
+        return self.columns.reshape(-1)
+
+    def index(self, i: Any) -> "TensorMemory":
+        i = int(tensor(i).data)
+        if not 0 <= i < self.shape[0]:
+            raise Fault(f"{place()}: index {i} of {self.shape[0]} buffers")
+        return TensorMemory(self.cta, self.dtype, self.values[i], self.columns[i])
+
+    def load(self, layout: Any) -> Tensor:
+        self.cta.read(self, *self.cta.partition.step(WARPS))
+        return Tensor(self.values.copy(), self.dtype)
+
+    def store(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise Fault(f"{place()}: {value.dtype}{value.shape} stored to {self.dtype}{self.shape}")
+        self.cta.write(self, *self.cta.partition.step(WARPS))
+        self.values[...] = value.data
+
+
 class Barrier:
     """An mbarrier."""
 
@@ -263,6 +296,23 @@ class Partition:
         product = left @ b.values.astype(np.float32)
         return Product(Tensor(acc.data + product if use_acc else product, gl.float32, acc.layout), step[1])
 
+    def multiply_in_order(self, a: Shared, b: Shared, acc: TensorMemory, use_acc: bool) -> None:
+        """A product of tcgen05, which adds to what those before it have left in tensor memory."""
+        step = self.step(PRODUCTS)
+        for operand in (a, b):
+            self.cta.read(operand, *step, by_proxy=True)
+        if use_acc:
+            self.cta.read(acc, *step, in_order=True)
+        self.cta.write(acc, *step, in_order=True)
+        product = a.values.astype(np.float32) @ b.values.astype(np.float32)
+        acc.values[...] = acc.values + product if use_acc else product
+
+    def commit_products(self, barrier: Barrier) -> None:
+        """An arrival once the products so far have ended. What the warps have done it does not tell."""
+        clocks = np.zeros((2, ACTORS), np.int64)
+        clocks[0, self.actor(PRODUCTS)] = self.counts[PRODUCTS]
+        self.cta.arrivals.append(lambda: barrier.arrive(1, clocks))
+
     def wait_products(self, outstanding: int, products: Sequence[Product]) -> tuple[Tensor, ...]:
         done = self.counts[PRODUCTS] - outstanding
         self.know(PRODUCTS, done)
@@ -287,9 +337,11 @@ class Cta:
         self.program, self.programs, self.rng = program, programs, rng
         self.memory = np.full(BYTES, 0xFF, np.uint8)  # NaN in every float dtype
         self.end = 0
-        self.written_by = np.zeros(BYTES // GRANULE, np.int64)
-        self.written_at = np.full(BYTES // GRANULE, NEVER, np.int64)
-        self.read_at = np.zeros((ACTORS, BYTES // GRANULE), np.int32)
+        self.columns = 0
+        granules = BYTES // GRANULE + COLUMNS
+        self.written_by = np.zeros(granules, np.int64)
+        self.written_at = np.full(granules, NEVER, np.int64)
+        self.read_at = np.zeros((ACTORS, granules), np.int32)
         self.places: dict[tuple[int, int], str] = {}
         self.arrivals: list[Callable[[], None]] = []  # of copies, not yet delivered
         self.partition = Partition(self, 0, warps)  # the one that runs
@@ -302,15 +354,32 @@ class Cta:
         first, self.end = self.end, self.end + -(-places.size * size // 1024) * 1024
         return Shared(self, dtype, places + first // size, layout)
 
+    def allocate_tensor(self, dtype: Any, shape: Sequence[int]) -> TensorMemory:
+        values = np.full((*shape, NUMPY[dtype].itemsize), 0xFF, np.uint8).view(NUMPY[dtype])[..., 0]
+        of_rows = (*shape[:-2], shape[-1])
+        first = BYTES // GRANULE + self.columns
+        self.columns += int(np.prod(of_rows))
+        return TensorMemory(self, dtype, values, np.arange(first, first + int(np.prod(of_rows))).reshape(of_rows))
+
     def _refuse(self, what: str, actor: int, step: int) -> None:
         other = self.places.get((actor, step))
         raise Fault(f"{place()}: {what} of {other}" if other else f"{place()}: reads what nobody has written")
 
-    def read(self, smem: Shared, actor: int, step: int, by_proxy: bool = False) -> None:
-        granules = smem.granules
+    def _clocks(self, actor: int, step: int, in_order: bool) -> np.ndarray:
+        """The partition's; an actor whose steps follow each other knows its own."""
+        clocks = self.partition.clocks
+        if in_order:
+            clocks = clocks.copy()
+            clocks[:, actor] = step
+        return clocks
+
+    def read(
+        self, memory: Shared | TensorMemory, actor: int, step: int, by_proxy: bool = False, in_order: bool = False
+    ) -> None:
+        granules = memory.granules
         by, at = self.written_by[granules], self.written_at[granules]
-        for clock, what in zip(self.partition.clocks, ("reads beside the write", "has no fence after the write"),
-                               strict=True):  # fmt: skip
+        faults = "reads beside the write", "has no fence after the write"
+        for clock, what in zip(self._clocks(actor, step, in_order), faults, strict=True):
             wrong = at > clock[by]
             if wrong.any():
                 first = int(wrong.argmax())
@@ -319,8 +388,8 @@ class Cta:
                 break
         self.read_at[actor, granules] = step
 
-    def write(self, smem: Shared, actor: int, step: int) -> None:
-        granules, clock = smem.granules, self.partition.clocks[0]
+    def write(self, memory: Shared | TensorMemory, actor: int, step: int, in_order: bool = False) -> None:
+        granules, clock = memory.granules, self._clocks(actor, step, in_order)[0]
         by, at = self.written_by[granules], self.written_at[granules]
         wrong = (at > clock[by]) & (at != NEVER)
         if wrong.any():

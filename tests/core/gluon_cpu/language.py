@@ -17,12 +17,24 @@ import numpy as np
 from triton import language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia import ampere, hopper
+from triton.experimental.gluon.language.nvidia import ampere, blackwell, hopper
 from triton.language.extra import cuda
 from triton.runtime.jit import ConstexprFunction
 
 from gluon_cpu import ptx
-from gluon_cpu.cta import Barrier, Barriers, Cta, Fault, Memory, Product, Shared, bases, combinations, place
+from gluon_cpu.cta import (
+    Barrier,
+    Barriers,
+    Cta,
+    Fault,
+    Memory,
+    Product,
+    Shared,
+    TensorMemory,
+    bases,
+    combinations,
+    place,
+)
 from gluon_cpu.tensors import NUMPY, Tensor, tensor, unified
 from xmla.core.lang.gluon import async_copy
 from xmla.core.plan import Launch
@@ -208,6 +220,24 @@ def warpgroup_mma_wait(outstanding: int, deps: Sequence[Product]) -> Any:
     return results if len(results) > 1 else results[0]
 
 
+def allocate_tensor_memory(dtype: Any, shape: Sequence[int], layout: Any) -> TensorMemory:
+    return _running.cta.allocate_tensor(dtype, shape)
+
+
+def tcgen05_mma(
+    a: Shared, b: Shared, acc: TensorMemory, *, use_acc: Any = True, mbarriers: Sequence[Barrier] | None = None
+) -> None:
+    if mbarriers is None:
+        raise NotImplementedError("products of tcgen05 that the partition waits for")
+    _partition().multiply_in_order(a, b, acc, bool(use_acc))
+    for barrier in mbarriers:
+        _partition().commit_products(barrier)
+
+
+def tcgen05_commit(barrier: Barrier) -> None:
+    _partition().commit_products(barrier)
+
+
 def mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return Tensor(acc.data + a.data.astype(np.float32) @ b.data.astype(np.float32), gl.float32, acc.layout)
 
@@ -291,7 +321,8 @@ _IN_PLACE_OF = {
         (gl, _GL), (tl, _GL), (hopper.mbarrier, _MBARRIER), (async_copy, _ASYNC_COPY),
         (hopper.fence_async_shared, lambda: _partition().fence()), (hopper.warpgroup_mma, warpgroup_mma),
         (hopper.warpgroup_mma_wait, warpgroup_mma_wait), (ampere.mma_v2, mma_v2), (cuda.gdc_wait, nothing),
-        (cuda.gdc_launch_dependents, nothing),
+        (blackwell.allocate_tensor_memory, allocate_tensor_memory), (blackwell.tcgen05_mma, tcgen05_mma),
+        (blackwell.tcgen05_commit, tcgen05_commit), (cuda.gdc_launch_dependents, nothing),
     )
 }  # fmt: skip
 

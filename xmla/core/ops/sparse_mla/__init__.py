@@ -7,6 +7,7 @@ from xmla.core.ops.sparse_mla import backward, unpack
 from xmla.core.ops.sparse_mla import plan as portable
 from xmla.core.ops.sparse_mla.cases import CASES
 from xmla.core.ops.sparse_mla.gluon_sm90 import plan as gluon_sm90
+from xmla.core.ops.sparse_mla.gluon_sm100 import plan as gluon_sm100
 from xmla.core.ops.sparse_mla.gluon_sm120 import plan as gluon_sm120
 from xmla.core.ops.sparse_mla.reference import reference
 from xmla.core.ops.sparse_mla.sources import (
@@ -150,6 +151,7 @@ OP = Op(
         unpack.IMPLEMENTATION,
         gluon_sm120.IMPLEMENTATION,
         gluon_sm90.IMPLEMENTATION,
+        gluon_sm100.IMPLEMENTATION,
         portable.IMPLEMENTATION,
     ),
     reference=reference,
