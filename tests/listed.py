@@ -1,4 +1,4 @@
-"""Whether an engine's plugin lists the kernels of every call that its steps may make."""
+"""Whether a list for warm-up, a model's or of an engine's plugin, has the kernels of every call that steps may make."""
 
 from collections.abc import Callable, Collection
 

@@ -74,10 +74,12 @@ def form_of(op: Op, specs: Specs, attrs: dict[str, object]) -> str:
     return ", ".join([" + ".join(forms), *named])
 
 
-def of_cases(op: Op) -> Iterator[tuple[str, Specs, dict[str, object]]]:
-    for case in op.cases:
-        inputs = case.make(np.random.default_rng(0))
-        yield case.name, {name: Spec.of_numpy(array) for name, array in inputs.items()}, dict(case.attrs)
+@functools.cache
+def of_cases(op: Op) -> tuple[tuple[str, Specs, dict[str, object]], ...]:
+    made = ((case, case.make(np.random.default_rng(0))) for case in op.cases)
+    return tuple(
+        (case.name, {n: Spec.of_numpy(a) for n, a in arrays.items()}, dict(case.attrs)) for case, arrays in made
+    )
 
 
 def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Specs, dict[str, object]]]:

@@ -252,13 +252,13 @@ PLANTED = [
             "        mbarrier.arrive(shared.p_full, count=1)\n        if (tile > 0) & (gl.min"),
 
     Planted(ROWS_OF_SM100, SM100_KERNEL, "        for half in gl.static_range(HALVES):\n            values",
-            "        tcgen05_commit(shared.out_done)\n"
+            "        blackwell.tcgen05_commit(shared.out_done)\n"
             "        for half in gl.static_range(HALVES):\n            values"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "    s = shared.s.index(stage)\n",
-            "    s = shared.s.index(stage)\n    tcgen05_commit(shared.s_full.index(stage))\n"),
-    Planted(ROWS_OF_SM100, SM100_KERNEL, "        tcgen05_commit(shared.empty.index(stage))\n",
+            "    s = shared.s.index(stage)\n    blackwell.tcgen05_commit(shared.s_full.index(stage))\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "        blackwell.tcgen05_commit(shared.empty.index(stage))\n",
             "        mbarrier.arrive(shared.empty.index(stage), count=1)\n"),
-    Planted(ROWS_OF_SM100, SM100_KERNEL, "    tcgen05_commit(shared.s_full.index(stage))\n",
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    blackwell.tcgen05_commit(shared.s_full.index(stage))\n",
             "    mbarrier.arrive(shared.s_full.index(stage), count=1)\n"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "    s = shared.s.index(stage)\n", "    s = shared.s.index(0)\n"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL,

@@ -16,6 +16,7 @@ from conftest import HAS_GPU
 
 from xmla import torch_api
 from xmla.core import interpreter
+from xmla.core.lang.numbers import load_e4m3
 from xmla.core.spec import DTYPES
 
 # Without the shim: a dot of two bf16 tiles of ones, and casts that round up into the next exponent and to even.
@@ -59,9 +60,15 @@ def test_casts_are_those_of_ml_dtypes(target: str) -> None:
 
 
 @triton.jit
+def load_operand(ptrs):
+    """Those of e4m3 are bytes to kernels."""
+    return load_e4m3(ptrs, None) if ptrs.dtype.element_ty == tl.uint8 else tl.load(ptrs)
+
+
+@triton.jit
 def dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(out_ptr + offs, tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs)))
+    tl.store(out_ptr + offs, tl.dot(load_operand(a_ptr + offs), load_operand(b_ptr + offs)))
 
 
 @triton.jit
@@ -228,7 +235,7 @@ def test_loads_by_shortcuts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyP
 @triton.jit
 def products_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
+    a, b = load_operand(a_ptr + offs), load_operand(b_ptr + offs)
     first = tl.dot(a, b)
     for value in (first, tl.dot(a, tl.trans(b), acc=first), tl.dot(a, b, first, input_precision="ieee")):
         tl.store(out_ptr + offs, value)

@@ -315,14 +315,16 @@ _ASYNC_COPY = types.SimpleNamespace(
     async_load=async_load, mbarrier_arrive=arrive_by_copies, commit_group=lambda: _partition().commit_group(),
     wait_group=lambda outstanding=0: _partition().wait_group(outstanding),
 )  # fmt: skip
+_BLACKWELL = types.SimpleNamespace(
+    allocate_tensor_memory=allocate_tensor_memory, tcgen05_mma=tcgen05_mma, tcgen05_commit=tcgen05_commit
+)  # fmt: skip
 _IN_PLACE_OF = {
     id(original): ours
     for original, ours in (
         (gl, _GL), (tl, _GL), (hopper.mbarrier, _MBARRIER), (async_copy, _ASYNC_COPY),
         (hopper.fence_async_shared, lambda: _partition().fence()), (hopper.warpgroup_mma, warpgroup_mma),
         (hopper.warpgroup_mma_wait, warpgroup_mma_wait), (ampere.mma_v2, mma_v2), (cuda.gdc_wait, nothing),
-        (blackwell.allocate_tensor_memory, allocate_tensor_memory), (blackwell.tcgen05_mma, tcgen05_mma),
-        (blackwell.tcgen05_commit, tcgen05_commit), (cuda.gdc_launch_dependents, nothing),
+        (blackwell, _BLACKWELL), (cuda.gdc_launch_dependents, nothing),
     )
 }  # fmt: skip
 

@@ -19,14 +19,9 @@ S has two buffers in tensor memory: S(t + 2) is started after p_full of t + 1, w
 
 from typing import Any, NamedTuple
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    fence_async_shared,
-    mbarrier,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+# By name its functions would outlive the module, and at exit nanobind would tell of leaks.
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
@@ -54,8 +49,8 @@ from xmla.core.plan import log2_of
 # Registers per thread of the partitions that multiply and gather.
 MULTIPLY_REGISTERS = gl.constexpr(80)
 GATHER_REGISTERS = gl.constexpr(96)
-S_LAYOUT = gl.constexpr(TensorMemoryLayout((TILE_HEADS.value, TILE_KEYS.value), 1))
-OUT_LAYOUT = gl.constexpr(TensorMemoryLayout((TILE_HEADS.value, HALF_DIMS.value), 1))
+S_LAYOUT = gl.constexpr(blackwell.TensorMemoryLayout((TILE_HEADS.value, TILE_KEYS.value), 1))
+OUT_LAYOUT = gl.constexpr(blackwell.TensorMemoryLayout((TILE_HEADS.value, HALF_DIMS.value), 1))
 
 
 def registers(columns: int) -> gl.constexpr:
@@ -122,10 +117,10 @@ def start_scores(shared, tile, LAYOUT: gl.constexpr):
     s = shared.s.index(stage)
     for half in gl.static_range(HALVES):
         keys = shared.entries.index(stage * HALVES + half).permute((1, 0))
-        tcgen05_mma(shared.q.index(half), keys, s, use_acc=half > 0, mbarriers=[])
+        blackwell.tcgen05_mma(shared.q.index(half), keys, s, use_acc=half > 0, mbarriers=[])
     if LAYOUT.tail:
-        tcgen05_mma(shared.q_tail, shared.tails.index(stage).permute((1, 0)), s, mbarriers=[])
-    tcgen05_commit(shared.s_full.index(stage))
+        blackwell.tcgen05_mma(shared.q_tail, shared.tails.index(stage).permute((1, 0)), s, mbarriers=[])
+    blackwell.tcgen05_commit(shared.s_full.index(stage))
 
 
 @gluon.jit
@@ -138,9 +133,9 @@ def multiply(tiles, shared, C: gl.constexpr):
         stage = tile % STAGES
         for half in gl.static_range(HALVES):
             values = shared.entries.index(stage * HALVES + half)
-            tcgen05_mma(shared.p, values, shared.out.index(half), use_acc=tile > 0, mbarriers=[])
-        tcgen05_commit(shared.empty.index(stage))
-        tcgen05_commit(shared.out_done)
+            blackwell.tcgen05_mma(shared.p, values, shared.out.index(half), use_acc=tile > 0, mbarriers=[])
+        blackwell.tcgen05_commit(shared.empty.index(stage))
+        blackwell.tcgen05_commit(shared.out_done)
 
 
 @gluon.jit
@@ -266,8 +261,8 @@ def sparse_mla_sm100_kernel(
         tails=gl.allocate_shared_memory(DTYPE, [STAGES, TILE_KEYS, LAYOUT.tail], SMEM) if LAYOUT.tail else entries,
         p=gl.allocate_shared_memory(DTYPE, [TILE_HEADS, TILE_KEYS], SMEM),
         valid=gl.allocate_shared_memory(gl.float32, [STAGES, TILE_KEYS], SMEM_V),
-        s=allocate_tensor_memory(gl.float32, [STAGES, TILE_HEADS, TILE_KEYS], S_LAYOUT),
-        out=allocate_tensor_memory(gl.float32, [HALVES, TILE_HEADS, HALF_DIMS], OUT_LAYOUT),
+        s=blackwell.allocate_tensor_memory(gl.float32, [STAGES, TILE_HEADS, TILE_KEYS], S_LAYOUT),
+        out=blackwell.allocate_tensor_memory(gl.float32, [HALVES, TILE_HEADS, HALF_DIMS], OUT_LAYOUT),
         full=mbarrier.allocate_mbarrier(batch=STAGES),
         empty=mbarrier.allocate_mbarrier(batch=STAGES),
         s_full=mbarrier.allocate_mbarrier(batch=STAGES),
