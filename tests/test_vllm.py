@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import EVERYTHING
 from listed import PLANNED, any_size, unlisted
 
 from xmla import UnsupportedError
@@ -525,12 +526,11 @@ def test_warmup_of_selections(device: Device) -> None:
 def test_warmup_of_selections_in_blocks(device: Device) -> None:
     """Those of V4.1's source layer, at any size of a step; the layers after it launch some of them."""
     rng, k, most = np.random.default_rng(3), 512, 2048
+    sizes = SIZES if EVERYTHING else replace(SIZES, requests=64)
     blocks = indexer.Blocks(torch.empty(1, most), 8, source=True)
-    found = specializations(
-        warmup.select_calls(INDEX_POOL, 32, k, 1, SIZES, device, blocks, written=True), device
-    )  # fmt: skip
+    found = specializations(warmup.select_calls(INDEX_POOL, 32, k, 1, sizes, device, blocks, written=True), device)
     after = replace(blocks, source=False)
-    of_others = specializations(warmup.select_calls(INDEX_POOL, 32, k, 1, SIZES, device, after, written=True), device)
+    of_others = specializations(warmup.select_calls(INDEX_POOL, 32, k, 1, sizes, device, after, written=True), device)
     assert set(of_others) < set(found)
 
     def call(name: str, specs: dict[str, Spec]) -> Call:
@@ -551,7 +551,7 @@ def test_warmup_of_selections_in_blocks(device: Device) -> None:
         return call("", query(tokens) | gathered | rows)
 
     def decode() -> Call:
-        requests, new = any_size(rng, SIZES.requests), int(rng.integers(1, 4))
+        requests, new = any_size(rng, sizes.requests), int(rng.integers(1, 4))
         rows = {name: Spec((requests * new,), "int32") for name in ("lengths", "request_ids")}
         if rng.random() < 0.5:
             del rows["request_ids"]
