@@ -48,8 +48,6 @@ ROW_DIMS = (512, 576)
 SCRATCH = 1 << 29
 
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
-
-
 _options: dict[str, Any] = {"deterministic": True}  # options of every call of `sparse_mla` that has gradients
 
 
