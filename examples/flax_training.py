@@ -36,7 +36,6 @@ SIZES = (
 )
 DEVICE = "cuda" if GPU else "cpu"
 CONFIG = Config(index_topk=SIZES.topk, dtype=jnp.float32)
-jax.config.update("jax_default_matmul_precision", "float32")  # on a GPU it would be TF32
 
 
 class MLP(nnx.Module):
@@ -108,6 +107,7 @@ def attend(layer: SparseAttention, x: jax.Array, stage: Stage) -> tuple[jax.Arra
     return layer.project_back(out.astype(x.dtype)), kl[0], selected
 
 
+@jax.default_matmul_precision("float32")  # on a GPU it would be TF32
 def train_flax(model: Model, stage: Stage, batch: jax.Array, steps: int) -> Curve:
     """Train the indexers alone while the stage is dense, then everything."""
     learned = nnx.All(nnx.Param, nnx.PathContains("indexer")) if stage.dense else nnx.Param

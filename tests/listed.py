@@ -10,8 +10,8 @@ from xmla.core.compile import Specialization
 from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.models.base import Call
 
-# Plans follow architecture and SMs: of devices that are alike in both one stands for all.
-ALIKE = {(device.arch if EVERYTHING else device.arch // 10, device.num_sms): device for device in KNOWN_DEVICES}
+# Plans follow architecture and SMs: of devices that are alike in both one stands for all, or one for a generation.
+ALIKE = {(device.arch, device.num_sms) if EVERYTHING else device.arch // 10: device for device in KNOWN_DEVICES}
 PLANNED = pytest.mark.parametrize("device", ALIKE.values(), ids=lambda device: device.name)
 
 

@@ -212,14 +212,14 @@ from xmla.core.device import H200
 
 config = xmla.ModelConfig(
     heads=8, index_heads=16, index_dim=32, k=64, next_n=(1, 2, 3), mixed=True, batches=tuple(range(1, 9)),
-    max_lens=(64, 1024), prefill_tokens=(64, 256),
+    max_lens=(64, 1024), prefill_tokens=(),
 )
 report = xmla.warmup(config, H200, progress=False)
 made = len(compiles())
 settings.forbid_jit = True
 # Another sweep within the configuration: sizes between those listed.
 from dataclasses import replace
-sweep = replace(config, batches=(1, 3, 5, 7), max_lens=(64, 1024), prefill_tokens=(100, 200))
+sweep = replace(config, batches=(1, 3, 5, 7), max_lens=(64, 700))
 for specialization in sweep.specializations(H200):
     compiled(specialization, 90)
 assert len(compiles()) == made, "a call within the configuration compiled"
@@ -247,7 +247,7 @@ def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
     assert [process.returncode for process in running] == [0, 0], outputs[0][1] + outputs[1][1]
     cubins = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cache/*/*.cubin")}
     third = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert 15 <= int(third.stdout) <= len(cubins)
+    assert 10 <= int(third.stdout) <= len(cubins)
     after = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cache/*/*.cubin")}
     assert after == cubins, "the third process compiled again"
 

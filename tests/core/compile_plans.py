@@ -303,6 +303,7 @@ def meaning(value: Any) -> str:
     raise TypeError(f"{place}: kernels name functions, classes and values, so that their digests follow them")
 
 
+@functools.cache
 def identity(kernel: Specialization, arch: int) -> str:
     """All that a kernel's code for `arch` follows from: its source and what it is compiled for."""
     derived = [text for _, value in kernel.constexprs for text in properties(value)]
@@ -312,11 +313,15 @@ def identity(kernel: Specialization, arch: int) -> str:
 def properties(value: Any) -> Iterator[str]:
     """What follows from a constant that is an object, and from the objects in it: kernels read that too."""
     if is_dataclass(value):
-        for name, attribute in inspect.getmembers_static(type(value)):
-            if isinstance(attribute, property):
-                yield f"{name}={getattr(value, name)!r}"
+        for name in names_of_properties(type(value)):
+            yield f"{name}={getattr(value, name)!r}"
         for field in fields(value):
             yield from properties(getattr(value, field.name))
+
+
+@functools.cache
+def names_of_properties(kind: type) -> list[str]:
+    return [name for name, attribute in inspect.getmembers_static(kind) if isinstance(attribute, property)]
 
 
 def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:
@@ -337,9 +342,9 @@ def specializations(call: Planned) -> list[Specialization]:
     return [specialize(launch, call.plan, call.specs) for launch in call.plan.launches]
 
 
-def all_of(device: Device) -> list[Specialization]:
-    """Every kernel that is planned for a device, once each."""
-    return list(dict.fromkeys(s for call in plans(device) if call.plan is not None for s in specializations(call)))
+def all_of(calls: Iterable[Planned]) -> list[Specialization]:
+    """Every kernel of the calls, once each."""
+    return list(dict.fromkeys(s for call in calls if call.plan is not None for s in specializations(call)))
 
 
 def main() -> None:
@@ -351,10 +356,10 @@ def main() -> None:
     parser.add_argument("--some")
     given = parser.parse_args()
     knobs.nvidia.dump_ptxas_log = True
-    device = DEVICES[given.arch]
-    kernels = all_of(device)
+    calls = list(plans(DEVICES[given.arch]))
+    kernels = all_of(calls)
     chosen = set(kernels)
-    theirs = set(all_of(DEVICES[given.source])) if given.source else set()
+    theirs = set(all_of(plans(DEVICES[given.source]))) if given.source else set()
     if given.but:
         now = digests(chosen, given.arch)
         print(json.dumps({"digests": now}))
@@ -383,7 +388,7 @@ def main() -> None:
 
     kernels = [kernel for kernel in kernels if kernel in chosen]
     made = dict(zip(kernels, in_processes(tell, len(kernels)), strict=True))
-    for call in plans(device):
+    for call in calls:
         names = {"op": call.op, "form": call.form, "case": call.case}
         if call.plan is None:
             print(json.dumps(names | {"refused": call.reason}))

@@ -34,7 +34,7 @@ from xmla.core.tolerance import ATTENTION_LSE
 # Seconds of the engine: as long as a rank may be late on a busy machine.
 TIMEOUT = 1800
 # Those of a step in which ranks that have met wait in vain for each other.
-SHORT = 10
+SHORT = 5
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SHARED = ("q", "index_q", "index_weights", "lengths", "request_ids", "sink")
