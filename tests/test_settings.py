@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import HAS_GPU
 
-from xmla import ArgumentError, CompileError, UnsupportedError, jax_api, torch_api
+from xmla import ArgumentError, CompileError, UnsupportedError, _warmup, jax_api, torch_api
 from xmla.core.compile import compiled, compiles, compiling_allowed, specialize
 from xmla.core.config import settings, variables
 from xmla.core.device import H200
@@ -250,6 +250,19 @@ def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
     assert 10 <= int(third.stdout) <= len(cubins)
     after = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cache/*/*.cubin")}
     assert after == cubins, "the third process compiled again"
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8])
+def test_processes_of_an_engine_begin_with_kernels_of_their_own(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each makes all of them ready, its share first: no two processes compile the same at the same time."""
+    kernels = [f"kernel {number}" for number in range(10)]
+    monkeypatch.setattr(_warmup, "specializations", lambda *_: kernels)
+    monkeypatch.setattr(_warmup, "make_ready", lambda asked, *_, **__: asked)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    asked = [_warmup.make_engine_ready([], H200, ordinal) for ordinal in range(gpus)]
+    assert all(sorted(each) == kernels for each in asked)
+    for turn in range(len(kernels) // gpus):
+        assert len({each[turn] for each in asked}) == gpus
 
 
 def test_warmup_needs_compiled_kernels() -> None:

@@ -126,10 +126,12 @@ def make_ready(
 def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Warmup:
     """Those of an engine's calls, in its process of this GPU, which compiles on its share of the cores.
 
-    Every GPU's process compiles them; Triton's cache on disk is one.
+    Every GPU's process needs all of them. Each begins with kernels of its own, and finds the others' in Triton's cache
+    on disk.
     """
     import torch
 
-    kernels = specializations(calls, device)
-    workers = max(1, (os.cpu_count() or 1) // max(1, torch.cuda.device_count()))
-    return make_ready(kernels, device, ordinal, workers=workers, progress=False)
+    gpus, kernels = max(1, torch.cuda.device_count()), specializations(calls, device)
+    in_turn = [kernel for turn in range(gpus) for kernel in kernels[(ordinal + turn) % gpus :: gpus]]
+    workers = max(1, (os.cpu_count() or 1) // gpus)
+    return make_ready(in_turn, device, ordinal, workers=workers, progress=False)
