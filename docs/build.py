@@ -44,7 +44,7 @@ GROUPS = {
     ),
     "Caches: what writes, reads and converts them": (
         "write_mla_cache", "write_indexer_cache", "compress_kv", "read_mla_cache", "read_indexer_cache",
-        "convert_mla_cache", "convert_indexer_cache",
+        "convert_mla_cache", "convert_indexer_cache", "resolve_slots",
     ),
     "Several GPUs": ("merge_topk", "merge_attention"),
     "Training the indexer": ("indexer_scores", "indexer_target", "indexer_loss"),
@@ -142,9 +142,8 @@ def op_page(op: Op) -> str:
     summary, _, rest = text.partition("\n\n")
     options = "out=None, workspace=None, implementation=None" if op.outputs else "implementation=None"
     page = [f"# {op.name}", plain(" ".join(summary.split())), f"```py\n{signature(op, 'xt', options)}\n```"]
-    page.append(
-        f"In JAX `xj.{op.name}`" + (", without `out` and `workspace`." if op.outputs else f". {updates(op, JAX)}")
-    )
+    less = ", without `out` and `workspace`." if op.outputs else "."
+    page.append(" ".join(filter(None, [f"In JAX `xj.{op.name}`{less}", updates(op, JAX)])))
     page.append(paragraphs(rest))
     for heading, title in (("Args", "Arguments"), ("Returns", "Results")):
         if heading in found:

@@ -287,9 +287,10 @@ def arena(target: Target, shape: int) -> Arena:
 def draw(laid: Arena, seed: int) -> Drawn:
     rng = np.random.default_rng([zlib.crc32(laid.op.name.encode()), seed])
     tame = laid.images[rng.integers(BASES)].copy()
+    indexed = any(laid.op.tensors[name].names[0] != "B" for name in laid.op.mutates)  # not each request's own row
     for name, place in laid.inputs.items():
         if is_index(laid.op, name, place.dtype):
-            scramble(rng, place.array(tame), unique=bool(laid.op.mutates))
+            scramble(rng, place.array(tame), unique=indexed)
     answer(laid, tame)
     wild = tame
     if rng.random() < 0.6:
@@ -320,7 +321,7 @@ def is_index(op: Op, name: str, dtype: np.dtype) -> bool:
 
 
 def scramble(rng: np.random.Generator, array: np.ndarray, unique: bool) -> None:
-    """Replace some integers. With `unique`, as slots to be written are, no other value than −1 stands twice."""
+    """Replace some integers. With `unique`, as slots of a pool to be written are, no value but −1 stands twice."""
     replaced = rng.random(array.shape) < rng.choice([0.0, 0.05, 0.3, 1.0])
     small = rng.integers(-3, 200, array.shape)
     values = np.where(rng.random(array.shape) < 0.5, rng.choice(INT32, array.shape), small)

@@ -196,6 +196,16 @@ MUTANTS = (
            "test_4_unreferenced_memory.py", "workspace"),
     Mutant("if axes.setdefault(label, size) != size:", "if axes.setdefault(label, size) != size and False:",
            "xmla/core/op.py", "test_8_wrong_arguments.py"),
+    Mutant("return entry, (entry >= 0) & (entry < num_entries)", "return entry, entry < num_entries",
+           f"{OPS}/resolve_slots/kernels.py", "test_1_every_kernel_ends.py", "arbitrary and resolve_slots"),
+    Mutant("absent = ok & (place == -1 - column)", "absent = ok & (place < 0)", f"{OPS}/resolve_slots/kernels.py",
+           "../test_resolve_slots.py", "over_the_cache"),
+    Mutant("given = (free == 1) & (rank < count)", "given = rank < count", f"{OPS}/resolve_slots/kernels.py",
+           "../test_resolve_slots.py", "over_the_cache"),
+    Mutant("tl.store(named + place, 1, mask=place >= 0)", "tl.store(named + place, 0, mask=place >= 0)",
+           f"{OPS}/resolve_slots/kernels.py", "../test_resolve_slots.py", "over_the_cache"),
+    Mutant("if problem[\"PLACES\"] < (most := columns(problem)):", "if (most := 0):",
+           f"{OPS}/resolve_slots/__init__.py", "test_8_wrong_arguments.py", "resolve_slots"),
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ Glossary of axes, the same everywhere:
   C           series of D dims that a token gives a compressor (1 or 2); C·D dims per token, 2·C·D per state
   W           parts of a result, one per rank
   VALUES      elements of an indexer key as it is stored: D of fp8, D/2 bytes of MXFP4
+  PLACES      places of a request in a pool that holds a part of its cache
+  MISSES      the most of them that a step fills: T / B · K, the columns of a request
   WINDOW      entries of a sliding window (attribute `window`)
   BLOCKS      selected blocks per token; ENTRIES, the columns of their logits, are BLOCKS · granularity
   MAX_LEN     columns of paged logits (attribute `max_len`)

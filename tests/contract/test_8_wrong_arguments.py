@@ -256,6 +256,13 @@ MISTAKES = [
             attrs={"scale_floor": "1"}),
     Mistake("compress_kv", "compress_kv: kv axis T (axis 0) is 9, expected a multiple of B = 2 (or pass request_ids)",
             lambda a: {n: np.repeat(a[n], 2, axis=0) for n in ("state_table", "block_table")}),
+    Mistake("resolve_slots", "resolve_slots: held axis PLACES (axis 1) is 16, expected at least 24: T / B · K, all "
+            "that a call may name of a request", lambda a: {"indices": np.repeat(a["indices"], 3, axis=0)}),
+    Mistake("resolve_slots", "resolve_slots: indices axis T (axis 0) is 7, expected a multiple of B = 3",
+            lambda a: {"indices": np.concatenate([a["indices"], a["indices"][:1]])}, case=1),
+    Mistake("resolve_slots", "resolve_slots: slots axis PLACES (axis 1) is 15, expected 16, as held",
+            lambda a: {"slots": a["slots"][:, 1:].copy()}),
+    Mistake("resolve_slots", "resolve_slots: num_entries value is 0, expected at least 1", attrs={"num_entries": 0}),
     Mistake("window_slots", "window_slots: window value is 0, expected at least 1", attrs={"window": 0}),
     Mistake("window_slots", "window_slots: ratio value is -4, expected at least 1", attrs={"ratio": -4}),
     Mistake("window_slots", "window_slots: lengths axis T (axis 0) is 1, expected a multiple of B = 2 (or pass "
@@ -340,7 +347,7 @@ MISTAKES = [
             ("map_slots", "page_size"), ("window_slots", "page_size"), ("window_slots", "ratio"),
             ("window_slots", "window"), ("split_batch", "decode_threshold"), ("split_batch", "num_tokens"),
             ("select_topk", "k"), ("merge_topk", "k"), ("dsa_attention", "k"), ("indexer_topk", "k"),
-            ("indexer_topk_paged", "k"), ("indexer_logits_paged", "max_len"),
+            ("indexer_topk_paged", "k"), ("indexer_logits_paged", "max_len"), ("resolve_slots", "num_entries"),
         )
     ),
     # the argument that is another's size, not the first that differs from it

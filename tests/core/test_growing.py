@@ -15,9 +15,10 @@ from xmla.core.registry import registry
 from xmla.core.spec import Spec
 
 SIZES = range(100, 128)  # between two powers of two, which tiles are
-# Tokens, requests, pages, keys, selected keys and blocks. The others are a model's: dims, heads, entries per page,
-# ranks.
-GROWING = {"T", "B", "M", "STATE_M", "K", "BLOCKS", "EXTRA_K", "N", "S", "P", "EXTRA_P", "SOURCE_P", "STATE_P"}
+# Tokens, requests, pages, keys, selected keys and blocks, places. The others are a model's: dims, heads, entries per
+# page, ranks.
+GROWING = {"T", "B", "M", "STATE_M", "K", "BLOCKS", "EXTRA_K", "N", "S"}
+GROWING |= {"P", "EXTRA_P", "SOURCE_P", "STATE_P", "PLACES"}
 # As many candidates as each rank selects: the attribute k of that call, which is a constant as here.
 # A training step's selection is as wide in every step; as a size its row stride costs the kernels of gradients vectors.
 CONSTANT = {("merge_topk", "N"), ("sparse_mla_backward", "K"), ("sparse_mla_backward", "EXTRA_K")}
@@ -29,6 +30,7 @@ ATTRIBUTES = {
     "num_tokens": "split_batch",
     "k": "select_topk",
     "window": "window_slots",
+    "num_entries": "resolve_slots",
 }
 
 
@@ -46,6 +48,8 @@ def at(op: Op, specs: dict[str, Spec], axis: str, size: int) -> dict[str, Spec]:
         grown |= {"T": size * (sizes["T"] // sizes["B"])} if axis == "B" else {}
     if axis == "B":
         grown["B+1"] = size + 1
+    if "PLACES" in sizes:  # room for all that the columns of a request name
+        grown["PLACES"] = 2**20 + size
     if axis == ("K" if "indices" in specs else "N"):
         grown["COLUMNS"] = size
     return {

@@ -22,6 +22,7 @@ class Style:
         ops, arrays: What they call the front-end and its array module.
         returns_updated: Whether a call returns the arrays that it updates.
         updates: What happens to these arrays, `{}`.
+        beside_results: The same of an op that has results, too.
         keywords: The keywords of its functions beside the op's own.
         of_results: Those that only ops with results take.
     """
@@ -30,6 +31,7 @@ class Style:
     arrays: str
     returns_updated: bool
     updates: str
+    beside_results: str
     keywords: Mapping[str, str]
     of_results: frozenset[str] = frozenset()
 
@@ -39,6 +41,7 @@ TORCH = Style(
     "torch",
     returns_updated=False,
     updates="Updates {} in place and returns None.",
+    beside_results="Updates {} in place.",
     keywords={
         "out": "The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They "
         "are returned.",
@@ -55,6 +58,8 @@ JAX = Style(
     returns_updated=True,
     updates="Arrays do not change: returns the new {}, and without the result nothing is written. Given a `jax.Ref`, "
     "updates it in place and returns None.",
+    beside_results="Arrays do not change: returns the new {} after the results, and without them nothing is written. A "
+    "`jax.Ref` is updated in place and not returned.",
     keywords={"implementation": TORCH.keywords["implementation"]},
 )  # fmt: skip
 
@@ -66,8 +71,9 @@ NEW = (  # what JAX returns of an array that an op updates
 
 
 def updates(op: Op, style: Style) -> str:
-    """What a call does with the arrays that the op updates; nothing of an op that has results."""
-    return style.updates.format(" and ".join(f"`{name}`" for name in op.mutates)) if op.mutates else ""
+    """What a call does with the arrays that the op updates, if it updates any."""
+    sentence = style.beside_results if op.outputs else style.updates
+    return sentence.format(" and ".join(f"`{name}`" for name in op.mutates)) if op.mutates else ""
 
 
 def document(op: Op, style: Style) -> str:
@@ -76,15 +82,17 @@ def document(op: Op, style: Style) -> str:
     for line in op.doc.splitlines():
         if re.match(r"\s*(>>>|\.\.\.) ", line):
             if op.mutates and not style.returns_updated:
-                line = re.sub(rf">>> [\w, ]+ = (ops\.{op.name}\()", r">>> \1", line)
+                line = re.sub(rf"(\w+(?:, )?){{{len(op.mutates)}}} = (?=ops\.{op.name}\()", "", line)
+                line = re.sub(rf", (?=ops\.{op.name}\()", " = ", line)
             line = re.sub(r"\bops\.", f"{style.ops}.", line)
             line = re.sub(r"\bxp\.", f"{style.arrays}.", line)
         lines.append(line)
     text = "\n".join(lines)
     if op.mutates and style.returns_updated:
         text = re.sub(r"(, | )in place\b", "", text)
-        returns = f"    Returns:\n{_entries(dict.fromkeys(op.mutates, NEW))}"
-        text = text.replace("    Raises:\n", f"{returns}\n\n    Raises:\n")
+        heading = "\n" if op.outputs else "\n\n    Returns:\n"
+        returns = f"{heading}{_entries(dict.fromkeys(op.mutates, NEW))}\n\n    Raises:\n"
+        text = text.replace("\n\n    Raises:\n", returns)
     elif op.mutates:
         note = fill(updates(op, style), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
         text = text.replace("    Example:\n", f"{note}\n\n    Example:\n")

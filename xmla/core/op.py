@@ -56,7 +56,7 @@ class Op:
         prototype: The public signature and docstring: tensors positional (optional ones default to None), attributes
             keyword-only.
         tensors: The arguments. Rank, dtype, axes, density, devices and formats are checked from them.
-        outputs: The results, in order. An op with `updates` has none.
+        outputs: The results, in order.
         reference: NumPy in float64; every implementation is compared with it. Gives a tuple of results; updates arrays
             in place.
         cases: Named inputs that tests, `xmla verify` and the compile matrix use.
@@ -254,7 +254,8 @@ class Op:
         if name in self.mutates and spec.strides is not None:
             page = prod(spec.shape[1:])
             if spec.strides[0] < page and not spec.has_stride(0, page):
-                expected = f"at least {page}: pages that are written lie apart"
+                apart = "pages" if len(spec.shape) > 2 else "rows"
+                expected = f"at least {page}: {apart} that are written lie apart"
                 problem.refuse(name, f"stride of axis {tensor.names[0]} (axis 0)", spec.strides[0], expected)
         other, leading = next(iter(problem.specs.items()))
         if None not in (spec.device, leading.device) and spec.device != leading.device:

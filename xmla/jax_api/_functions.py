@@ -39,6 +39,7 @@ _pool_keys = public(_ops["pool_keys"])
 _quantize_indexer_query = public(_ops["quantize_indexer_query"])
 _read_indexer_cache = public(_ops["read_indexer_cache"])
 _read_mla_cache = public(_ops["read_mla_cache"])
+_resolve_slots = public(_ops["resolve_slots"])
 _select_blocks = public(_ops["select_blocks"])
 _select_topk = public(_ops["select_topk"])
 _sparse_mla = public(_ops["sparse_mla"])
@@ -1925,6 +1926,119 @@ def read_mla_cache(
     )
 
 
+@overload
+def resolve_slots(
+    indices: jax.Array | np.ndarray,
+    held: jax.Array | np.ndarray,
+    slots: jax.Array | np.ndarray,
+    *,
+    num_entries: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def resolve_slots(
+    indices: jax.Array | np.ndarray,
+    held: jax.Array | np.ndarray,
+    slots: jax.Ref,
+    *,
+    num_entries: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def resolve_slots(
+    indices: jax.Array | np.ndarray,
+    held: jax.Ref,
+    slots: jax.Array | np.ndarray,
+    *,
+    num_entries: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def resolve_slots(
+    indices: jax.Array | np.ndarray,
+    held: jax.Ref,
+    slots: jax.Ref,
+    *,
+    num_entries: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+def resolve_slots(
+    indices: jax.Array | np.ndarray,
+    held: jax.Array | np.ndarray | jax.Ref,
+    slots: jax.Array | np.ndarray | jax.Ref,
+    *,
+    num_entries: int,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> (
+    tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+    | tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+    | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+):
+    """Find selected entries in a pool that holds a part of a cache, and give those that it lacks a place in it.
+
+    Of a cache that lies elsewhere, as in the host's memory, each request has PLACES entries in a pool of the device.
+    Its places stand in a list, the one named least recently first: place j holds entry held[b, j] in slot slots[b, j].
+    Of one call, for each request:
+
+        named     the entries of its columns that lie in [0, num_entries), each once, by their first columns
+        missing   the named ones that no place holds
+        free      the places whose entry is not named; the first of them get the missing entries, in order
+        selected  the slot of each column's entry, −1 of a column that names none
+        the list  the free places that are left, those just given, those that held a named entry; each part in its order
+
+    So what is given up was named least recently, and nothing that this call names is. A place that is given holds its
+    entry once the caller has copied it, before anything reads the slot: for each i < counts[b] entry missing[b, i] into
+    slot destinations[b, i]. An entry that this step makes is named, too, in a column of its own, and written to the
+    slot that it gets.
+
+    Args:
+        indices: [T, K] int32, selected entries of each token's request; −1 may stand anywhere. T is a multiple of B
+            and every request has T / B adjacent tokens, which share its places. An entry may stand for a block of a
+            cache, if a slot holds one.
+        held: [B, PLACES] int32, the entry in each place, −1 of an empty one. PLACES is at least T / B · K, so that
+            there is always room. Of several places that hold an entry the last counts. Updated.
+        slots: [B, PLACES] int32, the slot of each place, in the same order: any numbers. Updated. A request
+            begins with its slots in any order, and with held = −1.
+        num_entries: Entries that a request can name.
+
+    Returns:
+        selected: [T, K] int32, slots, as `sparse_mla` takes them.
+        missing: [B, T / B · K] int32, the entries to copy, −1 after them. `map_slots` maps them to slots of the cache.
+        destinations: [B, T / B · K] int32, the slots to copy them to, −1 after them.
+        counts: [B] int32, entries to copy.
+        held: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+        slots: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
+            updated in place and not returned.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; PLACES is less than T / B · K;
+            num_entries < 1.
+
+    The call's workspace has num_entries words for each request. One program serves a request: calls of many columns
+    take their time. Nothing is read by the host, so that the calls of a CUDA graph replay, each from the list that the
+    last one left.
+
+    Example:
+        >>> indices = jnp.asarray([[4, 2]], dtype=jnp.int32)
+        >>> held = jnp.asarray([[-1, 2, 3]], dtype=jnp.int32)
+        >>> slots = jnp.asarray([[10, 11, 12]], dtype=jnp.int32)
+        >>> selected, missing, to, counts, held, slots = xj.resolve_slots(indices, held, slots, num_entries=8)
+        >>> selected.tolist(), missing.tolist(), to.tolist(), counts.tolist()
+        ([[10, 11]], [[4, -1]], [[10, -1]], [1])
+        >>> held.tolist(), slots.tolist()
+        ([[3, 4, 2]], [[12, 10, 11]])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        triton: every call.
+    """
+    return _resolve_slots([indices, held, slots], (num_entries,), implementation)
+
+
 def select_blocks(
     logits: jax.Array | np.ndarray,
     ends: jax.Array | np.ndarray,
@@ -2644,6 +2758,7 @@ __all__ = [
     "quantize_indexer_query",
     "read_indexer_cache",
     "read_mla_cache",
+    "resolve_slots",
     "select_blocks",
     "select_topk",
     "sparse_mla",

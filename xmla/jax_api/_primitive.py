@@ -163,16 +163,16 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
             )
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None}
     if not op.rows_apart:
-        return _batch_in_turn(op, arrays, dims, params)
-    pools = _batching.batched_pools(op, dims)
-    if op.batch is not None and pools:
+        outputs = _batch_in_turn(op, arrays, dims, params)
+    elif _batching.batched_pools(op, dims) and op.batch is not None:
         return _batch_apart(op.batch, arrays, dims, size, params)
-    # Each element updates its own cache, even if all start from the same one.
-    for name in op.mutates:
-        if dims[name] is None:
-            arrays[name], dims[name] = jnp.broadcast_to(arrays[name], (size, *arrays[name].shape)), 0
-    folded = _batching.fold(op, arrays, dims, size)
-    outputs = [_batching.unfold(r, size) for r in bind(*folded.values(), op=op, names=names, **params)]
+    else:
+        # Each element updates its own cache, even if all start from the same one.
+        for name in op.mutates:
+            if dims[name] is None:
+                arrays[name], dims[name] = jnp.broadcast_to(arrays[name], (size, *arrays[name].shape)), 0
+        folded = _batching.fold(op, arrays, dims, size)
+        outputs = [_batching.unfold(r, size) for r in bind(*folded.values(), op=op, names=names, **params)]
     results, updated = outputs[: len(op.outputs)], dict(zip(op.mutates, outputs[len(op.outputs) :], strict=True))
     for name, ref in refs.items():
         if name in updated:
@@ -181,7 +181,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
     return outputs, [0] * len(outputs)
 
 
-def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]):
+def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]) -> list[Any]:
     """One call after another, of an op that sums over rows: folded, the sums would be those of the whole batch."""
     moved = {name: _batching.move(arrays[name], dim, 0) for name, dim in dims.items() if dim is not None}
 
@@ -189,8 +189,7 @@ def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], 
         operands = arrays | element
         return bind(*operands.values(), op=op, names=tuple(operands), **params)
 
-    outputs = jax.lax.map(one, moved)
-    return outputs, [0] * len(outputs)
+    return jax.lax.map(one, moved)
 
 
 def _batch_apart(

@@ -132,8 +132,9 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
 
     variants = [(op.name, kernel, fake)]
     if results:
-        out = [f"Tensor({chr(ord('a') + index)}!) out_{name}" for index, name in enumerate(results)]
-        space = f"Tensor({chr(ord('a') + len(results))}!)? workspace=None"
+        first = ord("a") + len(op.tensors)  # those before are of arguments that are updated
+        out = [f"Tensor({chr(first + index)}!) out_{name}" for index, name in enumerate(results)]
+        space = f"Tensor({chr(first + len(results))}!)? workspace=None"
         _library.define(f"{op.name}.out({', '.join([inputs, *out, space])}) -> ()")
         variants.append((f"{op.name}.out", kernel_out, fake_out))
     for name, implementation, abstract in variants:

@@ -368,7 +368,7 @@ def run(
     if prepared.mutated or out:
         _check_apart(op, prepared, pointers, out, workspace)
         # Autograd then refuses a backward that saved their old values.
-        _private.increment_version([tensors[place] for place in prepared.mutated] or out)
+        _private.increment_version([*(tensors[place] for place in prepared.mutated), *out])
     if prepared.launch is None:
         _interpret(op, prepared.plan, tensors, results, space)
     else:

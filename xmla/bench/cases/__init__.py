@@ -17,5 +17,6 @@ BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "indexer_topk": (selection.bounded,),
     "indexer_topk_paged": (selection.paged,),
     "compress_kv": (compression.compressors,),
+    "resolve_slots": (selection.resolved,),
     "dsa_attention": (steps.one_layer, steps.long_tables, steps.layers),
 }

@@ -126,3 +126,44 @@ def bounded() -> Iterator[Benchmark]:
     """Prefill selection within 64 MiB and 512 MiB, beside the ops that store all logits (32 GiB at 8192 × 1M)."""
     for tokens, keys, mib in ((2048, 65536, 64), (2048, 65536, 512), (8192, 1 << 20, 64), (8192, 1 << 20, 512)):
         yield bounded_case(tokens, keys, mib)
+
+
+PLACES, OWN, SETS = 2 * K, K // 4, 8  # of each selection some are its own, so that they are given up between two calls
+
+
+def resolved_case(requests: int, next_n: int, keys: int) -> Benchmark:
+    tokens, places = requests * next_n, next_n * PLACES
+    shape = {"device": problems.DEVICE, "dtype": torch.int32}
+    entries = torch.stack([torch.randperm(keys, **shape)[: next_n * (K - OWN + SETS * OWN)] for _ in range(requests)])
+    shared, *own = entries.split([next_n * (K - OWN), *[next_n * OWN] * SETS], dim=1)
+    held = torch.full((requests, places), -1, **shape)
+    slots = torch.randperm(requests * places, **shape).view(requests, places)
+    inputs = [(torch.cat([shared, part], 1).view(tokens, K), held, slots) for part in own]
+
+    def call(ops: Any, indices: Any, held: Any, slots: Any) -> Any:
+        results = ops.resolve_slots(indices, held, slots, num_entries=keys)
+        return results if len(results) > 4 else (*results, held, slots)  # PyTorch updates them in place
+
+    def check() -> float:
+        """Against the definition, from the list that all other selections leave."""
+        for others in inputs[1:]:
+            call(torch_api, *others)
+        copies = [array.clone() for array in inputs[0]]
+        want = torch_api.resolve_slots(*copies, num_entries=keys, implementation="reference")
+        return max(map(unlike, call(torch_api, *inputs[0]), (*want, *copies[1:])))
+
+    return Benchmark(
+        op="resolve_slots",
+        case=f"b={requests} next_n={next_n} k={K} places={places} of {keys}",
+        call=call,
+        inputs=inputs,
+        updates=(1, 2),
+        check=check,
+        bytes=4 * (4 * tokens * K + 4 * requests * places + requests),
+    )
+
+
+def resolved() -> Iterator[Benchmark]:
+    """Steps that find three quarters of what they select in the pool."""
+    for requests, next_n in ((1, 1), (64, 1), (256, 1), (64, 4)):
+        yield resolved_case(requests, next_n, WIDEST)
