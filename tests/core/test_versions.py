@@ -1,6 +1,7 @@
 """Bounds of the requirements, and what is said of a version outside of them."""
 
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def test_requirements_are_the_tested_versions() -> None:
     assert {package: required[package] for package in versions.TESTED} == versions.TESTED
     for package, bounds in versions.TESTED.items():
         assert {bound.operator for bound in bounds} == {">=", "<"}, package
+
+
+@pytest.mark.parametrize(("engine", "releases"), [("vllm", "0.{}"), ("sglang", "0.5.{}")])
+def test_engines_are_required_in_tested_releases(engine: str, releases: str) -> None:
+    """The plugin knows every release that its extra admits, and warns of no other."""
+    (required,) = map(Requirement, PROJECT["optional-dependencies"][engine])
+    admitted = [release for release in map(releases.format, range(100)) if required.specifier.contains(release)]
+    assert admitted == [*import_module(f"xmla.{engine}").TESTED]
 
 
 def test_this_environment_is_a_tested_one() -> None:

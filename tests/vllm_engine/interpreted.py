@@ -9,6 +9,7 @@ from typing import Any
 
 import interpreted_v4
 import interpreted_v41
+import sleeping
 import torch
 from packaging.version import Version
 
@@ -46,6 +47,9 @@ def make_platform() -> type:
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(8, 9)  # for which vLLM has no dense attention of prefills: all of it is sparse
 
+        def is_sleep_mode_available(self) -> bool:
+            return True
+
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
             """What vLLM takes from MLA on a CPU is given back: chunked prefill and prefix caching."""
@@ -74,6 +78,7 @@ def make_worker() -> type:
     from vllm.v1.worker import workspace
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu import block_table
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
     topk_topp_sampler.HAS_TRITON = False  # its kernel would run in the interpreter
     layers.dispatch_cpu_unquantized_gemm = linear
@@ -91,9 +96,16 @@ def make_worker() -> type:
     block_table.BlockTables.compute_slot_mappings = slots_of_rank(block_table.BlockTables.compute_slot_mappings)
 
     class Worker(CPUWorker):
+        sleep, wake_up = GpuWorker.sleep, GpuWorker.wake_up
+        _maybe_get_memory_pool_context = sleeping.pool
+
         def init_device(self) -> None:
             super().init_device()
-            workspace.init_workspace_manager(torch.device("cpu"))
+            within = {}
+            if self.model_config.enable_sleep_mode:
+                sleeping.install()
+                within["alloc_context"] = lambda: sleeping.pool(self, "workspace")
+            workspace.init_workspace_manager(torch.device("cpu"), **within)
             for architecture, replaced in V4.items():
                 if architecture in self.model_config.architectures:
                     for schema, function in replaced.kernels().items():

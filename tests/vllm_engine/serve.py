@@ -7,6 +7,8 @@ several processes share heads and keys, which --interleave counts, with --late o
 --invariant vLLM is asked for the same bits in any batch, and attention's scratch memory is that of 24 tokens; with
 --alone each request comes when those before are done, whose prefixes are not kept. With --blocks the cache has so many
 and each step a dummy batch before it, as of ranks of data parallelism that have no requests; --stages share layers.
+With --sleep the engine sleeps at that level, wakes up, and serves the same requests again; with --offload it serves
+them again over caches that lost all pages but those that vLLM's connector has copied.
 """
 
 import json
@@ -18,6 +20,8 @@ from typing import Any
 
 import interpreted_v41
 import own_v41
+import sleeping
+import torch
 import typer
 from recorded import call_of, unlisted
 
@@ -84,10 +88,18 @@ def preemptions() -> list[str]:
     return preempted
 
 
+def forget(engine: Any) -> None:
+    """Fill all caches with NaN."""
+    for layer in engine.vllm_config.compilation_config.static_forward_context.values():
+        if (cache := getattr(layer, "kv_cache", None)) is not None:
+            torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0x7F)
+
+
 def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
-    alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1,
+    alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
+    offload: bool = False,
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -123,6 +135,12 @@ def serve(
         arguments["num_gpu_blocks_override"] = blocks
     if stages > 1:
         arguments["pipeline_parallel_size"] = stages
+    if sleep:
+        arguments["enable_sleep_mode"] = True
+    if offload:
+        import offloading
+
+        arguments["kv_transfer_config"] = offloading.connector(1 << 26)
     if late:  # as vLLM does for a connector that moves caches
 
         def adjust(config: Any, _: Any) -> None:
@@ -150,30 +168,45 @@ def serve(
     joins = (
         {"long": 0, "short": 20, "late": 40, "prefix": 60} if alone else {"long": 0, "short": 0, "late": 2, "prefix": 5}
     )
-    tokens: dict[str, list[int]] = {}
-    logprobs: dict[str, list[float]] = {}
-    step = cached = 0
-    while engine.has_unfinished_requests() or step <= max(joins.values()):
-        for name, tokens_in in prompts(kind).items():
-            if joins[name] == step:
-                engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters)
-        step += 1
-        if blocks:
-            engine.collective_rpc("execute_dummy_batch")
-        for result in engine.step():
-            if result.finished:
-                (answer,) = result.outputs
-                tokens[result.request_id] = list(answer.token_ids)
-                pairs = zip(answer.token_ids, answer.logprobs, strict=True)
-                logprobs[result.request_id] = [found[token].logprob for token, found in pairs]
-                cached += result.num_cached_tokens or 0
+
+    def ask() -> dict[str, Any]:
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[float]] = {}
+        step = cached = 0
+        while engine.has_unfinished_requests() or step <= max(joins.values()):
+            for name, tokens_in in prompts(kind).items():
+                if joins[name] == step:
+                    engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters)
+            step += 1
+            if blocks:
+                engine.collective_rpc("execute_dummy_batch")
+            for result in engine.step():
+                if result.finished:
+                    (answer,) = result.outputs
+                    tokens[result.request_id] = list(answer.token_ids)
+                    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+                    logprobs[result.request_id] = [found[token].logprob for token, found in pairs]
+                    cached += result.num_cached_tokens or 0
+        return {"tokens": tokens, "logprobs": logprobs, "cached": cached}
+
+    answers = ask()
+    if offload:
+        engine.reset_prefix_cache()
+        forget(engine)
+        answers |= {"again": ask(), "moved": offloading.MOVED["bytes"]}
+    if sleep:
+        engine.sleep(sleep)
+        engine.wake_up(["weights"])
+        if sleep == 2:
+            engine.collective_rpc("reload_weights")
+        engine.wake_up(["kv_cache"])
+        answers |= {"again": ask(), "discarded": sleeping.MEMORY.discarded}
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
     # V4's layers are attention themselves; what holds a cache for one has no `forward_mqa`.
     attention = [getattr(layer, "impl", layer) for layer in layers]
     kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
-    answered |= {"tokens": tokens, "logprobs": logprobs, "calls": CALLS, "cached": cached, "attention": kinds}
-    answered["preempted"] = preempted
+    answered |= answers | {"calls": CALLS, "attention": kinds, "preempted": preempted}
     attention_calls = [call for call in MADE.values() if call.op == "sparse_mla"]
     answered["invariant"] = sorted({call.attrs.get("batch_invariant", False) for call in attention_calls})
     out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))

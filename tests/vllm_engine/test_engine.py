@@ -182,6 +182,35 @@ def test_the_same_bits_of_requests_that_are_preempted(serve: Callable[..., Any])
     assert crowded["logprobs"] == whole["logprobs"]
 
 
+@pytest.mark.skipif(OLD, reason="its workspace is not of the memory that sleep discards")
+@pytest.mark.parametrize(("name", "level"), [("v32", 1), ("v32", 2), ("v4", 2), ("v41", 2)])
+def test_the_same_bits_after_sleep(name: str, level: int, serve: Callable[..., Any], models: dict[str, Path]) -> None:
+    """All memory that vLLM discards has NaN and far indices: nothing of it is read before it is written again."""
+    slept = serve("--sleep", str(level), model=models[name])
+    weights = {"weights"} if level == 2 else set()
+    assert min(slept["discarded"].values()) > 0 and {*slept["discarded"]} == {"workspace", "kv_cache"} | weights
+    again = slept["again"]
+    assert again == {key: slept[key] for key in again} and again["cached"] > 0
+
+
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+@pytest.mark.parametrize(("name", "options"), [("v32", ("--invariant",)), ("v4", ()), ("v41", ())])
+def test_tokens_of_pages_that_a_connector_brings_back(
+    name: str, options: tuple[str, ...], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """vLLM's offloading connector copies each whole page; then caches and what they hold are forgotten.
+
+    Prompts find theirs again, also that of the first request, which had none. So its chunks are others, but with the
+    same bits in any batch.
+    """
+    served = serve("--offload", *options, model=models[name])
+    again = served["again"]
+    assert served["moved"] > 0 and again["cached"] > served["cached"] > 0
+    assert again["tokens"] == served["tokens"]
+    if options:
+        assert again["logprobs"] == served["logprobs"]
+
+
 @pytest.mark.parametrize("options", [(), ("--drafts", "1", *(() if OLD else ("--interleave", "16", "--late")))])
 def test_tokens_of_ranks_that_share_keys(
     options: tuple[str, ...], kernels: dict[str, Any], serve: Callable[..., Any]
