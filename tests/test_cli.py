@@ -165,6 +165,14 @@ def test_plan_prints_launches_and_workspace() -> None:
     assert f"{attention.plan(find_device('GB10')).workspace_bytes:,} B" in result.output
 
 
+def test_plan_tells_of_steps_that_it_leaves_out() -> None:
+    """Every key of a context no longer than top-k is selected."""
+    words = ["plan", "--device", "H200", "--max-len"]
+    text, longer = (CliRunner().invoke(app, [*words, length], env=WIDE).output for length in ("2048", "4096"))
+    assert "indexer_logits_paged is left out: nothing reads its results" in text and "whole_slots_kernel" in text
+    assert "indexer_logits_paged_sm90_kernel" not in text and "left out" not in longer
+
+
 def test_plan_of_v4() -> None:
     words = ["plan", "--model", "deepseek_v4", "--batch", "8", "--max-len", "32768", "--device", "H200"]
     result = CliRunner().invoke(app, words, env=WIDE)
@@ -293,7 +301,7 @@ def test_softmax_scales_are_the_models() -> None:
 
 def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    sizes = ["--batch", "1", "--max-len", "64", "--heads", "8", "--k", "64"]
+    sizes = ["--batch", "1", "--max-len", "128", "--heads", "8", "--k", "64"]
     command = [sys.executable, "-m", "xmla", "warmup", *sizes, "--device", "H200"]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "150"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -86,6 +86,25 @@ def test_however_a_call_is_divided_the_selection_is_the_same(device: str) -> Non
             kit.assert_bits_equal(f"contiguous, seed {seed}", step.contiguous(request), wanted)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_selection_of_all_keys_has_the_bits_of_one_by_logits(device: str, batch_invariant: bool) -> None:
+    """Beside the same call with one more page a request, which nobody has: it could have more than k keys."""
+    arrays = Step.draw(3, device).arrays
+    arrays["lengths"][:2] = torch.tensor([0, CONTEXT])
+    arrays["block_table"][1, 1] = -1  # a page that is not there
+    more = arrays | {"block_table": torch.nn.functional.pad(arrays["block_table"], (0, 1))}
+    attrs = {"k": CONTEXT, "softmax_scale": SCALE, "batch_invariant": batch_invariant}
+    plan, by_logits = (torch_api.dsa_attention.plan(**each, **attrs) for each in (arrays, more))
+    assert plan.left_out == ("quantize_indexer_query", "indexer_logits_paged") and not by_logits.left_out
+    assert len(plan.launches) < len(by_logits.launches) and "indexer_logits_paged is left out" in str(plan)
+    wanted = torch_api.dsa_attention(**more, **attrs)
+    got = torch_api.dsa_attention(**arrays, **attrs)
+    in_jax = jax_api.dsa_attention(**{name: jnp.asarray(kit.as_numpy(each)) for name, each in arrays.items()}, **attrs)
+    for name, want, torchs, jaxs in zip(("out", "lse", "indices"), wanted, got, in_jax, strict=True):
+        kit.assert_bits_equal(name, torchs, want)
+        kit.assert_bits_equal(name, jaxs, want)
+
+
 def test_keys_of_equal_scores_are_taken_by_position(device: str) -> None:
     step = Step.draw(0, device)
     step.arrays["index_q"].zero_()

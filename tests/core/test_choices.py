@@ -108,8 +108,9 @@ def test_parts_of_indexer_topk_are_rounded_to_the_programs_of_a_new_architecture
         part(topk)
 
 
-def test_selection_and_mapping_are_one_launch_only_where_they_name_different_things() -> None:
-    plan = kit.plan_of(registry()["select_topk"], registry()["select_topk"].cases[0], H200)
+@pytest.mark.parametrize(("case", "name"), [(0, "topk_whole_kernel"), (1, "topk_select_kernel")])
+def test_selection_and_mapping_are_one_launch_only_where_they_name_different_things(case: int, name: str) -> None:
+    plan = kit.plan_of(registry()["select_topk"], registry()["select_topk"].cases[case], H200)
     select = plan.launches[-1]
     rows, k = select.grid[0], select.sizes["k"]
     mapping_op = registry()["map_slots"]
@@ -117,9 +118,9 @@ def test_selection_and_mapping_are_one_launch_only_where_they_name_different_thi
     attrs = mapping_op.attributes(page_size=64)
     (mapping,) = plan_call(mapping_op, specs, attrs, H200)[0].launches
     both = select_slots(select, mapping)
-    assert both.constexprs["C"] == select.constexprs["C"] and both.sizes["k"] == k
+    assert select.name == name and both.constexprs["C"] == select.constexprs["C"] and both.sizes["k"] == k
     with pytest.raises(RuntimeError, match="maps whole rows of k indices"):
         select_slots(select, mapping.with_sizes(index_stride=k + 1))
     clash = {"outputs": (), "arrays": {}, "sizes": {"k": 1}, "constexprs": {"C": 1}}
-    with pytest.raises(RuntimeError, match=r"\['k', 'C'\] are of topk_select_kernel already"):
+    with pytest.raises(RuntimeError, match=rf"\['k', 'C'\] are of {name} already"):
         going_on(select, select_slots_kernel, **clash)

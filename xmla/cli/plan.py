@@ -68,7 +68,8 @@ def present_or_known(name: str | None, console: Console) -> Device:
 def show_plan(config: Model, device_name: str | None) -> None:
     """Print each step's launches, workspace and roofline with requests of the full length, and what the caches take.
 
-    Below a step: which implementation each op takes, and why none that is better.
+    Below a step: which implementation each op takes, and why none that is better; what is left out, since nothing reads
+    it.
     """
     console = Console()
     device = present_or_known(device_name, console)
@@ -86,8 +87,8 @@ def show_plan(config: Model, device_name: str | None) -> None:
             for launch in plan.active:
                 table.add_row(f"  {launch.name}", str(launch.grid[0]), str(launch.num_warps))
         console.print(table)
-        for choice in dict.fromkeys(choice for call in calls for choice in call.plan(device).choices):
-            console.print(f"{choice}", soft_wrap=True)
+        for remark in dict.fromkeys(remark for call in calls for remark in call.plan(device).remarks):
+            console.print(remark, soft_wrap=True)
     for name, spec in config.caches().items():
         entry, page = spec.shape[2] * spec.itemsize, spec.stride(0) * spec.itemsize
         console.print(f"{name}: {entry} bytes per entry and layer, {page:,} per page of {spec.shape[1]}")

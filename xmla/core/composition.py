@@ -43,7 +43,8 @@ class Composition:
         asked = self.problem.implementation if self.problem.implementation in op.choices else None
         names = {argument: self.problem.called(name) for argument, name in {**arrays, **self.computed_from}.items()}
         problem = op.bind(specs, op.Values(**attrs), asked, CalledAs(self.problem.called_op, names))
-        self.add(Part(op.name, op.plan(problem, self.device), {**arrays, **same_names(*op.outputs)}))
+        plan = op.plan(problem, self.device)
+        self.add(Part(op.name, plan, {**arrays, **same_names(*op.outputs)}, bool(op.mutates)))
 
     def add(self, part: Part) -> None:
         """Run `part` next."""

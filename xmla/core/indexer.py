@@ -177,11 +177,16 @@ def logit_bytes(problem: Problem) -> int:
     return problem.results["logits"].itemsize if "logits" in problem.results else 4
 
 
+def capacity_of(problem: Problem) -> int:
+    """The most keys of a request, paged, or of all requests."""
+    return problem["M"] * problem["R"] if problem.has("block_table") else problem["N"]
+
+
 def logits_work(problem: Problem, keys: int | None) -> list[Work]:
     """Keys read once per request, products, logits written; then the other arguments."""
     tokens, dim = problem["T"], problem["D"]
     paged = problem.has("block_table")
-    count = keys or (problem["M"] * problem["R"] if paged else problem["N"])
+    count = keys or capacity_of(problem)
     read = count * (problem["B"] if paged else 1) * (dim + 4)
     flops = 2.0 * tokens * count * problem["I"] * dim
     return [Work(read + logit_bytes(problem) * tokens * count, fp8_flops=flops), Work(problem.bytes_besides_pools)]
@@ -190,6 +195,14 @@ def logits_work(problem: Problem, keys: int | None) -> list[Work]:
 def selection_work(problem: Problem, keys: int | None) -> list[Work]:
     """The work of the logits, reading the logits again, and writing the indices."""
     tokens = problem["T"]
-    count = keys or (problem["M"] * problem["R"] if problem.has("block_table") else problem["N"])
+    count = keys or capacity_of(problem)
     logits, rest = logits_work(problem, keys)
     return [logits, Work(4 * tokens * count), Work(rest.bytes + 4 * tokens * problem.attrs.k)]
+
+
+def topk_work(problem: Problem, keys: int | None) -> list[Work]:
+    """The same of single keys, which need no logits where all of them are selected."""
+    if capacity_of(problem) > problem.attrs.k:
+        return selection_work(problem, keys)
+    lengths, indices = problem.specs["lengths" if problem.has("lengths") else "ends"], problem.results["indices"]
+    return [Work(0), Work(0), Work(lengths.nbytes + indices.nbytes)]

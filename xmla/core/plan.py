@@ -227,12 +227,14 @@ class Plan:
 
     Attributes:
         choices: Of each op in it that has several implementations: the one whose launches these are, and why.
+        left_out: Steps that are not run, since nothing reads their results.
     """
 
     launches: tuple[Launch, ...]
     buffers: Mapping[str, Spec] = field(hash=False)
     results: tuple[str, ...]
     choices: tuple[Choice, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         writers = self._writers
@@ -276,8 +278,13 @@ class Plan:
         kept = [spec.nbytes for name, spec in self.buffers.items() if name not in self.results]
         return sum(cdiv(nbytes, ALIGNMENT) * ALIGNMENT for nbytes in kept)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What it says of itself, in lines: its choices and the steps that are left out."""
+        return (*map(str, self.choices), *(f"{step} is left out: nothing reads its results" for step in self.left_out))
+
     def __str__(self) -> str:
-        lines = [f"{self.workspace_bytes} bytes of workspace", *(f"  {choice}" for choice in self.choices)]
+        lines = [f"{self.workspace_bytes} bytes of workspace", *(f"  {line}" for line in self.remarks)]
         lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
         for launch in self.launches:
             lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.num_warps} warps, {launch.num_stages} stages")
@@ -289,11 +296,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One step of a larger plan; `names` gives the whole's names of the arrays that the step shares with others."""
+    """One step of a larger plan.
+
+    Attributes:
+        names: The whole's names of the arrays that the step shares with others.
+        updates: Whether it updates arguments in place.
+    """
 
     label: str
     plan: Plan
     names: Mapping[str, str]
+    updates: bool = False
 
     def renamed(self) -> dict[str, str]:
         """Each buffer's name in the whole; the step's label distinguishes its private buffers."""
@@ -301,14 +314,23 @@ class Part:
 
 
 def join(parts: Sequence[Part], results: tuple[str, ...]) -> Plan:
-    """One plan that runs `parts` in order."""
+    """One plan that runs `parts` in order, but for those whose results nothing reads.
+
+    A selection of all keys reads no logits, for example.
+    """
     launches: list[Launch] = []
     buffers: dict[str, Spec] = {}
-    for part in parts:
+    needed, run = {*results}, []
+    for part in reversed(parts):
         names = {**part.names, **part.renamed()}
-        launches += [launch.renamed(names) for launch in part.plan.launches]
-        buffers |= {names[name]: spec for name, spec in part.plan.buffers.items()}
-    return Plan(tuple(launches), buffers, results, all_choices(part.plan for part in parts))
+        own = {names[name]: spec for name, spec in part.plan.buffers.items()}
+        if part.updates or not needed.isdisjoint(own):
+            renamed = [launch.renamed(names) for launch in part.plan.launches]
+            needed.update(name for launch in renamed for name in launch.reads)
+            launches, buffers, run = renamed + launches, own | buffers, [part, *run]
+    left_out = [part.label for part in parts if part not in run]
+    left_out += [label for part in run for label in part.plan.left_out]
+    return Plan(tuple(launches), buffers, results, all_choices(part.plan for part in run), tuple(left_out))
 
 
 def all_choices(plans: Iterable[Plan]) -> tuple[Choice, ...]:

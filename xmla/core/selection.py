@@ -5,7 +5,7 @@ Device code that their kernels share is in `xmla.core.lang.blocks`.
 
 from typing import Any
 
-from xmla.core.indexer import logit_bytes
+from xmla.core.indexer import capacity_of, logit_bytes
 from xmla.core.problem import Problem
 from xmla.core.work import Work
 
@@ -29,11 +29,6 @@ def check_newest(problem: Problem) -> None:
 def entries_of(problem: Problem) -> int:
     """Columns of a row over selected blocks: all entries of all of them."""
     return problem["BLOCKS"] * problem.attrs.granularity
-
-
-def capacity_of(problem: Problem) -> int:
-    """The most keys of a request, paged, or of all requests."""
-    return problem["M"] * problem["R"] if problem.has("block_table") else problem["N"]
 
 
 def block_logits_work(problem: Problem, keys: int | None) -> list[Work]:

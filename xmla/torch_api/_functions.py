@@ -1066,7 +1066,8 @@ def dsa_attention(
         out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
 
     One call with the same bits as these four. The caller writes the token's own keys first, with `write_mla_cache` and
-    `write_indexer_cache`.
+    `write_indexer_cache`. Where no request can have more than k keys, M · R ≤ k, every key is selected: the plan has
+    neither the query's quantisation nor logits, and says that it leaves them out.
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
@@ -2176,7 +2177,7 @@ def indexer_topk(
     The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
     workspace: at least 64 tokens or 2²¹ logits. If those do not fit, or there would be more than 1024 parts, no logits
     are stored. Each program then keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or
-    N.
+    N. If N ≤ k, every key is selected and there are no logits.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
@@ -2242,7 +2243,7 @@ def indexer_topk_paged(
         indices = select_topk(indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids), lengths, k=k)
 
     The result is exactly this, total order included. The logits are stored only if [T, M · R] of them fit the
-    workspace.
+    workspace; if M · R ≤ k, every key is selected and there are none.
 
     Args:
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
@@ -2887,8 +2888,8 @@ def select_topk(
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
 
-    Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
-    top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+    Rows with a range of at most k columns are not read at all, nor is any row if N ≤ k. Indices are relative to the
+    start, as in vLLM's top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
 
     Example:
         >>> logits, ends = torch.asarray([[0.5, 3.0, 1.0, 2.0]]), torch.asarray([4], dtype=torch.int32)
@@ -2904,6 +2905,7 @@ def select_topk(
             float64 on the host.
 
     Implementations, best first:
+        triton: rows of at most k columns.
         triton: every call.
     """
     return _select_topk([logits, ends, starts], (k,), out, workspace, implementation)

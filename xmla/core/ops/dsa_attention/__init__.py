@@ -3,7 +3,7 @@ from typing import Any
 
 from xmla.core.caches import indexer_format, mla_format
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import selection_work
+from xmla.core.indexer import topk_work
 from xmla.core.op import Op
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
 from xmla.core.ops.dsa_attention.cases import CASES
@@ -29,7 +29,8 @@ def dsa_attention(
         out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
 
     One call with the same bits as these four. The caller writes the token's own keys first, with `write_mla_cache` and
-    `write_indexer_cache`.
+    `write_indexer_cache`. Where no request can have more than k keys, M · R ≤ k, every key is selected: the plan has
+    neither the query's quantisation nor logits, and says that it leaves them out.
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
@@ -81,7 +82,7 @@ def check(problem: Problem) -> None:
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
-    logits, selection, _ = selection_work(problem, keys)
+    logits, selection, _ = topk_work(problem, keys)
     attention = attention_work(problem, "mla_cache", problem.attrs.k)
     return [logits, selection, attention, all_but_pools_once(problem)]
 

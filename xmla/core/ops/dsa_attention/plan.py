@@ -4,8 +4,9 @@ from itertools import pairwise
 from xmla.core.composition import Composition, same_names
 from xmla.core.device import Device
 from xmla.core.ops import indexer_topk_paged, map_slots, quantize_indexer_query, sparse_mla
-from xmla.core.ops.dsa_attention.kernels import select_slots_kernel
+from xmla.core.ops.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
+from xmla.core.ops.select_topk.kernels import topk_whole_kernel
 from xmla.core.ops.select_topk.plan import going_on, may_go_on
 from xmla.core.plan import Launch, Plan
 from xmla.core.problem import Problem
@@ -45,7 +46,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def selecting_slots(plan: Plan) -> Plan:
-    """The plan in which the programs that select a row of few also map it to slots: a launch less."""
+    """The plan in which the programs that select a row whole, or of few, also map it to slots: a launch less."""
     launches = list(plan.launches)
     for place, (first, second) in enumerate(pairwise(plan.launches)):
         if may_go_on(first) and second.kernel is map_slots_kernel:
@@ -55,16 +56,17 @@ def selecting_slots(plan: Plan) -> Plan:
 
 def select_slots(select: Launch, mapping: Launch) -> Launch:
     """One launch of what two do: of slots of all of a row's indices."""
+    kernel = whole_slots_kernel if select.kernel is topk_whole_kernel else select_slots_kernel
     keys = {mapping.sizes["num_keys"], mapping.sizes["index_stride"], select.sizes["k"]}
     if mapping.constants["HAS_LENGTHS"] or len(keys) > 1:
-        raise RuntimeError(f"{select_slots_kernel.__name__} maps whole rows of k indices, the plan {mapping}")
+        raise RuntimeError(f"{kernel.__name__} maps whole rows of k indices, the plan {mapping}")
     # Without request ids the mapping's stand-in is the array that this launch writes.
     requests = (
         mapping.pointers["request_ids_ptr"] if mapping.constants["HAS_REQUEST_IDS"] else select.pointers["ends_ptr"]
     )
     return going_on(
         select,
-        select_slots_kernel,
+        kernel,
         outputs=("slots", "counts"),
         arrays={
             "block_table": mapping.pointers["block_table_ptr"],

@@ -1,7 +1,7 @@
 from typing import Any
 
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_keys, check_selection, selection_work
+from xmla.core.indexer import check_keys, check_selection, topk_work
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits, select_topk
 from xmla.core.ops.indexer_topk.cases import CASES
@@ -19,7 +19,7 @@ def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspa
     The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
     workspace: at least 64 tokens or 2²¹ logits. If those do not fit, or there would be more than 1024 parts, no logits
     are stored. Each program then keeps the candidates of its tokens, at most 2 · k, and memory does not grow with T or
-    N.
+    N. If N ≤ k, every key is selected and there are no logits.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
@@ -54,7 +54,7 @@ OP = Op(
     tensors=indexer_logits.OP.tensors,
     outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
-    work=selection_work,
+    work=topk_work,
     steps=(indexer_logits.OP, select_topk.OP),
     implementations=(Implementation("steps", plan, asked="steps"),),
     reference=reference,

@@ -65,4 +65,5 @@ CASES = (
         "parts", 70, 4, 300, 20, workspace_bytes=650_000
     ),  # of 64 and 6 tokens: none has fewer than 64 but the last
     make_case("bounded-mxfp4", 4, 4, 2600, 20, layout="mxfp4", workspace_bytes=74_000),
+    make_case("all-selected", 5, 4, 60, 64, workspace_bytes=0),
 )

@@ -1,7 +1,7 @@
 from typing import Any
 
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_query, check_selection, selection_work
+from xmla.core.indexer import check_query, check_selection, topk_work
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits_paged, select_topk
 from xmla.core.ops.indexer_topk_paged.cases import CASES
@@ -20,7 +20,7 @@ def indexer_topk_paged(
         indices = select_topk(indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids), lengths, k=k)
 
     The result is exactly this, total order included. The logits are stored only if [T, M · R] of them fit the
-    workspace.
+    workspace; if M · R ≤ k, every key is selected and there are none.
 
     Args:
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
@@ -58,7 +58,7 @@ OP = Op(
     outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=paged_limits,
-    work=selection_work,
+    work=topk_work,
     steps=(indexer_logits_paged.OP, select_topk.OP),
     implementations=(Implementation("steps", plan, asked="steps"),),
     reference=reference,

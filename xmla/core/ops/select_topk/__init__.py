@@ -1,9 +1,8 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
 from xmla.core.op import Op
 from xmla.core.ops.select_topk.cases import CASES
-from xmla.core.ops.select_topk.plan import plan
+from xmla.core.ops.select_topk.plan import IMPLEMENTATIONS
 from xmla.core.ops.select_topk.reference import reference
 from xmla.core.problem import INDEX, Limit, Problem, Result, Tensor
 from xmla.core.tolerance import Selection
@@ -28,8 +27,8 @@ def select_topk(logits, ends, starts=None, *, k: int) -> Any:
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1.
 
-    Rows with a range of at most k columns are not read at all. Indices are relative to the start, as in vLLM's
-    top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
+    Rows with a range of at most k columns are not read at all, nor is any row if N ≤ k. Indices are relative to the
+    start, as in vLLM's top_k_per_row. xmla guarantees the order among the k; its peers leave it open.
 
     Example:
         >>> logits, ends = xp.asarray([[0.5, 3.0, 1.0, 2.0]]), xp.asarray([4], dtype=xp.int32)
@@ -52,7 +51,7 @@ OP = Op(
     outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
     limits=lambda p, arrays: [Limit(name, 0, p["N"]) for name in ("starts", "ends") if p.has(name)],
-    implementations=(Implementation("triton", plan),),
+    implementations=IMPLEMENTATIONS,
     reference=reference,
     cases=CASES,
 )

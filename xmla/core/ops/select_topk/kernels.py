@@ -19,6 +19,8 @@ places are then found for pieces instead of candidates.
       counts: k ≤ total, and all fit ── yes → candidates in registers → thirds → winners by column → indices
                                      └─ no  → 32 passes over the row, a bit of the threshold each → indices
 
+Where no row can be longer than k, `topk_whole_kernel` writes all columns of each, and reads no logits.
+
 Candidates are packed in pairs.py, tiles are loaded and appended in tile.py, thresholds searched in search.py, winners
 written in choose.py.
 """
@@ -144,6 +146,14 @@ def topk_candidates_kernel(
 
 
 @triton.jit
+def write_whole(out, length, width, TILE: tl.constexpr):
+    """Write the selection of a row of at most k columns, of which none is read: all of them."""
+    for base in tl.range(0, width, TILE):
+        column = base + tl.arange(0, TILE)
+        tl.store(out + column, tl.where(column < length, column, -1), mask=column < width)
+
+
+@triton.jit
 def select_row(
     logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns, row_stride, k,
     indices_ptr, C: tl.constexpr,
@@ -160,9 +170,7 @@ def select_row(
     width = multiple(k, C.UNIT)
     out = indices_ptr + offset_of(first_row + row, width)
     if length <= k:
-        for base in tl.range(0, width, TILE):
-            column = base + tl.arange(0, TILE)
-            tl.store(out + column, tl.where(column < length, column, -1), mask=column < width)
+        write_whole(out, length, width, TILE)
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride) + start
         if SEGMENTS == 0:
@@ -208,3 +216,27 @@ def topk_select_kernel(
         logits_ptr, starts_ptr, ends_ptr, candidates_ptr, counts_ptr, thresholds_ptr, first_row, num_columns,
         row_stride, k, indices_ptr, C,
     )  # fmt: skip
+
+
+@triton.jit
+def select_whole_row(starts_ptr, ends_ptr, first_row, num_columns, k, indices_ptr, C: tl.constexpr):
+    """Write the selection of this program's row; parameters as in `topk_whole_kernel`."""
+    row = first_row + tl.program_id(0).to(tl.int64)
+    _, length = row_range(starts_ptr, ends_ptr, row, num_columns, C.HAS_STARTS)
+    width = multiple(k, C.UNIT)
+    write_whole(indices_ptr + offset_of(row, width), length, width, C.TILE)
+
+
+@triton.jit
+def topk_whole_kernel(
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    first_row,
+    num_columns,  # at most k
+    k,
+    indices_ptr,  # [T, K] i32
+    C: tl.constexpr,  # WholeRows
+):
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
+    select_whole_row(starts_ptr, ends_ptr, first_row, num_columns, k, indices_ptr, C)

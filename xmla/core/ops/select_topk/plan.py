@@ -4,7 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xmla.core.device import Device
-from xmla.core.ops.select_topk.kernels import SLACK_PART, topk_candidates_kernel, topk_select_kernel
+from xmla.core.implementation import Condition, Implementation
+from xmla.core.ops.select_topk.kernels import (
+    SLACK_PART,
+    topk_candidates_kernel,
+    topk_select_kernel,
+    topk_whole_kernel,
+)
 from xmla.core.ops.select_topk.tile import COLUMNS_A_WARP
 from xmla.core.plan import Constants, Kernel, Launch, Plan, most_registers, next_power_of_2
 from xmla.core.problem import Problem
@@ -73,6 +79,16 @@ class Selection(Segments):
 
     K: int  # k, compiled in; 0: it is not
     TILE: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRows(Constants):
+    """Constants of the kernel of rows that are selected as a whole."""
+
+    HAS_STARTS: bool
+    UNIT: int  # of what it stores, `Spec.vector`
+    TILE: int
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 def configure(rows: int, columns: int, k: int, device: Device) -> Config:
@@ -217,8 +233,41 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((candidates, select), {**workspace, **results}, ("indices",))
 
 
+def plan_whole(problem: Problem, device: Device) -> Plan:
+    """The plan of rows of at most k columns: none of them is read."""
+    k, results = problem.attrs.k, problem.results
+    whole = Launch(
+        topk_whole_kernel,
+        grid=(problem["T"],),
+        outputs=("indices",),
+        arrays=problem.stand_ins(starts="ends"),
+        sizes={"first_row": 0, "num_columns": problem["N"], "k": k},
+        constexprs={
+            "C": WholeRows(
+                HAS_STARTS=problem.has("starts"),
+                UNIT=results["indices"].vector(k),
+                TILE=2048,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
+        },
+    )
+    return Plan((whole,), results, ("indices",))
+
+
+def _longer(problem: Problem, _: Device) -> str | None:
+    return None if problem["N"] <= problem.attrs.k else f"with {problem['N']} columns and k of {problem.attrs.k}"
+
+
+IMPLEMENTATIONS = (
+    Implementation("whole_rows", plan_whole, (Condition("rows of at most k columns", _longer),)),
+    Implementation("triton", plan),
+)
+
+
 def may_go_on(select: Launch) -> bool:
-    """Whether a launch selects rows of few, whose programs have time to go on with the row that they selected."""
+    """Whether a launch selects rows whole or of few, whose programs have time to go on with the row they selected."""
+    if select.kernel is topk_whole_kernel:
+        return True
     return select.kernel is topk_select_kernel and bool(select.constants["PIECE"])
 
 
@@ -228,10 +277,10 @@ def going_on(
 ) -> Launch:  # fmt: skip
     """A launch of `kernel`, whose programs select as those of `select` and go on with what is given here besides.
 
-    The kernel has the parameters of `topk_select_kernel`, in which `candidate_counts` stands for `counts`.
+    The kernel has the parameters of the one that selects, in which `candidate_counts` stands for `counts`.
     """
-    own = {pointer.removesuffix("_ptr"): array for pointer, array in select.pointers.items()}
-    own["candidate_counts"] = own.pop("counts")
+    names = {"counts_ptr": "candidate_counts"}
+    own = {names.get(pointer, pointer.removesuffix("_ptr")): array for pointer, array in select.pointers.items()}
     again = [*own.keys() & arrays, *select.sizes.keys() & sizes, *select.constexprs.keys() & constexprs]
     if again:
         raise RuntimeError(f"{kernel.__name__}: {again} are of {select.name} already")
