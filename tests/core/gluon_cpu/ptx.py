@@ -107,8 +107,10 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "selp.f32": ((U32, U32, BOOL), _chosen),
     "selp.b64": ((U64, U64, BOOL), _chosen),
     "shfl.sync.bfly.b32": ((U32, U32, U32, U32), _of_other_lanes),
+    "createpolicy.fractional.L2::evict_last.b64": ((), lambda: np.zeros(1, U64)),
 }
-STATEMENT = re.compile(r"(?:@(!?)(\w+)\s+)?([\w.]+)\s*(.*)", re.DOTALL)
+STATEMENT = re.compile(r"(?:@(!?)(\w+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
+CACHE_HINT = ".L2::cache_hint"  # what it asks for concerns time alone
 SOURCE = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
@@ -159,6 +161,7 @@ def run(
         if not statement or statement.startswith(".reg") or statement.endswith(":"):
             continue
         negated, guard, opcode, rest = STATEMENT.fullmatch(statement).groups()
+        opcode = opcode.replace(CACHE_HINT, "")
         affected = active
         if guard:
             affected = active & (threads.read(guard, BOOL) ^ bool(negated))

@@ -1,6 +1,7 @@
 """What the plans of the derivative share: its launches before and after the products, which are a plan's own."""
 
 from collections.abc import Hashable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from xmla.core.clearing import clear
@@ -61,15 +62,19 @@ def entries_of(problem: Problem, source: str) -> int:
     return pages * entries
 
 
-def around(problem: Problem, products: Iterable[Launch], additions: int, paired: bool, touched: int = 0) -> Plan:
+def around(
+    problem: Problem, products: Iterable[Launch], additions: int, paired: bool, touched: int = 0,
+    workspace: Mapping[str, Spec] = MappingProxyType({}),
+) -> Plan:  # fmt: skip
     """The whole plan: entries' sums are started and bounded, `products` add to them, and they are rounded.
 
     `additions`: how often products add to an entry for each slot that names it. `paired`: as in `kernels.load_sums`.
-    `touched`: so many of the first entries' sums get a 0 added, whether a slot names them or not.
+    `touched`: so many of the first entries' sums get a 0 added, whether a slot names them or not. `workspace`: buffers
+    of the products alone.
     """
     sources = sources_of(problem)
     of_heads = Spec((problem["T"], problem["H"]), "float32")
-    workspace = {**_prepared(problem), "slope": of_heads, "bound": of_heads}
+    workspace = {**workspace, **_prepared(problem), "slope": of_heads, "bound": of_heads}
     for source in sources:
         pages, entries, row = problem.specs[f"{source}cache"].shape
         workspace[f"{source}reach"] = Spec((problem["T"],), "float32")
@@ -88,10 +93,13 @@ def around(problem: Problem, products: Iterable[Launch], additions: int, paired:
     return Plan(launches, {**workspace, **problem.results}, tuple(problem.results))
 
 
-def in_any_order(problem: Problem, products: Iterable[Launch], fours: bool = False) -> Plan:
+def in_any_order(
+    problem: Problem, products: Iterable[Launch], fours: bool = False,
+    workspace: Mapping[str, Spec] = MappingProxyType({}),
+) -> Plan:  # fmt: skip
     """The whole plan without an order of sums: `products` add float32 to entries' sums.
 
-    `fours`: as in `kernels.store_sums_kernel`.
+    `fours`: as in `kernels.store_sums_kernel`. `workspace`: buffers of the products alone.
     """
     sources = sources_of(problem)
     unused = {"slope": Spec((1,), "float32"), "bound": Spec((1,), "float32")}
@@ -104,7 +112,8 @@ def in_any_order(problem: Problem, products: Iterable[Launch], fours: bool = Fal
         *[_store(problem, source, fours) for source in sources],
         *_sum_sinks(problem),
     )
-    return Plan(launches, {**_prepared(problem), **unused, **sums, **problem.results}, tuple(problem.results))
+    workspace = {**workspace, **_prepared(problem), **unused, **sums}
+    return Plan(launches, {**workspace, **problem.results}, tuple(problem.results))
 
 
 def _prepared(problem: Problem) -> dict[str, Spec]:

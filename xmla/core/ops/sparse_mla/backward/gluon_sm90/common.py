@@ -28,7 +28,7 @@ class Task(NamedTuple):
     cache: Any  # [P, R, ROW]
     slots: Any  # [K] i32
     num_slots: Any
-    end: Any  # of the slots
+    end: Any  # of the slots, all valid
     q_row: Any  # [HEADS, L+E]
     dout_row: Any  # [HEADS, VALUE_DIMS]
     total: Any  # [HEADS] f32
@@ -44,8 +44,8 @@ class Task(NamedTuple):
 
 @gluon.jit
 def start(
-    q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots, num_keys,
-    slot_stride, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS: gl.constexpr, C: gl.constexpr,
+    q_ptr, cache_ptr, slots_ptr, dout_ptr, ends_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots, num_keys,
+    first_token, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The task of this CTA; in any order there are no bounds and references."""
     LAYOUT: gl.constexpr = C.LAYOUT
@@ -53,15 +53,13 @@ def start(
     gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two warpgroups have halves of 512 value dims")
     gl.static_assert(LAYOUT.tail == 0 or LAYOUT.tail == PIECE_DIMS, "roped dims are a piece")
     gl.static_assert(LAYOUT.row == LAYOUT.dims and LAYOUT.rope_offset == LAYOUT.latent, "a row is its dims in order")
-    token = (gl.program_id(0) // C.HEAD_BLOCKS).to(gl.int64)
+    token = (first_token + gl.program_id(0) // C.HEAD_BLOCKS).to(gl.int64)
     place = offset_of(token, C.HEADS)
-    end = num_keys
-    if C.SOURCE.HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
-    tiles = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)
+    end = gl.load(ends_ptr + token)
+    tiles = gl.cdiv(end, TILE_KEYS)
     task = Task(
         cache_ptr,
-        slots_ptr + offset_of(token, slot_stride),
+        slots_ptr + offset_of(token, num_keys),
         num_slots,
         end,
         q_ptr + offset_of(token, C.Q_STRIDE_T),

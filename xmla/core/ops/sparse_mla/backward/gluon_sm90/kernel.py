@@ -347,9 +347,9 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
 def sparse_mla_backward_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
-    slots_ptr,  # [T, K] i32
+    slots_ptr,  # [T, K] i32, as `order_slots_kernel` says
     dout_ptr,  # [T, H, LANES]
-    lengths_ptr,  # [T] i32 if SOURCE.HAS_LENGTHS
+    ends_ptr,  # [T] i32
     lse_ptr,  # [T, H] f32 if OWN_LSE
     dlse_ptr,  # [T, H] f32 if OWN_LSE
     bounds_ptr,  # [P, R] i32
@@ -357,15 +357,15 @@ def sparse_mla_backward_sm90_kernel(
     delta_ptr,  # [T, H] f32
     num_slots,
     num_keys,  # K
-    slot_stride,
+    first_token,
     references_ptr,  # [P, R] i32
     sums_ptr,  # [P, R, WORDS·ROW] i32
     dq_ptr,  # [T, H, L+E]
     C: gl.constexpr,  # HopperProducts
 ):
     task, tiles = start(
-        q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots,
-        num_keys, slot_stride, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS, C,
+        q_ptr, cache_ptr, slots_ptr, dout_ptr, ends_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots,
+        num_keys, first_token, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS, C,
     )  # fmt: skip
     LAYOUT: gl.constexpr = C.LAYOUT
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty

@@ -1,4 +1,5 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from xmla.core.device import Device
 from xmla.core.implementation import Condition, Implementation
@@ -6,12 +7,18 @@ from xmla.core.ops.sparse_mla.backward.constants import Products
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order import sparse_mla_backward_any_order_sm90_kernel
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.order import order_slots_kernel
 from xmla.core.ops.sparse_mla.backward.stages import around, in_any_order, product_constants
-from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS
+from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
+from xmla.core.spec import Spec
 
 MMA_K = 16  # of a wgmma's 16-bit operands
+ORDERED_ROWS = 8  # of slots at a time
+BYTES_OF_AN_ELEMENT = 2 + 4  # of an entry, and of its sum or that of low parts
+CACHED_BYTES = 32 << 20
+WAVES = 8  # of CTAs in a launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,33 +35,70 @@ class HopperProducts(Products):
         return self.LAYOUT.dims // PIECE_DIMS.value
 
     @property
+    def SUM_DIMS(self) -> int:
+        """Dims that are summed over heads at a time in any order: with 64 beside roped dims wgmma is serialised."""
+        return 32 if self.LAYOUT.tail else 64
+
+    @property
+    def SUM_PIECES(self) -> int:
+        """Pieces of so many dims of a value."""
+        return VALUE_DIMS.value // self.SUM_DIMS
+
+    @property
     def SUMMED_HEADS(self) -> int:
         """Heads over which entries' gradients are summed, a power of two: rows past the last head are zeros."""
         return min(max(next_power_of_2(self.HEADS), MMA_K), TILE_HEADS.value)
 
 
+def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> int:
+    """Those of WAVES CTAs on each SM where entries and their sums exceed the L2 cache, else all.
+
+    CTAs take keys in one order, but after some waves those that run beside each other are anywhere in it.
+    """
+    cache = problem.specs["cache"]
+    if prod(cache.shape) * BYTES_OF_AN_ELEMENT <= CACHED_BYTES:
+        return max(problem["T"], 1)
+    return max(WAVES * device.num_sms // head_blocks, 1)
+
+
 def plan(problem: Problem, device: Device) -> Plan:
-    """One kernel for all products."""
-    deterministic = problem.attrs.deterministic
+    """Slots in order, then one kernel for all products."""
+    deterministic, tokens = problem.attrs.deterministic, problem["T"]
     constants = HopperProducts(**product_constants(problem))
-    products = Launch(
-        sparse_mla_backward_sm90_kernel if deterministic else sparse_mla_backward_any_order_sm90_kernel,
-        grid=(problem["T"] * constants.HEAD_BLOCKS,),
-        outputs=("references", "sums", "dq") if deterministic else ("sums", "dq"),
-        arrays={"lse": "forward_lse"} | problem.stand_ins(lengths="slots", dlse="forward_lse"),
+    order = Launch(
+        order_slots_kernel,
+        grid=(tokens,),
+        outputs=("ordered", "ends"),
+        arrays=problem.stand_ins(lengths="slots"),
         sizes={
             "num_slots": problem["P"] * problem["R"],
             "num_keys": problem["K"],
             "slot_stride": problem.specs["slots"].stride(0),
         },
+        constexprs={"HAS_LENGTHS": problem.has("lengths"), "ROWS": ORDERED_ROWS},
+    )
+    most = tokens_of_a_launch(problem, device, constants.HEAD_BLOCKS)
+    products = Launch(
+        sparse_mla_backward_sm90_kernel if deterministic else sparse_mla_backward_any_order_sm90_kernel,
+        grid=(min(most, tokens) * constants.HEAD_BLOCKS,),
+        outputs=("references", "sums", "dq") if deterministic else ("sums", "dq"),
+        arrays={"lse": "forward_lse", "slots": "ordered"} | problem.stand_ins(dlse="forward_lse"),
+        sizes={"num_slots": problem["P"] * problem["R"], "num_keys": problem["K"], "first_token": 0},
         constexprs={"C": constants},
         num_stages=1,
     )
+    launches = [
+        replace(products, grid=(min(most, tokens - first) * constants.HEAD_BLOCKS,)).with_sizes(first_token=first)
+        for first in range(0, max(tokens, 1), most)
+    ]
+    ordered = {"ordered": Spec(problem.specs["slots"].shape, "int32"), "ends": Spec((tokens,), "int32")}
     if not deterministic:
-        return in_any_order(problem, (products,), fours=True)
+        return in_any_order(problem, (order, *launches), fours=True, workspace=ordered)
     tile_keys = TILE_KEYS.value
-    touched = cdiv(problem["K"], tile_keys) * tile_keys  # an invalid slot's is the entry of its place in the list
-    return around(problem, (products,), additions=constants.HEAD_BLOCKS, paired=True, touched=touched)
+    touched = cdiv(problem["K"], tile_keys) * tile_keys  # past a token's slots 0 is added to the entry of that place
+    return around(
+        problem, (order, *launches), additions=constants.HEAD_BLOCKS, paired=True, touched=touched, workspace=ordered
+    )
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
