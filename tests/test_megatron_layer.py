@@ -1,5 +1,7 @@
 """Megatron-Core's own `DSAttention`, forward and backward with the indexer's loss, by its PyTorch code and by xmla."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,11 +31,12 @@ def on_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_config, "_validate_dsa_kernel_backend_dependencies", lambda *_: None)
 
 
-@pytest.mark.parametrize("sparse_loss", [True, False])
-def test_outputs_and_gradients_are_megatrons(on_device: None, sparse_loss: bool) -> None:
+@pytest.mark.parametrize(("sparse_loss", "document"), [(True, None), (False, None), (True, 12), (False, 12)])
+def test_outputs_and_gradients_are_megatrons(on_device: None, sparse_loss: bool, document: int | None) -> None:
     xmla.megatron.install()
+    sizes = replace(SIZES, document=document)
     with megatron.ranks(tensor_parallel=1, context_parallel=1):
-        own, ours = (megatron.Step.random(SIZES, backend, sparse_loss).run() for backend in megatron.BACKENDS)
+        own, ours = (megatron.Step.random(sizes, backend, sparse_loss).run() for backend in megatron.BACKENDS)
     assert {"out", "q", "k", "up", "indexer.linear_weights_proj.weight"} <= own.keys() == ours.keys()
     assert all(tensor.any() for tensor in own.values())
     assert all(error < BOUND for error in difference(ours, own).values())

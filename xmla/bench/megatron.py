@@ -45,6 +45,7 @@ class Sizes:
     """Of a layer; by default DeepSeek-V3.2's."""
 
     tokens: int = 4096
+    document: int | None = None  # tokens of a document if they are packed documents
     heads: int = 128
     hidden: int = 7168
     q_latent: int = 1536
@@ -107,11 +108,13 @@ class Step:
     hidden: torch.Tensor  # [S, 1, HIDDEN]
     q_latent: torch.Tensor  # [S, 1, 1536]
     up: torch.Tensor  # [H, VALUES, 512]
+    packed: Any  # Megatron's `PackedSeqParams` of documents
 
     @classmethod
     def random(cls, sizes: Sizes, backend: Any, sparse_loss: bool) -> "Step":
         """The same for every backend: parameters and inputs of seed 0."""
         from megatron.core import parallel_state as state
+        from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.transformer.enums import AttnMaskType
         from megatron.core.transformer.experimental_attention_variant import dsa
         from megatron.core.transformer.spec_utils import ModuleSpec
@@ -141,13 +144,18 @@ class Step:
 
         tokens = normal(sizes.tokens, 1, sizes.heads * 576 + 576 + sizes.hidden + sizes.q_latent)
         up = normal(sizes.heads, sizes.values, 512) * 512**-0.5
-        if cp > 1:  # Megatron's order: a rank has one part from either end
-            parts, rank = tokens.chunk(2 * cp), state.get_context_parallel_rank()
-            tokens = torch.cat([parts[rank], parts[-1 - rank]])
+        document = sizes.document or sizes.tokens
+        if cp > 1:  # Megatron's order: a rank has one part from either end of each document
+            parts, rank = tokens.unflatten(0, (-1, 2 * cp, document // (2 * cp))), state.get_context_parallel_rank()
+            tokens = torch.stack([parts[:, rank], parts[:, -1 - rank]], 1).flatten(0, 2)
+        packed = None
+        if sizes.document is not None:
+            ends = torch.arange(0, sizes.tokens + 1, document, dtype=torch.int32, device=torch.cuda.current_device())
+            packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=document, max_seqlen_kv=document)
         q, k, hidden, q_latent = tokens.split([sizes.heads * 576, 576, sizes.hidden, sizes.q_latent], -1)
         rank = state.get_tensor_model_parallel_rank()
         q, up = q.unflatten(-1, (sizes.heads, 576)).chunk(tp, 2)[rank], up.chunk(tp)[rank]
-        step = cls(layer, *[x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up)])
+        step = cls(layer, *[x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up)], packed)
         for leaf in (step.q, step.k, step.up):
             leaf.requires_grad_()
         return step
@@ -161,34 +169,43 @@ class Step:
             leaf.grad = None
         out = self.layer(
             self.q, self.k, None, None, self.hidden, self.q_latent, attn_mask_type=AttnMaskType.causal,
-            up_v_weight=self.up,
+            up_v_weight=self.up, packed_seq_params=self.packed,
         )  # fmt: skip
         out.float().square().sum().backward()
         return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
-    def measure(self) -> tuple[dict[str, Any], Tensors]:
-        """Milliseconds of a step and the most memory that was allocated; its results, in the host's memory."""
-        try:
-            results = {name: tensor.cpu() for name, tensor in self.run().items()}
-            torch.cuda.reset_peak_memory_stats()
-            times = []
-            for _ in range(ROUNDS):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                self.run()
-                torch.cuda.synchronize()
-                times.append(1e3 * (time.perf_counter() - start))
-        except torch.OutOfMemoryError:
-            return {"out_of_memory": True}, {}
+    def measure(self) -> dict[str, Any]:
+        """Milliseconds of a step and the most memory that was allocated."""
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.run()
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
         peak = torch.cuda.max_memory_allocated() / 2**30
-        return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak, 2)}, results
+        return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak, 2)}
+
+
+def measure(sizes: Sizes, backend: str, sparse_loss: bool, keep: bool) -> tuple[dict[str, Any], Tensors]:
+    """Of a random step; its results too if they are to be kept, in the host's memory."""
+    try:
+        step = Step.random(sizes, backend, sparse_loss)
+        results = step.run()
+        kept = {name: tensor.cpu() for name, tensor in results.items()} if keep else {}
+        del results
+        return step.measure(), kept
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}, {}
 
 
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="Append to this file.", dir_okay=False, callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of a step, of one sequence.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Of a step.")] = 4096,
+    document: Annotated[int | None, typer.Option(help="Tokens of a document, if they are not one sequence.")] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     context_parallel: Annotated[int, typer.Option(help="Ranks that share the tokens.")] = 1,
     sparse_loss: Annotated[bool, typer.Option(help="The indexer's loss over selected keys alone.")] = True,
@@ -199,12 +216,12 @@ def main(
     xmla.megatron.install()
     line: dict[str, Any] = {
         "tokens": tokens, "tensor_parallel": tensor_parallel, "context_parallel": context_parallel,
-        "sparse_loss": sparse_loss, "megatron_core": installed("megatron-core"),
+        "sparse_loss": sparse_loss, "megatron_core": installed("megatron-core"), "document": document,
     }  # fmt: skip
     results = {}
     with ranks(tensor_parallel, context_parallel):
         for name in backend:
-            line[name], results[name] = Step.random(Sizes(tokens), name, sparse_loss).measure()
+            line[name], results[name] = measure(Sizes(tokens, document), name, sparse_loss, len(backend) > 1)
             torch.cuda.empty_cache()
         first, *others = results.values()
         if first and others and others[0]:

@@ -37,7 +37,9 @@ def row(line: dict[str, Any]) -> str:
     apart = f"{max(line['difference'].values()):.1%} at most" if "difference" in line else ""
     loss = "selected keys" if line["sparse_loss"] else "all keys"
     times = f"{cell(theirs) if theirs else 'not run'} | {cell(ours)}"
-    return f"| {line['tokens']:,} | {gpus(line)} | {loss} | {times} | {ratio} | {apart} |"
+    document = line.get("document")
+    tokens = f"{line['tokens']:,}" + (f" in documents of {document:,}" if document else "")
+    return f"| {tokens} | {gpus(line)} | {loss} | {times} | {ratio} | {apart} |"
 
 
 def report(file: Path) -> str:
