@@ -3,13 +3,20 @@
 `CompiledKernel.run` is Triton's own launch. For the CUDA launcher of Triton 3.7 to 3.9 this module calls only the part
 that launches, without the scratch memory that no kernel here needs and the constexprs that the launcher skips: a third
 of the host time of a launch. With any other launcher it calls `run` unchanged.
+
+Where no profiler looks on, a plan's launches are one call of an extension in C (launcher.c), which is compiled as
+Triton compiles its own: once, into its cache on disk. Without it they are made one after the other.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime.build import compile_module_from_src
 
 from xmla.core.plan import Launch
 from xmla.core.signature import generated
@@ -18,6 +25,8 @@ from xmla.core.signature import generated
 Start = Callable[[int, Any, Any, tuple[int, ...]], None]
 
 NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
+
+log = logging.getLogger("xmla")
 
 
 def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], early: bool) -> Start:
@@ -28,9 +37,7 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
     kernel._init_handles()  # `run` itself tries to load it only once, even if that fails
     run: Any = kernel.run
     function, packed = kernel.function, kernel.packed_metadata
-    more = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    more = more or getattr(run, "gsan_enabled", False)  # Triton's sanitizer passes arguments of its own
-    if more or not all(hasattr(run, name) for name in NEEDED):
+    if not _is_plain(run):
 
         def start(stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
             metadata = enter and kernel.launch_metadata((programs, 1, 1), stream, *arguments)
@@ -50,6 +57,47 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
         )  # fmt: skip
 
     return start
+
+
+def _is_plain(run: Any) -> bool:
+    """Whether a kernel's launcher is one whose launch is known, and passes nothing but the arguments."""
+    more = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    more = more or getattr(run, "gsan_enabled", False)  # Triton's sanitizer passes arguments of its own
+    return not more and all(hasattr(run, name) for name in NEEDED)
+
+
+@cache
+def _extension() -> Any:
+    """launcher.c as a module; None where it cannot be compiled."""
+    try:
+        source = (files("xmla.torch_api") / "launcher.c").read_text()
+        headers = [str(files("triton.backends.nvidia") / "include")]
+        return compile_module_from_src(source, "xmla_launcher", include_dirs=headers)
+    except Exception as error:  # no compiler, no headers of Python, a cache that cannot be written
+        log.info("launcher.c was not compiled, so that eager calls take longer: %s", error)
+        return None
+
+
+def together(
+    device: int, launches: Sequence[tuple[CompiledKernel, Launch, bool]], inputs: Sequence[str],
+    results: Sequence[str], workspace: Mapping[str, int],
+) -> Callable[..., None] | None:  # fmt: skip
+    """The function that makes launches of kernels, loaded by `starter`, in one call: that of `sequence` without hooks.
+
+    Each comes with whether it may start early. None where the extension or Triton's launcher does not serve them.
+    """
+    runs: list[Any] = [kernel.run for kernel, _, _ in launches]
+    if not all(_is_plain(run) and not run.launch_cooperative_grid for run in runs) or _extension() is None:
+        return None
+    places = {name: (place, 0) for place, name in enumerate([*inputs, *results])}
+    places |= {name: (len(places), offset) for name, offset in workspace.items()}
+    made = []
+    for kernel, launch, early in launches:
+        warps, _, shared = kernel.packed_metadata
+        arguments = [*(places[name] for name in launch.reads), *((-1, size) for size in launch.size_values),
+                     *(places[name] for name in launch.writes)]  # fmt: skip
+        made.append((kernel.function, launch.grid[0], warps, shared, early, arguments))
+    return _extension().Launches(device, made)
 
 
 def sequence(

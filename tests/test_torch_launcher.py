@@ -1,0 +1,154 @@
+"""PyTorch's launcher in C (xmla/torch_api/launcher.c) above a driver that notes launches: no GPU is needed."""
+
+import ctypes
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import kit
+import pytest
+import torch
+from triton.runtime.build import compile_module_from_src
+
+from xmla.core.call import plan_call
+from xmla.core.device import H100
+from xmla.core.op import Case, Op
+from xmla.core.plan import Launch, Plan
+from xmla.core.spec import Spec
+from xmla.torch_api import _launch
+
+DEVICE, STREAM, WARPS, SHARED = 3, 7, 4, 100
+PLAIN = SimpleNamespace(
+    launch=None, launch_cooperative_grid=False, launch_pdl=False, arg_annotations=(), kernel_signature=b"",
+    global_scratch_size=0, profile_scratch_size=0, gsan_enabled=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def noting() -> Any:
+    """The extension with that driver, which gives its lines by `noted`."""
+    source, launcher = Path(__file__).with_name("torch_launcher_on_host.c").read_text(), files("xmla.torch_api")
+    # In one text, by which Triton knows what it has compiled.
+    source = source.replace('#include "xmla/torch_api/launcher.c"', (launcher / "launcher.c").read_text())
+    headers = [str(files("triton.backends.nvidia") / "include")]
+    module = compile_module_from_src(source, "xmla_launcher", include_dirs=headers)
+    library = ctypes.CDLL(module.__file__)
+    library.noted_launches.restype = ctypes.c_char_p
+    return SimpleNamespace(
+        Launches=module.Launches, library=library,
+        noted=lambda: [[*map(int, line.split())] for line in library.noted_launches().decode().splitlines()],
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def extension(noting: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_launch, "_extension", lambda: noting)
+    yield
+    ctypes.c_int.in_dll(noting.library, "next_result").value = 0
+    noting.noted()
+
+
+def compiled(launches: tuple[Launch, ...], run: Any = PLAIN) -> list[tuple[Any, Launch, bool]]:
+    """What stands in for compiled kernels: the function of each is its place."""
+    facts = {"run": run, "packed_metadata": (WARPS, 1, SHARED)}
+    return [
+        (SimpleNamespace(function=place, **facts), launch, launch.waits and place > 0)
+        for place, launch in enumerate(launches)
+    ]
+
+
+def plan_of(op: Op, case: Case) -> tuple[Plan, dict[str, Spec]]:
+    specs = {name: Spec.of_numpy(array) for name, array in kit.make(case).items()}
+    return plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs), H100)[0], specs
+
+
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_launches_are_those_made_one_after_the_other(op: Op, case: Case, noting: Any) -> None:
+    plan, specs = plan_of(op, case)
+    kernels = compiled(plan.active)
+    wanted: list[list[int]] = []
+
+    def starter(place: int, launch: Launch, early: bool) -> Any:
+        facts = [place, launch.grid[0], 32 * WARPS, SHARED, int(early), STREAM]
+        return lambda stream, enter, leave, arguments: wanted.append([*facts, *arguments])
+
+    starters = [(starter(place, launch, early), launch) for place, (_, launch, early) in enumerate(kernels)]
+    inputs = [1 << 40 | place << 20 for place, _ in enumerate(specs)]
+    results = [torch.empty(1) for _ in plan.results]
+    space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
+    arrays = [*specs], plan.results, plan.workspace
+    _launch.sequence(starters, *arrays)(STREAM, None, None, inputs, results, space)
+    together = _launch.together(DEVICE, kernels, *arrays)
+    assert together is not None
+    together(STREAM, inputs, results, space)
+    assert noting.noted() == wanted
+    together(STREAM, tuple(inputs), tuple(results), space)
+    assert noting.noted() == wanted and noting.library.noted_device() == DEVICE
+
+
+@pytest.mark.parametrize(
+    "change", [{"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"gsan_enabled": True}], ids=str
+)
+def test_another_launcher_is_left_alone(change: dict[str, Any]) -> None:
+    plan, specs = plan_of(*kit.all_cases()[0])
+    other = SimpleNamespace(**vars(PLAIN) | change)
+    assert _launch.together(DEVICE, compiled(plan.active, other), [*specs], plan.results, plan.workspace) is None
+
+
+def test_without_the_extension_launches_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, specs = plan_of(*kit.all_cases()[0])
+    monkeypatch.setattr(_launch, "_extension", lambda: None)
+    assert _launch.together(DEVICE, compiled(plan.active), [*specs], plan.results, plan.workspace) is None
+
+
+def test_an_extension_that_cannot_be_compiled_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+
+    def compile_module(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(_launch, "compile_module_from_src", compile_module)
+    with caplog.at_level("INFO", "xmla"):
+        assert _launch._extension.__wrapped__() is None
+    assert "launcher.c was not compiled, so that eager calls take longer: Failed to find C compiler" in caplog.text
+
+
+def test_a_failing_launch_is_told_and_ends_the_call(noting: Any) -> None:
+    launches = noting.Launches(DEVICE, [(place, 1, WARPS, 0, False, []) for place in range(2)])
+    ctypes.c_int.in_dll(noting.library, "next_result").value = 1
+    with pytest.raises(RuntimeError, match=r"^Triton Error \[CUDA\]: an error of a test$"):
+        launches(STREAM, [], [], None)
+    assert len(noting.noted()) == 1
+
+
+def test_wrong_arguments_are_errors(noting: Any) -> None:
+    launches = noting.Launches(DEVICE, [(1, 1, WARPS, 0, False, [(0, 0)])])
+    with pytest.raises(TypeError):
+        launches(STREAM, [1], [])
+    with pytest.raises(TypeError):
+        launches(STREAM, ["address"], [], None)
+    with pytest.raises(AttributeError, match="data_ptr"):
+        launches(STREAM, [1], [object()], None)
+    with pytest.raises(TypeError):
+        noting.Launches(DEVICE, [(1, 1, WARPS, 0, False, [("place", 0)])])
+    assert not noting.noted()
+
+
+def test_calls_of_many_threads_do_not_mix(noting: Any) -> None:
+    launches = noting.Launches(DEVICE, [(1, 1, WARPS, 0, False, [(place, place) for place in range(40)])])
+    threads = [
+        Thread(target=lambda base=base: [launches(STREAM, [base] * 40, [], None) for _ in range(20)])
+        for base in range(0, 4000, 1000)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(line[6:] for line in noting.noted()) == sorted(
+        [base + place for place in range(40)] for base in range(0, 4000, 1000) for _ in range(20)
+    )
