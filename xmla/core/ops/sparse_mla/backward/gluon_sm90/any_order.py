@@ -328,7 +328,6 @@ def sparse_mla_backward_any_order_sm90_kernel(
     LAYOUT: gl.constexpr = C.LAYOUT
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SUM_DIMS: gl.constexpr = C.SUM_DIMS
-    gl.static_assert(LAYOUT.tail == 0 or SUM_DIMS == TAIL_DIMS, "a warpgroup's roped dims are a piece of sums")
     ROW: gl.constexpr = columns_of(SUM_DIMS)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     entries = gl.allocate_shared_memory(DTYPE, [VALUE_PIECES, TILE_KEYS, PIECE_DIMS], columns_of(PIECE_DIMS))

@@ -99,7 +99,7 @@ def load_slots(task, tile, LAYOUT: gl.constexpr):
 @gluon.jit
 def load_summands(task, slot):
     """Of entries: the bound of their summands, and how many there are."""
-    ok = (slot >= 0) & (slot < task.num_slots)
+    ok = slot >= 0
     return gl.load(task.bounds + slot, mask=ok, other=0), gl.load(task.references + slot, mask=ok, other=1)
 
 
@@ -115,7 +115,7 @@ def gather(tiles, shared, task, C: gl.constexpr):
         stage = tile % STAGES
         later_slot = load_slots(task, tile + 2, ROWS)
         next_bound, next_references = load_summands(task, next_slot)
-        ok = (slot >= 0) & (slot < task.num_slots)
+        ok = slot >= 0
         data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
         mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)
         for piece in gl.static_range(PIECES):
@@ -124,7 +124,7 @@ def gather(tiles, shared, task, C: gl.constexpr):
         # Another CTA may have stored NOT_A_NUMBER as references; then what is added does not matter.
         unit = power_of_two(exponent_within(bound, SUMMAND_BITS)).to(gl.int32, bitcast=True)
         shared.unit.index(tile % TARGETS).store(gl.where(ok, unit | VALID, 0) | low_bits(references * C.HEAD_BLOCKS))
-        # 0 is added for invalid slots, to rows of entries that differ, for the sake of speed.
+        # 0 is added past the last slot, to rows of entries that differ, for the sake of speed.
         key = tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=ROWS)
         shared.place.index(tile % TARGETS).store(gl.where(ok, slot, key % task.num_slots))
         mbarrier.arrive(shared.full.index(stage), count=1)

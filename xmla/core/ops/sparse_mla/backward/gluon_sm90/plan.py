@@ -4,7 +4,10 @@ from math import prod
 from xmla.core.device import Device
 from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.sparse_mla.backward.constants import Products
-from xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order import sparse_mla_backward_any_order_sm90_kernel
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order import (
+    TAIL_DIMS,
+    sparse_mla_backward_any_order_sm90_kernel,
+)
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.order import order_slots_kernel
@@ -37,7 +40,7 @@ class HopperProducts(Products):
     @property
     def SUM_DIMS(self) -> int:
         """Dims that are summed over heads at a time in any order: with 64 beside roped dims wgmma is serialised."""
-        return 32 if self.LAYOUT.tail else 64
+        return TAIL_DIMS.value if self.LAYOUT.tail else PIECE_DIMS.value
 
     @property
     def SUM_PIECES(self) -> int:
