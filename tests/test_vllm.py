@@ -21,7 +21,7 @@ from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, shards, warmup
-from xmla.vllm.gathered import Gathered
+from xmla.vllm.gathered import Pages
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
@@ -467,11 +467,11 @@ def test_gathered_pages(device: str) -> None:
     """Two requests of 3 and 2 pages, of the first only the last two; the page that both have is gathered twice."""
     table = ints(9, 4, 7, 0, 3, 7, 0, 0, device=device).view(2, 4)
     requests, first, last = ints(0, 0, 1, device=device), torch.tensor([1, 0]), torch.tensor([3, 2])
-    assert Gathered.of(table, requests, first, last, page=4, most=15) is None
-    found = Gathered.of(table, requests, first, last, page=4, most=16)
-    assert found is not None
-    assert found.table.tolist() == [[0, 1], [2, 3]]
-    pages = [4, 7, 3, 7]
+    assert Pages.of(requests, first, last, page=4, most=15) is None
+    pool_of = Pages.of(requests, first, last, page=4, most=16)
+    assert pool_of is not None and pool_of.table.tolist() == [[0, 1], [2, 3]]
+    assert pool_of.gathered(table + 1).own.tolist() == [5, 8, 4, 8]  # those of another table
+    found, pages = pool_of.gathered(table), [4, 7, 3, 7]
     assert found.slots.tolist() == [4 * page + offset for page in pages for offset in range(4)]
     slots = ints(16, 19, -1, 30, 12, 15, device=device).view(2, 3)  # of pages 4, 7 and 3
     own = found.places(slots, pages=10)

@@ -125,6 +125,13 @@ def serve(
         from xmla.vllm import gathered
 
         memory.REUSE, gathered.rows_are_faster = 1, lambda heads: True
+        sent = gathered.sent
+
+        def counted_copy(*args: Any) -> Any:
+            CALLS["copies to the device"] += 1
+            return sent(*args)
+
+        gathered.sent = counted_copy
     arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
     if kind == "deepseek_v41":
         interpreted_v41.prepare()

@@ -25,7 +25,7 @@ from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.formats.mla import PLAIN, V32, VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.gathered import Gathered, rows_are_faster
+from xmla.vllm.gathered import Gathered, Pages, rows_are_faster
 from xmla.vllm.refusals import is_batch_invariant
 from xmla.vllm.shards import Shards
 
@@ -119,7 +119,8 @@ def gather(metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> Gathered 
     requests = metadata.req_id_per_token[metadata.num_decode_tokens : metadata.num_actual_tokens] - first
     last = -(-lengths[rows].long() // page)
     most = memory.most_gathered(tokens, metadata.topk_tokens)
-    return Gathered.of(metadata.block_table[rows], requests, torch.zeros_like(last), last, page, most)
+    pages = Pages.of(requests, torch.zeros_like(last), last, page, most)
+    return None if pages is None else pages.gathered(metadata.block_table[rows])
 
 
 class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
@@ -176,7 +177,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         """Absorbed queries, as one tensor or as latent and rope; out [T, H, 512], and lse [T, H] for ranks to merge."""
         tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         cache, page, gathered = kv_c_and_k_pe_cache, attn_metadata.block_size, attn_metadata.gathered
-        prefilled = 0 if gathered is None else len(gathered.requests)
+        prefilled = 0 if gathered is None else len(gathered.pages.requests)
         if prefilled != tokens - attn_metadata.num_decode_tokens:  # vLLM gave the prefills to dense attention
             prefilled = 0
         counts = [count for count in (tokens - prefilled, prefilled) if count]
@@ -185,7 +186,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         pools = [(cache, attn_metadata.block_table, attn_metadata.req_id_per_token[: counts[0]])]
         if prefilled:
             rows, scratch = gathered.read(cache, PLAIN.dims, scratch)
-            pools = [*pools, (rows, gathered.table, gathered.requests)][-len(counts) :]
+            pools = [*pools, (rows, gathered.pages.table, gathered.pages.requests)][-len(counts) :]
         # Read in each step: for a connector that moves caches vLLM 0.33 changes it after layers are made.
         shards = Shards.of(self.dcp_world_size, self.dcp_rank, self.parallel.cp_kv_cache_interleave_size)
         first, lse = 0, None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
+from xmla.vllm.gathered import kept
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
@@ -246,7 +247,13 @@ def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Te
 
     The host's total, of the rank with most keys, may exceed the device's: what is behind the last request has no slot.
     """
-    starts, total = chunk.local_cu_seq_lens, chunk.max_local_total_seq_lens
-    _, requests, ends = xt.split_batch(starts, starts.diff(), num_tokens=total)  # each key as a token of a new request
-    slots, _ = xt.map_slots((ends - 1)[:, None], chunk.block_table, requests, page_size=cache.shape[1])
-    xt.read_indexer_cache(cache, slots[:, 0], out=(keys[:total], scales[:total]))
+    total = chunk.max_local_total_seq_lens
+    slots = kept(chunk, "slots", lambda: slots_of(chunk, total, cache.shape[1]))  # of all layers over such pages
+    xt.read_indexer_cache(cache, slots, out=(keys[:total], scales[:total]))
+
+
+def slots_of(chunk: Any, total: int, page: int) -> torch.Tensor:
+    """Those of the keys of the chunk's requests [total]: each key is a token of a new request."""
+    starts = chunk.local_cu_seq_lens
+    _, requests, ends = xt.split_batch(starts, starts.diff(), num_tokens=total)
+    return xt.map_slots((ends - 1)[:, None], chunk.block_table, requests, page_size=page)[0][:, 0]

@@ -5,7 +5,6 @@ an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from xmla import torch_api as xt
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.gathered import Gathered, rows_are_faster
+from xmla.vllm.gathered import Gathered, Pages, kept, rows_are_faster
 from xmla.vllm.refusals import refuse
 
 log = init_logger("vllm.xmla")
@@ -130,48 +129,59 @@ class TwoSources:
         step, compressed = metadata[self.swa_cache_layer.prefix], self.entry_metadata(metadata)
         first, prefilled = step.num_decode_tokens, step.num_prefill_tokens
         if first:
-            slots = step.decode_swa_indices, step.decode_swa_lens
+            slots = step.decode_swa_indices.squeeze(1), step.decode_swa_lens
             self.attend(q, output, slice(first), slots, compressed, decodes=True)
         if prefilled:
-            slots, part = (step.prefill_swa_indices, step.prefill_swa_lens), slice(first, first + prefilled)
+            slots = step.prefill_swa_indices.squeeze(1), step.prefill_swa_lens
+            part = slice(first, first + prefilled)
             rows = self.rows(step, compressed, part)
             self.attend(q, output, part, slots, compressed, decodes=False, rows=rows)
 
     def rows(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
-        """What prefills gather in a step: their metadata keep it for all layers that have the same."""
+        """What prefills gather in a step: their metadata keep it for all layers that have the same.
+
+        Layers whose windows are in pages of their own have the same but for the ids of the pages.
+        """
         if not self.gathers:
             return None
-        window = kept(step, lambda: self.window_rows(step, part))
-        if window is None or compressed is None:
+        name = f"pages of {step.block_size} for windows of {self.window_size}"
+        pages = kept(get_forward_context(), name, lambda: self.window_pages(step, part))
+        if pages is None:
+            return None
+        window = kept(step, "rows", lambda: self.window_rows(step, pages))
+        if compressed is None:
             return window
-        entries = kept(compressed, lambda: self.entry_rows(step, compressed, part, window))
+        entries = kept(compressed, "rows", lambda: self.entry_rows(step, compressed, pages.requests))
         return None if entries is None else replace(window, entries=entries)
 
-    def entry_rows(self, step: Any, compressed: Any, part: slice, window: "Rows") -> Gathered | None:
-        """All entries of the prefills."""
+    def entry_rows(self, step: Any, compressed: Any, requests: torch.Tensor) -> Gathered | None:
+        """All entries of the prefills, whose tokens are of `requests`."""
         page = self.entry_cache().shape[1]
         last = -(-step.prefill_seq_lens_cpu.long() // (self.compress_ratio * page))
-        most = memory.most_gathered(part.stop - part.start, min(self.entry_widths()))
-        table = compressed.block_table[step.num_decodes :]
-        return Gathered.of(table, window.window.requests, torch.zeros_like(last), last, page, most)
+        most = memory.most_gathered(len(requests), min(self.entry_widths()))
+        pages = Pages.of(requests, torch.zeros_like(last), last, page, most)
+        return None if pages is None else pages.gathered(compressed.block_table[step.num_decodes :])
 
-    def window_rows(self, step: Any, part: slice) -> "Rows | None":
-        """The pages that windows of prefills may reach, and the tokens' slots in them."""
+    def window_pages(self, step: Any, part: slice) -> Pages | None:
+        """Those that windows of prefills may reach."""
         lengths, new, page = step.prefill_seq_lens_cpu.long(), step.prefill_query_lens_cpu.long(), step.block_size
         # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
         first = ((lengths - new - self.window_size + 1) // page - 1).clamp(min=0)
         most = memory.most_gathered(part.stop - part.start, self.window_size)
-        table, requests = step.block_table[step.num_decodes :], step.token_to_req_indices[part] - step.num_decodes
-        window = Gathered.of(table, requests, first, -(-lengths // page), page, most)
-        if window is None:
-            return None
-        return Rows(window, window.places(step.prefill_swa_indices, self.swa_cache_layer.kv_cache.shape[0]))
+        requests = step.token_to_req_indices[part] - step.num_decodes
+        return Pages.of(requests, first, -(-lengths // page), page, most)
+
+    def window_rows(self, step: Any, pages: Pages) -> "Rows":
+        """These pages of a layer, and the tokens' slots in them."""
+        window = pages.gathered(step.block_table[step.num_decodes :])
+        slots = step.prefill_swa_indices.squeeze(1)
+        return Rows(window, window.places(slots, self.swa_cache_layer.kv_cache.shape[0]))
 
     def attend(
         self, q: torch.Tensor, output: torch.Tensor, part: slice, window: tuple[torch.Tensor, torch.Tensor],
         compressed: Any, decodes: bool, rows: "Rows | None" = None,
     ) -> None:  # fmt: skip
-        """The tokens of `part`, with their slots in the window's cache [n, 1, K] and the number of them [n]."""
+        """The tokens of `part`, with their slots in the window's cache [n, K] and the number of them [n]."""
         slots, counts = window
         scratch, lse, *places = self.workspace(len(counts))
         extra: tuple[torch.Tensor | None, ...] = None, None, None
@@ -187,7 +197,7 @@ class TwoSources:
                 second, scratch = gathered.read(second, VALUE_DIMS, scratch)
             extra = second, *extra_slots
         xt.sparse_mla(
-            q[part], cache, slots.squeeze(1), counts, self.attn_sink, *extra, softmax_scale=self.scale,
+            q[part], cache, slots, counts, self.attn_sink, *extra, softmax_scale=self.scale,
             out=(output[part], lse), workspace=scratch,
         )  # fmt: skip
 
@@ -199,7 +209,7 @@ class TwoSources:
         positions = self.entry_positions(compressed, part)
         table, requests = compressed.block_table, compressed.req_id_per_token[part]
         if gathered is not None:
-            table, requests = gathered.table, gathered.requests
+            table, requests = gathered.pages.table, gathered.pages.requests
         slots = slots.flatten()[: positions.numel()].view_as(positions)
         xt.map_slots(positions, table, requests, page_size=self.entry_cache().shape[1], out=(slots, counts))
         return slots, counts
@@ -210,12 +220,5 @@ class Rows:
     """Rows that a layer's prefills attend to: of the window, with the tokens' slots, and of compressed entries."""
 
     window: Gathered
-    slots: torch.Tensor  # [prefill tokens, 1, window]
+    slots: torch.Tensor  # [prefill tokens, window]
     entries: Gathered | None = None
-
-
-def kept(metadata: Any, make: Callable[[], Any]) -> Any:
-    """What the first layer made of a step's metadata."""
-    if "kept_by_xmla" not in vars(metadata):
-        metadata.kept_by_xmla = make()
-    return metadata.kept_by_xmla

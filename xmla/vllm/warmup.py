@@ -186,6 +186,8 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
         pools.append((rows(window.shape[1]), None if cache is None else rows(cache.shape[1])))
         for pool in filter(None, pools[0]):
             yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
+        places = {"indices": Spec((1, layer.window_size), "int32"), "block_table": Spec((1, window.shape[0]), "int32")}
+        yield Call("map_slots", places, {"page_size": window.shape[1]})
     for width, tokens, (first, second) in product(layer.entry_widths(), token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
         called = memory.arguments(q, first, layer.window_size, second, width) | sink

@@ -4,7 +4,7 @@ from xmla.core.plan import Launch, Plan
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
-BLOCK = 1024  # columns and places of a step
+BLOCK, WARPS = 1024, 8  # columns and places of a step
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -30,6 +30,6 @@ def plan(problem: Problem, device: Device) -> Plan:
             "num_entries": entries,
         },
         constexprs={"BLOCK": BLOCK},
-        num_warps=8,
+        num_warps=WARPS,
     )
     return Plan((launch,), {**problem.results, **workspace}, tuple(problem.results))
