@@ -155,7 +155,8 @@ class Step:
         q, k, hidden, q_latent = tokens.split([sizes.heads * 576, 576, sizes.hidden, sizes.q_latent], -1)
         rank = state.get_tensor_model_parallel_rank()
         q, up = q.unflatten(-1, (sizes.heads, 576)).chunk(tp, 2)[rank], up.chunk(tp)[rank]
-        step = cls(layer, *[x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up)], packed)
+        q, k, hidden, q_latent, up = (x.contiguous() for x in (q, k.unsqueeze(2), hidden, q_latent, up))
+        step = cls(layer, q, k, hidden, q_latent, up, packed)
         for leaf in (step.q, step.k, step.up):
             leaf.requires_grad_()
         return step

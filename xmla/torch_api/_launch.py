@@ -91,13 +91,13 @@ def together(
         return None
     places = {name: (place, 0) for place, name in enumerate([*inputs, *results])}
     places |= {name: (len(places), offset) for name, offset in workspace.items()}
-    made = []
+    descriptions = []
     for kernel, launch, early in launches:
         warps, _, shared = kernel.packed_metadata
         arguments = [*(places[name] for name in launch.reads), *((-1, size) for size in launch.size_values),
                      *(places[name] for name in launch.writes)]  # fmt: skip
-        made.append((kernel.function, launch.grid[0], warps, shared, early, arguments))
-    return _extension().Launches(device, made)
+        descriptions.append((kernel.function, launch.grid[0], warps, shared, early, arguments))
+    return _extension().Launches(device, descriptions)
 
 
 def sequence(
