@@ -346,7 +346,8 @@ def convert_mla_cache(
 ) -> jax.Array | None:
     """Copy entries from one paged latent cache to another of any format with the same dims.
 
-        cache[slots[t]] = what write_mla_cache stores of the float32 entry that source[source_slots[t]] stands for
+        cache[slots[t]] = what write_mla_cache stores of the float32 entry that source[source_slots[t]] stands for,
+                          the bytes of that entry between caches of one format and dtype
 
     Args:
         source: [SOURCE_P, SOURCE_R, SOURCE_ROW] in any format of `write_mla_cache`; any page size, any page stride.

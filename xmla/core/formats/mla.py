@@ -172,6 +172,15 @@ class MlaLayout:
             parts.append(kept.view(kind).astype(np.float32))
         return np.concatenate(parts, axis=1)
 
+    def copy(self, source: np.ndarray, source_slots: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
+        """The bytes of entries at `source_slots` of one cache at `slots` of another, all in range, in place."""
+        pairs = [(source, cache)]
+        if self.packed:
+            pairs = [*zip(self._sections(source), self._sections(cache), strict=True)]
+        for ours, theirs in pairs:
+            page, offset = np.divmod(slots, cache.shape[1])
+            theirs[page, offset] = ours[np.divmod(source_slots, source.shape[1])]
+
     def used_scales(self, cache: np.ndarray) -> np.ndarray:
         """Scales [entries, scales] of the written entries: not all bytes of data are equal."""
         data, footer = self._sections(cache)

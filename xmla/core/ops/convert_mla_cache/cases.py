@@ -46,4 +46,7 @@ CASES = (
     _case(6, V41_FP4, 3, V41_FP4_FOOTER, 64, source_format="v41_fp4", cache_format="v41_fp4_footer"),
     _case(5, NOPE, 64, V4, 64, padding=4, source_format="nope"),
     _case(5, PLAIN_V4, 7, NOPE, 64, padding=4, cache_format="nope"),
+    _case(9, V32, 64, V32, 61),
+    _case(7, V4, 2, V4, 53, np.int64, padding=64),
+    _case(6, PLAIN, 3, PLAIN, 5, padding=8),
 )

@@ -1,6 +1,6 @@
 from xmla.core.device import Device
-from xmla.core.ops.convert_mla_cache.kernels import convert_mla_cache_kernel
-from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.ops.convert_mla_cache.kernels import convert_mla_cache_kernel, copy_mla_cache_kernel
+from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 
 BLOCK_T = 4
@@ -8,8 +8,13 @@ BLOCK_T = 4
 
 def plan(problem: Problem, device: Device) -> Plan:
     specs, layout = problem.specs, problem.formats["cache"]
+    alike = layout == problem.formats["source"] and (layout.packed or specs["source"].dtype == specs["cache"].dtype)
+    conversion = {
+        "SOURCE_LAYOUT": problem.formats["source"],
+        "MIN_EXPONENT": layout.min_exponent(problem.attrs.scale_floor),
+    }
     launch = Launch(
-        convert_mla_cache_kernel,
+        copy_mla_cache_kernel if alike else convert_mla_cache_kernel,
         grid=(cdiv(problem["T"], BLOCK_T),),
         sizes={
             "num_tokens": problem["T"],
@@ -20,13 +25,12 @@ def plan(problem: Problem, device: Device) -> Plan:
             "SOURCE_SLOT_STRIDE": specs["source_slots"].stride(0),
             "SOURCE_PAGE_STRIDE": specs["source"].stride(0),
             "SOURCE_PAGE_SIZE": problem.page_size("source"),
-            "SOURCE_LAYOUT": problem.formats["source"],
             "SLOT_STRIDE": specs["slots"].stride(0),
             "PAGE_STRIDE": specs["cache"].stride(0),
             "PAGE_SIZE": problem.page_size(),
             "LAYOUT": layout,
-            "MIN_EXPONENT": layout.min_exponent(problem.attrs.scale_floor),
             "BLOCK_T": BLOCK_T,
+            **({"LANES": next_power_of_2(layout.data)} if alike else conversion),
         },
     )
     return Plan((launch,), {}, ())

@@ -19,6 +19,9 @@ def reference(
     (layout,) = mla_layouts(Spec.of_numpy(cache), cache_format)
     valid = (source_slots >= 0) & (source_slots < source.shape[0] * source.shape[1])
     valid &= (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    if origin == layout and (layout.packed or source.dtype == cache.dtype):
+        layout.copy(source, source_slots[valid], cache, slots[valid])
+        return ()
     rows = origin.gather(source, source_slots[valid])
     layout.scatter(cache, slots[valid], rows[:, : layout.latent], rows[:, layout.latent :], scale_floor)
     return ()
