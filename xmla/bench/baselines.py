@@ -169,6 +169,32 @@ def vllm_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[
     return call
 
 
+def vllm_blocks(logits: torch.Tensor, lengths: torch.Tensor, k: int, size: int) -> Callable[[], torch.Tensor]:
+    """The best blocks of logits by vLLM's kernels, the newest among them: [T, k] in any order, −1 padded."""
+    kernels = import_module("vllm.model_executor.kernels.attention.dsa.candidate_blocks")
+    selected = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        kernels.select_candidate_blocks(logits, None, lengths, k, size, selected)
+        return selected
+
+    return call
+
+
+def vllm_topk_in_blocks(
+    logits: torch.Tensor, lengths: torch.Tensor, blocks: torch.Tensor, k: int, size: int
+) -> Callable[[], torch.Tensor]:
+    """vLLM's top-k of logits, of which its kernels set those outside of the blocks to −∞."""
+    kernels = import_module("vllm.model_executor.kernels.attention.dsa.candidate_blocks")
+    select = vllm_topk(logits, lengths, k)
+
+    def call() -> torch.Tensor:
+        kernels.apply_candidate_mask(logits, None, lengths, blocks, size)
+        return select()
+
+    return call
+
+
 def deep_gemm_logits(
     q8: torch.Tensor, weights: torch.Tensor, k8: torch.Tensor, scales: torch.Tensor, starts: torch.Tensor,
     ends: torch.Tensor,

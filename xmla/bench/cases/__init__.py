@@ -6,7 +6,7 @@ A function of a module here makes one case, a `Benchmark`; another, without argu
 from collections.abc import Callable, Iterator, Mapping
 
 from xmla.bench.benchmark import Benchmark
-from xmla.bench.cases import attention, compression, logits, selection, steps, training
+from xmla.bench.cases import attention, blocks, compression, logits, selection, steps, training
 
 BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "sparse_mla": (attention.decode, attention.decode_v4, attention.prefill),
@@ -16,6 +16,8 @@ BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "select_topk": (selection.topk,),
     "indexer_topk": (selection.bounded,),
     "indexer_topk_paged": (selection.paged,),
+    "indexer_blocks_paged": (blocks.sources,),
+    "indexer_block_topk_paged": (blocks.within,),
     "compress_kv": (compression.compressors,),
     "resolve_slots": (selection.resolved,),
     "dsa_attention": (steps.one_layer, steps.long_tables, steps.layers),
