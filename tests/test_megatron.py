@@ -2,11 +2,13 @@
 
 import inspect
 import math
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -439,6 +441,21 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
         assert vars(modules["utils"])["_VALID_DSA_KERNEL_BACKENDS"] == ("none", "tilelang", "xmla")
         choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"].type
         assert get_args(choices) == ("none", "tilelang", "xmla")
+
+
+def test_a_script_runs_unchanged_after_install(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'a module beside the script'\n")
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import sys, beside, xmla.megatron\n"
+        "from megatron.core import utils\n"
+        "print(__name__, sys.argv, beside.NAME, utils._VALID_DSA_KERNEL_BACKENDS[-1])\n"
+    )
+    pytest.importorskip("megatron.core")
+    command = [sys.executable, "-m", "xmla.megatron", str(script), "--dsa-kernel-backend", "xmla"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    line = f"__main__ {[str(script), '--dsa-kernel-backend', 'xmla']} a module beside the script xmla\n"
+    assert done.stdout == line
 
 
 def test_signatures_are_those_of_the_installed_megatron() -> None:

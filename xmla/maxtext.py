@@ -57,8 +57,8 @@ def install(*, deterministic: bool = True) -> None:
     A step that was traced before keeps what it was traced with.
 
     Args:
-        deterministic: False adds the gradients of attention's keys as they come, which is faster while their sums fit
-            the L2 cache. They differ from run to run, as `sparse_mla_backward` bounds it; all else keeps its bits.
+        deterministic: False adds the gradients of attention's keys as they come, which is faster. They differ from run
+            to run, as `sparse_mla_backward` bounds it; all else keeps its bits.
 
     Raises:
         UnsupportedError: MaxText is not installed, or its layer's methods take other arguments than those of 0.2.5.

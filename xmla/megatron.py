@@ -3,6 +3,8 @@
     xmla.megatron.install()                          once, before Megatron parses arguments or makes a config
     TransformerConfig(dsa_kernel_backend="xmla", …)  or --dsa-kernel-backend xmla
 
+A script that trains runs as it is after `python -m xmla.megatron SCRIPT ARGUMENTS…`, which calls `install` first.
+
 The four `run_fused_*` are the hooks that Megatron calls, by these names. Each computes what Megatron's unfused code
 computes, or returns None, and Megatron's code runs instead. The contract is that of megatron-core 0.19.2 and of
 github.com/NVIDIA/Megatron-LM at d98e8a64dd, in megatron/core/transformer/experimental_attention_variant: the calls in
@@ -13,9 +15,12 @@ K = min(index_topk, N). A token sees the keys [starts, ends) of its sequence, wh
 and the places of a context-parallel rank's tokens among all keys.
 """
 
+import runpy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -47,8 +52,8 @@ def install(*, deterministic: bool = True) -> None:
     """Make "xmla" a value of `dsa_kernel_backend`, in configs and on the command line; a second call, the option.
 
     Args:
-        deterministic: False adds the gradients of attention's keys as they come, which is faster while their sums fit
-            the L2 cache. They differ from run to run, as `sparse_mla_backward` bounds it; all else keeps its bits.
+        deterministic: False adds the gradients of attention's keys as they come, which is faster. They differ from run
+            to run, as `sparse_mla_backward` bounds it; all else keeps its bits.
 
     Raises:
         UnsupportedError: Megatron-Core is not installed, or older than its hooks (0.19).
@@ -379,3 +384,16 @@ class _Loss:
         """The loss from an average over so many tokens."""
         average = _WithGradients.apply(q, k, weights.float(), loss[0], *gradients)
         return average * (tokens / UNIT / self.counted)
+
+
+def main() -> None:
+    """Run a script of Megatron's as Python does, after `install`."""
+    import_module("xmla.megatron").install()  # not this module, whose name is now another
+    _, script, *arguments = sys.argv
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -3095,9 +3095,8 @@ def sparse_mla_backward(
         dout: [T, H, 512], dtype of q: the gradient of its out.
         dlse: [T, H] float32: the gradient of its lse; default 0.
         softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
-        deterministic: False adds an entry's n summands to a float32 as they come, which is faster while these sums fit
-            the L2 cache. Then dcache and dextra_cache differ from run to run and between the front-ends; dq and dsink
-            do not.
+        deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
+            dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
