@@ -47,6 +47,6 @@ CASES = (
     _case((70, 3), 2, 8, 32, entries=53, with_sink=True),
     _case((40, 133), 2, 24, 48, shuffled=True),
     _case((90, 11), 2, 16, 40, layout="mxfp4"),
-    _case((40, 9), 2, 16, 64, entries=16),  # no request can have more keys than are selected
-    _case((30, 41), 2, 16, 70, entries=16, shuffled=True),
+    _case((40, 9), 2, 16, 128),  # no request can have more keys than are selected
+    _case((30, 41), 2, 24, 130, shuffled=True),
 )
