@@ -88,11 +88,15 @@ def test_however_a_call_is_divided_the_selection_is_the_same(device: str) -> Non
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_selection_of_all_keys_has_the_bits_of_one_by_logits(device: str, batch_invariant: bool) -> None:
-    """Beside the same call with one more page a request, which nobody has: it could have more than k keys."""
+    """Beside the same call with one more page a request, which nobody has: it could have more than k keys.
+
+    The table without that column is a view of the one with it.
+    """
     arrays = Step.draw(3, device).arrays
     arrays["lengths"][:2] = torch.tensor([0, CONTEXT])
     arrays["block_table"][1, 1] = -1  # a page that is not there
     more = arrays | {"block_table": torch.nn.functional.pad(arrays["block_table"], (0, 1))}
+    arrays["block_table"] = more["block_table"][:, : CONTEXT // PAGE]
     attrs = {"k": CONTEXT, "softmax_scale": SCALE, "batch_invariant": batch_invariant}
     plan, by_logits = (torch_api.dsa_attention.plan(**each, **attrs) for each in (arrays, more))
     assert plan.left_out == ("quantize_indexer_query", "indexer_logits_paged") and not by_logits.left_out

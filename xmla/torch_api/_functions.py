@@ -1068,7 +1068,8 @@ def dsa_attention(
 
     One call with the same bits as these four. The caller writes the token's own keys first, with `write_mla_cache` and
     `write_indexer_cache`. Where no request can have more than k keys, M · R ≤ k, every key is selected: the plan has
-    neither the query's quantisation nor logits, and says that it leaves them out.
+    neither the query's quantisation nor logits, and says that it leaves them out. A caller that knows all lengths to be
+    at most k may give a view of as many columns of its block table, block_table[:, : k // R] where R divides k.
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
