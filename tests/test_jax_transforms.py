@@ -163,6 +163,25 @@ def test_vmap_of_a_ref_with_a_batch_axis() -> None:
         kit.assert_bits_equal("rows", rows[element], jax_api.read_mla_cache(arrays["cache"], arrays["slots"]))
 
 
+def test_refs_of_calls_in_turn_under_vmap() -> None:
+    """An op whose results have no row a token, and that updates what it reads."""
+    op = OPS["resolve_slots"]
+    case, made = op.cases[0], [kit.make(op.cases[0], seed) for seed in range(3)]
+    indices, *states = (jnp.stack([np.ascontiguousarray(each[name]) for each in made]) for name in op.tensors)
+    refs = [jax.new_ref(state) for state in states]
+
+    def call(*arrays: jax.Array) -> object:
+        return jax_api.resolve_slots(*arrays, **case.attrs)
+
+    results = kit.as_tuple(jax.jit(lambda indices, *refs: jax.vmap(call)(indices, *refs))(indices, *refs))
+    for element, arrays in enumerate(made):
+        want = op.reference(**arrays, **case.attrs)
+        for name, got, wanted in zip(op.outputs, results, want, strict=True):
+            kit.assert_bits_equal(name, got[element], wanted)
+        for name, ref in zip(op.mutates, refs, strict=True):
+            kit.assert_bits_equal(name, ref[...][element], arrays[name])
+
+
 def refused(error: type[Exception], message: str, name: str, axes: dict[str, int], case: int = 0) -> None:
     op = OPS[name]
     arrays = kit.make(op.cases[case])

@@ -101,7 +101,9 @@ def test_every_op_ran(kernels: dict[str, Any]) -> None:
     calls = kernels["calls"]
     assert kernels["attention"] == ["XmlaSparseImpl"]
     assert kernels["cached"] == 64  # a page
-    assert len(calls) == 8 and min(calls.values()) >= 8, calls
+    assert len(calls) == 8 and min(calls.values()) >= 4, calls
+    # Both layers gather keys, from slots that the first one finds.
+    assert calls["read_indexer_cache"] == 2 * calls["split_batch"] >= 8
     assert "xmla is tested with" not in kernels["log"]
 
 
