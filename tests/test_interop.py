@@ -178,3 +178,30 @@ def test_an_array_with_a_layout_of_its_own_keeps_its_values() -> None:
     tensor = interop.to_torch(array)
     assert tensor.data_ptr() == pointer(array)
     assert torch.equal(tensor.cpu(), torch.arange(24.0).view(4, 6))
+
+
+def test_only_pinned_memory_is_taken_to_the_device() -> None:
+    expected = "expected a dense torch.Tensor on the CPU"
+    for wrong, message in (
+        (np.zeros(3), f"pinned is ndarray, {expected}"),
+        (torch.zeros(3, device="meta"), f"pinned is on meta, {expected}"),
+        (torch.zeros(3).to_sparse(), f"pinned is sparse, {expected}"),
+        (torch.zeros(3), "pinned is pageable memory, expected pinned memory (pin_memory=True)"),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            interop.on_device(wrong)
+        assert str(refused.value) == f"on_device: {message}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pinned_memory_is_the_devices_too(dtype: str) -> None:
+    pinned = (torch.arange(24).view(4, 6) % 16).to(getattr(torch, dtype)).pin_memory()
+    tensor = interop.on_device(pinned)
+    assert tensor.is_cuda and tensor.dtype == pinned.dtype and tensor.data_ptr() == pinned.data_ptr()
+    assert torch.equal(tensor.float().cpu(), torch.arange(24.0).view(4, 6) % 16)
+    tensor.view(torch.uint8).zero_()
+    torch.cuda.synchronize()
+    assert not pinned.float().any()
+    with pytest.raises(ArgumentError, match=r"on_device: pinned strides is \(1, 6\), expected contiguous"):
+        interop.on_device(pinned.T)

@@ -1,4 +1,4 @@
-"""Pass arrays between the frameworks in both directions through DLPack, without a copy.
+"""Pass arrays between the frameworks through DLPack, and memory of the host to a GPU, without a copy.
 
 The two arrays share memory: a write in place by one framework is visible in the other. What would be copied or read as
 other values is refused. Neither call waits for the device. Finish the writer's work first (`torch.cuda.synchronize()`,
@@ -86,3 +86,31 @@ def to_torch(array: "jax.Array") -> "torch.Tensor":
     if array.size and tensor.data_ptr() != array.unsafe_buffer_pointer():
         raise ArgumentError("to_torch: array would be copied, expected memory that torch can share")
     return tensor
+
+
+def on_device(pinned: "torch.Tensor") -> "torch.Tensor":
+    """The memory of a pinned CPU tensor as a tensor of the current GPU, whose kernels read and write it where it is.
+
+    So a cache may be larger than the device's memory: an op takes it as any cache, at the speed of the host's bus. The
+    result does not keep the memory: keep `pinned` for as long.
+
+    Raises:
+        ArgumentError: The tensor is no dense one in pinned memory.
+    """
+    import torch
+
+    if not isinstance(pinned, torch.Tensor):
+        got = type(pinned).__name__
+    elif pinned.layout != torch.strided:
+        got = str(pinned.layout).removeprefix("torch.").partition("_")[0]
+    else:
+        got = "" if pinned.device.type == "cpu" else f"on {pinned.device}"
+    if got:
+        raise ArgumentError(f"on_device: pinned is {got}, expected a dense torch.Tensor on the CPU")
+    if not pinned.is_pinned():
+        raise ArgumentError("on_device: pinned is pageable memory, expected pinned memory (pin_memory=True)")
+    if not pinned.is_contiguous():
+        raise ArgumentError(f"on_device: pinned strides is {pinned.stride()}, expected contiguous")
+    facts = {"version": 3, "typestr": "|u1", "data": (pinned.data_ptr(), False), "shape": (pinned.nbytes,)}
+    memory = type("Memory", (), {"__cuda_array_interface__": facts})()
+    return torch.as_tensor(memory, device="cuda").view(pinned.dtype).view(pinned.shape)
