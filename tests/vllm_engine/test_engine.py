@@ -307,9 +307,9 @@ def test_v41_tokens_of_gathered_prefills(
     """As on Hopper: windows and the source layers' entries of a step's prefills as rows."""
     gathered = serve("--gather", model=models["v41"])
     assert gathered["tokens"] == v41_kernels["tokens"]
-    # In a step five layers read windows and four entries. They share what the host makes: pages of windows, again for
-    # the layers that vLLM runs on each request's last tokens, and of entries of two kinds.
-    assert gathered["calls"]["read_mla_cache"] > 2 * gathered["calls"]["copies to the device"] > 0
+    # Layers share what the host makes: pages of windows, again for the layers that vLLM runs on each request's last
+    # tokens, and of entries of two kinds. Were it made in each, there would be three copies for every gather.
+    assert gathered["calls"]["read_mla_cache"] > gathered["calls"]["copies to the device"] > 0
     assert gathered["calls"]["sparse_mla"] == v41_kernels["calls"]["sparse_mla"]
 
 
