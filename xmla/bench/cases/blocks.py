@@ -57,7 +57,7 @@ def blocks_case(pool: torch.Tensor, requests: int, keys: int) -> Benchmark:
     def call(ops: Any, *arrays: Any) -> Any:
         return ops.indexer_blocks_paged(*arrays, k=BLOCKS, granularity=GRANULARITY)
 
-    def wanted() -> torch.Tensor:
+    def best_blocks() -> torch.Tensor:
         logits = torch_api.indexer_logits_paged(*inputs[0])[:, :keys]
         best = logits.view(requests, cdiv(keys, GRANULARITY), GRANULARITY).amax(2)
         best[:, -1] = torch.inf
@@ -69,12 +69,12 @@ def blocks_case(pool: torch.Tensor, requests: int, keys: int) -> Benchmark:
         case=f"b={requests} keys={keys} {BLOCKS} of {GRANULARITY}",
         call=call,
         inputs=inputs,
-        check=lambda: missed(call(torch_api, *inputs[0]), wanted()),
+        check=lambda: missed(call(torch_api, *inputs[0]), best_blocks()),
         peers={
             WHOLE: lambda i: torch_api.indexer_topk_paged(*inputs[i], k=K),
             VLLM: lambda i: prepared(i)(),
         },
-        peer_checks={VLLM: lambda: missed(prepared(0)(), wanted())},
+        peer_checks={VLLM: lambda: missed(prepared(0)(), best_blocks())},
         flops=2 * requests * keys * HEADS * DIMS,
         bytes=requests * keys * 132,
     )
