@@ -735,6 +735,19 @@ def test_derivative_refuses_more_slots_than_it_can_count() -> None:
                 plan(q, cache, slots, out, lse, out, **given, softmax_scale=0.1)
 
 
+def test_derivative_by_gluon_refuses_more_keys_than_its_order_can_count() -> None:
+    with FakeTensorMode(), assume_device(H200):
+        q, cache = torch.empty(2, 1, 512, dtype=torch.bfloat16), torch.empty(2, 64, 512, dtype=torch.bfloat16)
+        most, more = (torch.empty(2, k, dtype=torch.int32) for k in (2**21 - 1, 2**21))
+        plan = partial(torch_api.sparse_mla_backward.plan, softmax_scale=0.1)
+        assert plan(q, cache, most, q, torch.empty(2, 1), q) == plan(
+            q, cache, most, q, torch.empty(2, 1), q, implementation="gluon"
+        )
+        message = "sparse_mla_backward: implementation value is 'gluon' with K = 2097152, supported: K ≤ 2097151"
+        with pytest.raises(UnsupportedError, match=message):
+            plan(q, cache, more, q, torch.empty(2, 1), q, implementation="gluon")
+
+
 def test_gluon_logits_serve_what_they_support() -> None:
     numbers = torch.zeros(1 << 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
 

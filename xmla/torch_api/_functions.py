@@ -3138,7 +3138,8 @@ def sparse_mla_backward(
             float64 on the host.
 
     Implementations, best first:
-        gluon: compute capability 9.0; bfloat16; one source; a cache with entries; rows on multiples of 16 bytes.
+        gluon: compute capability 9.0; bfloat16; one source; a cache with entries; K ≤ 2097151; rows on multiples of 16
+            bytes.
         triton: every call.
     """
     return _sparse_mla_backward(

@@ -10,7 +10,7 @@ from xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order import (
 )
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
-from xmla.core.ops.sparse_mla.backward.gluon_sm90.order import order_slots_kernel
+from xmla.core.ops.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
 from xmla.core.ops.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
@@ -121,6 +121,7 @@ CONDITIONS = (
     Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
     Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
     Condition("a cache with entries", _without_entries),
+    Condition(f"K ≤ {MOST_KEYS}", lambda p, device: f"with K = {p['K']}" if p["K"] > MOST_KEYS else None),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
 IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")
