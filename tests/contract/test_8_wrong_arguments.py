@@ -569,7 +569,8 @@ def test_gluon_refuses_what_it_does_not_support() -> None:
         torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
 
 
-def test_gluon_for_sm12x_refuses_what_it_does_not_support() -> None:
+@pytest.mark.parametrize(("device", "implementation"), [(GB10, "gluon"), (B200, "gluon_sm100")])
+def test_gluon_for_blackwell_refuses_what_it_does_not_support(device: Device, implementation: str) -> None:
     op = registry()["sparse_mla"]
     for case, message in (
         (
@@ -586,14 +587,16 @@ def test_gluon_for_sm12x_refuses_what_it_does_not_support() -> None:
         ),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
-        with assume_device(GB10), pytest.raises(UnsupportedError, match=f"implementation value is 'gluon' {message}"):
-            torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon")
-        with assume_device(GB10):
+        refused = f"implementation value is '{implementation}' {message}"
+        with assume_device(device), pytest.raises(UnsupportedError, match=refused):
+            torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation=implementation)
+        with assume_device(device):
             assert torch_api.sparse_mla.plan(*arguments, **case.attrs).launches[0].name == "sparse_mla_kernel"
     half = next(c for c in op.cases if kit.make(c)["q"].dtype == np.float16 and kit.make(c)["cache"].dtype == np.uint8)
     arguments = kit.torch_inputs(op, kit.make(half), "cpu")
-    with assume_device(GB10), pytest.raises(UnsupportedError, match="'gluon' for float16 queries, supported: bfloat16"):
-        torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation="gluon")
+    refused = f"'{implementation}' for float16 queries, supported: bfloat16"
+    with assume_device(device), pytest.raises(UnsupportedError, match=refused):
+        torch_api.sparse_mla.plan(*arguments, **half.attrs, implementation=implementation)
 
 
 def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
@@ -635,6 +638,14 @@ def test_gluon_refuses_addresses_between_what_it_reads_at_once() -> None:
         takes_gluon("sparse_mla", plan, H200, message)
 
 
+def test_gluon_for_sm100_refuses_queries_between_multiples_of_16_bytes() -> None:
+    case = make_case(2, 5, 40, 64)
+    arguments = kit.torch_inputs(registry()["sparse_mla"], kit.make(case), "cpu")
+    arguments[0] = beside(arguments[0].view(torch.uint8), 4).view(torch.bfloat16)
+    with assume_device(B200), pytest.raises(UnsupportedError, match="over rows of q between multiples of 16 bytes"):
+        torch_api.sparse_mla.plan(*arguments, **case.attrs, implementation="gluon_sm100")
+
+
 def test_gluon_is_the_default_where_it_is_written_for() -> None:
     op = registry()["sparse_mla"]
     for case in (
@@ -645,9 +656,8 @@ def test_gluon_is_the_default_where_it_is_written_for() -> None:
         make_case(2, 5, 40, 64, PLAIN_V4, extra=(PLAIN_V4, 20, 2), rotate=True),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
-        plain = case.make(np.random.default_rng(0))["cache"].dtype.itemsize > 1
         for device, implementation, kernel in (
-            *([(B200, "gluon_sm100", "sparse_mla_sm100_kernel")] if plain else []),
+            (B200, "gluon_sm100", "sparse_mla_sm100_kernel"),
             (H200, "gluon", "sparse_mla_sm90_kernel"),
             (H200, None, "sparse_mla_sm90_kernel"),
             (H200, "triton", "sparse_mla_kernel"),

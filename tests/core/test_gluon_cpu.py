@@ -62,6 +62,8 @@ FEW_HEADS = ATTENTION, make_case(1, 5, 330, 64, V32), HOPPER
 OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, V32), SM120
 V4_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, V4), SM120
 ROWS_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, PLAIN), SM100
+V32_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, V32), SM100
+V4_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, V4), SM100
 ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
 LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
@@ -97,6 +99,11 @@ MORE = [
     (ATTENTION, make_case(2, 3, 200, 64, PLAIN_V4, extra=(PLAIN_V4, 130, 64), with_sink=True, rotate=True), SM100),
     (ATTENTION, make_case(2, 3, 1100, 64, PLAIN_V4, extra=(PLAIN_V4, 130, 64), batch_invariant=True), SM100),
     ROWS_OF_SM100,
+    (ATTENTION, make_case(2, 17, 330, 64, V32, extra=(V32, 130, 64), with_lengths=True, with_sink=True), SM100),
+    (ATTENTION, make_case(2, 3, 200, 64, V4, extra=(V4, 130, 2), with_sink=True, rotate=True), SM100),
+    (ATTENTION, make_case(3, 70, 200, 64, V4, with_lengths=True), SM100),
+    (ATTENTION, make_case(1, 17, 600, 64, V32, with_sink=True), B200),
+    (ATTENTION, make_case(2, 3, 1100, 64, V4, extra=(V4, 130, 64), batch_invariant=True), SM100),
 ]
 
 
@@ -179,6 +186,7 @@ PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "
 BACKWARD = "xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel"
 ANY_ORDER_KERNEL = "xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order"
 SM100_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm100.kernel"
+SM100_PRODUCERS = "xmla.core.ops.sparse_mla.gluon_sm100.producers"
 SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
 RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
 
@@ -205,10 +213,16 @@ PLANTED = [
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    mbarrier.wait(shared.empty, (tile & 1) ^ 1)\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "TARGETS = gl.constexpr(2)", "TARGETS = gl.constexpr(1)"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "init(shared.empty, count=2)", "init(shared.empty, count=1)"),
-    Planted(ROWS_OF_SM100, SM100_KERNEL,
-            "        mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)\n", ""),
-    Planted(ROWS_OF_SM100, SM100_KERNEL, "    mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n    fence",
-            "    fence"),
+    Planted(ROWS_OF_SM100, SM100_PRODUCERS,
+            "        mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)\n        for", "        for"),
+    Planted(V32_OF_SM100, SM100_PRODUCERS,
+            "        mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)\n        shared",
+            "        shared"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS, "    async_copy.wait_group(0)\n", ""),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "    mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n    if",
+            "    if"),
+    Planted(V4_OF_SM100, SM100_KERNEL, "    mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n    if",
+            "    if"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "        mbarrier.wait(shared.p_full, tile & 1)\n", ""),
     Planted(ROWS_OF_SM100, SM100_KERNEL,
             "        mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n        valid", "        valid"),
@@ -219,8 +233,7 @@ PLANTED = [
     # Waits for too little.
     Planted(ROWS_OF_SM100, SM100_KERNEL, "mbarrier.init(shared.empty.index(stage), count=2)",
             "mbarrier.init(shared.empty.index(stage), count=1)"),
-    Planted(ROWS_OF_SM100, SM100_KERNEL, "mbarrier.init(shared.full.index(stage), count=129)",
-            "mbarrier.init(shared.full.index(stage), count=128)"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL, "else 129)", "else 128)"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(2, deps=[acc])", "warpgroup_mma_wait(3, deps=[acc])"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    async_copy.wait_group(0)\n", ""),
@@ -249,14 +262,24 @@ PLANTED = [
     Planted(DERIVATIVE, BACKWARD, "        mbarrier.wait(shared.full.index(stage), phase)\n        fence",
             "        mbarrier.wait(shared.full.index(stage), tile & 1)\n        fence"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "wait(shared.p_full, tile & 1)", "wait(shared.p_full, (tile & 1) ^ 1)"),
-    Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)",
-            "wait(shared.empty.index(stage), tile // STAGES & 1)"),
+    Planted(ROWS_OF_SM100, SM100_PRODUCERS, "wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)\n        for",
+            "wait(shared.empty.index(stage), tile // STAGES & 1)\n        for"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS, "wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)\n        shared",
+            "wait(shared.empty.index(stage), tile // STAGES & 1)\n        shared"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.p_full, tile & 1)", "wait(shared.p_full, (tile & 1) ^ 1)"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.s_full.index(stage), tile // STAGES & 1)",
             "wait(shared.s_full.index(stage), tile & 1)"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.out_done, (tile & 1) ^ 1)", "wait(shared.out_done, tile & 1)"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.out_done, (tiles & 1) ^ 1)", "wait(shared.out_done, tiles & 1)"),
     # What is handed over before it may be.
+    Planted(V32_OF_SM100, SM100_PRODUCERS,
+            "        if LAYOUT.tail:\n            shared.tails.index(stage).reinterpret",
+            "        fence_async_shared()\n        mbarrier.arrive(shared.full.index(stage), count=1)\n"
+            "        if LAYOUT.tail:\n            shared.tails.index(stage).reinterpret"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS,
+            "        store_half_of_stage(shared, stage, 1, right, scales, rope, LAYOUT)\n",
+            "        fence_async_shared()\n        mbarrier.arrive(shared.full.index(stage), count=1)\n"
+            "        store_half_of_stage(shared, stage, 1, right, scales, rope, LAYOUT)\n"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "        valid = shared.valid.index(stage).load(KEYS)\n"
             "        mbarrier.arrive(shared.empty.index(stage), count=1)\n",
             "        mbarrier.arrive(shared.empty.index(stage), count=1)\n"
@@ -298,7 +321,10 @@ PLANTED = [
     Planted(PAGED_LOGITS, PAGED, "key_smem.index(free), scale_smem.index(free)",
             "key_smem.index(free), scale_smem.index(stage)"),
     # Fences that are missing.
-    Planted(ROWS_OF_SM100, SM100_KERNEL, "STAGES & 1)\n    fence_async_shared()\n", "STAGES & 1)\n"),
+    Planted(ROWS_OF_SM100, SM100_KERNEL,
+            "    if not LAYOUT.packed:  # whoever stores has fenced\n        fence_async_shared()\n", ""),
+    Planted(V32_OF_SM100, SM100_PRODUCERS, "        fence_async_shared()\n        mbarrier.arrive(shared.full",
+            "        mbarrier.arrive(shared.full"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "        fence_async_shared()\n        if (tile > 0)",
             "        if (tile > 0)"),
     Planted(WIDE_V4, CONSUMERS, "    shared.p.store(p)\n    fence_async_shared()\n", "    shared.p.store(p)\n"),
@@ -310,6 +336,13 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "        fence_async_shared()\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    fence_async_shared()\n    gl.barrier()", "    gl.barrier()"),
     # Wrong values.
+    Planted(V32_OF_SM100, SM100_PRODUCERS, "(TILE_KEYS, 2, 2)), (0, 2, 1)", "(TILE_KEYS, 2, 2)), (0, 1, 2)"),
+    Planted(V32_OF_SM100, SM100_PRODUCERS, "load_codes(entries, ok, 1, LAYOUT)", "load_codes(entries, ok, 0, LAYOUT)"),
+    Planted(V32_OF_SM100, SM100_PRODUCERS, "stage, 1, right, scales, rope", "stage, 1, right, later_scales, rope"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS, "scales >> (32 * HALF)", "scales >> (24 * HALF)"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS, "word >> (block * 8)", "word >> (block * 4)"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS, "== BLOCKS - 1", "== BLOCKS - 2"),
+    Planted(V4_OF_SM100, SM100_PRODUCERS, "cvt.rn.bf16x2.f32 $0, d, c;", "cvt.rn.bf16x2.f32 $0, c, d;"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "use_acc=half > 0", "use_acc=True"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "use_acc=tile > 0", "use_acc=tile > 1"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "(gl.min(factor, 0) < 1.0)", "(gl.max(factor, 0) < 1.0)"),

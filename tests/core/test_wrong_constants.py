@@ -13,7 +13,7 @@ from xmla.core.ops.sparse_mla.gluon_sm120 import kernel as sm12x
 
 PLAIN = {"plain", "plain_v4"}
 SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN, "in any order": PLAIN}  # layouts
-SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": PLAIN}
+SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
 FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative)]
 
 

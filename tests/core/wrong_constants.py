@@ -39,7 +39,18 @@ CHANGES_SM120: dict[str, list[dict[str, object]]] = {
     "v4": [{"tile": 32, "footer": 16, "row": 592}, {"scale": "float32"}, {"row": 588}, {"rope_offset": 456}],
     "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
 }  # fmt: skip
-CHANGES_SM100: list[dict[str, object]] = [{"latent": 448}, {"row": 580}, {"rope_offset": 516}]  # of plain rows
+# Of sm_100's, which reads an entry's scales, and 16 of its bytes, at once.
+CHANGES_SM100: dict[str, list[dict[str, object]]] = {
+    "v32": [
+        {"values": "e2m1"}, {"tile": 64}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": True},
+        {"rope_values": "e4m3"}, {"row": 660}, {"rope_offset": 536}, {"scale_offset": 520},
+    ],
+    "v4": [
+        {"values": "e2m1"}, {"tile": 32}, {"latent": 384}, {"scale": "float32"}, {"footer": 16, "row": 592},
+        {"rope_values": "quantized"}, {"row": 588}, {"rope_offset": 456},
+    ],
+    "plain": [{"latent": 448}, {"row": 580}, {"rope_offset": 516}],
+}  # fmt: skip
 
 
 def launched(
@@ -107,11 +118,13 @@ def main() -> None:
     for name, change, layout in layouts:
         refused = refusal(packed if layout.packed else plain, "SOURCE.LAYOUT", layout)
         print(json.dumps({"of": "SM12x", "layout": name, "change": change, "refusal": refused}), flush=True)
+    entries = launched(64, V32, None, 100, "gluon_sm100")
     rows, two_rows = (launched(64, PLAIN_V4, extra, 100, "gluon_sm100") for extra in (None, PLAIN_V4))
     layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
-    layouts += [(PLAIN.name, change, replace(PLAIN, **change)) for change in CHANGES_SM100]
+    for layout in (V32, V4, PLAIN):
+        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM100[layout.name]]
     for name, change, layout in layouts:
-        refused = refusal(rows, "SOURCE.LAYOUT", layout)
+        refused = refusal(entries if layout.packed else rows, "SOURCE.LAYOUT", layout)
         print(json.dumps({"of": "sm_100", "layout": name, "change": change, "refusal": refused}), flush=True)
     others: list[tuple[str, Specialization, str, Hashable]] = [
         ("64 heads of SM12x", packed, "BLOCK_H", 64),

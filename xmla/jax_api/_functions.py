@@ -2256,8 +2256,8 @@ def sparse_mla(
         gluon: compute capability 9.0; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over packed
             entries; one source, or two of one format but 'v32'; rows on multiples of 16 bytes, or 4 for queries over
             packed entries.
-        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; 'plain' or 'plain_v4' entries; rows on
-            multiples of 16 bytes.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; 'v32' or 'v4' or 'plain' or 'plain_v4' entries;
+            bfloat16 queries over packed entries; one source, or two of one format; rows on multiples of 16 bytes.
         triton: every call.
 
     Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.

@@ -30,6 +30,10 @@ def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return _whole(np.stack([low.astype(HALF), high.astype(HALF)], -1), U32)
 
 
+def _brain_pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    return _whole(np.stack([low.astype(BRAIN), high.astype(BRAIN)], -1), U32)
+
+
 def _multiply_pairs(dtype: np.dtype) -> Callable[..., np.ndarray]:
     return lambda a, b: _whole(_parts(a, dtype) * _parts(b, dtype), U32)
 
@@ -72,6 +76,8 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "mov.b64": ((U64,), lambda a: a),
     "cvt.rn.f16x2.e4m3x2": ((U16,), lambda a: _whole(_parts(a, E4M3).astype(F32).astype(HALF), U32)),
     "cvt.rn.f16x2.f32": ((F32, F32), _pair),
+    "cvt.rn.bf16x2.f32": ((F32, F32), _brain_pair),
+    "cvt.f32.f16": ((HALF,), lambda a: a.astype(F32)),
     "cvt.rmi.s32.f32": ((F32,), _floor),
     "cvt.s32.s8": ((U32,), lambda a: a.astype(I8).astype(I32)),
     "cvt.u16.u32": ((U32,), lambda a: a.astype(U16)),

@@ -1,7 +1,8 @@
-"""Attention over plain rows on sm_100, in Gluon: products by tcgen05, whose accumulators are in tensor memory.
+"""Attention on sm_100, in Gluon: products by tcgen05, whose accumulators are in tensor memory.
 
 A CTA computes TILE_HEADS heads of a token against its keys, a tile at a time, in three partitions:
-- `gather` copies entries into one of two stages, even tiles into 0 and odd ones into 1.
+- `gather` copies plain rows into one of two stages, even tiles into 0 and odd ones into 1. Over packed entries
+  `gather_packed` does, with warps that dequantise them to bfloat16 rows: the others know of rows alone (producers.py).
 - `multiply`, one warp, starts S = Q·Kᵀ of a tile, and P·V of the tile before it.
 - `weigh` computes P from S, rescales the sums of P·V where a maximum has grown, and ends the row.
 Of a tile t, an arrow from who arrives at a barrier to who waits for it:
@@ -23,9 +24,8 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from xmla.core.lang.gluon import async_copy, gl, gluon
+from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
-from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.sparse_mla.gluon_sm90.common import (
@@ -39,16 +39,18 @@ from xmla.core.ops.sparse_mla.gluon_sm90.common import (
     Source,
     Task,
     close_sums,
-    entry_pointers,
-    load_slots,
+    hidden_zero,
     store_half,
 )
-from xmla.core.ops.sparse_mla.gluon_sm90.plain import base_of, copy_columns, exp2
+from xmla.core.ops.sparse_mla.gluon_sm90.plain import base_of, exp2
+from xmla.core.ops.sparse_mla.gluon_sm100.producers import gather, gather_packed
+from xmla.core.ops.sparse_mla.gluon_sm120.kernel import pool
 from xmla.core.plan import log2_of
 
 # Registers per thread of the partitions that multiply and gather.
-MULTIPLY_REGISTERS = gl.constexpr(80)
+MULTIPLY_REGISTERS = gl.constexpr(72)
 GATHER_REGISTERS = gl.constexpr(96)
+PACKED_REGISTERS = gl.constexpr(176)  # of entries that are packed; 184, or 80 to multiply, leave the softmax too few
 S_LAYOUT = gl.constexpr(blackwell.TensorMemoryLayout((TILE_HEADS.value, TILE_KEYS.value), 1))
 OUT_LAYOUT = gl.constexpr(blackwell.TensorMemoryLayout((TILE_HEADS.value, HALF_DIMS.value), 1))
 
@@ -83,41 +85,16 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def gather(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
-    """Copy the queries and then the entries of each tile: the first to arrive tells of the queries too."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 4 × 128 bytes a warp
-    wait_for_earlier(C.OVERLAP_LIMIT)
-    offs_h = task.head_block * TILE_HEADS + gl.arange(0, TILE_HEADS, layout=ROWS)
-    rows, head_ok = task.q_row + offset_of(offs_h, C.Q_STRIDE_H, C.HEADS), offs_h < C.HEADS
-    for half in gl.static_range(HALVES):
-        copy_columns(rows, head_ok, shared.q.index(half), half * HALF_DIMS)
-    if C.LAYOUT.tail:
-        copy_columns(rows, head_ok, shared.q_tail, VALUE_DIMS)
-    slot = load_slots(main, extra, main_tiles, 0, ROWS)
-    for tile in range(0, tiles):
-        stage = tile % STAGES
-        entries, _, ok = entry_pointers(main, extra, main_tiles, tile, slot, C)
-        slot = load_slots(main, extra, main_tiles, tile + 1, ROWS)
-        mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)
-        for half in gl.static_range(HALVES):
-            copy_columns(entries, ok, shared.entries.index(stage * HALVES + half), half * HALF_DIMS)
-        if C.LAYOUT.tail:
-            copy_columns(entries, ok, shared.tails.index(stage), C.LAYOUT.rope_offset)
-        async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)
-        shared.valid.index(stage).store(gl.where(ok, 0.0, float("-inf")))
-        mbarrier.arrive(shared.full.index(stage), count=1)
-
-
-@gluon.jit
 def start_scores(shared, tile, LAYOUT: gl.constexpr):
     """Start S of a tile, which s_full tells of."""
     stage = tile % STAGES
     mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)
-    fence_async_shared()
+    if not LAYOUT.packed:  # whoever stores has fenced
+        fence_async_shared()
     s = shared.s.index(stage)
     for half in gl.static_range(HALVES):
         keys = shared.entries.index(stage * HALVES + half).permute((1, 0))
-        blackwell.tcgen05_mma(shared.q.index(half), keys, s, use_acc=half > 0, mbarriers=[])
+        blackwell.tcgen05_mma(shared.q.index(hidden_zero(tile) + half), keys, s, use_acc=half > 0, mbarriers=[])
     if LAYOUT.tail:
         blackwell.tcgen05_mma(shared.q_tail, shared.tails.index(stage).permute((1, 0)), s, mbarriers=[])
     blackwell.tcgen05_commit(shared.s_full.index(stage))
@@ -203,9 +180,7 @@ def sparse_mla_sm100_kernel(
     C: gl.constexpr,  # Attention
 ):
     LAYOUT: gl.constexpr = C.LAYOUT
-    gl.static_assert(not LAYOUT.packed, "entries are plain rows")
     gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two halves have the columns of 512 value dims")
-    gl.static_assert(LAYOUT.row % 8 == 0 and LAYOUT.rope_offset % 8 == 0, "rows are copied by 16 bytes")
     gl.static_assert(C.BLOCK_H == TILE_HEADS, "a CTA has TILE_HEADS heads")
     let_next_start(C.OVERLAP_LIMIT)
     HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
@@ -223,7 +198,7 @@ def sparse_mla_sm100_kernel(
     if C.SOURCE.HAS_LENGTHS:
         end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
     end = gl.minimum(end, first + split_keys)
-    main = Source(cache_ptr, slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
+    main = Source(pool(cache_ptr, LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
     main_tiles = gl.cdiv(gl.maximum(end, first) - first, TILE_KEYS)  # a length may be the least integer
     tiles = main_tiles
     if C.EXTRA is not None:
@@ -235,7 +210,7 @@ def sparse_mla_sm100_kernel(
         extra_end = gl.minimum(extra_end, extra_first + split_keys)
         extra_first = gl.maximum(extra_first, 0)
         extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
-        extra = Source(extra_cache_ptr, extra_slots, num_extra_slots, extra_first, extra_end)
+        extra = Source(pool(extra_cache_ptr, LAYOUT), extra_slots, num_extra_slots, extra_first, extra_end)
         tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
     else:
         extra: gl.constexpr = None
@@ -272,15 +247,16 @@ def sparse_mla_sm100_kernel(
     mbarrier.init(shared.p_full, count=1)
     mbarrier.init(shared.out_done, count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(shared.full.index(stage), count=129)  # copies of 128 threads, and the warps' stores
+        # Of packed entries there are stores alone; of rows copies of 128 threads too.
+        mbarrier.init(shared.full.index(stage), count=1 if LAYOUT.packed else 129)
         mbarrier.init(shared.empty.index(stage), count=2)
         mbarrier.init(shared.s_full.index(stage), count=1)
     gl.warp_specialize(
         [
             (weigh, (tiles, shared, task, C)),
             (multiply, (tiles, shared, C)),
-            (gather, (main, extra, main_tiles, tiles, shared, task, C)),
+            (gather_packed if LAYOUT.packed else gather, (main, extra, main_tiles, tiles, shared, task, C)),
         ],
         [1, 4],
-        [MULTIPLY_REGISTERS, GATHER_REGISTERS],
+        [MULTIPLY_REGISTERS, PACKED_REGISTERS if LAYOUT.packed else GATHER_REGISTERS],
     )

@@ -1,5 +1,5 @@
 from xmla.core.device import Device
-from xmla.core.formats.mla import PLAIN, PLAIN_V4
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.sparse_mla.gluon_sm100.kernel import sparse_mla_sm100_kernel
@@ -7,7 +7,7 @@ from xmla.core.ops.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import Plan
 from xmla.core.problem import Problem
 
-FORMATS = (PLAIN, PLAIN_V4)
+FORMATS = (V32, V4, PLAIN, PLAIN_V4)
 # The warps are those of the kernel's first partition. Each half of the dims has a power of two that its warps know.
 CONFIG = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1, powers=HALVES.value)
 
@@ -17,9 +17,20 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _other_format(problem: Problem, device: Device) -> str | None:
+    layout = problem.formats["cache"]
+    return None if layout in FORMATS else f"over {layout.name!r} entries"
+
+
+def _other_queries(problem: Problem, device: Device) -> str | None:
+    dtype = problem.specs["q"].dtype
+    return f"for {dtype} queries" if problem.formats["cache"].packed and dtype != "bfloat16" else None
+
+
+def _mixed_sources(problem: Problem, device: Device) -> str | None:
     layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
-    wrong = next((each for each in (layout, extra) if each is not None and each not in FORMATS), None)
-    return None if wrong is None else f"over {wrong.name!r} entries"
+    if extra is None or extra == layout:
+        return None
+    return f"with {extra.name!r} entries beside {layout.name!r} ones"
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
@@ -35,6 +46,8 @@ CONDITIONS = (
         lambda problem, device: None if device.arch in (100, 103) else f"on {device.name}",
     ),
     Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
+    Condition("bfloat16 queries over packed entries", _other_queries),
+    Condition("one source, or two of one format", _mixed_sources),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
 # Asked for by its own name alone: it has run on no GPU.
