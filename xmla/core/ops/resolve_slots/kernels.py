@@ -27,6 +27,7 @@ def resolve_slots_kernel(
     num_keys,  # K
     index_stride,
     next_n,  # tokens of a request
+    num_columns,  # next_n · K
     held_stride,
     slot_stride,
     num_places,
@@ -42,7 +43,6 @@ def resolve_slots_kernel(
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    num_columns = next_n * num_keys
     indices = indices_ptr + offset_of(request * next_n, index_stride)
     held, slots = held_ptr + offset_of(request, held_stride), slots_ptr + offset_of(request, slot_stride)
     selected, missing = selected_ptr + request * num_columns, missing_ptr + request * num_columns

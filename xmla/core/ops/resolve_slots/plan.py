@@ -26,6 +26,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             "num_keys": problem["K"],
             "index_stride": problem.specs["indices"].stride(0),
             "next_n": problem["T"] // max(requests, 1),
+            "num_columns": problem.results["missing"].shape[1],
             "held_stride": problem.specs["held"].stride(0),
             "slot_stride": problem.specs["slots"].stride(0),
             "num_places": places,
