@@ -18,7 +18,7 @@ def order(slots: torch.Tensor, lengths: torch.Tensor | None, entries: int, rows:
     ordered, ends = torch.full_like(slots, -7), torch.empty_like(slots[:, 0])
     order_slots_kernel[(tokens,)](
         slots, slots if lengths is None else lengths, entries, keys, slots.stride(0), ordered, ends,
-        HAS_LENGTHS=lengths is not None, ROWS=rows,
+        HAS_LENGTHS=lengths is not None, ROWS=rows, enable_fp_fusion=True,
     )  # fmt: skip
     assert all((row[end:] == -7).all() for row, end in zip(ordered, ends.tolist(), strict=True))
     return [row[:end].tolist() for row, end in zip(ordered, ends.tolist(), strict=True)]

@@ -121,7 +121,7 @@ def planned(name: str, case: str, specs: Specs, given: dict[str, object], device
     op = registry()[name]
     attrs = op.attributes(**given)
     arguments = tuple(specs.get(argument) for argument in op.tensors)
-    form = form_of(op, specs, attrs._asdict()) + (f", {by}" if by else "")
+    form = ", ".join(filter(None, (form_of(op, specs, attrs._asdict()), by)))
     try:
         plan, _ = plan_call(op, arguments, attrs, device, by)
     except UnsupportedError as error:
@@ -303,7 +303,6 @@ def meaning(value: Any) -> str:
     raise TypeError(f"{place}: kernels name functions, classes and values, so that their digests follow them")
 
 
-@functools.cache
 def identity(kernel: Specialization, arch: int) -> str:
     """All that a kernel's code for `arch` follows from: its source and what it is compiled for."""
     derived = [text for _, value in kernel.constexprs for text in properties(value)]
@@ -313,15 +312,11 @@ def identity(kernel: Specialization, arch: int) -> str:
 def properties(value: Any) -> Iterator[str]:
     """What follows from a constant that is an object, and from the objects in it: kernels read that too."""
     if is_dataclass(value):
-        for name in names_of_properties(type(value)):
-            yield f"{name}={getattr(value, name)!r}"
+        for name, attribute in inspect.getmembers_static(type(value)):
+            if isinstance(attribute, property):
+                yield f"{name}={getattr(value, name)!r}"
         for field in fields(value):
             yield from properties(getattr(value, field.name))
-
-
-@functools.cache
-def names_of_properties(kind: type) -> list[str]:
-    return [name for name, attribute in inspect.getmembers_static(kind) if isinstance(attribute, property)]
 
 
 def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:

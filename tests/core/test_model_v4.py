@@ -47,7 +47,7 @@ def test_a_decoding_model_calls_nothing_else(device: str) -> None:
     config = ModelConfigV4(
         heads=4, index_heads=4, k=16, cache_format="plain_v4", extra_format="plain_v4", page_size=deepseek_v4.PAGE,
         entry_pages=(deepseek_v4.ENTRY_PAGE[4], deepseek_v4.ENTRY_PAGE[128]), state_page=deepseek_v4.STATE_PAGE,
-        softmax_scale=scale, dtype="float16", batches=(1,), max_lens=(256,), prefill_tokens=(),
+        softmax_scale=scale, dtype="float16", batches=(1,), max_lens=(26, 256), prefill_tokens=(),
     )  # fmt: skip
     listed, called = code(config.specializations(H200)), set()
     for layer in run.layers:

@@ -114,7 +114,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
 
 
 def around_powers_of_2(most: int) -> list[int]:
-    return sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)})
+    return sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)})
 
 
 def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:

@@ -128,7 +128,7 @@ def select_calls(
                 yield from share_calls({"ends": a_token(tokens)}, columns, k, sizes.ranks)
     for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
-        for columns in sorted({min(n + more, most) for n in powers_of_2(most) for more in (0, 1)}):
+        for columns in sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)}):
             tokens = min(count, sizes.at_once(columns))
             gathered = {"keys": Spec((columns, dim), "float8_e4m3fn"), "key_scales": Spec((columns,), "float32")}
             rows = {"starts": a_token(tokens), "ends": a_token(tokens)}
