@@ -17,7 +17,7 @@ from xmla.compat.deep_gemm import row_stride
 from xmla.core.device import Device
 from xmla.core.models import memory
 from xmla.core.models.base import Call
-from xmla.core.models.steps import at_any_place, full_waves, map_call, powers_of_2, token_counts
+from xmla.core.models.steps import around_powers_of_2, at_any_place, full_waves, map_call, token_counts
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.sglang.attention import FORMATS, SERVED
@@ -111,10 +111,6 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
         rows = query(tokens, max(heads, LEAST_HEADS)) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
         yield from at_any_place(Call("indexer_logits", rows, {}), "starts", "ends")
         yield from at_any_place(select(tokens, columns, "starts"), "starts")
-
-
-def around_powers_of_2(most: int) -> list[int]:
-    return sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)})
 
 
 def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:

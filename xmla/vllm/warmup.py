@@ -19,7 +19,7 @@ from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4
 from xmla.core.models import memory
 from xmla.core.models.base import Call
-from xmla.core.models.steps import at_any_place, full_waves, map_call, powers_of_2, token_counts
+from xmla.core.models.steps import around_powers_of_2, at_any_place, full_waves, map_call, token_counts
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
@@ -128,7 +128,7 @@ def select_calls(
                 yield from share_calls({"ends": a_token(tokens)}, columns, k, sizes.ranks)
     for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
-        for columns in sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)}):
+        for columns in around_powers_of_2(most):
             tokens = min(count, sizes.at_once(columns))
             gathered = {"keys": Spec((columns, dim), "float8_e4m3fn"), "key_scales": Spec((columns,), "float32")}
             rows = {"starts": a_token(tokens), "ends": a_token(tokens)}

@@ -29,6 +29,11 @@ def powers_of_2(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
+def around_powers_of_2(most: int) -> list[int]:
+    """Sizes at which selections are planned: powers of two, what exceeds them, and the most."""
+    return sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)})
+
+
 def at_any_place(call: Call, *names: str) -> Iterator[Call]:
     """The call with these arguments on a multiple of 16 bytes or not: they are rows of arrays of the engine's."""
     for alignment in (16, 4):
