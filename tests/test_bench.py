@@ -24,12 +24,14 @@ from xmla.bench import (
     layer_jax,
     layer_report,
     picture,
+    problems,
     run,
     timing,
     timing_jax,
 )
 from xmla.bench.benchmark import Benchmark
-from xmla.bench.errors import attention_error, gradient_error, sampled, step_error
+from xmla.bench.cases import training
+from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
@@ -248,6 +250,40 @@ def test_cudnns_derivative_is_called_as_published(device: str, monkeypatch: pyte
     dq, drows = found
     for wrong in ((dq * 1.1, drows), (dq, drows.roll(1, 0)), (dq, drows * torch.nan)):
         assert not gradient_error(wrong, arguments, SCALE) <= TOLERANCE
+
+
+@pytest.mark.parametrize("selected", [None, 4])
+def test_a_wrong_gradient_of_the_indexers_loss_is_noticed(
+    selected: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(problems, "DEVICE", device)
+    case = training.indexer_loss_case(6, 10, selected, heads=3, index_heads=2)
+    assert case.check() < case.tolerance
+    loss, dindex_q, dindex_k, dweights = case.ours(0)
+    *arguments, _, indices = case.inputs[0]
+    assert indexer_loss_error(case.ours(0), arguments, indices, 576**-0.5) == case.check()
+    for wrong in (dindex_q * 1.1, dindex_q.roll(1, 1), dindex_q * torch.nan):
+        assert (
+            not indexer_loss_error((loss, wrong, dindex_k, dweights), arguments, indices, 576**-0.5) <= case.tolerance
+        )
+    for wrong in (dweights * 1.1, dweights.roll(1, 1), dweights * torch.nan):
+        assert (
+            not indexer_loss_error((loss, dindex_q, dindex_k, wrong), arguments, indices, 576**-0.5) <= case.tolerance
+        )
+
+
+def test_a_selection_for_training_is_that_of_the_formula(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose scores are stored for some tokens at a time."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(problems, "DEVICE", device)
+    monkeypatch.setattr(training, "SELECTED", 5)
+    monkeypatch.setattr(training, "SCORES_BYTES", 3 * 4 * 12)
+    case = training.indexer_case(8, 12)
+    assert [part.shape for part in case.ours(0)] == [(3, 5), (3, 5), (2, 5)] and case.check() == 0
+    real = torch_api.select_topk
+    monkeypatch.setattr(torch_api, "select_topk", lambda scores, ends, k: real(-scores, ends, k=k))
+    assert not case.check() <= case.tolerance
 
 
 def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:

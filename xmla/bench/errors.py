@@ -84,3 +84,23 @@ def gradient_error(gradients: Sequence[torch.Tensor], arguments: Sequence[torch.
         want[:512] += torch.einsum("th,thd->d", p, dout[tokens].double())
         errors.append(relative_error(drows[entry, 0], want))
     return float(np.max(errors))
+
+
+def indexer_loss_error(
+    results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], indices: torch.Tensor | None, scale: float
+) -> float:
+    """The worst relative error of the gradients of sampled tokens' queries and weights, in float64."""
+    index_q, index_k, weights, q, rows, lse, ends = arguments
+    _, dindex_q, _, dweights = results
+    errors = []
+    for token in sampled(len(index_q)):
+        seen = torch.arange(int(ends[token]), device=q.device) if indices is None else indices[token].long()
+        seen = seen[(seen >= 0) & (seen < ends[token])]
+        keys, factors = index_k[seen].double(), weights[token].double()
+        products = index_q[token].double() @ keys.T
+        prediction = (factors @ products.relu()).softmax(0)
+        target = (scale * q[token].double() @ rows[seen].double().T - lse[token].double()[:, None]).exp().sum(0)
+        dscores = (prediction - target / target.sum()) / len(index_q)
+        errors.append(relative_error(dweights[token], products.relu() @ dscores))
+        errors.append(relative_error(dindex_q[token], factors[:, None] * ((products > 0) * dscores) @ keys))
+    return float(np.max(errors))

@@ -11,6 +11,8 @@ from xmla.bench.cases import attention, blocks, compression, logits, selection, 
 BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "sparse_mla": (attention.decode, attention.decode_v4, attention.prefill),
     "sparse_mla_backward": (training.attention_backward,),
+    "indexer_scores": (training.selections,),
+    "indexer_loss": (training.indexer_losses,),
     "indexer_logits": (logits.ragged,),
     "indexer_logits_paged": (logits.paged,),
     "select_topk": (selection.topk,),
