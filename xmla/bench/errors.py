@@ -96,6 +96,8 @@ def indexer_loss_error(
     for token in sampled(len(index_q)):
         seen = torch.arange(int(ends[token]), device=q.device) if indices is None else indices[token].long()
         seen = seen[(seen >= 0) & (seen < ends[token])]
+        if not len(seen):
+            continue
         keys, factors = index_k[seen].double(), weights[token].double()
         products = index_q[token].double() @ keys.T
         prediction = (factors @ products.relu()).softmax(0)
