@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import kit
 import numpy as np
 import pytest
+from conftest import EVERYTHING
 from garbage import DEVICE, OPS
 from hypothesis import given, settings
 
@@ -24,7 +25,7 @@ def test_arbitrary_bytes_give_the_reference(name: str) -> None:
     chosen = st.sampled_from(fuzz.targets([name]))
 
     @given(chosen, st.integers(0, 10**6))
-    @settings(max_examples=12)
+    @settings(max_examples=12 if EVERYTHING else 6)
     def check(target: fuzz.Target, seed: int) -> None:
         assert list(fuzz.run_batch(target, [seed])) == []
 

@@ -4,6 +4,7 @@ import kit
 import numpy as np
 import pytest
 import torch
+from conftest import EVERYTHING
 from garbage import DEVICE, OPS, run
 
 from xmla import torch_api
@@ -12,12 +13,13 @@ from xmla.core.op import Op
 
 PAGED = [(op, name) for op in OPS.values() for name in op.pools if len(op.tensors[name].names) == 3]
 READ = [(op, name) for op, name in PAGED if name not in op.mutates]
+BYTES = (0x00, 0x7F)
 
 
 @pytest.mark.parametrize(("op", "pool"), READ, ids=lambda value: getattr(value, "name", value))
 def test_unreferenced_memory_does_not_matter(op: Op, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases' pools are NaN wherever nothing refers to; filled with any other byte they give the same bits."""
-    for case in op.cases:
+    for number, case in enumerate(op.cases):
         inputs = kit.make(case)
         if pool not in inputs:
             continue
@@ -25,7 +27,7 @@ def test_unreferenced_memory_does_not_matter(op: Op, pool: str, monkeypatch: pyt
         if op.partial:
             where = kit.written(op, op.reference(**inputs, **kit.attributes(op, case)))
         want = [kit.as_numpy(result).copy() for result in run(op, kit.make(case), case.attrs)]
-        for byte in (0x00, 0x7F):
+        for byte in BYTES if EVERYTHING else BYTES[number % 2 :][:1]:
             with monkeypatch.context() as context:
                 context.setattr(cases, "POISON", byte)
                 other = kit.make(case)[pool]
