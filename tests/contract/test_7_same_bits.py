@@ -24,6 +24,7 @@ from xmla import torch_api
 from xmla.core.device import KNOWN_DEVICES
 from xmla.core.formats.mla import V32
 from xmla.core.op import Case, Op
+from xmla.core.ops.indexer_logits_paged.cases import make_case as logits_case
 from xmla.core.ops.sparse_mla.cases import make_case
 
 RERUNS = 20 if HAS_GPU else 1
@@ -171,6 +172,21 @@ def test_a_row_does_not_depend_on_its_batch(op: Op, case: Case, change: str) -> 
                 kit.assert_bits_equal(op.name, a, b)
             continue
         kit.assert_bits_equal(op.name, kit.as_numpy(a)[: len(kept)], b[kept], None if where is None else where[kept])
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("layout", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_drafts_verified_together_have_the_bits_of_decodes(drafts: int, layout: str, heads: int) -> None:
+    op, tokens = OPS["indexer_logits_paged"], 1 + drafts
+    case = logits_case((150, 70), 64, next_n=tokens, heads=heads, layout=layout)
+    inputs = kit.make(case) if HAS_GPU else case.make(Dyadic(np.random.PCG64(0)))
+    where = defined(op, inputs, case)
+    together = kit.as_numpy(run(op, inputs, case.attrs)[0])
+    for draft in range(tokens):
+        step = np.arange(draft, 2 * tokens, tokens)  # a token of each request
+        alone = {name: a[step] if op.tensors[name].names[0] == "T" else a for name, a in inputs.items()}
+        kit.assert_bits_equal(f"draft {draft}", run(op, alone, case.attrs)[0], together[step], where[step])
 
 
 @given(st.permutations(range(5)), st.integers(1, 5))

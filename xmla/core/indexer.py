@@ -106,13 +106,16 @@ class Keys(Constants):
     MXFP4: bool
     HIDE_BYTES: bool  # lang.numbers.hidden
     HOPPER_SUMS: bool  # lang.indexer.head_scores
+    RUN: int  # lang.indexer.heads_of_tile
 
     @classmethod
     def of(cls, problem: Problem, device: Device) -> "Keys":
         mxfp4 = keys_are_mxfp4(problem)
         # Rows of a product are keys; with tensor memory tiles have 64 or more.
         hide = (mxfp4 or not device.converts_e4m3) and device.hides_bytes(64)
-        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, HOPPER_SUMS=device.arch == 90)
+        # Eight warps divide tiles of MXFP4, often into four parts along the heads, four those of fp8 into two.
+        run = 0 if device.arch == 90 or device.has_tensor_memory else min(32 if mxfp4 else 16, head_rows(problem))
+        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, HOPPER_SUMS=device.arch == 90, RUN=run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

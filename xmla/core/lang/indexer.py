@@ -90,14 +90,52 @@ gluon_heads_of_lane = gluon.jit(_heads_of_lane)
 
 
 @triton.jit
+def heads_of_tile(GROUP: tl.constexpr, BLOCK_I: tl.constexpr, RUN: tl.constexpr):
+    """The token within its group, and its head, of each row of q [GROUP · BLOCK_I].
+
+    A token's heads are neighbours, or with RUN only so many of them, followed by as many of the next token. In a tile
+    of mma.sync warps divide adjacent rows: runs keep most heads of a token in one warp.
+    """
+    row = tl.arange(0, GROUP * BLOCK_I)
+    if RUN:
+        return row // RUN % GROUP, row // (RUN * GROUP) * RUN + row % RUN
+    else:
+        return row // BLOCK_I, row % BLOCK_I
+
+
+@triton.jit
+def sum_of_heads(dots, weights, GROUP: tl.constexpr, RUN: tl.constexpr):
+    """Σ_i dots_i · weights_i of each token, dots [N, GROUP · BLOCK_I], weights [GROUP · BLOCK_I] → [N, GROUP], f32.
+
+    A tree whose every addition has two summands, so that no tile, version or part has another order. Its levels begin
+    with what a lane holds, adjacent heads and runs; then come lanes, and last what warps may divide.
+    """
+    N: tl.constexpr = dots.shape[0]
+    ROWS: tl.constexpr = dots.shape[1]
+    weights, dots = tl.broadcast(weights[None, :], dots)
+    even, odd = tl.split(tl.reshape(dots, (N, ROWS // 2, 2)))
+    of_even, of_odd = tl.split(tl.reshape(weights, (N, ROWS // 2, 2)))
+    sums = tl.fma(odd, of_odd, even * of_even)  # of two products the compiler chooses which it rounds
+    for level in tl.static_range(log2_of(ROWS // GROUP // RUN)):
+        sums = tl.sum(tl.reshape(sums, (N, 2, ROWS >> (level + 2))), axis=1)
+    sums = tl.reshape(sums, (N, GROUP, RUN // 8, 2, 2))
+    sums = tl.sum(tl.sum(sums, axis=4), axis=3)
+    for level in tl.static_range(log2_of(RUN // 8)):
+        # A reduction would exchange them among warps twice.
+        sums, others = tl.split(tl.reshape(sums, (N, GROUP, RUN >> (level + 4), 2)))
+        sums += others
+    return tl.reshape(sums, (N, GROUP))
+
+
+@triton.jit
 def head_scores(k, q, weights, factors, GROUP: tl.constexpr, KEYS: tl.constexpr):
     """Indexer logits of GROUP tokens over a tile of keys: factor · Σ_i relu(k · q_i) · weight_i.
 
-    k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, factors [BLOCK_N]
-    f32 → [BLOCK_N, GROUP] f32. NaN passes the relu, so that a broken key ranks last instead of scoring 0. HOPPER_SUMS
-    fixes the order of the sum, which the Gluon kernels for Hopper share: all kernels give the same bits with every
-    Triton version (the order of Triton's own reduction depends on the version). If products are not by wgmma, this
-    order would cross lanes.
+    k [BLOCK_N, D] e4m3 or bf16, q [GROUP · BLOCK_I, D] e4m3 or bf16, weights [GROUP · BLOCK_I] f32, both as
+    `heads_of_tile` has the heads, factors [BLOCK_N] f32 → [BLOCK_N, GROUP] f32. NaN passes the relu, so that a broken
+    key ranks last instead of scoring 0. HOPPER_SUMS fixes the order of the sum, which the Gluon kernels for Hopper
+    share: all kernels give the same bits with every Triton version (the order of Triton's own reduction depends on the
+    version). If products are not by wgmma, this order would cross lanes; RUN fixes that of mma.sync's.
     """
     HIDE_BYTES: tl.constexpr = KEYS.HIDE_BYTES
     dots = tl.dot(hidden(k, HIDE_BYTES), tl.trans(hidden(q.to(k.dtype), HIDE_BYTES)))  # [BLOCK_N, GROUP · BLOCK_I] f32
@@ -110,6 +148,8 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr, KEYS: tl.constexpr)
             lanes = tl.fma(terms[own], shares[own], lanes)  # of two products the compiler chooses which it rounds
         lanes = tl.reshape(lanes, (dots.shape[0], GROUP, 2, 2))
         return tl.sum(tl.sum(lanes, axis=2), axis=2) * factors[:, None]
+    elif KEYS.RUN:
+        return sum_of_heads(dots, weights, GROUP, KEYS.RUN) * factors[:, None]
     else:
         dots *= weights[None, :]
         by_token = tl.reshape(dots, (dots.shape[0], GROUP, dots.shape[1] // GROUP))

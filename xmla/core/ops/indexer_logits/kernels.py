@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_keys, load_query
+from xmla.core.lang.indexer import head_scores, heads_of_tile, load_keys, load_query
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 
@@ -53,8 +53,7 @@ def indexer_logits_kernel(
         keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, wanted, D, C.KEYS.MXFP4)
         offs_d = tl.arange(0, D)
         offs_g = tl.arange(0, GROUP)
-        member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
-        head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
+        member, head = heads_of_tile(GROUP, BLOCK_I, C.KEYS.RUN)  # of each row of q
         every_row_wants_all = (tl.max(start) <= first_key) & (tl.min(end) >= first_key + BLOCK_N)
         for i in tl.range(0, BLOCK_T, GROUP):
             # Rows past the last token repeat it: cheaper than a mask, and they are not stored.

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages, load_query
+from xmla.core.lang.indexer import head_scores, heads_of_tile, load_page_keys, load_pages, load_query
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import offset_of
 
@@ -54,8 +54,7 @@ def indexer_logits_paged_kernel(
     offs_d = tl.arange(0, D)
     offs_g = tl.arange(0, BLOCK_G)
     member = tl.arange(0, GROUP)
-    row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
-    row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
+    row_member, row_head = heads_of_tile(GROUP, BLOCK_I, C.KEYS.RUN)  # of each row of q
 
     # All groups' tiles of keys form a list, of which each program takes an equal run. The list follows from the
     # lengths, so each program finds its run without the others.

@@ -12,7 +12,7 @@ the same result.
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_keys, load_query
+from xmla.core.lang.indexer import head_scores, heads_of_tile, load_keys, load_query
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.choose import choose_candidates, lanes_by_warp, running_count
@@ -125,8 +125,7 @@ def indexer_topk_kernel(
     offs_d = tl.arange(0, D)
     offs_n = tl.arange(0, BLOCK_N)
     member = tl.arange(0, GROUP)
-    row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
-    row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
+    row_member, row_head = heads_of_tile(GROUP, BLOCK_I, C.KEYS.RUN)  # of each row of q
     candidates = as_packed(candidates_ptr) + offset_of(tl.program_id(0), GROUP * CAPACITY)
     scores_out = scores_ptr + offset_of(tl.program_id(0), GROUP * BLOCK)
     for step in tl.range(0, tl.cdiv(num_groups - tl.program_id(0), tl.num_programs(0))):

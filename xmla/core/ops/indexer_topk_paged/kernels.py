@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from xmla.core.lang.indexer import head_scores, load_page_keys, load_pages, load_query
+from xmla.core.lang.indexer import head_scores, heads_of_tile, load_page_keys, load_pages, load_query
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.indexer_topk.kernels import keep_largest, take_block
 from xmla.core.ops.select_topk.pairs import as_packed
@@ -51,8 +51,7 @@ def indexer_topk_paged_kernel(
 
     offs_d = tl.arange(0, D)
     member = tl.arange(0, GROUP)
-    row_member = tl.arange(0, GROUP * BLOCK_I) // BLOCK_I  # of each row of q: its token within the group, its head
-    row_head = tl.arange(0, GROUP * BLOCK_I) % BLOCK_I
+    row_member, row_head = heads_of_tile(GROUP, BLOCK_I, C.KEYS.RUN)  # of each row of q
     row_ok = (row_head < HEADS) & (part + row_member < next_n)
     row_token = (first_token + row_member).to(tl.int64)
     q_row = offset_of(row_token, QUERY.Q_STRIDE_T) + offset_of(row_head, QUERY.Q_STRIDE_I, HEADS)
