@@ -96,7 +96,7 @@ def indexer_loss_error(
     for token in sampled(len(index_q)):
         seen = torch.arange(int(ends[token]), device=q.device) if indices is None else indices[token].long()
         seen = seen[(seen >= 0) & (seen < ends[token])]
-        if not len(seen):
+        if len(seen) < 2:  # a distribution over one key has no gradient
             continue
         keys, factors = index_k[seen].double(), weights[token].double()
         products = index_q[token].double() @ keys.T
