@@ -191,6 +191,7 @@ def started(name: str, model: Path, **more: Any) -> Iterator[Any]:
         "max_running_requests": 8, "cuda_graph_max_bs_decode": 8, "max_total_tokens": 1 << 16,
         "mem_fraction_static": 0.85,  # engines that start at once count each other's memory
         "sampling_backend": "pytorch", "skip_tokenizer_init": True, "disable_custom_all_reduce": True,
+        "enforce_disable_flashinfer_allreduce_fusion": True,  # which several ranks ask for
         "watchdog_timeout": 3600, "log_level": "info",
     } | more  # fmt: skip
     engine = Served(model_path=str(model), **arguments)
