@@ -18,6 +18,7 @@ from xmla import interop, torch_api
 from xmla.bench import (
     baselines,
     cases,
+    engine_report,
     evidence_report,
     frameworks_report,
     layer,
@@ -401,6 +402,17 @@ def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = layer.dense_in_jax(16)
     assert found.keys() == {"failed"} and found["failed"]
+
+
+def test_latencies_of_a_trace_beside_own_kernels() -> None:
+    def line(name: str, scale: float) -> dict[str, Any]:
+        times = {"median": 10.0 * scale, "p99": 40.0 * scale}
+        asked = {"requests": 96, "rate": 8.0, "rounds": 3}
+        return {"engine": name, "trace": asked, "ttft_ms": times, "tpot_ms": {"median": 2.0, "p99": 4.0}}
+
+    told, _, _, _, row = engine_report.served([line("v41-xmla-graphs", 1.0), line("v41-own-graphs", 1.5)])
+    assert told == "96 requests, 8 a second, 3 rounds of each engine in turns."
+    assert row == "| 10.0 ms (1.50 ×) | 40.0 ms (1.50 ×) | 2.0 ms (1.00 ×) | 4.0 ms (1.00 ×) |"
 
 
 def test_a_table_of_both_frameworks(tmp_path: Path) -> None:

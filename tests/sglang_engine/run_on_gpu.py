@@ -15,10 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -175,48 +173,13 @@ def measured(
 ) -> Iterator[dict[str, Connection]]:
     """A pipe to each engine that is ready for such contexts and requests, while no other of the model answers."""
     (work / "measured").mkdir(parents=True, exist_ok=True)
-    pipes = {name: Pipe() for name in engines.split(",")}
 
-    def run(name: str) -> None:
-        log, pipe = work / f"{name}-measure.log", pipes[name][1]
+    def run(name: str, log: Path, pipe: Connection) -> int:
         words = "measure", name, model, pipe.fileno(), work / "measured", "--context", context, "--requests", requests
-        status = child(log, seconds, engine.ENGINES[name].environment(), *words, pipe=pipe)
-        pipe.close()  # so that who waits for it is told
-        harness.keep_log(out, name, log, status)
+        return child(log, seconds, engine.ENGINES[name].environment(), *words, pipe=pipe)
 
-    with ThreadPoolExecutor(len(pipes)) as threads:
-        running = [threads.submit(run, name) for name in pipes]
-        ready = {name: pipe for name, (pipe, _) in pipes.items() if received(pipe)}
-        try:
-            with engine.locked(model, fcntl.LOCK_EX):
-                yield ready
-        finally:
-            for pipe in ready.values():
-                put(pipe, None)
-            for each in running:
-                each.result()
-
-
-def received(pipe: Connection) -> Any:
-    """What comes through the pipe; None, and the pipe is closed, if its engine has ended."""
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        pipe.close()
-        return None
-
-
-def put(pipe: Connection, question: object) -> Any:
-    """The answer of an engine that still runs."""
-    with suppress(OSError):
-        pipe.send(question)
-    return received(pipe)
-
-
-def ask_in_turn(pipes: dict[str, Connection], *question: object) -> dict[str, Any]:
-    """The answers of the engines that still run, each asked when the one before has answered."""
-    answers = {name: put(pipe, question) for name, pipe in pipes.items()}
-    return {name: answer for name, answer in answers.items() if answer is not None}
+    with harness.ready(out, work, engines.split(","), run) as pipes, engine.locked(model, fcntl.LOCK_EX):
+        yield pipes
 
 
 def case_of(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -268,7 +231,7 @@ def speed(
             rounds: list[dict[str, Any]] = []  # of which the first compiles
             while len(rounds) <= ROUNDS and (len(rounds) <= LEAST or time.monotonic() < deadline):
                 begun = time.monotonic()
-                rounds.append(ask_in_turn(pipes, "round", context, count, len(rounds)))
+                rounds.append(harness.ask_in_turn(pipes, "round", context, count, len(rounds)))
                 spent = time.monotonic() - begun
             for name in pipes:
                 ran = [each[name] for each in rounds[1:] if name in each]
@@ -278,7 +241,7 @@ def speed(
                 harness.write(file, case_here)
                 print(" ".join(f"{key} {value}" for key, value in case_here.items() if "round" not in key), flush=True)
         for context in lengths:
-            write_kernels(file, ask_in_turn(pipes, "kernels", context, 1), context, 1)
+            write_kernels(file, harness.ask_in_turn(pipes, "kernels", context, 1), context, 1)
         failed |= len(pipes) < len(engines.split(",")) or any(pipe.closed for pipe in pipes.values())
     raise typer.Exit(code=int(failed))
 
@@ -294,7 +257,7 @@ def profile(
     model = model_in(work, layers, heads)
     file = lines_file(out, "profile", commit, model)
     with measured(out, work, model, engines, seconds, context, requests) as pipes:
-        answers = ask_in_turn(pipes, "kernels", context, requests)
+        answers = harness.ask_in_turn(pipes, "kernels", context, requests)
         write_kernels(file, answers, context, requests)
     raise typer.Exit(code=int(len(answers) < len(engines.split(","))))
 

@@ -4,17 +4,21 @@ python gpu_engine.py model FOLDER                 make the model; --kind v4 or v
 python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
 python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
 python gpu_engine.py profile ENGINE MODEL OUT     the GPU's kernels of a prefill and of decode steps
+python gpu_engine.py serve ENGINE MODEL PIPE      what it is asked for through the pipe: rounds of a trace of requests
 """
 
 import json
+import math
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,9 @@ COMPILED = 1 << 17  # tokens of a prefill before those that are timed
 ROUNDS = 12  # of each case's decode
 PREFILLS = 5  # of a case whose prompts have up to COMPILED tokens
 AHEAD = 1 << 22  # cycles, some 2 ms
+TYPICAL, SPREAD, SHORTEST, LONGEST = 2048, 1.2, 64, 32768  # tokens of a trace's prompts: median, of the logarithm
+FEWEST, MOST = 16, 256  # new tokens of its requests
+AT_ONCE = 64  # of its requests
 CACHE_BYTES = {"fp8": 656 + 132, "auto": 1152 + 132}  # of a token in a layer, with the indexer's key
 
 app = typer.Typer(add_completion=False)
@@ -445,6 +452,75 @@ def decode(engine: Any, forwards: Forwards, prompts: list[Any], tokens: int) -> 
         "step_us": min(rounds), "step_us_by_round": rounds, "forward_us": round(1e3 * statistics.median(passes), 1),
         "cached_tokens": cached,
     }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One of a trace: the seconds after which it comes, the tokens of its prompt, and its new ones."""
+
+    comes: float
+    tokens: int
+    new: int
+
+
+def trace_of(requests: int, rate: float) -> list[Request]:
+    """Always the same: `rate` requests a second, at random times, of random lengths."""
+    generator = torch.Generator().manual_seed(0)
+    gaps = torch.empty(requests).exponential_(rate, generator=generator)
+    lengths = torch.empty(requests).log_normal_(math.log(TYPICAL), SPREAD, generator=generator)
+    new = torch.randint(FEWEST, MOST + 1, (requests,), generator=generator)
+    whole = lengths.clamp(SHORTEST, LONGEST).long().tolist()
+    return [Request(*each) for each in zip(gaps.cumsum(0).tolist(), whole, new.tolist(), strict=True)]
+
+
+def play(engine: Any, trace: list[Request], number: int, pace: float = 1.0) -> dict[str, Any]:
+    """A round of the trace with new prompts, `pace` times as fast: of each request the time from when it comes until
+    its first token, and from there the time of a token; seconds until the last.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    prompts = [prompt(request.tokens, number << 20 | place) for place, request in enumerate(trace)]
+    coming = deque(enumerate(trace))
+    first, last = dict[int, float](), dict[int, float]()
+    begun = time.perf_counter()
+    while coming or engine.has_unfinished_requests():
+        now = time.perf_counter() - begun
+        while coming and coming[0][1].comes / pace <= now:
+            place, request = coming.popleft()
+            parameters = SamplingParams(
+                temperature=0, max_tokens=request.new, detokenize=False, ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            engine.add_request(f"{number}-{place}", prompts[place], parameters)
+        if not engine.has_unfinished_requests():
+            time.sleep(coming[0][1].comes / pace - now)
+            continue
+        results = engine.step()
+        now = time.perf_counter() - begun
+        for result in results:
+            if result.outputs[0].token_ids:
+                place = int(result.request_id.partition("-")[2])
+                first.setdefault(place, now)
+                last[place] = now
+    return {
+        "ttft_ms": [1e3 * (first[place] - request.comes / pace) for place, request in enumerate(trace)],
+        "tpot_ms": [1e3 * (last[place] - first[place]) / (request.new - 1) for place, request in enumerate(trace)],
+        "seconds": max(last.values()),
+    }
+
+
+@app.command()
+def serve(name: str, model: Path, pipe: int, chunk: int = 8192) -> None:
+    """Once ready, answer each (requests, rate, number, pace) that comes through the pipe."""
+    counts = [2**power for power in range(AT_ONCE.bit_length())]
+    engine = start_for(name, model, [LONGEST], counts, MOST, chunk)
+    print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)
+    asked = Connection(pipe)
+    asked.send("ready")
+    while (question := asked.recv()) is not None:
+        requests, rate, number, pace = question
+        asked.send(play(engine, trace_of(requests, rate), number, pace))
 
 
 @app.command()

@@ -3,8 +3,11 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +77,56 @@ def ask_all(
 
     with ThreadPoolExecutor(at_once) as threads:
         return {name: answered for name, answered in threads.map(ask, names) if answered}
+
+
+@contextmanager
+def ready(
+    out: Path, work: Path, names: list[str], run: Callable[[str, Path, Connection], int]
+) -> Iterator[dict[str, Connection]]:  # fmt: skip
+    """A pipe to each engine that says it is ready. All start at once; behind this they are told to end.
+
+    `run(name, log, pipe)` gives the exit status of an engine that answers what comes through the pipe until it is None.
+    """
+    pipes = {name: Pipe() for name in names}
+
+    def run_one(name: str) -> None:
+        log, pipe = work / f"{name}-measure.log", pipes[name][1]
+        status = run(name, log, pipe)
+        pipe.close()  # so that who waits for it is told
+        keep_log(out, name, log, status)
+
+    with ThreadPoolExecutor(len(pipes)) as threads:
+        running = [threads.submit(run_one, name) for name in pipes]
+        served = {name: pipe for name, (pipe, _) in pipes.items() if received(pipe)}
+        try:
+            yield served
+        finally:
+            for pipe in served.values():
+                put(pipe, None)
+            for each in running:
+                each.result()
+
+
+def received(pipe: Connection) -> Any:
+    """What comes through the pipe; None, and the pipe is closed, if its engine has ended."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        pipe.close()
+        return None
+
+
+def put(pipe: Connection, question: object) -> Any:
+    """The answer of an engine that still runs."""
+    with suppress(OSError):
+        pipe.send(question)
+    return received(pipe)
+
+
+def ask_in_turn(pipes: dict[str, Connection], *question: object) -> dict[str, Any]:
+    """The answers of the engines that still run, each asked when the one before has answered."""
+    answers = {name: put(pipe, question) for name, pipe in pipes.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
 def difference(answers: Answers, others: Answers) -> Figures:

@@ -3,6 +3,7 @@
 python tests/vllm_engine/on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
 python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
 python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
+python tests/vllm_engine/on_gpu.py trace --out FOLDER    requests of many lengths that come by and by: latencies
 
 With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
 `v4-own,v4-xmla` or `v41-own,v41-xmla` and the like of a model with DeepSeek-V4's or V4.1's attention, with
@@ -18,11 +19,15 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import entry_points
 import gpu_engine
+import harness
+import numpy as np
 import typer
 from harness import Answers, Commit, Out, Pairs, Seconds, alike, ask_all, begin, compare, conclude, keep_log
 
@@ -82,7 +87,9 @@ Engines = Annotated[str, typer.Option(help=f"Of {', '.join(gpu_engine.ENGINES)}.
 app = typer.Typer(add_completion=False)
 
 
-def child(log: Path, seconds: float, environment: dict[str, str], *words: object) -> int:
+def child(
+    log: Path, seconds: float, environment: dict[str, str], *words: object, pipe: Connection | None = None
+) -> int:
     """The exit status of `gpu_engine.py` with these words, in an environment with xmla's entry points."""
     installed = log.parent / "installed"
     entry_points.write(installed)
@@ -93,7 +100,7 @@ def child(log: Path, seconds: float, environment: dict[str, str], *words: object
     with log.open("w") as shown:
         done = subprocess.run(
             command, env=os.environ | ENVIRONMENT | core | environment | {"PYTHONPATH": path}, stdout=shown,
-            stderr=subprocess.STDOUT, check=False,
+            stderr=subprocess.STDOUT, check=False, pass_fds=() if pipe is None else [pipe.fileno()],
         )  # fmt: skip
     return done.returncode
 
@@ -198,6 +205,49 @@ def speed(
             cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
             print(f"{context:>7} {count:>8} | {case['engine']:>14} {' '.join(cells)}")
     raise typer.Exit(code=int(failed))
+
+
+def latencies(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all requests of all rounds: median and 99 % of the times, and each round's median."""
+    told: dict[str, Any] = {"seconds": round(min(each["seconds"] for each in rounds), 2)}
+    for key in ("ttft_ms", "tpot_ms"):
+        times = [time for each in rounds for time in each[key]]
+        told[key] = {"median": round(median(times), 2), "p99": round(float(np.percentile(times, 99)), 2)}
+        told[f"{key}_by_round"] = [round(median(each[key]), 2) for each in rounds]
+    return told
+
+
+@app.command()
+def trace(
+    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", requests: int = 96, rate: float = 8,
+    rounds: int = 3, seconds: Seconds = 300, layers: int = gpu_engine.LAYERS, heads: int = 128,
+    work: Path | None = None,
+) -> None:  # fmt: skip
+    """All engines at once, which take turns: each plays the same trace, `rate` requests a second, with new prompts.
+
+    A first round, twice as fast, does not count.
+    """
+    work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
+    model = model_in(work, engines, layers, heads)
+    file, names = lines_file(out, "trace", commit, model), engines.split(",")
+
+    def run(name: str, log: Path, pipe: Connection) -> int:
+        return child(
+            log, seconds, gpu_engine.ENGINES[name].environment(), "serve", name, model, pipe.fileno(), pipe=pipe
+        )
+
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with harness.ready(out, work, names, run) as pipes:
+        for number in range(1 + rounds):
+            for name, told in harness.ask_in_turn(pipes, requests, rate, number, 1 if number else 2).items():
+                found[name] += [told] if number else []
+                print(name, number, {key: round(median(told[key]), 2) for key in ("ttft_ms", "tpot_ms")}, flush=True)
+    for name, ran in found.items():
+        asked = {"requests": requests, "rate": rate, "rounds": len(ran)}
+        line = {"engine": name, "trace": asked} | (latencies(ran) if ran else {"refused": "the engine ended"})
+        harness.write(file, line)
+        print(line)
+    raise typer.Exit(code=int(any(len(ran) < rounds for ran in found.values())))
 
 
 @app.command()

@@ -1,6 +1,9 @@
 """What `on_gpu.py` makes of answers, without vLLM."""
 
 import json
+import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +179,75 @@ def test_speed_writes_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [(line["engine"], line["requests"], "skipped" in line) for line in lines] == [
         (engine, requests, requests == 64) for engine in ("xmla-graphs", "own-graphs") for requests in (1, 64)
     ]
+
+
+def test_a_trace_is_always_the_same() -> None:
+    trace = gpu_engine.trace_of(200, 8.0)
+    assert trace == gpu_engine.trace_of(200, 8.0)
+    assert [each.comes for each in trace] == sorted(each.comes for each in trace)
+    assert 20 < trace[-1].comes < 30  # 8 a second
+    assert {64 <= each.tokens <= 32768 and 16 <= each.new <= 256 for each in trace} == {True}
+
+
+def test_a_round_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in gives each request a token a step of 10 ms; a request waits for the step that runs when it comes."""
+    now, running = [0.0], dict[str, int]()
+
+    def step() -> list[Any]:
+        now[0] += 0.01
+        running.update({name: left - 1 for name, left in running.items()})
+        results = [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[5])]) for name in running]
+        for name in [name for name, left in running.items() if not left]:
+            del running[name]
+        return results
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    engine = SimpleNamespace(
+        add_request=lambda name, prompt, parameters: running.update({name: parameters.max_tokens}), step=step,
+        has_unfinished_requests=lambda: bool(running),
+    )  # fmt: skip
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    trace = [gpu_engine.Request(1.0, 30, 3), gpu_engine.Request(1.005, 40, 2), gpu_engine.Request(3.0, 50, 5)]
+    told = gpu_engine.play(engine, trace, 7)
+    assert told["ttft_ms"] == pytest.approx([10, 15, 10]) and told["tpot_ms"] == pytest.approx([10, 10, 10])
+    assert told["seconds"] == pytest.approx(3.05)
+    now[0] = 0.0
+    assert gpu_engine.play(engine, trace, 8, pace=2)["seconds"] == pytest.approx(1.55)
+
+
+def test_a_trace_of_engines_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "model-4-128").mkdir()
+    config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
+    (tmp_path / "model-4-128" / "config.json").write_text(json.dumps(config))
+    order = []
+
+    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection) -> int:
+        log.write_text("started")
+        pipe.send("ready")
+        while (question := pipe.recv()) is not None:
+            order.append((words[1], *question))
+            times = {"ttft_ms": [10.0 * question[2]] * 99 + [500.0], "tpot_ms": [2.0] * 100}
+            pipe.send(times | {"seconds": 12.0})
+        return 0
+
+    monkeypatch.setattr(on_gpu, "child", child)
+    monkeypatch.setattr(on_gpu, "version", lambda package: "0.33.0")
+    words = ["trace", "--out", str(tmp_path / "out"), "--work", str(tmp_path), "--commit", "a commit", "--rounds", "2"]
+    done = CliRunner().invoke(on_gpu.app, words)
+    assert done.exit_code == 0, done.output
+    names = ("xmla-graphs", "own-graphs")
+    assert order == [(name, 96, 8.0, number, 1 if number else 2) for number in range(3) for name in names]
+    _, *lines = [json.loads(line) for line in (tmp_path / "out" / "vllm.jsonl").read_text().splitlines()]
+    assert [line["engine"] for line in lines] == [*names]
+    assert lines[0]["ttft_ms"] == {"median": 20.0, "p99": 24.8}
+    assert lines[0]["ttft_ms_by_round"] == [10.0, 20.0]
+    assert lines[0]["trace"] == {"requests": 96, "rate": 8.0, "rounds": 2}
 
 
 def test_profile_writes_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`python -m xmla.bench.engine_report FILE … [--into docs/vllm.md]`: an engine on xmla beside its own kernels.
 
-The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run_on_gpu.py`, runs of `check` and of
-`speed`.
+The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run_on_gpu.py`, runs of `check`, of `speed`
+and of `trace`.
 """
 
 from itertools import groupby
@@ -98,13 +98,35 @@ def speeds(lines: list[Line]) -> list[str]:
     return rows
 
 
+def served(lines: list[Line]) -> list[str]:
+    """Of a trace of requests xmla's latencies and, in brackets, the engine's own kernels' as a multiple of them."""
+    engines = {line["engine"].removeprefix(prefix_of(line["engine"])): line for line in lines if "ttft_ms" in line}
+    ours, theirs = (engines[name] for name in SHOWN)
+    asked = ours["trace"]
+    rows = ["| until the first token: median | 99 % | a token behind it: median | 99 % |", "|---" * 4 + "|"]
+    cells = [
+        f"{ours[key][of]:.1f} ms ({theirs[key][of] / ours[key][of]:.2f} ×)"
+        for key in ("ttft_ms", "tpot_ms")
+        for of in ("median", "p99")
+    ]
+    told = (
+        f"{asked['requests']} requests, {asked['rate']:g} a second, {asked['rounds']} rounds of each engine in turns."
+    )
+    return [told, "", *rows, f"| {' | '.join(cells)} |"]
+
+
 def report(files: list[Path]) -> str:
-    """Markdown: speeds, then answers; of each run where the figures come from and its table."""
+    """Markdown: speeds, traces, then answers; of each run where the figures come from and its table."""
     runs = [(head, lines) for head, *lines in read(files)]
     markdown: list[str] = []
-    for title, key, tables in (("Speed", "step_us", speeds), ("Answers", "mean_abs_logprob", alike)):
+    titles = (
+        ("Speed", "step_us", speeds),
+        ("Requests by and by", "ttft_ms", served),
+        ("Answers", "mean_abs_logprob", alike),
+    )
+    for title, key, tables in titles:
         chosen = [(head, lines) for head, lines in runs if any(key in line for line in lines)]
-        markdown += [f"### {title}", ""]
+        markdown += [f"### {title}", ""] if chosen else []
         for head, lines in chosen:
             markdown += [engine(head, lines), "", *tables(lines), ""]
     return "\n".join(markdown[:-1]) + "\n"
