@@ -32,7 +32,7 @@ OPS = "<!-- ops -->"
 PACKAGE = "<!-- package -->"
 GROUPS = {
     "A step: new tokens select their keys and attend to them": (
-        "dsa_attention", "indexer_topk_paged", "indexer_topk", "sparse_mla_paged", "sparse_mla",
+        "dsa_step", "dsa_attention", "indexer_topk_paged", "indexer_topk", "sparse_mla_paged", "sparse_mla",
     ),
     "Its parts": (
         "split_batch", "quantize_indexer_query", "indexer_logits_paged", "indexer_logits", "select_topk", "map_slots",

@@ -197,6 +197,9 @@ def test_pages_that_are_written_lie_apart(op: Op, device: str) -> None:
         pool = arguments[place]
         page, pages = prod(pool.shape[1:]), "pages" if pool.dim() > 2 else "rows"
         for stride in (0, page - pool.shape[-1] if pool.dim() > 2 else page - 1):
+            for other in op.mutated:  # pools behind one table have as many pages
+                if op.tensors[name].names[0] == op.tensors[list(op.tensors)[other]].names[0]:
+                    arguments[other] = arguments[other][:2]
             arguments[place] = pool.as_strided((2, *pool.shape[1:]), (stride, *pool.stride()[1:]))
             for implementation in (None, "reference"):
                 with pytest.raises(ArgumentError) as refused:

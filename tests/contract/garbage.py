@@ -43,6 +43,7 @@ def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict
 
 
 def run(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, object]) -> tuple[object, ...]:
+    """Results, then the arrays that the call updated."""
     arguments = kit.torch_inputs(op, inputs, DEVICE)
-    got = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
-    return got or tuple(arguments[list(op.tensors).index(name)] for name in op.mutates)
+    results = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    return (*results, *(arguments[list(op.tensors).index(name)] for name in op.mutates))

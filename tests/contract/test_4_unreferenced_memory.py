@@ -52,9 +52,9 @@ def test_what_select_topks_workspace_held_does_not_matter(byte: int) -> None:
 
 
 def test_every_pool_that_is_read() -> None:
-    """Each stands in a case; those left out belong to the ops that only write."""
+    """Each stands in a case; those left out belong to the ops that only write, or write and call `dsa_attention`."""
     assert {op.name for op, _ in PAGED} - {op.name for op, _ in READ} == {
-        "write_mla_cache", "write_indexer_cache", "compress_kv", "pool_keys",
+        "write_mla_cache", "write_indexer_cache", "compress_kv", "pool_keys", "dsa_step",
     }  # fmt: skip
     assert all(any(pool in kit.make(case) for case in op.cases) for op, pool in READ)
 

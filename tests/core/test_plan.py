@@ -77,12 +77,38 @@ READ_EARLY: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
 def test_a_launch_reads_arguments_alone_before_it_waits(op: Op, case: Case) -> None:
-    plan = kit.plan_of(op, case, H200)
+    assert_reads_arguments_alone(op, kit.plan_of(op, case, H200))
+
+
+def assert_reads_arguments_alone(op: Op, plan: Plan) -> None:
+    """Of arguments none that the call still updates: until a launch that takes its turn."""
+    others = {*plan.buffers, *op.mutates}
     for launch in plan.active[1:]:
         if launch.waits:
             for pointer, flag in READ_EARLY.get(launch.name, {}).items():
                 read = not flag or launch.constants.get(flag)  # there is no EXTRA.HAS_LENGTHS without EXTRA
-                assert not read or launch.pointers[pointer] not in plan.buffers, pointer
+                assert not read or launch.pointers[pointer] not in others, pointer
+        else:
+            others -= {*op.mutates}
+
+
+@pytest.mark.parametrize("context", [32768, 2048])
+@pytest.mark.parametrize("requests", [1, 64])
+def test_a_step_has_two_launches_less_than_its_ops(requests: int, context: int) -> None:
+    """And the one that writes has ended before any other reads a cache; no launch more takes its turn than without."""
+    calls = list(ModelConfig().decode(requests, 1, context))
+    *apart, attention, step = (call.plan(H200) for call in calls)
+    assert [call.op for call in calls] == ["write_mla_cache", "write_indexer_cache", "dsa_attention", "dsa_step"]
+    launches = [launch for plan in (*apart, attention) for launch in plan.active]
+    quantised = launches[2].name == "quantize_indexer_query_kernel"
+    assert len(step.active) == len(launches) - (2 if quantised else 1)
+    assert [launch.kernel for launch in step.active[1:]] == [
+        launch.kernel for launch in launches[3 - (not quantised) :]
+    ]
+    assert [launch.waits for launch in step.active[:3]] == [False, False, True]
+    assert all(launch.waits for launch in step.active[2:])
+    assert step.active[0].grid[0] == sum(launch.grid[0] for launch in launches[: 2 + quantised])
+    assert_reads_arguments_alone(registry()["dsa_step"], step)
 
 
 def test_launches_take_turns_where_nothing_waits() -> None:

@@ -167,7 +167,9 @@ class Op:
 
     @property
     def rows_apart(self) -> bool:
-        """Whether every token has its own row of each result: none is a sum over tokens."""
+        """Whether a token has its own row of each result: none is a sum over tokens, or follows what others write."""
+        if self.outputs and not set(self.pools).isdisjoint(self.mutates):
+            return False
         per_token = any("T" in tensor.names for tensor in self.tensors.values())
         return not per_token or all("T" in result.names for result in self.outputs.values())
 

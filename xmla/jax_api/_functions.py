@@ -16,6 +16,7 @@ _compress_kv = public(_ops["compress_kv"])
 _convert_indexer_cache = public(_ops["convert_indexer_cache"])
 _convert_mla_cache = public(_ops["convert_mla_cache"])
 _dsa_attention = public(_ops["dsa_attention"])
+_dsa_step = public(_ops["dsa_step"])
 _expand_blocks = public(_ops["expand_blocks"])
 _indexer_block_logits = public(_ops["indexer_block_logits"])
 _indexer_block_logits_paged = public(_ops["indexer_block_logits_paged"])
@@ -480,6 +481,230 @@ def dsa_attention(
             softmax_scale,
             index_scale,
             mla_cache_format,
+            workspace_bytes,
+            batch_invariant,
+        ),
+        implementation,
+    )
+
+
+@overload
+def dsa_step(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    index_k: jax.Array | np.ndarray,
+    entry_slots: jax.Array | np.ndarray,
+    q: jax.Array | np.ndarray,
+    index_q: jax.Array | np.ndarray,
+    index_weights: jax.Array | np.ndarray,
+    mla_cache: jax.Array | np.ndarray,
+    indexer_cache: jax.Array | np.ndarray,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    sink: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    softmax_scale: float,
+    index_scale: float | None = None,
+    mla_cache_format: str | None = None,
+    scale_floor: str = "scale",
+    workspace_bytes: int = 536870912,
+    batch_invariant: bool = False,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def dsa_step(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    index_k: jax.Array | np.ndarray,
+    entry_slots: jax.Array | np.ndarray,
+    q: jax.Array | np.ndarray,
+    index_q: jax.Array | np.ndarray,
+    index_weights: jax.Array | np.ndarray,
+    mla_cache: jax.Array | np.ndarray,
+    indexer_cache: jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    sink: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    softmax_scale: float,
+    index_scale: float | None = None,
+    mla_cache_format: str | None = None,
+    scale_floor: str = "scale",
+    workspace_bytes: int = 536870912,
+    batch_invariant: bool = False,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def dsa_step(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    index_k: jax.Array | np.ndarray,
+    entry_slots: jax.Array | np.ndarray,
+    q: jax.Array | np.ndarray,
+    index_q: jax.Array | np.ndarray,
+    index_weights: jax.Array | np.ndarray,
+    mla_cache: jax.Ref,
+    indexer_cache: jax.Array | np.ndarray,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    sink: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    softmax_scale: float,
+    index_scale: float | None = None,
+    mla_cache_format: str | None = None,
+    scale_floor: str = "scale",
+    workspace_bytes: int = 536870912,
+    batch_invariant: bool = False,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def dsa_step(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    index_k: jax.Array | np.ndarray,
+    entry_slots: jax.Array | np.ndarray,
+    q: jax.Array | np.ndarray,
+    index_q: jax.Array | np.ndarray,
+    index_weights: jax.Array | np.ndarray,
+    mla_cache: jax.Ref,
+    indexer_cache: jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    sink: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    softmax_scale: float,
+    index_scale: float | None = None,
+    mla_cache_format: str | None = None,
+    scale_floor: str = "scale",
+    workspace_bytes: int = 536870912,
+    batch_invariant: bool = False,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+def dsa_step(
+    latent: jax.Array | np.ndarray,
+    rope: jax.Array | np.ndarray,
+    index_k: jax.Array | np.ndarray,
+    entry_slots: jax.Array | np.ndarray,
+    q: jax.Array | np.ndarray,
+    index_q: jax.Array | np.ndarray,
+    index_weights: jax.Array | np.ndarray,
+    mla_cache: jax.Array | np.ndarray | jax.Ref,
+    indexer_cache: jax.Array | np.ndarray | jax.Ref,
+    block_table: jax.Array | np.ndarray,
+    lengths: jax.Array | np.ndarray,
+    request_ids: jax.Array | np.ndarray | None = None,
+    sink: jax.Array | np.ndarray | None = None,
+    *,
+    k: int,
+    softmax_scale: float,
+    index_scale: float | None = None,
+    mla_cache_format: str | None = None,
+    scale_floor: str = "scale",
+    workspace_bytes: int = 536870912,
+    batch_invariant: bool = False,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+) -> (
+    tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+    | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    | tuple[jax.Array, jax.Array, jax.Array]
+):
+    """A step of DeepSeek sparse attention in one layer: the tokens' entries and keys into both caches, then attention.
+
+        write_mla_cache(latent, rope, entry_slots, mla_cache, scale_floor=scale_floor)
+        write_indexer_cache(index_k, entry_slots, indexer_cache)
+        out, lse, indices = dsa_attention(q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, …)
+
+    One call with the same bits as these three. One launch writes both caches and quantises the indexer's queries, so
+    that a layer takes two launches less.
+
+    Args:
+        latent: [T, L] bfloat16, float16 or float32, as in `write_mla_cache`.
+        rope: [T, E], any of the same dtypes.
+        index_k: [T, D] bfloat16, float16 or float32, normalised and roped keys of the indexer.
+        entry_slots: [T] int32 or int64, page · R + offset of each token's entry and key, in both caches. A slot outside
+            [0, P·R) is skipped: its token is not written. Valid slots must be distinct.
+        q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, 1 ≤ I ≤ 128.
+        index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
+        mla_cache: [P, R, ROW] in any format of `write_mla_cache` whose entries have L latent and E roped dims. Updated
+           .
+        indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Updated. Both
+            caches share page ids and page size.
+        block_table: [B, M] int32, page ids; page ids past a token's length are never read.
+        lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        sink: [H] float32 or None.
+        k: Keys selected for each token; all visible keys if there are at most k.
+        softmax_scale: Factor of q · k.
+        index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
+        mla_cache_format: As `cache_format` in `write_mla_cache`.
+        scale_floor: As in `write_mla_cache`.
+        workspace_bytes: As in `dsa_attention`.
+        batch_invariant: As in `sparse_mla`.
+
+    Returns:
+        out: [T, H, 512], dtype of q.
+        lse: [T, H] float32, natural log, −inf for a padding row.
+        indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
+        mla_cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref`
+            is updated in place and not returned.
+        indexer_cache: The new array; the one given does not change, and without the result nothing is written. A
+            `jax.Ref` is updated in place and not returned.
+
+    Raises:
+        ArgumentError, UnsupportedError: As the three ops.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> new = jnp.ones((1, 512)), jnp.zeros((1, 64)), jnp.ones((1, 32)), jnp.asarray([4], dtype=jnp.int32)
+        >>> query = jnp.zeros((1, 2, 576), dtype=jnp.bfloat16), jnp.ones((1, 2, 32)), jnp.ones((1, 2))
+        >>> mla_cache = jnp.zeros((2, 4, 656), dtype=jnp.uint8)
+        >>> indexer_cache = jnp.zeros((2, 4, 36), dtype=jnp.uint8)
+        >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([1], dtype=jnp.int32)
+        >>> out, lse, indices, mla_cache, indexer_cache = xj.dsa_step(
+        ...     *new, *query, mla_cache, indexer_cache, block_table, lengths, k=2, softmax_scale=0.1
+        ... )
+        >>> indices.tolist(), out[0, 0, :2].tolist()
+        ([[0, -1]], [1.0, 1.0])
+
+    Keywords of every op:
+        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
+            float64 on the host.
+
+    Implementations, best first:
+        those of indexer_topk_paged, sparse_mla.
+    """
+    return _dsa_step(
+        [
+            latent,
+            rope,
+            index_k,
+            entry_slots,
+            q,
+            index_q,
+            index_weights,
+            mla_cache,
+            indexer_cache,
+            block_table,
+            lengths,
+            request_ids,
+            sink,
+        ],
+        (
+            k,
+            softmax_scale,
+            index_scale,
+            mla_cache_format,
+            scale_floor,
             workspace_bytes,
             batch_invariant,
         ),
@@ -2739,6 +2964,7 @@ __all__ = [
     "convert_indexer_cache",
     "convert_mla_cache",
     "dsa_attention",
+    "dsa_step",
     "expand_blocks",
     "indexer_block_logits",
     "indexer_block_logits_paged",

@@ -22,5 +22,6 @@ BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "indexer_block_topk_paged": (blocks.within,),
     "compress_kv": (compression.compressors,),
     "resolve_slots": (selection.resolved,),
+    "dsa_step": (steps.writing_step,),
     "dsa_attention": (steps.one_layer, steps.long_tables, steps.layers),
 }

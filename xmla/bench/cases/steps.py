@@ -1,4 +1,4 @@
-"""Decode steps of V3.2: one layer, one layer with long block tables, several layers that write their caches."""
+"""Decode steps of V3.2: one layer alone, with its writes, with long block tables; several layers with their writes."""
 
 from collections.abc import Iterator
 from itertools import batched
@@ -55,6 +55,46 @@ def one_layer() -> Iterator[Benchmark]:
     mla, indexer = problems.latent_pool(64 * CONTEXT), problems.indexer_pool(64 * CONTEXT)
     for requests in (1, 64):
         yield one_layer_case(mla, indexer, requests)
+
+
+def writing_step_case(mla: torch.Tensor, indexer: torch.Tensor, requests: int) -> Benchmark:
+    """A layer's step with its writes, in one call and by its three ops."""
+    table = problems.block_table(64, CONTEXT)[:requests].contiguous()
+    lengths = torch.full((requests,), CONTEXT, device=problems.DEVICE, dtype=torch.int32)
+    slots = (table[:, -1] * 64 + 63).contiguous()  # of the last key
+    written = [problems.bfloat16(requests, dims) for dims in (512, 64, 128)]
+    attended = *queries(requests), mla, indexer, table, lengths
+    arguments = *written, slots, *attended
+
+    def call(ops: Any, *arrays: Any) -> Any:
+        out, _, _, *caches = ops.dsa_step(*arrays, k=K, softmax_scale=SCALE)
+        return out, *(caches or arrays[7:9])  # PyTorch updates them in place
+
+    def apart(_: int) -> torch.Tensor:
+        torch_api.write_mla_cache(*written[:2], slots, mla)
+        torch_api.write_indexer_cache(written[2], slots, indexer)
+        return attend(torch_api, *attended)
+
+    def check() -> float:
+        out = call(torch_api, *arguments)[0]
+        return step_error(attended, K, SCALE) if torch.equal(out, attend(torch_api, *attended)) else float("inf")
+
+    return Benchmark(
+        op="dsa_step",
+        case=f"b={requests} h={HEADS} context={CONTEXT} k={K}",
+        call=call,
+        inputs=[arguments],
+        updates=(7, 8),
+        check=check,
+        peers={"its ops apart": apart},
+        bytes=read_by_step(requests, CONTEXT),
+    )
+
+
+def writing_step() -> Iterator[Benchmark]:
+    mla, indexer = problems.latent_pool(64 * CONTEXT), problems.indexer_pool(64 * CONTEXT)
+    for requests in (1, 64):
+        yield writing_step_case(mla, indexer, requests)
 
 
 def long_tables_case(

@@ -53,10 +53,12 @@ def shrink(
 
     `rows` are the tokens wanted (None: all). The tokens of the result, returned with the arrays, may be more: without
     request ids, requests stay whole. Nothing else leaves the device. Invalid values stay invalid. A call
-    that sums over tokens stays whole.
+    that sums over tokens stays whole, and one whose tokens read what others write has all of them.
     """
     if not op.rows_apart:
-        return {name: take(array, None).copy() for name, array in arrays.items()}, None
+        if not op.mutates:
+            return {name: take(array, None).copy() for name, array in arrays.items()}, None
+        rows = None
     caches = [name for name in op.pools if name in arrays]
     requests = None
     if "block_table" in arrays and rows is not None:
@@ -74,22 +76,26 @@ def shrink(
     if requests is not None and "request_ids" in small:
         ids = small["request_ids"]
         small["request_ids"] = np.where(np.isin(ids, requests), np.searchsorted(requests, ids), ids).astype(ids.dtype)
+    whole = dict(small)  # as long as caches behind one table share its page ids
     for name in caches:
-        index = next((n for n in op.indices_of(name) if n in small), None)
-        if index is None:
+        indices = [index for index in op.indices_of(name) if index in small]
+        if not indices:
             small[name] = take(arrays[name], None)
             continue
         pages, entries, _ = arrays[name].shape
-        by_page = len(op.tensors[index].index_of.split()) == 1
-        size = 1 if by_page else entries
-        values = small[index].astype(np.int64)
-        named = (values >= 0) & (values < pages * size)
-        read = named
-        if by_page and "lengths" in small:  # page ids past the lengths are never read
-            read = named & (np.arange(values.shape[1]) * entries < small["lengths"].max(initial=0))
-        used = np.unique(values[read] // size)
+        uses: dict[str, tuple[int, np.ndarray, np.ndarray, np.ndarray]] = {}
+        for index in indices:
+            by_page = len(op.tensors[index].index_of.split()) == 1
+            size = 1 if by_page else entries
+            values = whole[index].astype(np.int64)
+            named = (values >= 0) & (values < pages * size)
+            read = named
+            if by_page and "lengths" in small:  # page ids past the lengths are never read
+                read = named & (np.arange(values.shape[1]) * entries < small["lengths"].max(initial=0))
+            uses[index] = size, values, named, read
+        used = np.unique(np.concatenate([values[read] // size for size, values, _, read in uses.values()]))
         small[name] = take(arrays[name], used)
-        if not by_page or name == caches[-1]:  # caches behind one table share its page ids
+        for index, (size, values, named, read) in uses.items():
             renumbered = np.searchsorted(used, values // size) * size + values % size
             others = np.where(named, -1, values)
             small[index] = np.where(read, renumbered, others).astype(small[index].dtype)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
@@ -78,6 +79,12 @@ class ModelConfig(Model):
         yield Call("write_mla_cache", cached, {"cache_format": self.cache_format})
         yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {})
 
+    def step(self, tokens: int, specs: dict[str, Spec], attrs: dict[str, Any]) -> Call:
+        """The one call that a caller may make in place of both writes and `dsa_attention`."""
+        latent, keys = self.writes(tokens)
+        written = {"latent": latent.specs["latent"], "rope": latent.specs["rope"], "index_k": keys.specs["keys"]}
+        return Call("dsa_step", {**written, "entry_slots": latent.specs["slots"], **specs}, attrs)
+
     def queries(self, tokens: int) -> dict[str, Spec]:
         return {
             "q": Spec((tokens, self.heads, self.layout.dims), self.dtype),
@@ -108,6 +115,7 @@ class ModelConfig(Model):
         scale = {"softmax_scale": self.softmax_scale}
         attrs = {"k": self.k, "index_scale": self.index_scale, "mla_cache_format": self.cache_format}
         yield Call("dsa_attention", specs, scale | attrs)
+        yield self.step(tokens, specs, scale | attrs)
         if self.shared_selection:
             attention = {
                 name: spec for name, spec in specs.items() if not name.startswith("index") and name != "mla_cache"

@@ -24,8 +24,14 @@ COMPUTED_FROM = {
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    attrs = problem.attrs
     composition = Composition(problem, device, COMPUTED_FROM)
+    attend(composition)
+    return selecting_slots(composition.plan())
+
+
+def attend(composition: Composition) -> None:
+    """The calls of the four ops."""
+    problem, attrs = composition.problem, composition.problem.attrs
     composition.call(
         quantize_indexer_query.OP, {"q": "index_q", "weights": "index_weights"}, scale=attrs.index_scale,
         format=problem.formats["indexer_cache"].format,
@@ -42,7 +48,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         sparse_mla.OP, same_names("q", "slots", "sink") | {"cache": "mla_cache"},
         softmax_scale=attrs.softmax_scale, cache_format=attrs.mla_cache_format, batch_invariant=attrs.batch_invariant,
     )  # fmt: skip
-    return selecting_slots(composition.plan())
 
 
 def selecting_slots(plan: Plan) -> Plan:
