@@ -1,6 +1,6 @@
 """Attention in Triton, over entries of every format and on every architecture.
 
-    unpack_entries_kernel    before a prefill that names entries often (unpack.py): marked entries → rows
+    unpack_entries_kernel    before a prefill that names entries often (unpack.py): entries that slots name → rows
     sparse_mla_kernel        a program takes BLOCK_H heads of a token and a split of its keys (`attend`):
                                tile t dequantised → S = Q·Kᵀ → softmax, sums so far rescaled → P·V
                              tiles of a second source follow, in the same loop if its entries are alike
@@ -16,8 +16,10 @@ import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
+from xmla.core.lang.marks import claim_entries
 from xmla.core.lang.numbers import LOG2E, as_bytes, hidden
 from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.slots import keys_of, load_slots
 
 
 @triton.jit
@@ -284,20 +286,55 @@ def combine_splits_kernel(
 
 
 @triton.jit
+def unpack_entries(cache_ptr, slot, ok, rows_ptr, C: tl.constexpr):
+    """Entries at `slot` where `ok`, as rows."""
+    ROWS: tl.constexpr = C.ROWS
+    data, scales = entry_offsets(slot, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE)
+    value, tail = load_entries(cache_ptr, data, scales, ok, tl.float32, C.LAYOUT)
+    store_entries(rows_ptr, slot, ok, value, tail, ROWS, C.PAGE_SIZE * ROWS.dims, C.PAGE_SIZE, 0)
+
+
+@triton.jit
+def unpack_some(cache_ptr, slot, rows_ptr, C: tl.constexpr):
+    """The few entries of C.BLOCK_K slots that are not negative: those of a part of C.BLOCK at once."""
+    PARTS: tl.constexpr = C.BLOCK_K // C.BLOCK
+    parts = tl.arange(0, PARTS)
+    left = tl.reshape(slot, (PARTS, C.BLOCK))
+    part = tl.min(tl.where(tl.max(left, 1) >= 0, parts, PARTS), 0)
+    while part < PARTS:
+        here = (parts == part)[:, None]
+        entry = tl.max(tl.where(here, left, -1), 0)
+        unpack_entries(cache_ptr, entry.to(tl.int64), entry >= 0, rows_ptr, C)
+        left = tl.where(here, -1, left)
+        part = tl.min(tl.where(tl.max(left, 1) >= 0, parts, PARTS), 0)
+
+
+@triton.jit
 def unpack_entries_kernel(
+    slots_ptr,  # [T, K] i32
+    lengths_ptr,  # [T] i32 if HAS_LENGTHS
     cache_ptr,  # [P, R, ROW]
-    marks_ptr,  # [P, R] i8
+    num_tokens,
+    num_keys,  # K
+    slot_stride,
     num_slots,
-    rows_ptr,  # [P, R, L+E] bf16 | f16, where marked
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    ROWS: tl.constexpr,  # their layout
-    BLOCK: tl.constexpr,
+    mark_stride,  # bytes from one entry's mark to the next
+    marks_ptr,  # i8, 1 where another launch has marked entries that slots name
+    rows_ptr,  # [P, R, L+E] bf16 | f16, where a slot names the entry
+    C: tl.constexpr,  # Unpacked
 ):
-    slot = offset_of(tl.program_id(0), BLOCK) + tl.arange(0, BLOCK)
-    ok = slot < num_slots
-    ok &= tl.load(marks_ptr + slot, mask=ok, other=0) != 0
-    data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
-    value, tail = load_entries(cache_ptr, data, scales, ok, tl.float32, LAYOUT)
-    store_entries(rows_ptr, slot, ok, value, tail, ROWS, PAGE_SIZE * ROWS.dims, PAGE_SIZE, 0)
+    BLOCK: tl.constexpr = C.BLOCK
+    BLOCK_K: tl.constexpr = C.BLOCK_K
+    program = tl.program_id(0)
+    entry = offset_of(program, BLOCK) + tl.arange(0, BLOCK)
+    marked = entry < num_slots
+    marked &= tl.load(marks_ptr + offset_of(entry, mark_stride), mask=marked, other=0) == 1
+    unpack_entries(cache_ptr, entry, marked, rows_ptr, C)
+    # What one token's slots name and the marks lack is claimed: by the first program that comes across it.
+    if program < num_tokens:
+        token = program.to(tl.int64)
+        end = keys_of(lengths_ptr, token, num_keys, C.HAS_LENGTHS)
+        for first in tl.range(0, num_keys, BLOCK_K):
+            slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK_K)
+            claimed = claim_entries(marks_ptr, slot, ok, mark_stride, 2)
+            unpack_some(cache_ptr, tl.where(claimed, slot, -1), rows_ptr, C)

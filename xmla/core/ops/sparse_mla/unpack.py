@@ -1,6 +1,6 @@
 """Dequantise packed entries to plain rows first: each entry that a slot names once, however often it is referenced."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from xmla.core.clearing import clear
 from xmla.core.composition import Composition, same_names
@@ -13,7 +13,7 @@ from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm120.plan import IMPLEMENTATION as SM120
 from xmla.core.ops.sparse_mla.kernels import unpack_entries_kernel
 from xmla.core.ops.sparse_mla.plan import IMPLEMENTATION as PORTABLE
-from xmla.core.plan import Launch, Part, Plan, cdiv
+from xmla.core.plan import Constants, Launch, Part, Plan, cdiv
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
@@ -22,10 +22,26 @@ from xmla.core.spec import Spec
 # heads.
 REUSE = 32
 FIRST_MARKS = 4  # references per entry among the tokens whose slots are marked first
+# Stores to marks meet in lines of the L2 cache: each has a word to itself where all stay within an SM's L1 cache.
+MARK_STRIDE, MARKS = 4, 128 << 10  # bytes, of a mark and of all
+BLOCK, BLOCK_K = 4, 512  # entries that a program unpacks at once, and slots that it looks at
 ROWS = {V32: PLAIN, V4: PLAIN_V4}
 # What attends to the rows, by architecture. GB10 is left out: 48 SMs would read rows at 1.5 TB/s where they take
 # 273 GB/s from memory, and fewer of them than of packed entries are in its L2 cache.
 OVER_ROWS = {120: SM120, 90: SM90}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacked(Constants):
+    """Constants of the kernel that dequantises."""
+
+    PAGE_STRIDE: int
+    PAGE_SIZE: int
+    LAYOUT: MlaLayout
+    ROWS: MlaLayout
+    HAS_LENGTHS: bool
+    BLOCK: int  # entries at once
+    BLOCK_K: int  # slots at once
 
 
 def rows_of(problem: Problem) -> Spec:
@@ -56,35 +72,44 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def unpack(problem: Problem) -> Plan:
     """The launches that dequantise the entries that slots name to the buffer `rows`."""
-    specs, entries, keys = problem.specs, problem["P"] * problem["R"], problem["K"]
+    specs, tokens, keys, entries = problem.specs, problem["T"], problem["K"], problem["P"] * problem["R"]
     layout: MlaLayout = problem.formats["cache"]
-    buffers = {"marks": Spec((problem["P"], problem["R"]), "int8"), "rows": rows_of(problem)}
+    stride = max(1, min(MARK_STRIDE, MARKS // entries))
+    marks = cdiv(entries * stride, 4) * 4
+    buffers = {"marks": Spec((marks,), "int8"), "rows": rows_of(problem)}
     # Some tokens first, so that most entries are marked when all follow: 27 against 98 µs at 8192 entries, 56 against
     # 114 at 131072 (H200, 2026-11-21).
-    step = problem["T"] * keys // (FIRST_MARKS * entries)
+    step = tokens * keys // (FIRST_MARKS * entries)
+    slots = {
+        "num_slots": entries, "num_keys": keys, "slot_stride": specs["slots"].stride(0), "mark_stride": stride,
+    }  # fmt: skip
     first = Launch(
         mark_entries_kernel,
-        grid=(cdiv(problem["T"], step),),
+        grid=(cdiv(tokens, step),),
         outputs=("marks",),
         arrays=problem.stand_ins(lengths="slots"),
-        sizes={"num_slots": entries, "num_keys": keys, "slot_stride": specs["slots"].stride(0), "step": step},
+        sizes={**slots, "step": step},
         constexprs={"HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
     )
-    every = replace(first.with_sizes(step=1), grid=(problem["T"],))
     write = Launch(
         unpack_entries_kernel,
-        grid=(cdiv(entries, 4),),
-        outputs=("rows",),
-        sizes={"num_slots": entries},
+        grid=(max(tokens, cdiv(entries, BLOCK)),),
+        outputs=("marks", "rows"),
+        arrays=problem.stand_ins(lengths="slots"),
+        sizes={**slots, "num_tokens": tokens},
         constexprs={
-            "PAGE_STRIDE": specs["cache"].stride(0),
-            "PAGE_SIZE": problem.page_size(),
-            "LAYOUT": layout,
-            "ROWS": ROWS[layout],
-            "BLOCK": 4,
+            "C": Unpacked(
+                PAGE_STRIDE=specs["cache"].stride(0),
+                PAGE_SIZE=problem.page_size(),
+                LAYOUT=layout,
+                ROWS=ROWS[layout],
+                HAS_LENGTHS=problem.has("lengths"),
+                BLOCK=BLOCK,
+                BLOCK_K=BLOCK_K,
+            )
         },
     )
-    return Plan((clear("marks", entries), first, every, write), buffers, ())
+    return Plan((clear("marks", marks), first, write), buffers, ())
 
 
 def _seldom(problem: Problem, device: Device) -> str | None:
