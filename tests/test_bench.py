@@ -26,6 +26,7 @@ from xmla.bench import (
     layer_report,
     picture,
     problems,
+    report,
     run,
     timing,
     timing_jax,
@@ -285,6 +286,40 @@ def test_a_selection_for_training_is_that_of_the_formula(device: str, monkeypatc
     real = torch_api.select_topk
     monkeypatch.setattr(torch_api, "select_topk", lambda scores, ends, k: real(-scores, ends, k=k))
     assert not case.check() <= case.tolerance
+
+
+def test_another_devices_times_stand_beside_the_first_runs(tmp_path: Path) -> None:
+    """Its last run's; in a table of their own if no case of the first run is among them."""
+    ceilings = {"copy_bytes_per_s": 4e12, "bf16_flop_per_s": 8e14, "fp8_flop_per_s": 1.5e15}
+    versions = {"devices": ["NVIDIA H200 (sm_90, 132 SMs)"], "torch": "2.11", "triton": "3.9"}
+    head = {"command": "", "date": "2026-11-28", "commit": "0123456", "versions": versions, "ceilings": ceilings}
+    other = head | {"versions": versions | {"devices": ["NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)"]}}
+
+    def case(name: str, us: float) -> dict[str, object]:
+        return {"op": "an op", "case": name, "us": {"xmla": [us, us, us]}, "tflop_per_s": 1.0, "gb_per_s": 2.0,
+                "ceiling": "copy", "share_of_ceiling": 0.5, "ratio_to_peer": {"a peer": us / 10}}  # fmt: skip
+
+    host = {"op": "an op", "case": "", "launches": 1, "allocations": 1, "host_us": 3.0, "torch_add_us": 2.0}
+
+    def table(*lines: dict[str, object]) -> list[str]:
+        for name, each in (("first", (head, case("a", 10), case("b", 20), host)), ("other", lines)):
+            (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in each))
+        return report.report([tmp_path / "first"], tmp_path / "other").splitlines()
+
+    together = table(other, case("a", 11), other, case("b", 30), case("c", 40))
+    assert together[2].startswith("H100: NVIDIA H100 80GB HBM3 (sm_90, 132 SMs), 2026-11-28, commit 0123456")
+    assert together[4:9] == [
+        "| op | case | µs | rate | share of ceiling | against | H100: µs | share of ceiling | against |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| `an op` | a | 10 | 2 GB/s | 0.50 copy | 1.00 × a peer |  |  |  |",
+        "| `an op` | b | 20 | 2 GB/s | 0.50 copy | 2.00 × a peer | 30 | 0.50 copy | 3.00 × a peer |",
+        "| `an op` | c |  |  |  |  | 40 | 0.50 copy | 4.00 × a peer |",
+    ]
+    apart = table(other, case("c", 40))
+    assert [line for line in apart if line.startswith("| op ")] == [together[4].partition(" H100")[0]] * 2
+    assert "| `an op` | c | 40 | 2 GB/s | 0.50 copy | 4.00 × a peer |" in apart and apart[-2].startswith(
+        "| `an op` | 1 |"
+    )
 
 
 def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Committed results as documents show them: tables and pictures.
 
-python -m xmla.bench.report FILE … [--into docs/performance.md] [--pictures docs/images]
+python -m xmla.bench.report FILE … [--beside FILE] [--into docs/performance.md] [--pictures docs/images]
 
 `make report` runs it and its neighbours for every figure of the README and the documents. A file holds one run or
-several, each begun by the line that names its command.
+several, each begun by the line that names its command. A run of another device stands beside the first.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,33 @@ from xmla.bench.provenance import origin
 BEGIN, END = "<!-- numbers -->\n", "<!-- /numbers -->"
 
 
-def rows(lines: list[dict[str, Any]]) -> list[str]:
-    table = ["| op | case | µs | rate | share of ceiling | against |", "|---|---|---|---|---|---|"]
-    for line in (line for line in lines if "us" in line):
-        rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
-        against = ", ".join(f"{ratio:.2f} × {peer}" for peer, ratio in line["ratio_to_peer"].items())
-        share = f"{line['share_of_ceiling']:.2f} {line['ceiling']}"
-        table.append(f"| `{line['op']}` | {line['case']} | {line['us']['xmla'][0]} | {rate} | {share} | {against} |")
+def cells(line: dict[str, Any]) -> tuple[str, str, str, str]:
+    """A case's time, rate, share of the ceiling and ratios to peers."""
+    rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
+    against = ", ".join(f"{ratio:.2f} × {peer}" for peer, ratio in line["ratio_to_peer"].items())
+    return str(line["us"]["xmla"][0]), rate, f"{line['share_of_ceiling']:.2f} {line['ceiling']}", against
+
+
+def by_case(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(line["op"], line["case"]): line for line in lines if "us" in line}
+
+
+def rows(lines: list[dict[str, Any]], others: Sequence[dict[str, Any]] = (), device: str = "") -> list[str]:
+    """A run's cases; the `others`, of another `device`, in columns beside them, and its further cases below."""
+    head, own, beside = (
+        ["op", "case", "µs", "rate", "share of ceiling", "against"],
+        by_case(lines),
+        by_case(others or []),
+    )
+    if beside:
+        head += [f"{device}: µs", "share of ceiling", "against"]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for op, case in own | beside:
+        row = [f"`{op}`", case, *(cells(own[op, case]) if (op, case) in own else [""] * 4)]
+        if beside:
+            us, _, share, against = cells(beside[op, case]) if (op, case) in beside else [""] * 4
+            row += [us, share, against]
+        table.append(f"| {' | '.join(row)} |")
     return table
 
 
@@ -49,7 +70,7 @@ def host_rows(lines: list[dict[str, Any]]) -> list[str]:
 def beginning(head: dict[str, Any]) -> str:
     """Where the figures of one file come from, with the ceilings then."""
     limits, versions = head["ceilings"], head["versions"]
-    peers = [head[name] for name in ("flash_mla", "cudnn") if head.get(name)]
+    peers = [head[name] for name in ("flash_mla", "cudnn", "sglang", "vllm", "deep_gemm") if head.get(name)]
     packages = [f"torch {versions['torch']}", f"Triton {versions['triton']}", *peers]
     return (
         f"{origin(head)}, {', '.join(packages)}. "
@@ -68,15 +89,25 @@ def read(files: list[Path]) -> list[list[dict[str, Any]]]:
     return runs
 
 
-def report(files: list[Path]) -> str:
-    """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any."""
-    runs = read(files)
-    markdown: list[str] = []
-    for head, *lines in runs:
-        if any("us" in line for line in lines):
-            markdown += [*([""] if markdown else []), beginning(head), "", *rows(lines)]
+def report(files: list[Path], beside: Path | None = None) -> str:
+    """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any.
+
+    The last run `beside` is another device's. Its cases stand beside the first run's, in a table of their own if it has
+    none of these.
+    """
+    (first, *cases), *more = runs = read(files)
+    tables = [[beginning(first), "", *rows(cases)]]
+    if beside is not None:
+        head, *others = read([beside])[-1]
+        if by_case(cases).keys().isdisjoint(by_case(others)):
+            more += [[head, *others]]
+        else:
+            device = head["versions"]["devices"][0].removeprefix("NVIDIA ").split()[0]
+            tables = [[beginning(first), "", f"{device}: {beginning(head)}", "", *rows(cases, others, device)]]
+    tables += [[beginning(head), "", *rows(lines)] for head, *lines in more if by_case(lines)]
+    markdown = [line for table in tables for line in ("", *table)][1:]
     head, *hosts = next(lines for lines in reversed(runs) if host_rows(lines[1:]))
-    markdown += ["", *([beginning(head)] if head is not runs[0][0] else []), *host_rows(hosts)]
+    markdown += ["", *([beginning(head)] if head is not first else []), *host_rows(hosts)]
     return "\n".join(markdown) + "\n"
 
 
@@ -104,11 +135,12 @@ def show(numbers: str, into: Path | None, markers: tuple[str, str] = (BEGIN, END
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSON lines written by `xmla bench`, the ops' times first.")],
+    beside: Annotated[Path | None, typer.Option(help="Another device's, beside the first run's.", exists=True)] = None,
     into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
     pictures: Annotated[Path | None, typer.Option(help="Draw into this folder.", exists=True)] = None,
 ) -> None:
     """Print the table in Markdown, or put it in its place; the ratios are speeds, above 1 is faster than the peer."""
-    show(report(files), into)
+    show(report(files, beside), into)
     if pictures is not None:
         draw(files, pictures)
 
