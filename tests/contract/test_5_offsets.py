@@ -278,7 +278,7 @@ def test_no_product_of_32_bits_is_a_far_offset() -> None:
     found = {line["kernel"] for line in kernels}
     assert {"sparse_mla_kernel", "indexer_logits_kernel", "indexer_logits_paged_kernel"} <= found
     assert {"sparse_mla_sm90_kernel", "indexer_logits_sm90_kernel", "indexer_logits_paged_sm90_kernel"} <= found
-    assert {"sparse_mla_sm100_kernel", "sparse_mla_sm120_kernel"} <= found
+    assert {"sparse_mla_sm100_kernel", "indexer_logits_paged_sm100_kernel", "sparse_mla_sm120_kernel"} <= found
     kept.keep("far_strides", digests)
 
 

@@ -803,6 +803,17 @@ def test_gluon_paged_logits_serve_what_they_support() -> None:
     ):
         plan = partial(torch_api.indexer_logits_paged.plan, q8, weights, cache, table, lengths)
         takes_gluon("indexer_logits_paged", plan, device, message)
+        if message == elsewhere:
+            continue
+        with assume_device(B200):  # by its name alone
+            assert plan().launches[0].name == "indexer_logits_paged_kernel"
+            if message is None:
+                assert plan(implementation="gluon_sm100").launches[0].name == "indexer_logits_paged_sm100_kernel"
+            else:
+                with pytest.raises(UnsupportedError, match=f"implementation value is 'gluon_sm100' {message}"):
+                    plan(implementation="gluon_sm100")
+    with assume_device(H200), pytest.raises(UnsupportedError, match=r"on NVIDIA H200, .* capability 10\.0 or 10\.3$"):
+        plan(implementation="gluon_sm100")
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])

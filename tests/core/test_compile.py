@@ -24,6 +24,7 @@ SPILLED = {(89, "topk_candidates_kernel"): 8, (89, "sparse_mla_dcache_any_order_
 SPILLED |= {(arch, "indexer_topk_kernel"): 128 for arch in (120, 121)}
 SPILLED |= {(arch, "indexer_logits_paged_kernel"): 16 for arch in (120, 121)}
 SPILLED |= {(arch, "sparse_mla_sm100_kernel"): 32 for arch in (100, 103)}
+SPILLED |= {(arch, "indexer_logits_paged_sm100_kernel"): 16 for arch in (100, 103)}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
 # that gather, which wait for others.
 SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (112, 64)}
@@ -143,7 +144,7 @@ def check_products(arch: int, kernels: list[support_matrix.Line], left_out: set[
     if not {name for name in left_out if name.endswith(GLUON)}:
         hopper = {("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)}
         everywhere = {90: hopper | {("sparse_mla_backward", 0)}, 120: {("sparse_mla", 16), ("sparse_mla", 32)}}
-        everywhere[100] = {("sparse_mla", 64)}
+        everywhere[100] = {("sparse_mla", 64), ("indexer_logits_paged", 0)}
         used = {(kernel["op"], kernel["block_h"]) for kernel in gluon}
         assert used >= everywhere.get(SAME_GENERATOR.get(arch, arch), set())
     for kernel in gluon:

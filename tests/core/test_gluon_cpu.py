@@ -85,6 +85,19 @@ def over_one_page(case: Case) -> Case:
     return replace(case, name=f"{case.name}-unpacked", make=make)
 
 
+def with_a_missing_page(case: Case) -> Case:
+    """The same call, of whose second request every third page is missing."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        inputs["block_table"][1, ::3] = -1
+        return inputs
+
+    return replace(case, name=f"{case.name}-missing", make=make)
+
+
+LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
+
 # Stages that are used three times over packed entries, and keys in splits, whose results are float16 on Hopper.
 MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
@@ -104,6 +117,10 @@ MORE = [
     (ATTENTION, make_case(3, 70, 200, 64, V4, with_lengths=True), SM100),
     (ATTENTION, make_case(1, 17, 600, 64, V32, with_sink=True), B200),
     (ATTENTION, make_case(2, 3, 1100, 64, V4, extra=(V4, 130, 64), batch_invariant=True), SM100),
+    LOGITS_OF_SM100,
+    (PAGED_LOGITS[0], paged_case((3000, 9), 64, heads=128), SM100),
+    (PAGED_LOGITS[0], paged_case((500, 900, 3), 192, next_n=4, shuffled=True), SM100),
+    (PAGED_LOGITS[0], paged_case((150, 3), 64, next_n=11, heads=16, dim=64), SM100),
 ]
 
 
@@ -125,20 +142,31 @@ def test_agrees_with_the_reference(op: Op, case: Case, device: Device) -> None:
     agrees(op, case, device)
 
 
-def test_exact_arithmetic_gives_exact_logits() -> None:
-    op, case, device = LOGITS
+@pytest.mark.parametrize(
+    "call", [LOGITS, PAGED_LOGITS, LOGITS_OF_SM100], ids=lambda call: f"{call[0].name}-{call[2].name}"
+)
+def test_exact_arithmetic_gives_exact_logits(call: tuple[Op, Case, Device]) -> None:
+    op, case, device = call
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {
-            name: array if array.dtype == np.int32 else rng.integers(-3, 4, array.shape).astype(array.dtype)
+        inputs = {
+            name: array if array.dtype.kind in "iu" else rng.integers(-3, 4, array.shape).astype(array.dtype)
             for name, array in case.make(rng).items()
         }
+        if "cache" in inputs:  # pages of e4m3 values, and of float32 scales
+            pages, entries, row = inputs["cache"].shape
+            bounds = entries * (row - 4)
+            flat = inputs["cache"].reshape(pages, entries * row)
+            flat[:, :bounds] = rng.integers(-3, 4, (pages, bounds)).astype(inputs["q8"].dtype).view(np.uint8)
+            flat[:, bounds:] = rng.integers(1, 4, (pages, entries)).astype(np.float32).view(np.uint8)
+        return inputs
 
     whole = replace(case, name="integers", make=make)
     plan, inputs = plan_of(op, whole, device), kit.make(whole)
     assert plan is not None
-    (got,), (want,) = gluon_cpu.run(plan, kit.copies(inputs)), op.reference(**inputs)
-    assert np.isfinite(want).any() and np.array_equal(got, want)
+    (got,), (want,) = gluon_cpu.run(plan, kit.copies(inputs)), op.reference(**inputs, **kit.attributes(op, whole))
+    written = ~np.isnan(want)  # of pages, below a token's length
+    assert np.isfinite(want).any() and np.array_equal(got[written], want[written])
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -188,6 +216,7 @@ ANY_ORDER_KERNEL = "xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order"
 SM100_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm100.kernel"
 SM100_PRODUCERS = "xmla.core.ops.sparse_mla.gluon_sm100.producers"
 SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
+SM100_LOGITS = "xmla.core.ops.indexer_logits_paged.gluon_sm100.kernel"
 RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
 
 PLANTED = [
@@ -230,10 +259,27 @@ PLANTED = [
             "        mbarrier.wait(shared.s_full.index(stage), tile // STAGES & 1)\n", ""),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "        mbarrier.wait(shared.out_done, (tile & 1) ^ 1)\n", ""),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "    mbarrier.wait(shared.out_done, (tiles & 1) ^ 1)\n", ""),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS,
+            "        mbarrier.wait(shared.empty.index(tile % STAGES), tile // STAGES & 1)\n", "        pass\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "                free = wait_for_tiles(shared, free, last_begin)\n", ""),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n"
+            "        fence", "        fence"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS,
+            "        mbarrier.wait(shared.dots_empty.index(accumulator), (tile // ACCUMULATORS & 1) ^ 1)\n", ""),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        mbarrier.wait(shared.full.index(stage), tile // STAGES & 1)\n"
+            "        record", "        record"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS,
+            "        mbarrier.wait(shared.dots_full.index(first), tile // ACCUMULATORS & 1)\n", ""),
     # Waits for too little.
     Planted(ROWS_OF_SM100, SM100_KERNEL, "mbarrier.init(shared.empty.index(stage), count=2)",
             "mbarrier.init(shared.empty.index(stage), count=1)"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "else 129)", "else 128)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "init(shared.empty.index(stage), count=2)",
+            "init(shared.empty.index(stage), count=1)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "count=129)", "count=128)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "tile - (STAGES - 1))", "tile - STAGES)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "wait_for_tiles(shared, free, last_begin)",
+            "wait_for_tiles(shared, free, last_begin - 1)"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "warpgroup_mma_wait(2, deps=[acc])", "warpgroup_mma_wait(3, deps=[acc])"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    async_copy.wait_group(0)\n", ""),
@@ -271,6 +317,16 @@ PLANTED = [
             "wait(shared.s_full.index(stage), tile & 1)"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.out_done, (tile & 1) ^ 1)", "wait(shared.out_done, tile & 1)"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "wait(shared.out_done, (tiles & 1) ^ 1)", "wait(shared.out_done, tiles & 1)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "wait(shared.empty.index(tile % STAGES), tile // STAGES & 1)",
+            "wait(shared.empty.index(tile % STAGES), (tile // STAGES & 1) ^ 1)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "wait(shared.full.index(stage), tile // STAGES & 1)\n        fence",
+            "wait(shared.full.index(stage), tile & 1)\n        fence"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "wait(shared.dots_empty.index(accumulator), (tile // ACCUMULATORS & 1) ^ 1)",
+            "wait(shared.dots_empty.index(accumulator), tile // ACCUMULATORS & 1)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "wait(shared.full.index(stage), tile // STAGES & 1)\n        record",
+            "wait(shared.full.index(stage), tile // ACCUMULATORS & 1)\n        record"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "wait(shared.dots_full.index(first), tile // ACCUMULATORS & 1)",
+            "wait(shared.dots_full.index(first), tile & 1)"),
     # What is handed over before it may be.
     Planted(V32_OF_SM100, SM100_PRODUCERS,
             "        if LAYOUT.tail:\n            shared.tails.index(stage).reinterpret",
@@ -298,6 +354,29 @@ PLANTED = [
             "        mbarrier.arrive(shared.empty.index(stage), count=1)\n"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "    blackwell.tcgen05_commit(shared.s_full.index(stage))\n",
             "    mbarrier.arrive(shared.s_full.index(stage), count=1)\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        blackwell.tcgen05_commit(shared.dots_full.index(accumulator))\n",
+            "        mbarrier.arrive(shared.dots_full.index(accumulator), count=1)\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        blackwell.tcgen05_mma(\n",
+            "        blackwell.tcgen05_commit(shared.dots_full.index(accumulator))\n        blackwell.tcgen05_mma(\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS,
+            "        place = word_of(shared.records.index(stage).load(whole(1)), QUERY_PLACE)\n"
+            "        mbarrier.arrive(shared.empty.index(stage), count=1)\n",
+            "        mbarrier.arrive(shared.empty.index(stage), count=1)\n"
+            "        place = word_of(shared.records.index(stage).load(whole(1)), QUERY_PLACE)\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        sums, ends = (), ()\n",
+            "        mbarrier.arrive(shared.dots_empty.index(first), count=1)\n        sums, ends = (), ()\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        sums, ends = (), ()\n",
+            "        mbarrier.arrive(shared.empty.index(stage), count=1)\n        sums, ends = (), ()\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS,
+            "                shared.records.index(stage).store(record)\n"
+            "                mbarrier.arrive(shared.full.index(stage), count=1)\n",
+            "                mbarrier.arrive(shared.full.index(stage), count=1)\n"
+            "                shared.records.index(stage).store(record)\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS,
+            "                there |= copy_half(call, shared, stage, 1, right, first_key + HALF, C) << 1\n"
+            "                async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)\n",
+            "                async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)\n"
+            "                there |= copy_half(call, shared, stage, 1, right, first_key + HALF, C) << 1\n"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "    s = shared.s.index(stage)\n", "    s = shared.s.index(0)\n"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL,
             "        acc = multiply_piece(shared, empty, LAST, C)\n        mbarrier.arrive(shared.p_empty, count=1)\n",
@@ -321,6 +400,7 @@ PLANTED = [
     Planted(PAGED_LOGITS, PAGED, "key_smem.index(free), scale_smem.index(free)",
             "key_smem.index(free), scale_smem.index(stage)"),
     # Fences that are missing.
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "        fence_async_shared()\n", ""),
     Planted(ROWS_OF_SM100, SM100_KERNEL,
             "    if not LAYOUT.packed:  # whoever stores has fenced\n        fence_async_shared()\n", ""),
     Planted(V32_OF_SM100, SM100_PRODUCERS, "        fence_async_shared()\n        mbarrier.arrive(shared.full",
@@ -350,6 +430,15 @@ PLANTED = [
             "out.store(out.load(OUT_REGISTERS))"),
     Planted(ROWS_OF_SM100, SM100_KERNEL, "entries.index(stage * HALVES + half).permute",
             "entries.index(stage * HALVES).permute"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "shared.dots.index(accumulator),\n", "shared.dots.index(0),\n"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "use_acc=False", "use_acc=tile > 1"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "first_key + HALF, C) << 1", "first_key + HALF, C)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "                place = 1 - place\n", ""),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "if first_key < end_key:  # not of", "if first_key <= end_key:  # not of"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "shared.q.index(place).permute", "shared.q.index(0).permute"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "fma.rn.f32x2 sum, x, y, sum;", "fma.rn.f32x2 sum, y, y, sum;"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, "store(weights * 0.5)", "store(weights)"),
+    Planted(LOGITS_OF_SM100, SM100_LOGITS, ".slice(piece * TOKENS, TOKENS).load", ".slice(0, TOKENS).load"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, '"and.b32 lane, lane, 7;"', '"and.b32 lane, lane, 3;"'),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "b{i}, b{i}, 4, 31", "b{i}, b{i}, 8, 31"),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "gl.where(slot >= 0, sums, 0)", "gl.where(slot >= 99, sums, 0)"),

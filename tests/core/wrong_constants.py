@@ -1,4 +1,4 @@
-"""Tells which layouts and tiles the Gluon kernels of attention and its derivative refuse, and how; JSON lines.
+"""Tells which layouts and tiles the Gluon kernels of attention, its derivative and sm_100's logits refuse; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python tests/core/wrong_constants.py
@@ -69,6 +69,18 @@ def launched(
     return specialize(call.plan.launches[0], call.plan, specs)
 
 
+def paged_logits() -> Specialization:
+    """The kernel of sm_100 as it is planned for four tokens of each request."""
+    specs = {
+        **{"q8": Spec((64, 64, 128), "float8_e4m3fn"), "weights": Spec((64, 64), "float32")},
+        **{"cache": Spec((64, 64, 132), "uint8"), "block_table": Spec((16, 64), "int32")},
+        "lengths": Spec((64,), "int32"),
+    }
+    call = planned("indexer_logits_paged", "", specs, {}, DEVICES[100], "gluon_sm100")
+    assert call.plan is not None, call.reason
+    return specialize(call.plan.launches[0], call.plan, specs)
+
+
 def differentiated(layout: MlaLayout, deterministic: bool) -> Specialization:
     """The kernel of the derivative as it is planned."""
     rows = Spec((64, 64, 512), "bfloat16")
@@ -130,6 +142,8 @@ def main() -> None:
         ("64 heads of SM12x", packed, "BLOCK_H", 64),
         ("32 heads of sm_100", rows, "BLOCK_H", 32),
         ("another second layout on sm_100", two_rows, "EXTRA.LAYOUT", PLAIN),
+        ("eight tokens of sm_100's logits", paged_logits(), "GROUP", 8),
+        ("small pages of sm_100's logits", paged_logits(), "PAGES.PAGE_SIZE", 32),
         ("32 heads", launched(64, V32), "BLOCK_H", 32),
         ("another second layout", two, "EXTRA.LAYOUT", V32),
         ("few heads of two sources", two, "BLOCK_H", 16),

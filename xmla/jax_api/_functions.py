@@ -1112,7 +1112,7 @@ def indexer_blocks_paged(
     granularity: int,
     newest: int = 1,
     workspace_bytes: int = 536870912,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
 
@@ -1236,7 +1236,7 @@ def indexer_logits_paged(
     *,
     max_len: int | None = None,
     logits_dtype: str = "float32",
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
 
@@ -1284,6 +1284,8 @@ def indexer_logits_paged(
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; fp8 keys; rows on multiples of 16 bytes; pages
+            of a multiple of 64 keys.
         triton: every call.
     """
     return _indexer_logits_paged(
@@ -1681,7 +1683,7 @@ def indexer_topk_paged(
     *,
     k: int,
     workspace_bytes: int = 536870912,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
 

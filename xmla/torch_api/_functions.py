@@ -363,7 +363,7 @@ class _Plans:
         granularity: int,
         newest: int = 1,
         workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "triton"] | None = None,
+        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_blocks_paged(
             [q8, weights, cache, block_table, lengths, request_ids],
@@ -401,7 +401,7 @@ class _Plans:
         *,
         max_len: int | None = None,
         logits_dtype: str = "float32",
-        implementation: Literal["gluon", "triton"] | None = None,
+        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_logits_paged(
             [q8, weights, cache, block_table, lengths, request_ids],
@@ -527,7 +527,7 @@ class _Plans:
         *,
         k: int,
         workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "triton"] | None = None,
+        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_topk_paged(
             [q8, weights, cache, block_table, lengths, request_ids],
@@ -1777,7 +1777,7 @@ def indexer_blocks_paged(
     workspace_bytes: int = 536870912,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> torch.Tensor:
     """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
 
@@ -1919,7 +1919,7 @@ def indexer_logits_paged(
     logits_dtype: str = "float32",
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> torch.Tensor:
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
 
@@ -1971,6 +1971,8 @@ def indexer_logits_paged(
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; fp8 keys; rows on multiples of 16 bytes; pages
+            of a multiple of 64 keys.
         triton: every call.
     """
     return _indexer_logits_paged(
@@ -2419,7 +2421,7 @@ def indexer_topk_paged(
     workspace_bytes: int = 536870912,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> torch.Tensor:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
 

@@ -78,7 +78,7 @@ def combinations(vectors: Sequence[Sequence[int]], shape: tuple[int, ...]) -> np
 def offsets(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The place of each element in shared memory, in elements; axes before the layout's are of buffers in order."""
     inner = shape[len(shape) - layout.rank :] if hasattr(layout, "rank") else shape[len(shape) - len(layout.order) :]
-    flat = combinations(bases(layout, inner).offset_bases, inner)
+    flat = combinations(bases(layout, inner).offset_bases if max(inner) > 1 else (), inner)
     places = np.empty(len(flat), np.int64)
     places[flat] = np.arange(len(flat))
     outer = shape[: len(shape) - len(inner)]
@@ -170,6 +170,12 @@ class TensorMemory:
         if not 0 <= i < self.shape[0]:
             raise Fault(f"{place()}: index {i} of {self.shape[0]} buffers")
         return TensorMemory(self.cta, self.dtype, self.values[i], self.columns[i])
+
+    def slice(self, start: int, length: int) -> "TensorMemory":
+        part = slice(start, start + length)
+        if start + length > self.shape[-1]:
+            raise Fault(f"{place()}: columns to {start + length} of {self.shape[-1]}")
+        return TensorMemory(self.cta, self.dtype, self.values[..., part], self.columns[..., part])
 
     def load(self, layout: Any) -> Tensor:
         self.cta.read(self, *self.cta.partition.step(WARPS))

@@ -316,7 +316,8 @@ _ASYNC_COPY = types.SimpleNamespace(
     wait_group=lambda outstanding=0: _partition().wait_group(outstanding),
 )  # fmt: skip
 _BLACKWELL = types.SimpleNamespace(
-    allocate_tensor_memory=allocate_tensor_memory, tcgen05_mma=tcgen05_mma, tcgen05_commit=tcgen05_commit
+    allocate_tensor_memory=allocate_tensor_memory, tcgen05_mma=tcgen05_mma, tcgen05_commit=tcgen05_commit,
+    TensorMemoryLayout=blackwell.TensorMemoryLayout,
 )  # fmt: skip
 _IN_PLACE_OF = {
     id(original): ours

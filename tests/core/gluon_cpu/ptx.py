@@ -42,6 +42,10 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b + c).astype(F32)
 
 
+def _fma_pair(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return _whole(_fma(*(_parts(x, F32) for x in (a, b, c))), U64)
+
+
 def _exp2_flushed(x: np.ndarray) -> np.ndarray:
     result = np.exp2(x)
     return np.where(result < np.float32(2.0**-126), np.float32(0), result)
@@ -88,6 +92,7 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "mul.f32": ((F32, F32), np.multiply),
     "add.f32": ((F32, F32), np.add),
     "fma.rn.f32": ((F32, F32, F32), _fma),
+    "fma.rn.f32x2": ((U64, U64, U64), _fma_pair),
     "abs.f32": ((F32,), np.abs),
     "max.f32": ((F32, F32), np.fmax),
     "ex2.approx.ftz.f32": ((F32,), _exp2_flushed),

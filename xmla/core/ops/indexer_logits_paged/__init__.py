@@ -6,6 +6,7 @@ from xmla.core.op import Op
 from xmla.core.ops.indexer_logits_paged import plan as portable
 from xmla.core.ops.indexer_logits_paged.cases import CASES
 from xmla.core.ops.indexer_logits_paged.gluon_sm90 import plan as gluon_sm90
+from xmla.core.ops.indexer_logits_paged.gluon_sm100 import plan as gluon_sm100
 from xmla.core.ops.indexer_logits_paged.plan import columns
 from xmla.core.ops.indexer_logits_paged.reference import reference
 from xmla.core.problem import BYTES, F32, INDEX, Problem, Tensor
@@ -80,7 +81,7 @@ OP = Op(
     check=check,
     limits=paged_limits,
     work=logits_work,
-    implementations=(gluon_sm90.IMPLEMENTATION, portable.IMPLEMENTATION),
+    implementations=(gluon_sm90.IMPLEMENTATION, gluon_sm100.IMPLEMENTATION, portable.IMPLEMENTATION),
     reference=reference,
     cases=CASES,
 )
