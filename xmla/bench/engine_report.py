@@ -109,10 +109,10 @@ def served(lines: list[Line]) -> list[str]:
         for key in ("ttft_ms", "tpot_ms")
         for of in ("median", "p99")
     ]
-    told = (
+    trace = (
         f"{asked['requests']} requests, {asked['rate']:g} a second, {asked['rounds']} rounds of each engine in turns."
     )
-    return [told, "", *rows, f"| {' | '.join(cells)} |"]
+    return [trace, "", *rows, f"| {' | '.join(cells)} |"]
 
 
 def report(files: list[Path]) -> str:

@@ -62,17 +62,17 @@ def writing_step_case(mla: torch.Tensor, indexer: torch.Tensor, requests: int) -
     table = problems.block_table(64, CONTEXT)[:requests].contiguous()
     lengths = torch.full((requests,), CONTEXT, device=problems.DEVICE, dtype=torch.int32)
     slots = (table[:, -1] * 64 + 63).contiguous()  # of the last key
-    written = [problems.bfloat16(requests, dims) for dims in (512, 64, 128)]
+    latent, rope, index_k = (problems.bfloat16(requests, dims) for dims in (512, 64, 128))
     attended = *queries(requests), mla, indexer, table, lengths
-    arguments = *written, slots, *attended
+    arguments = latent, rope, index_k, slots, *attended
 
     def call(ops: Any, *arrays: Any) -> Any:
         out, _, _, *caches = ops.dsa_step(*arrays, k=K, softmax_scale=SCALE)
         return out, *(caches or arrays[7:9])  # PyTorch updates them in place
 
     def apart(_: int) -> torch.Tensor:
-        torch_api.write_mla_cache(*written[:2], slots, mla)
-        torch_api.write_indexer_cache(written[2], slots, indexer)
+        torch_api.write_mla_cache(latent, rope, slots, mla)
+        torch_api.write_indexer_cache(index_k, slots, indexer)
         return attend(torch_api, *attended)
 
     def check() -> float:

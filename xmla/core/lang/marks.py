@@ -51,6 +51,6 @@ def claim_entries(marks_ptr, slot, ok, mark_stride, CLAIMED: tl.constexpr):
     shift = (place % 4).to(tl.int32) * 8
     words = (marks_ptr + (place - place % 4)).to(tl.pointer_type(tl.int32), bitcast=True)
     before = tl.zeros_like(slot)
-    if tl.max(ok.to(tl.int32), 0) > 0:
+    if tl.max(ok.to(tl.int32), 0):
         before = tl.atomic_or(words, CLAIMED << shift, mask=ok)
     return ok & ((before >> shift) % 256 == 0)
