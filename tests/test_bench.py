@@ -31,7 +31,7 @@ from xmla.bench import (
     timing,
     timing_jax,
 )
-from xmla.bench.benchmark import Benchmark
+from xmla.bench.benchmark import Benchmark, asking
 from xmla.bench.cases import training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
@@ -99,6 +99,33 @@ def test_a_run_outlives_a_peer(fails: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert line["ratio_to_peer"] == {} and line["failed_peers"] == {"cuDNN": "RuntimeError: of no use"}
         assert "cuDNN failed" in list(run.table_of([line], {}).columns[6].cells)
     assert ("relative_error_of_peer" in line) == (fails != "when it is compared")
+
+
+def test_an_implementation_is_timed_beside_the_default(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compared with it; cases that it does not serve are left out."""
+    slots = torch.tensor([3, 40, 17], dtype=torch.int32, device=device)
+    benchmark = Benchmark(
+        op="read_mla_cache", case="three entries", call=lambda ops, *arrays: ops.read_mla_cache(*arrays),
+        inputs=[(pool(V32, device), slots)], check=lambda: 0.0, flops=1.0, bytes=1.0,
+    )  # fmt: skip
+
+    def measured(variants: dict[str, Any], sets: int) -> dict[str, timing.Timing]:
+        return {name: timing.Timing(2.0 + 2.0 * (name != "xmla"), 1.0, 5.0) for name in variants}
+
+    monkeypatch.setattr(cases, "BENCHMARKS", {benchmark.op: (lambda: [benchmark],)})
+    monkeypatch.setattr(timing, "measure", measured)
+    monkeypatch.setattr(baselines, "rates", lambda limits: {"copy_bytes_per_s": 1e12})
+
+    def lines(implementation: str) -> list[run.Line]:
+        return [*run.time_cases([benchmark.op], {"copy": None}, False, implementation)]  # type: ignore[dict-item]
+
+    (line,) = lines("reference")
+    assert line["case"] == "three entries, reference" and line["ratio_to_peer"] == {"the default": 2.0}
+    assert lines("gluon_sm100") == []
+    monkeypatch.setattr(
+        torch_api, "read_mla_cache", lambda *_, implementation=None: torch.ones(2) * bool(implementation)
+    )
+    assert asking(benchmark, "reference").check() > benchmark.tolerance and lines("reference")[0]["wrong"]
 
 
 def written_and_read(device: str) -> Benchmark:

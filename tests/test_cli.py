@@ -101,6 +101,18 @@ def test_verify_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{cases} of {cases} cases DIFFER\n" in result.output
 
 
+@pytest.mark.usefixtures("device")
+def test_verify_by_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not serve is counted; if that is all, nothing is right."""
+    op = registry()["indexer_logits_paged"]
+    assert chosen(["map_slots", op.name], True, "gluon_sm100") == {op.name: (op, op.cases)}
+    monkeypatch.setattr("xmla.cli.verify.chosen", lambda *_: {op.name: (op, op.cases[:1])})
+    result = CliRunner().invoke(app, ["verify", "--implementation", "triton"], env=WIDE)
+    assert result.exit_code == 0 and "all 1 cases agree; of " in result.output
+    result = CliRunner().invoke(app, ["verify", "--implementation", "gluon_sm100"], env=WIDE)  # needs sm_100
+    assert result.exit_code == 1 and "all 0 cases agree; gluon_sm100 does not serve 1; of " in result.output
+
+
 def test_verify_takes_every_case(device: str) -> None:
     """Also arrays without elements; what the kernels make of each case is tests/test_ops.py's."""
     for op, case in all_cases():
@@ -238,6 +250,10 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
             "device is 'V100', expected a part of the name of one of: NVIDIA H100, NVIDIA H200, NVIDIA B200, NVIDIA B",
         ),
         (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, convert_indexer_"),
+        (
+            ["verify", "--op", "sparse_mla", "--implementation", "gluon_sm10"],
+            "verify: implementation is 'gluon_sm10', expected one of gluon, gluon_sm100, triton",
+        ),
         (["bench", "--op", "nothing"], "bench: no op nothing; there are sparse_mla, sparse_mla_backward, "),
     ):
         monkeypatch.setattr("sys.argv", ["xmla", *arguments])

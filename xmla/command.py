@@ -74,6 +74,9 @@ def demo(
 def verify(
     op: Annotated[list[str] | None, typer.Option(help="Every case of these ops, and no other.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every case of every op: minutes without a GPU.")] = False,
+    implementation: Annotated[
+        str | None, typer.Option(help="By these kernels, such as gluon_sm100: the cases that they serve.")
+    ] = None,
 ) -> None:
     """Every op against its reference, and the two front-ends against each other, on this machine.
 
@@ -81,7 +84,7 @@ def verify(
     """
     from xmla.cli.verify import run
 
-    raise typer.Exit(code=0 if run(op, every) else 1)
+    raise typer.Exit(code=0 if run(op, every, implementation) else 1)
 
 
 @app.command()
@@ -197,6 +200,9 @@ def bench(
     commit: Annotated[
         str | None, typer.Option(help="The commit to record, where the tree is not a git checkout.")
     ] = None,
+    implementation: Annotated[
+        str | None, typer.Option(help="Time these kernels, such as gluon_sm100, beside what calls take by default.")
+    ] = None,
 ) -> None:
     """Time ops at serving size on this GPU, beside peers where installed; exit 1 if a result was wrong.
 
@@ -210,7 +216,8 @@ def bench(
         environment.require_gpu("bench", "times of interpreted kernels mean nothing")
     from xmla.bench.run import run
 
-    raise typer.Exit(code=0 if run(op, out, compare, picture, commit, framework.split(",")) else 1)
+    right = run(op, out, compare, picture, commit, framework.split(","), implementation)
+    raise typer.Exit(code=0 if right else 1)
 
 
 def main() -> None:

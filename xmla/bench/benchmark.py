@@ -1,12 +1,14 @@
 """What a case of `xmla bench` states: a call that either front-end makes, its inputs, what it is compared with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from xmla import torch_api
+from xmla.bench.errors import relative_error
 
 L2_BYTES = 60 << 20
 
@@ -53,3 +55,31 @@ class Benchmark:
 def rotation(bytes_a_set: float) -> int:
     """Input sets that together pass twice the L2 cache."""
     return max(2, min(8, int(2 * L2_BYTES // max(bytes_a_set, 1)) + 1))
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A front-end whose ops are asked for by an implementation."""
+
+    ops: Any
+    implementation: str
+
+    def __getattr__(self, op: str) -> Any:
+        return partial(getattr(self.ops, op), implementation=self.implementation)
+
+
+def asking(benchmark: Benchmark, implementation: str) -> Benchmark:
+    """The same case by an implementation, beside what calls take by default, whose results it is compared with."""
+
+    def call(ops: Any, *arrays: Any) -> Any:
+        return benchmark.call(_Asking(ops, implementation), *arrays)
+
+    def first(results: Any) -> torch.Tensor:
+        result = results[0] if isinstance(results, tuple) else results
+        return result if benchmark.written is None else benchmark.written(result)
+
+    return replace(
+        benchmark, case=f"{benchmark.case}, {implementation}", call=call, peer_checks={},
+        check=lambda: relative_error(first(call(torch_api, *benchmark.inputs[0])), first(benchmark.ours(0))),
+        peers={"the default": benchmark.ours},
+    )  # fmt: skip

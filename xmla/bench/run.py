@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from xmla._warmup import present_device
 from xmla.bench import picture
 from xmla.bench.provenance import provenance
 from xmla.core.errors import UnsupportedError
+from xmla.core.registry import registry
 
 if TYPE_CHECKING:
     from xmla.bench.baselines import Ceiling
@@ -90,16 +91,23 @@ def in_one_line(failure: Exception) -> str:
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
-def time_cases(names: Iterable[str], limits: Mapping[str, "Ceiling"], with_jax: bool) -> Iterator[Line]:
-    """A line per case; of a wrong one it tells the error and no time."""
+def time_cases(
+    names: Iterable[str], limits: Mapping[str, "Ceiling"], with_jax: bool, implementation: str | None = None
+) -> Iterator[Line]:
+    """A line per case, that the implementation serves if one is asked for; of a wrong one it tells the error alone."""
     import torch
 
+    from xmla.bench.benchmark import asking
     from xmla.bench.cases import BENCHMARKS
 
     for name in names:
         for family in BENCHMARKS.get(name, ()):
             for benchmark in family():
-                yield time_case(benchmark, limits, with_jax)
+                if implementation is None:
+                    yield time_case(benchmark, limits, with_jax)
+                else:
+                    with suppress(UnsupportedError):
+                        yield time_case(asking(benchmark, implementation), limits, with_jax)
             torch.cuda.empty_cache()
 
 
@@ -172,7 +180,7 @@ def host_lines() -> Iterator[Line]:
 
 def run(
     ops: list[str] | None, out: Path | None, compare: Path | None, image: Path | None, commit: str | None,
-    frameworks: Sequence[str] = tuple(PACKAGES),
+    frameworks: Sequence[str] = tuple(PACKAGES), implementation: str | None = None,
 ) -> bool:  # fmt: skip
     """Time, print, and write what is asked for; False if a result was wrong.
 
@@ -189,6 +197,12 @@ def run(
         from xmla.bench.cases import BENCHMARKS
 
         known = [*BENCHMARKS, HOST]
+    if implementation is not None:
+        choices = {name: op.choices for name, op in registry().items() if name in known}
+        if implementation not in chain(*choices.values()):
+            names = ", ".join(sorted({*chain(*choices.values())}))
+            raise UnsupportedError(f"bench: no implementation {implementation}; there are {names}")
+        known = [name for name in choices if implementation in choices[name]]
     chosen = ops or known
     if unknown := set(chosen) - set(known):
         why = f", since {needed('torch')}" if "torch" in absent else ""
@@ -215,6 +229,8 @@ def run(
         first = baselines.rates(limits)
     with_jax = "jax" in frameworks and "jax" not in absent
     words = [word for op in ops or () for word in ("--op", op)]
+    if implementation is not None:
+        words += ["--implementation", implementation]
     command = shlex.join(["xmla", "bench", "--framework", ",".join(frameworks), *words])
     head = provenance(command, commit) | {**peers, "ceilings": first}
     lines: list[Line] = []
@@ -231,7 +247,8 @@ def run(
         keep(head)
         task = bar.add_task("timing", total=len(chosen))
         for line in chain(
-            time_cases(chosen, limits, with_jax) if limits else (), host_lines() if HOST in chosen else ()
+            time_cases(chosen, limits, with_jax, implementation) if limits else (),
+            host_lines() if HOST in chosen else (),
         ):
             keep(line)
             lines.append(line)
@@ -245,4 +262,7 @@ def run(
     console.print(table_of(lines, earlier))
     for framework in absent:
         console.print(f"left out: {framework}, since {needed(framework)}", markup=False, soft_wrap=True)
+    if implementation is not None and not lines:
+        console.print(f"{implementation} serves none of these cases on this GPU", style="red", markup=False)
+        return False
     return not any(line.get("wrong") for line in lines)

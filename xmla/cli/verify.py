@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Case, Op
 from xmla.core.registry import find_op, registry
 from xmla.core.support import kinds_of
@@ -25,10 +26,17 @@ def largest_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(a[finite] - b[finite]).max(initial=0) / max(np.abs(b[finite]).max(initial=0), 1e-30))
 
 
-def compare(op: Op, case: Case, front_ends: Mapping[str, calls.Call]) -> tuple[float, bool, bool]:
-    """The worst error against the reference, whether all agree with it, whether front-ends agree bit for bit."""
+def compare(
+    op: Op, case: Case, front_ends: Mapping[str, calls.Call], implementation: str | None = None
+) -> tuple[float, bool, bool]:
+    """The worst error against the reference, whether all agree with it, whether front-ends agree bit for bit.
+
+    Raises:
+        UnsupportedError: The implementation does not serve the case.
+    """
     inputs = case.make(np.random.default_rng(0))
-    answers = [call(op, case.make(np.random.default_rng(0)), case.attrs) for call in front_ends.values()]
+    attrs = case.attrs if implementation is None else {**case.attrs, "implementation": implementation}
+    answers = [call(op, case.make(np.random.default_rng(0)), attrs) for call in front_ends.values()]
     reference = calls.by_reference(op, case.make(np.random.default_rng(0)), case.attrs)
     error, right, identical = 0.0, True, True
     for name, want in reference.items():
@@ -48,15 +56,24 @@ def compare(op: Op, case: Case, front_ends: Mapping[str, calls.Call]) -> tuple[f
     return error, right, identical
 
 
-def chosen(names: Iterable[str] | None, every: bool) -> dict[str, tuple[Op, tuple[Case, ...]]]:
+def chosen(
+    names: Iterable[str] | None, every: bool, implementation: str | None = None
+) -> dict[str, tuple[Op, tuple[Case, ...]]]:
     """The cases to run by op: every one of the ops that are named, or of all with `every`, else one for each format.
 
+    With an implementation those of ops that have it alone.
+
     Raises:
-        ArgumentError: There is no op of a name.
+        ArgumentError: There is no op, or no implementation, of a name.
     """
-    if names:
-        return {name: (op, op.cases) for name in names for op in [find_op(name, "verify")]}
-    return {name: (op, op.cases if every else of_formats(op)) for name, op in registry().items()}
+    ops = {name: find_op(name, "verify") for name in names} if names else registry()
+    if implementation is not None:
+        known = sorted({choice for op in ops.values() for choice in op.choices})
+        if implementation not in known:
+            message = f"verify: implementation is {implementation!r}, expected one of {', '.join(known)}"
+            raise ArgumentError(message)
+        ops = {name: op for name, op in ops.items() if implementation in op.choices}
+    return {name: (op, op.cases if names or every else of_formats(op)) for name, op in ops.items()}
 
 
 def of_formats(op: Op) -> tuple[Case, ...]:
@@ -68,21 +85,21 @@ def of_formats(op: Op) -> tuple[Case, ...]:
     return tuple(cases.values())
 
 
-def run(names: Iterable[str] | None = None, every: bool = False) -> bool:
+def run(names: Iterable[str] | None = None, every: bool = False, implementation: str | None = None) -> bool:
     """Print a table and a verdict, and on the way each op on stderr; True if everything agrees.
 
     Raises:
-        ArgumentError: There is no op of a name.
+        ArgumentError: There is no op, or no implementation, of a name.
         UnsupportedError: No front-end is installed.
     """
-    ops = chosen(names, every)
+    ops = chosen(names, every, implementation)
     console, stderr = Console(), Console(stderr=True)
     front_ends = calls.installed("verify", console)
     kernels = "compiled" if HAS_GPU else "interpreted"
     table = Table(title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
     for name in ("op", "case", "error", "reference", *(["torch = JAX"] if len(front_ends) > 1 else [])):
         table.add_column(name, overflow="fold")
-    count, wrong = sum(len(cases) for _, cases in ops.values()), 0
+    count, wrong, refused = sum(len(cases) for _, cases in ops.values()), 0, 0
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("", total=count)
         for name, (op, cases) in ops.items():
@@ -90,14 +107,24 @@ def run(names: Iterable[str] | None = None, every: bool = False) -> bool:
             if not stderr.is_terminal:
                 stderr.print(f"{name}: {len(cases)} of {len(op.cases)} cases", highlight=False)
             for case in cases:
-                error, right, identical = compare(op, case, front_ends)
+                bar.advance(task)
+                try:
+                    error, right, identical = compare(op, case, front_ends, implementation)
+                except UnsupportedError:
+                    if implementation is None:
+                        raise
+                    refused += 1
+                    continue
                 wrong += not (right and identical)
                 row = [name, case.name, f"{error:.1e}", "agrees" if right else "[red]DIFFERS"]
                 table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if len(front_ends) > 1 else []))
-                bar.advance(task)
     console.print(table)
     whole = sum(len(op.cases) for op, _ in ops.values())
     rest = "" if count == whole else f"; of {whole} cases --all runs the other {whole - count} too"
+    count -= refused
+    if refused:
+        rest = f"; {implementation} does not serve {refused}{rest}"
     verdict = f"all {count} cases agree{rest}" if not wrong else f"{wrong} of {count} cases DIFFER{rest}"
-    console.print(verdict, style="red" if wrong else "green", highlight=False, soft_wrap=True)
-    return not wrong
+    good = count > 0 and not wrong
+    console.print(verdict, style="green" if good else "red", highlight=False, soft_wrap=True)
+    return good
