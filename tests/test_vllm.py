@@ -21,7 +21,7 @@ from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, shards, warmup
-from xmla.vllm.gathered import Pages
+from xmla.vllm.gathered import Gathered, Pages
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
@@ -464,23 +464,27 @@ def test_rows_are_gathered_where_the_op_unpacks_pools() -> None:
 
 
 def test_gathered_pages(device: str) -> None:
-    """Two requests of 3 and 2 pages, of the first only the last two; the page that both have is gathered twice."""
-    table = ints(9, 4, 7, 0, 3, 7, 0, 0, device=device).view(2, 4)
-    requests, first, last = ints(0, 0, 1, device=device), torch.tensor([1, 0]), torch.tensor([3, 2])
-    assert Pages.of(requests, first, last, page=4, most=15) is None
-    pool_of = Pages.of(requests, first, last, page=4, most=16)
-    assert pool_of is not None and pool_of.table.tolist() == [[0, 1], [2, 3]]
-    assert pool_of.gathered(table + 1).own.tolist() == [5, 8, 4, 8]  # those of another table
-    found, pages = pool_of.gathered(table), [4, 7, 3, 7]
-    assert found.slots.tolist() == [4 * page + offset for page in pages for offset in range(4)]
-    slots = ints(16, 19, -1, 30, 12, 15, device=device).view(2, 3)  # of pages 4, 7 and 3
-    own = found.places(slots, pages=10)
-    assert own.dtype == torch.int32 and own[0, 2] == -1
-    assert torch.equal(found.slots[own.clamp(min=0).long()][slots >= 0], slots[slots >= 0])
+    """Two prefills behind a decode, of 3 and 2 pages, of the first only the last two; the page that both have twice."""
+    table = ints(0, 0, 0, 0, 9, 4, 7, 0, 3, 7, 0, 0, device=device).view(3, 4)
+    requests, first, last = ints(0, 0, 1, device=device), np.array([1, 0]), np.array([3, 2])
+    assert Pages.of(requests, 1, first, last, page=4, most=15) is None
+    pages = Pages.of(requests, 1, first, last, page=4, most=16)
+    assert pages is not None and pages.table.tolist() == [[0, 1], [2, 3]] and pages.first.tolist() == [4, 0]
+    ids = [4, 7, 3, 7]
+    slots = pages.slots(table, 4)
+    assert slots.dtype == torch.int32 and slots.tolist() == [4 * page + offset for page in ids for offset in range(4)]
+    assert pages.slots(table + 1, 4).tolist() == (slots + 4).tolist()  # of another table
+    halves = torch.stack((2 * table, 2 * table + 1), dim=2).flatten(1)  # and in pages of half the size
+    assert torch.equal(pages.slots(halves, 2), slots)
+    # Of each token the position and the two before, some before the first page: its slots in its own request's pages.
+    places = pages.places(ints(4, 11, 1, device=device)[:, None] - ints(0, 1, 2, device=device))
+    assert places.tolist() == [[0, -1, -1], [7, 6, 5], [9, 8, -1]]
+    assert all(part.data_ptr() % 16 == 0 for part in (pages.table, pages.rows, pages.positions, pages.first))
 
     cache = torch.randn(10, 4, 512, device=device).bfloat16()
-    pool, rest = found.read(cache, 512, torch.zeros(16 * 1024 + 32, dtype=torch.uint8, device=device))
-    assert torch.equal(pool, cache[pages]) and rest.numel() == 32
+    scratch = torch.zeros(16 * 1024 + 32, dtype=torch.uint8, device=device)
+    pool, rest = Gathered(pages, slots).read(cache, 512, scratch)
+    assert torch.equal(pool, cache[ids]) and rest.numel() == 32
 
 
 SIZES = warmup.Sizes(
@@ -587,14 +591,14 @@ def test_warmup_of_a_table_that_is_longer_than_a_request(device: Device) -> None
 
 
 @PLANNED
-@pytest.mark.parametrize(("heads", "invariant"), [(16, False), (128, False), (128, True)])
-def test_warmup_of_attention(heads: int, invariant: bool, device: Device) -> None:
+@pytest.mark.parametrize(("heads", "invariant", "page"), [(16, False, 64), (128, False, 128), (128, True, 64)])
+def test_warmup_of_attention(heads: int, invariant: bool, page: int, device: Device) -> None:
     rng = np.random.default_rng(heads)
     impl = SimpleNamespace(
         query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=invariant,
         gathers=device.arch == 90 and not invariant,
     )  # fmt: skip
-    pool, rows = (memory.pool(layout, 40000) for layout in (V32, PLAIN))
+    pool, rows = (memory.pool(layout, 40000, page) for layout in (V32, PLAIN))
     found = specializations(warmup.attend_calls(impl, pool, SIZES, device), device)
 
     def attend() -> Call:

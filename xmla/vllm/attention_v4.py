@@ -6,7 +6,6 @@ import torch
 from vllm.models.deepseek_v4.nvidia import flashmla
 from vllm.v1.attention.backends.mla import sparse_swa
 
-from xmla.vllm.gathered import Gathered
 from xmla.vllm.two_sources import TwoSources, without_schedules
 
 # FlashMLA has a backend of its own for the window in 0.33, and that of other kernels in 0.26.
@@ -46,10 +45,9 @@ class XmlaV4Attention(TwoSources, flashmla.DeepseekV4FlashMLAAttention):
         return super().entry_positions(compressed, part)
 
     def entry_places(
-        self, compressed: Any, part: slice, decodes: bool, gathered: Gathered | None, slots: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of all entries of decodes are the metadata's."""
         if self.attends_to_all and decodes:
             return compressed.c128a_global_decode_topk_indices.squeeze(1), compressed.c128a_decode_topk_lens
-        return super().entry_places(compressed, part, decodes, gathered, slots, counts)
+        return super().entry_places(compressed, part, decodes, slots, counts)

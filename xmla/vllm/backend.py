@@ -8,6 +8,7 @@ that it has, with the heads of all ranks, and vLLM merges.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config
@@ -114,13 +115,12 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
 def gather(metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> Gathered | None:
     """All entries of the prefills, by the most keys that each request has, on the host; None if they are too many."""
     first, page = metadata.num_decodes, metadata.block_size
-    rows = slice(first, first + metadata.num_prefills)
     tokens = metadata.num_actual_tokens - metadata.num_decode_tokens
     requests = metadata.req_id_per_token[metadata.num_decode_tokens : metadata.num_actual_tokens] - first
-    last = -(-lengths[rows].long() // page)
+    last = -(-lengths[first : first + metadata.num_prefills].numpy() // page)
     most = memory.most_gathered(tokens, metadata.topk_tokens)
-    pages = Pages.of(requests, torch.zeros_like(last), last, page, most)
-    return None if pages is None else pages.gathered(metadata.block_table[rows])
+    pages = Pages.of(requests, first, np.zeros_like(last), last, page, most)
+    return None if pages is None else Gathered(pages, pages.slots(metadata.block_table, page))
 
 
 class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from xmla import torch_api as xt
+
+ALIGNED = 4  # integers, on whose multiples arrays of one copy start: kernels read whole vectors
 
 
 def rows_are_faster(heads: int) -> bool:
@@ -24,9 +27,10 @@ def rows_are_faster(heads: int) -> bool:
     return heads > 16 and capability is not None and capability.to_int() == 90
 
 
-def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(host: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, for which the host does not wait: from pageable memory it may."""
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    values = torch.from_numpy(host)
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def kept(holder: Any, name: str, make: Callable[[], Any]) -> Any:
@@ -39,39 +43,59 @@ def kept(holder: Any, name: str, make: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of a step's prefills as those of a pool of their own, whatever table has their ids."""
+    """Entries of a step's prefills as pages of a pool of their own, whatever table has them in a cache."""
 
-    page: int  # entries, R
-    rows: torch.Tensor  # [P] the request of each page of the pool
-    columns: torch.Tensor  # [P] its place in the request's row of a table
+    page: int  # entries of a page of the pool, R
+    rows: torch.Tensor  # [P] of a block table, of the requests of the pool's pages
+    positions: torch.Tensor  # [P, R] of their entries in these requests
     table: torch.Tensor  # [prefills, M] pages of the pool, from each request's first one on
-    requests: torch.Tensor  # [prefill tokens] rows of the table
+    first: torch.Tensor  # [prefills] the position of its first entry
+    requests: torch.Tensor  # [prefill tokens] rows of `table`
 
     @classmethod
     def of(
-        cls, requests: torch.Tensor, first: torch.Tensor, last: torch.Tensor, page: int, most: int
+        cls, requests: torch.Tensor, decodes: int, first: np.ndarray, last: np.ndarray, page: int, most: int
     ) -> "Pages | None":
-        """The pages from `first` to before `last` of each request; None if these are more than `most` entries.
+        """The pages from `first` to before `last` of each prefill, whose rows of a block table follow the decodes'.
 
-        Both are on the host, so that no call waits for the device, which gets all in one copy.
+        None if these are more than `most` entries. Both are on the host, so that no call waits for the device, which
+        gets all in one copy.
         """
         count = last - first
         total = int(count.sum())
         if page * total > most:
             return None
-        place = torch.arange(int(count.max()))
+        place = np.arange(count.max())
         inside = place < count[:, None]
-        own = torch.where(inside, (count.cumsum(0) - count)[:, None] + place, -1)
-        rows, places = inside.nonzero(as_tuple=True)
-        together = sent(torch.cat((own.flatten(), rows, first[rows] + places)).int(), requests.device)
-        table, rows, columns = together.split((own.numel(), total, total))
-        return cls(page, rows, columns, table.view_as(own), requests)
+        own = np.where(inside, (count.cumsum() - count)[:, None] + place, -1)
+        rows, places = inside.nonzero()
+        parts = own.ravel(), rows + decodes, first[rows] + places, first * page
+        begins = np.cumsum([0, *(-(-part.size // ALIGNED) * ALIGNED for part in parts)])
+        together, begins = np.zeros(begins[-1], np.int32), begins[:-1].tolist()
+        for part, begin in zip(parts, begins, strict=True):
+            together[begin : begin + part.size] = part
+        values = sent(together, requests.device)
+        table, rows, columns, starts = (
+            values[begin : begin + part.size] for part, begin in zip(parts, begins, strict=True)
+        )
+        entries = torch.arange(page, dtype=torch.int32, device=requests.device)
+        positions = torch.add(entries, columns[:, None], alpha=page)
+        return cls(page, rows, positions, table.view(own.shape), starts, requests)
 
-    def gathered(self, table: torch.Tensor) -> "Gathered":
-        """Their entries in the cache of a table."""
-        own = table[self.rows, self.columns]
-        offsets = torch.arange(self.page, dtype=torch.int32, device=own.device)
-        return Gathered(self, own, torch.add(offsets, own[:, None], alpha=self.page).flatten())
+    def slots(self, table: torch.Tensor, page: int) -> torch.Tensor:
+        """Those of the pool's entries [P·R] in the cache of a block table, whose pages may have other sizes."""
+        return xt.map_slots(self.positions, table, self.rows, page_size=page)[0].flatten()
+
+    def memory(self, dims: int, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [P·R, dims] in scratch memory, and what is left of that."""
+        rows = scratch[: self.positions.numel() * dims * 2].view(torch.bfloat16).view(-1, dims)
+        return rows, scratch[rows.nbytes :]
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots [n, K] of the pool of positions in each token's request; those before its first page have none."""
+        return xt.map_slots(
+            positions - self.first[self.requests, None], self.table, self.requests, page_size=self.page
+        )[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +103,10 @@ class Gathered:
     """Entries of pages as rows."""
 
     pages: Pages
-    own: torch.Tensor  # [P] in the cache, the ids of the pages
     slots: torch.Tensor  # [P·R] in the cache, of the pool's entries
 
     def read(self, cache: torch.Tensor, dims: int, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool [P, R, dims], in scratch memory, and what is left of that."""
-        rows = scratch[: len(self.slots) * dims * 2].view(torch.bfloat16).view(-1, dims)
+        rows, rest = self.pages.memory(dims, scratch)
         xt.read_mla_cache(cache, self.slots, out=rows)
-        return rows.view(-1, self.pages.page, dims), scratch[rows.nbytes :]
-
-    def places(self, slots: torch.Tensor, pages: int) -> torch.Tensor:
-        """Slots [n, K] of a cache of so many pages as slots of the pool, which has all that they name; −1 stays."""
-        pool = torch.zeros(1, pages, dtype=torch.int32, device=slots.device)
-        pool[0, self.own] = torch.arange(len(self.own), dtype=torch.int32, device=slots.device)
-        return xt.map_slots(slots, pool, page_size=self.pages.page)[0]
+        return rows.view(-1, self.pages.page, dims), rest

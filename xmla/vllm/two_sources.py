@@ -5,9 +5,10 @@ an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive 
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -122,7 +123,8 @@ class TwoSources:
 
     def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
         """Attention of q [T, H, 512] to `output`. The window's cache has `kv` already."""
-        metadata = get_forward_context().attn_metadata
+        context = get_forward_context()
+        metadata = context.attn_metadata
         if metadata is None:  # the profile run's
             output.zero_()
             return
@@ -132,93 +134,132 @@ class TwoSources:
             slots = step.decode_swa_indices.squeeze(1), step.decode_swa_lens
             self.attend(q, output, slice(first), slots, compressed, decodes=True)
         if prefilled:
-            slots = step.prefill_swa_indices.squeeze(1), step.prefill_swa_lens
             part = slice(first, first + prefilled)
-            rows = self.rows(step, compressed, part)
-            self.attend(q, output, part, slots, compressed, decodes=False, rows=rows)
-
-    def rows(self, step: Any, compressed: Any, part: slice) -> "Rows | None":
-        """What prefills gather in a step: their metadata keep it for all layers that have the same.
-
-        Layers whose windows are in pages of their own have the same but for the ids of the pages.
-        """
-        if not self.gathers:
-            return None
-        name = f"pages of {step.block_size} for windows of {self.window_size}"
-        pages = kept(get_forward_context(), name, lambda: self.window_pages(step, part))
-        if pages is None:
-            return None
-        window = kept(step, "rows", lambda: self.window_rows(step, pages))
-        if compressed is None:
-            return window
-        entries = kept(compressed, "rows", lambda: self.entry_rows(step, compressed, pages.requests))
-        return None if entries is None else replace(window, entries=entries)
-
-    def entry_rows(self, step: Any, compressed: Any, requests: torch.Tensor) -> Gathered | None:
-        """All entries of the prefills, whose tokens are of `requests`."""
-        page = self.entry_cache().shape[1]
-        last = -(-step.prefill_seq_lens_cpu.long() // (self.compress_ratio * page))
-        most = memory.most_gathered(len(requests), min(self.entry_widths()))
-        pages = Pages.of(requests, torch.zeros_like(last), last, page, most)
-        return None if pages is None else pages.gathered(compressed.block_table[step.num_decodes :])
-
-    def window_pages(self, step: Any, part: slice) -> Pages | None:
-        """Those that windows of prefills may reach."""
-        lengths, new, page = step.prefill_seq_lens_cpu.long(), step.prefill_query_lens_cpu.long(), step.block_size
-        # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
-        first = ((lengths - new - self.window_size + 1) // page - 1).clamp(min=0)
-        most = memory.most_gathered(part.stop - part.start, self.window_size)
-        requests = step.token_to_req_indices[part] - step.num_decodes
-        return Pages.of(requests, first, -(-lengths // page), page, most)
-
-    def window_rows(self, step: Any, pages: Pages) -> "Rows":
-        """These pages of a layer, and the tokens' slots in them."""
-        window = pages.gathered(step.block_table[step.num_decodes :])
-        slots = step.prefill_swa_indices.squeeze(1)
-        return Rows(window, window.places(slots, self.swa_cache_layer.kv_cache.shape[0]))
+            rows = self.rows(context, step, compressed, positions, part) if self.gathers else None
+            if rows is None:
+                slots = step.prefill_swa_indices.squeeze(1), step.prefill_swa_lens
+                self.attend(q, output, part, slots, compressed, decodes=False)
+            else:
+                self.attend_to_rows(q, output, part, step, compressed, rows)
 
     def attend(
         self, q: torch.Tensor, output: torch.Tensor, part: slice, window: tuple[torch.Tensor, torch.Tensor],
-        compressed: Any, decodes: bool, rows: "Rows | None" = None,
+        compressed: Any, decodes: bool,
     ) -> None:  # fmt: skip
         """The tokens of `part`, with their slots in the window's cache [n, K] and the number of them [n]."""
         slots, counts = window
         scratch, lse, *places = self.workspace(len(counts))
         extra: tuple[torch.Tensor | None, ...] = None, None, None
-        cache, gathered = self.swa_cache_layer.kv_cache, None
-        if rows is not None:
-            gathered = rows.entries
-            cache, scratch = rows.window.read(cache, VALUE_DIMS, scratch)
-            slots = rows.slots
         if compressed is not None:
-            second = self.entry_cache()
-            extra_slots = self.entry_places(compressed, part, decodes, gathered, *places)
-            if gathered is not None:
-                second, scratch = gathered.read(second, VALUE_DIMS, scratch)
-            extra = second, *extra_slots
+            extra = self.entry_cache(), *self.entry_places(compressed, part, decodes, *places)
         xt.sparse_mla(
-            q[part], cache, slots, counts, self.attn_sink, *extra, softmax_scale=self.scale,
+            q[part], self.swa_cache_layer.kv_cache, slots, counts, self.attn_sink, *extra, softmax_scale=self.scale,
             out=(output[part], lse), workspace=scratch,
         )  # fmt: skip
 
     def entry_places(
-        self, compressed: Any, part: slice, decodes: bool, gathered: Gathered | None, slots: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots [n, K] of the compressed entries of each token and the number of them, in the memory for them."""
         positions = self.entry_positions(compressed, part)
         table, requests = compressed.block_table, compressed.req_id_per_token[part]
-        if gathered is not None:
-            table, requests = gathered.pages.table, gathered.pages.requests
         slots = slots.flatten()[: positions.numel()].view_as(positions)
         xt.map_slots(positions, table, requests, page_size=self.entry_cache().shape[1], out=(slots, counts))
         return slots, counts
 
+    def attend_to_rows(
+        self, q: torch.Tensor, output: torch.Tensor, part: slice, step: Any, compressed: Any, rows: "Rows"
+    ) -> None:
+        """`attend` of prefills, over rows of the entries in both caches."""
+        window = kept(step, "slots of rows", lambda: rows.pages.slots(step.block_table, step.block_size))
+        xt.read_mla_cache(self.swa_cache_layer.kv_cache, window, out=rows.window)
+        extra: tuple[torch.Tensor | None, ...] = None, None, None
+        if rows.entries is not None:
+            entries = rows.entries
+            xt.read_mla_cache(self.entry_cache(), entries.slots, out=entries.rows)
+            selected, pages = self.entry_positions(compressed, part), entries.pages
+            xt.map_slots(selected, pages.table, pages.requests, page_size=pages.page, out=entries.places)
+            extra = entries.pool, *entries.places
+        whole = part == slice(0, len(q))
+        xt.sparse_mla(
+            q if whole else q[part], rows.pool, rows.slots, step.prefill_swa_lens, self.attn_sink, *extra,
+            softmax_scale=self.scale, out=(output if whole else output[part], rows.lse), workspace=rows.scratch,
+        )  # fmt: skip
+
+    def rows(self, context: Any, step: Any, compressed: Any, positions: torch.Tensor, part: slice) -> "Rows | None":
+        """What prefills gather in a step, and the memory for it: kept for all layers of a kind.
+
+        Layers whose windows are in pages of their own have the same rows, which they read from other slots.
+        """
+        window = kept(context, "window", lambda: self.window(step, positions, part))
+        if window is None:
+            return None
+        holder = context if compressed is None else compressed
+        return kept(holder, "rows", lambda: self.memory_of(step, compressed, window, part))
+
+    def window(self, step: Any, positions: torch.Tensor, part: slice) -> tuple[Pages, torch.Tensor] | None:
+        """Entries that windows of prefills may reach, in pages of any size; the tokens' slots in them, newest first."""
+        lengths, new = step.prefill_seq_lens_cpu.numpy(), step.prefill_query_lens_cpu.numpy()
+        size, page, decodes = self.window_size, memory.PAGE, step.num_decodes
+        # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
+        first = ((lengths - new - size + 1) // page - 1).clip(0)
+        most = memory.most_gathered(part.stop - part.start, size)
+        requests = step.token_to_req_indices[part] - decodes
+        pages = Pages.of(requests, decodes, first, -(-lengths // page), page, most)
+        if pages is None:
+            return None
+        before = torch.arange(size, dtype=torch.int32, device=positions.device)
+        return pages, pages.places(positions[part, None].int() - before)
+
+    def memory_of(self, step: Any, compressed: Any, window: tuple[Pages, torch.Tensor], part: slice) -> "Rows | None":
+        """Of these pages and slots of the window, and of compressed entries; None if these are too many."""
+        pages, slots = window
+        scratch, lse, places, counts = self.workspace(len(slots))
+        recent, scratch = pages.memory(VALUE_DIMS, scratch)
+        entries = None
+        if compressed is not None:
+            gathered = self.entry_rows(step, compressed, pages.requests)
+            if gathered is None:
+                return None
+            rows, scratch = gathered.pages.memory(VALUE_DIMS, scratch)
+            shape = self.entry_positions(compressed, part).shape
+            places = places.flatten()[: shape.numel()].view(shape)
+            entries = Entries(gathered.pages, gathered.slots, rows, pooled(rows, gathered.pages), (places, counts))
+        return Rows(pages, slots, recent, pooled(recent, pages), entries, lse, scratch)
+
+    def entry_rows(self, step: Any, compressed: Any, requests: torch.Tensor) -> Gathered | None:
+        """All entries of the prefills, whose tokens are of `requests`."""
+        page, decodes = self.entry_cache().shape[1], step.num_decodes
+        last = -(-step.prefill_seq_lens_cpu.numpy() // (self.compress_ratio * page))
+        most = memory.most_gathered(len(requests), min(self.entry_widths()))
+        pages = Pages.of(requests, decodes, np.zeros_like(last), last, page, most)
+        return None if pages is None else Gathered(pages, pages.slots(compressed.block_table, page))
+
+
+def pooled(rows: torch.Tensor, pages: Pages) -> torch.Tensor:
+    """Rows as a pool of pages [P, R, 512]."""
+    return rows.view(-1, pages.page, VALUE_DIMS)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Compressed entries as rows, and what a layer's selection makes of them; in scratch memory but for `slots`."""
+
+    pages: Pages
+    slots: torch.Tensor  # [P·R] of the rows in the cache
+    rows: torch.Tensor  # [P·R, 512]
+    pool: torch.Tensor  # the same, as pages
+    places: tuple[torch.Tensor, torch.Tensor]  # [n, K] slots of the pool, and the number of them
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that a layer's prefills attend to: of the window, with the tokens' slots, and of compressed entries."""
+    """Rows that a layer's prefills attend to: of the window and of compressed entries; in scratch memory, as `lse`."""
 
-    window: Gathered
-    slots: torch.Tensor  # [prefill tokens, window]
-    entries: Gathered | None = None
+    pages: Pages
+    slots: torch.Tensor  # [n, window] of the pool
+    window: torch.Tensor  # [P·R, 512]
+    pool: torch.Tensor  # the same, as pages
+    entries: Entries | None
+    lse: torch.Tensor
+    scratch: torch.Tensor

@@ -170,7 +170,8 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
     pools = [cache]
     if impl.gathers and cache.dtype == "uint8":
         yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
-        pools.append(memory.pool(PLAIN, memory.LARGE))
+        yield map_call(page, page)
+        pools.append(memory.pool(PLAIN, memory.LARGE, page))
     yield map_call(k, page, compact=sizes.ranks > 1)
     for tokens, pool in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, heads, PLAIN.dims), "bfloat16")
@@ -183,11 +184,13 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
     pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
     if layer.gathers:
         rows = partial(memory.pool, PLAIN_V4, memory.LARGE)
-        pools.append((rows(window.shape[1]), None if cache is None else rows(cache.shape[1])))
+        pools.append((rows(memory.PAGE), None if cache is None else rows(cache.shape[1])))
         for pool in filter(None, pools[0]):
             yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
-        places = {"indices": Spec((1, layer.window_size), "int32"), "block_table": Spec((1, window.shape[0]), "int32")}
-        yield Call("map_slots", places, {"page_size": window.shape[1]})
+        yield map_call(memory.PAGE, window.shape[1])
+        yield map_call(layer.window_size, memory.PAGE)
+        if cache is not None:
+            yield map_call(cache.shape[1], cache.shape[1])
     for width, tokens, (first, second) in product(layer.entry_widths(), token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
         called = memory.arguments(q, first, layer.window_size, second, width) | sink
