@@ -355,9 +355,15 @@ def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, to
     assert str(raised.value) == message
 
 
+GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}
+
+
 def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNamespace:
     """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2."""
-    found = {"indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "use_ubatching": False, "backend": None}
+    found = {
+        "indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1,
+        "use_ubatching": False, "backend": None,
+    }  # fmt: skip
     found |= changed
     part = SimpleNamespace(**found)
     text = SimpleNamespace(**({"model_type": "deepseek_v32", "index_topk": 2048} if model is None else model))
@@ -370,8 +376,7 @@ def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNam
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (configured({"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}),
-         "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash"),
+        (configured(GLM, decode_context_parallel_size=2), "decode context parallelism of pooled keys"),
         (configured({"model_type": "deepseek_v41", "index_topk": 512}, indexer_sparse_logits=True),
          "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)"),
         (configured({"model_type": "deepseek_v41", "index_topk": 512},
@@ -386,6 +391,7 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str) -
     """All of it is known before weights are loaded, and whatever backend of attention is named."""
     for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))
+    refuse(unserved(configured(GLM)))
     for model in ({"model_type": "llama"}, {"model_type": "glm", "index_topk": None, "index_kpool": 4}):
         assert unserved(configured(model, use_ubatching=True)) == {}
     with pytest.raises(UnsupportedError) as raised:
@@ -406,6 +412,7 @@ def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: 
     for config, told in (
         (configured(**dense), " without sparse_mla_force_mqa"),
         (configured(v4, **sparse), " of DeepSeek-V4"),
+        (configured(GLM, **sparse), " of GLM-5.3-Flash"),
     ):
         with pytest.raises(UnsupportedError, match=f"not served: VLLM_BATCH_INVARIANT=1{told};"):
             refuse(unserved(config))
@@ -596,7 +603,7 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, device: Dev
     rng = np.random.default_rng(heads)
     impl = SimpleNamespace(
         query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=invariant,
-        gathers=device.arch == 90 and not invariant,
+        gathers=device.arch == 90 and not invariant, layouts=(V32, PLAIN), compact=False,
     )  # fmt: skip
     pool, rows = (memory.pool(layout, 40000, page) for layout in (V32, PLAIN))
     found = specializations(warmup.attend_calls(impl, pool, SIZES, device), device)

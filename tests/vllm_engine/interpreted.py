@@ -7,6 +7,7 @@ import os
 from importlib.metadata import version
 from typing import Any
 
+import interpreted_glm
 import interpreted_v4
 import interpreted_v41
 import sleeping
@@ -15,7 +16,11 @@ from packaging.version import Version
 
 from xmla.vllm.refusals import is_batch_invariant
 
-V4 = {"DeepseekV4ForCausalLM": interpreted_v4, "DeepseekV41ForCausalLM": interpreted_v41}
+V4 = {
+    "DeepseekV4ForCausalLM": interpreted_v4,
+    "DeepseekV41ForCausalLM": interpreted_v41,
+    "Glm5NextForCausalLM": interpreted_glm,
+}
 
 
 def platform() -> str | None:
@@ -52,18 +57,17 @@ def make_platform() -> type:
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
-            """What vLLM takes from MLA on a CPU is given back: chunked prefill and prefix caching."""
+            """What vLLM takes from MLA on a CPU is given back: chunked prefill, prefix caching and the block size."""
             scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-            chunked, tokens, prefixes = (
+            chunked, tokens, prefixes, block = (
                 scheduler.enable_chunked_prefill,
                 scheduler.max_num_batched_tokens,
                 cache.enable_prefix_caching,
+                cache.block_size,
             )
             super().check_and_update_config(vllm_config)
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, tokens
-            cache.enable_prefix_caching = prefixes
-            if cache.block_size < 64:  # V4's is 256
-                cache.block_size = 64
+            cache.enable_prefix_caching, cache.block_size = prefixes, max(block, 64)
             vllm_config.parallel_config.worker_cls = f"{__name__}.Worker"
 
     return InterpretedPlatform

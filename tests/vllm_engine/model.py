@@ -41,6 +41,17 @@ TINY_V41 = {
     "rms_norm_eps": 1e-6, "hidden_act": "silu", "swiglu_limit": 10.0, "rope_theta": 10000.0,
     "compress_rope_theta": 160000.0, "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0,
 }  # fmt: skip
+# Layers of both kinds: linear attention, and attention to selected pools of tokens and the tail. No experts.
+TINY_GLM = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "mlp_layer_types": ["dense"] * 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 128,
+    "qk_rope_head_dim": 0, "v_head_dim": 64, "qk_nope_head_dim": 64, "index_n_heads": 4, "index_head_dim": 128,
+    "index_topk": 64, "index_kpool": 4, "index_kpool_always_select_tail": True, "linear_num_heads": 2,
+    "linear_head_dim": 64, "linear_conv_kernel_dim": 4, "hc_mult": 4, "max_position_embeddings": 1024,
+    "pad_token_id": 0, "eos_token_id": 1, "mla_use_nope": True, "mhc": True, "indexer_rope_interleave": True,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "swiglu_limit": 10.0,
+}  # fmt: skip
 # Attention as in the real model; width, depth, experts and vocabulary are less. vLLM asks for the last two by name.
 LARGE = TINY | {
     "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512,
@@ -66,6 +77,7 @@ LARGE_V41 = TINY_V41 | {
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
 SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
+SCALES_GLM = {"embed_tokens": 1.0, "lm_head": 0.2, "o_proj": 0.3 * 256**-0.5}
 SCALES_V41 = {"embed": 1.0, "head": 0.2, "wo_b": 0.3 * 128**-0.5}
 LARGE_SCALES_V41 = {"embed": 1.0, "wo_b": 8192**-0.5}
 LARGE_SCALES_V4 = {"embed_tokens": 1.0, "o_b_proj": 8192**-0.5}
@@ -187,6 +199,78 @@ def shapes_v41(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def save_glm(
+    folder: Path, sizes: Mapping[str, Any] = TINY_GLM, scales: Mapping[str, float] = SCALES_GLM, likely: float = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Save the text model of a GLM-5.3-Flash by the names of its checkpoint, without experts."""
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in shapes_glm(sizes).items():
+        part = name.removesuffix(".weight").split(".")[-1]
+        single = part.startswith("hc_") or part in ("index_kpool_compress_ape", "A_log", "dt_bias")
+        weight = torch.empty(shape, dtype=torch.float32 if single else torch.bfloat16, device=device)
+        if part.endswith(("_base", "_ape", "bias", "A_log")):
+            weight.normal_()
+        elif part.endswith("norm") or part.endswith("_scale"):
+            weight.fill_(1)
+        else:
+            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
+        weights[name] = weight
+    weights["lm_head.weight"][torch.randperm(sizes["vocab_size"], device=device)] += (
+        likely / sizes["hidden_size"] * weights["model.embed_tokens.weight"]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "glm5_next_text", "architectures": ["Glm5NextForCausalLM"], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(dict(sizes) | config))
+
+
+def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of all weights that vLLM loads."""
+    width, heads, inner, rank = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size", "q_lora_rank")
+    )
+    query, value, latent = (sizes[name] for name in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
+    index_heads, index_dim, hc = sizes["index_n_heads"], sizes["index_head_dim"], sizes["hc_mult"]
+    named = ("model.embed_tokens.weight", "lm_head.weight")
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(named, (sizes["vocab_size"], width))
+    found["model.norm.weight"] = (width,)
+    for layer, kind in enumerate(sizes["layer_types"]):
+        at = f"model.layers.{layer}."
+        found |= {f"{at}{norm}.weight": (width,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        for part in ("attn", "ffn"):
+            found |= {f"{at}hc_{part}_fn": ((2 + hc) * hc, hc * width), f"{at}hc_{part}_base": ((2 + hc) * hc,)}
+            found[f"{at}hc_{part}_scale"] = (3,)
+        found |= {f"{at}mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        found[f"{at}mlp.down_proj.weight"] = (width, inner)
+        of_attention = {
+            "q_a_proj": (rank, width), "kv_a_proj_with_mqa": (latent, width), "q_a_layernorm": (rank,),
+            "kv_a_layernorm": (latent,), "q_b_proj": (heads * query, rank),
+            "kv_b_proj": (heads * (query + value), latent), "o_proj": (width, heads * value),
+            "indexer.wq_b": (index_heads * index_dim, rank), "indexer.wk": (index_dim, width),
+            "indexer.weights_proj": (index_heads, width), "indexer.k_norm": (index_dim,),
+        }  # fmt: skip
+        linear_heads, linear_dim = sizes["linear_num_heads"], sizes["linear_head_dim"]
+        states = linear_heads * linear_dim
+        of_linear = {
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), (states, width)), "b_proj": (linear_heads, width),
+            **dict.fromkeys(("f_a_proj", "g_a_proj"), (linear_dim, width)),
+            **dict.fromkeys(("f_b_proj", "g_b_proj"), (states, linear_dim)),
+            **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), (states, 1, sizes["linear_conv_kernel_dim"])),
+            "o_norm": (linear_dim,), "o_proj": (width, states),
+        }  # fmt: skip
+        if kind == "linear_attention":
+            found |= {f"{at}self_attn.{name}.weight": shape for name, shape in of_linear.items()}
+            found |= {f"{at}self_attn.A_log": (linear_heads,), f"{at}self_attn.dt_bias": (states,)}
+        if kind == "indexed_attention":
+            found |= {f"{at}self_attn.{name}.weight": shape for name, shape in of_attention.items()}
+            found[f"{at}self_attn.indexer.k_norm.bias"] = (index_dim,)
+            found[f"{at}self_attn.indexer.index_kpool_compress_ape"] = sizes["index_kpool"], index_dim
+            found[f"{at}self_attn.indexer.index_kpool_compress_gate"] = index_dim, width
+    return found
+
+
 def name_as_published(folder: Path) -> None:
     """The config of V4 by the names of DeepSeek's checkpoint: vLLM 0.26 knows no others."""
     config = json.loads((folder / "config.json").read_text())
@@ -241,6 +325,8 @@ if __name__ == "__main__":
         add_v4_draft_layer(out)
     elif version == "v41":
         save_v41(out, likely=14)
+    elif version == "glm":
+        save_glm(out, likely=14)
     else:
         save(out)
         add_draft_layer(out)

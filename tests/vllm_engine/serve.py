@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import interpreted_glm
 import interpreted_v41
 import own_v41
 import sleeping
@@ -34,6 +35,7 @@ OPS = (
     "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
     "split_batch", "sparse_mla", "read_mla_cache", "indexer_logits_paged", "indexer_logits", "select_topk",
     "merge_topk", "indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "indexer_block_topk_paged",
+    "expand_blocks",
 )  # fmt: skip
 
 
@@ -51,8 +53,13 @@ def counted(name: str, implementation: str | None) -> Any:
 
 
 # By the model's type: tokens on a page, and where the streams of the prompts begin.
-PAGES = {"deepseek_v32": 64, "deepseek_v4": 256, "deepseek_v41": 64}
-STARTS = {"deepseek_v32": (10, 21, 17, 6), "deepseek_v4": (22, 28, 18, 10), "deepseek_v41": (22, 28, 18, 10)}
+PAGES = {"deepseek_v32": 64, "deepseek_v4": 256, "deepseek_v41": 64, "glm5_next_text": 128}
+STARTS = {
+    "deepseek_v32": (10, 21, 17, 6),
+    "deepseek_v4": (22, 28, 18, 10),
+    "deepseek_v41": (22, 28, 18, 10),
+    "glm5_next_text": (22, 28, 19, 10),
+}
 
 
 def prompts(kind: str) -> dict[str, list[int]]:
@@ -113,7 +120,7 @@ def serve(
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     own = own_v41.prepare() if beside else None
-    if gather or invariant or kind == "deepseek_v41":
+    if gather or invariant or kind in ("deepseek_v41", "glm5_next_text"):
         load_general_plugins()
     if invariant:
         from xmla.core.models import memory
@@ -135,6 +142,8 @@ def serve(
     arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
     if kind == "deepseek_v41":
         interpreted_v41.prepare()
+    if kind == "glm5_next_text":
+        interpreted_glm.prepare()
     compared = own_v41.install(own) if beside else None
     page = PAGES[kind]
     preempted = preemptions()
@@ -163,7 +172,7 @@ def serve(
             model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,
             max_model_len=2 * page + 128, max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True,
             enable_prefix_caching=not alone, block_size=page, compilation_config={"custom_ops": ["none"]},
-            attention_config={"sparse_mla_force_mqa": invariant}, **arguments,
+            attention_config={"sparse_mla_force_mqa": invariant or kind == "glm5_next_text"}, **arguments,
         )
     )  # fmt: skip
     parameters = SamplingParams(

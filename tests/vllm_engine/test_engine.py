@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
 
 @pytest.fixture(scope="module")
 def models(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41", "glm")}
     for name, folder in folders.items():
         made = run("", str(FOLDER / "model.py"), str(folder), name)
         assert made.returncode == 0, made.stderr[-3000:]
@@ -95,6 +95,13 @@ def v41_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str,
     if OLD:
         pytest.skip("new in 0.33")
     return serve(model=models["v41"])
+
+
+@pytest.fixture(scope="module")
+def glm_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str, Any]:
+    if OLD:
+        pytest.skip("new in 0.33")
+    return serve("--cache", "auto", model=models["glm"])
 
 
 def test_every_op_ran(kernels: dict[str, Any]) -> None:
@@ -138,6 +145,32 @@ def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callabl
         assert "use_flattening=False" in drafted["log"]
         assert "cannot update draft decode metadata" not in drafted["log"]
     assert drafted["calls"]["sparse_mla"] != kernels["calls"]["sparse_mla"]
+
+
+def test_glm_every_op_ran(glm_kernels: dict[str, Any]) -> None:
+    """Two layers that select pools, behind one of linear attention whose states share their pages."""
+    calls = glm_kernels["calls"]
+    assert glm_kernels["attention"] == ["XmlaSparseImpl"] and glm_kernels["cached"] == 128  # a page
+    assert len(calls) == 8 and min(calls.values()) >= 4, calls
+    assert calls["expand_blocks"] == calls["sparse_mla"]
+
+
+def test_glm_tokens_are_those_of_the_references(
+    glm_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    reference = serve("--cache", "auto", "--reference", model=models["glm"])
+    assert reference["calls"] == glm_kernels["calls"]
+    assert reference["tokens"] == glm_kernels["tokens"]
+
+
+def test_glm_tokens_over_packed_entries(
+    glm_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """Those of V3.2, with zeros for the roped dims that the model has not; also where prefills gather rows."""
+    assert serve(model=models["glm"])["tokens"] == glm_kernels["tokens"]
+    gathered = serve("--gather", model=models["glm"])
+    assert gathered["tokens"] == glm_kernels["tokens"]
+    assert gathered["calls"]["read_mla_cache"] > 0
 
 
 @pytest.mark.skipif(OLD, reason="not tried with 0.26")
@@ -362,7 +395,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
     dbo = "two micro-batches at once"
     newer = (
-        "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash",
+        "decode context parallelism of pooled keys",
         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)",
     )
     assert refused["start"] == [
@@ -383,7 +416,9 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
 
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
-    done = run("", "-c", "from xmla.vllm import seam; print(*(change.name for change in seam.CHANGES))")
+    done = run(
+        "", "-c", "from xmla.vllm import seam; print(*(change.name for change in seam.CHANGES + seam.CHANGES_OF_POOLS))"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()
     _, _, told = (ROOT / "docs/vllm.md").read_text().partition("## What vLLM would need")

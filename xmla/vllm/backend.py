@@ -23,11 +23,11 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES, Device
-from xmla.core.formats.mla import PLAIN, V32, VALUE_DIMS
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32, VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
 from xmla.vllm.gathered import Gathered, Pages, rows_are_faster
-from xmla.vllm.refusals import is_batch_invariant
+from xmla.vllm.refusals import is_batch_invariant, pool_size
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
@@ -56,7 +56,7 @@ class XmlaSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [PLAIN.dims]
+        return [PLAIN.dims, PLAIN_V4.dims]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -69,8 +69,10 @@ class XmlaSparseBackend(FlashMLASparseBackend):
         return True
 
     @classmethod
-    def supports_combination(cls, *_: Any, **__: Any) -> str | None:
+    def supports_combination(cls, head_size: int, *_: Any, **__: Any) -> str | None:
         config = get_current_vllm_config()
+        if head_size == PLAIN_V4.dims and config.model_config.hf_text_config.qk_rope_head_dim:
+            return "xmla attends to entries of 512 dims of models without roped dims alone"
         if getattr(config.attention_config, "hisparse_config", None) is not None:
             return "xmla does not read a cache that HiSparse offloads"
         # The second would have a workspace of its own, which nothing reserves.
@@ -141,7 +143,15 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         # Whether a step gathers depends on all of its requests.
         self.invariant = is_batch_invariant()
         self.gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1 and not self.invariant
-        self.reserved, self.at_once = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers), tokens
+        # Without roped dims packed entries and their queries have zeros in place of these, as vLLM's own have.
+        packed, self.roped = self.kv_cache_dtype == "fp8_ds_mla", self.head_size == PLAIN.dims
+        self.layouts = (V32, PLAIN) if packed or self.roped else (PLAIN_V4,)
+        if packed and not self.roped:
+            self.supports_dense_mha_prefill = False  # its workspace is as wide as the model's entries
+        # Of pools those before the tail may be fewer than are selected.
+        self.compact = self.dcp_world_size > 1 or pool_size(config) > 1
+        self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers, self.layouts)
+        self.at_once = tokens
         if self.invariant and (a_token := invariant_scratch(self.query_heads, keys, device)):
             self.reserved = max(self.reserved, a_token)
             self.at_once = self.reserved // a_token
@@ -156,7 +166,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         dtypes = torch.float32, torch.int32, torch.int32
         sizes = [size for n in tokens for size in zip(((n, heads), (n, keys), (n,)), dtypes, strict=True)]
         return current_workspace_manager().get_simultaneous(
-            ((sum(tokens), heads, PLAIN.dims), torch.bfloat16),
+            ((sum(tokens) if PLAIN in self.layouts else 0, heads, PLAIN.dims), torch.bfloat16),
             ((sum(tokens), heads, VALUE_DIMS), torch.bfloat16),
             ((self.reserved,), torch.uint8),
             *sizes,
@@ -169,6 +179,10 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             return
         slots = slot_mapping.flatten()
         latent, rope = kv_c_normed[: slots.numel()], k_pe.squeeze(1)[: slots.numel()]  # they may be padded
+        if self.layouts == (PLAIN_V4,):
+            latent, rope = latent.split((PLAIN_V4.latent, PLAIN_V4.rope), dim=-1)
+        elif not self.roped:
+            rope = latent.new_zeros(len(latent), V32.rope)
         xt.write_mla_cache(latent, rope, slots, kv_cache, scale_floor="amax")
 
     def forward_mqa(
@@ -193,10 +207,10 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         for count, (pool, table, requests) in zip(counts, pools, strict=True):
             part = slice(first, first + count)
             lse, slots, lengths, *others = others
-            positions, compact = self.topk_indices_buffer[part], shards is not None
+            positions = self.topk_indices_buffer[part]
             if shards:
                 positions = shards.own(positions)
-            xt.map_slots(positions, table, requests, page_size=page, compact=compact, out=(slots, lengths))
+            xt.map_slots(positions, table, requests, page_size=page, compact=self.compact, out=(slots, lengths))
             for begin in range(0, count, self.at_once):
                 rows = slice(begin, begin + self.at_once)
                 xt.sparse_mla(
@@ -220,6 +234,12 @@ def joined(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch
     The latent part is a transposed product, over which `torch.cat` takes eight times as long as vLLM's own kernel
     (vllm#34917).
     """
+    if not rope.shape[-1]:  # then vLLM has not transposed it
+        if not out.numel():
+            return latent
+        out[..., : latent.shape[-1]] = latent
+        out[..., latent.shape[-1] :] = 0
+        return out
     if latent.is_cuda:
         _custom_ops.concat_mla_q(latent, rope, out)
         return out

@@ -129,13 +129,18 @@ def unserved(call: dict[str, Any], backend: str, blocks: Blocks | None = None) -
 
 def reserve(keys: int, dim: int, blocks: Blocks | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gathered keys and their scales, and scratch memory as large as vLLM allows for logits: views of its workspace."""
-    from vllm import envs
     from vllm.v1.worker.workspace import current_workspace_manager
+
+    return tuple(current_workspace_manager().get_simultaneous(*sizes(keys, dim, blocks)))
+
+
+def sizes(keys: int, dim: int, blocks: Blocks | None = None) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and dtypes of these."""
+    from vllm import envs
 
     scratch = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
     scratch = scratch if blocks is None else blocks.scratch(scratch)
-    sizes = ((keys, dim), torch.float8_e4m3fn), ((keys,), torch.float32), ((scratch,), torch.uint8)
-    return tuple(current_workspace_manager().get_simultaneous(*sizes))
+    return ((keys, dim), torch.float8_e4m3fn), ((keys,), torch.float32), ((scratch,), torch.uint8)
 
 
 def select(

@@ -27,7 +27,8 @@ def unserved(config: Any) -> dict[str, bool]:
         return {}
     invariant = is_batch_invariant()
     return {
-        "pooled keys of the indexer (index_kpool), as of GLM-5.3-Flash": (getattr(model, "index_kpool", None) or 1) > 1,
+        "decode context parallelism of pooled keys": pool_size(config) > 1
+        and parallel.decode_context_parallel_size > 1,
         # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)": getattr(
             attention, "indexer_sparse_logits", False
@@ -43,7 +44,13 @@ def unserved(config: Any) -> dict[str, bool]:
         "VLLM_BATCH_INVARIANT=1 without sparse_mla_force_mqa": invariant and not attention.sparse_mla_force_mqa,
         # Nobody has looked at the bits of their compressors, nor of the kernels around them.
         "VLLM_BATCH_INVARIANT=1 of DeepSeek-V4": invariant and model.model_type.startswith("deepseek_v4"),
+        "VLLM_BATCH_INVARIANT=1 of GLM-5.3-Flash": invariant and pool_size(config) > 1,
     }
+
+
+def pool_size(config: Any) -> int:
+    """Tokens that a key of the indexer stands for, as GLM-5.3-Flash pools them; 1 in other models."""
+    return getattr(config.model_config.hf_text_config, "index_kpool", None) or 1
 
 
 def is_batch_invariant() -> bool:

@@ -5,6 +5,8 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -14,12 +16,14 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import indexer, warmup
+from xmla.vllm import indexer, pools, warmup
+from xmla.vllm.refusals import pool_size
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 V41 = "vllm.models.deepseek_v41"
+GLM = "vllm.models.glm5next.nvidia"
 SINCE_033 = SpecifierSet(">=0.33")
 
 EVERY = SpecifierSet(prereleases=True)
@@ -65,16 +69,20 @@ def first_for_layers(module: str, name: str) -> Callable[[Any], Any]:
     return first_for_model
 
 
-def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The op `sparse_attn_indexer`. Its arguments are taken by name: releases insert new ones between."""
-    parameters = inspect.signature(original).parameters
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+def by_name(run: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+    """An op of the indexer. Its arguments are taken by name: releases insert new ones between."""
 
-    @eager_break_during_capture  # as the original: piecewise graphs break here, since a step's metadata changes
-    def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Any:
-        return indexer.run(defaults | dict(zip(parameters, args, strict=False)) | kwargs)
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(original).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
-    return sparse_attn_indexer
+        @eager_break_during_capture  # as the original: piecewise graphs break here, since a step's metadata changes
+        def op(*args: Any, **kwargs: Any) -> Any:
+            return run(defaults | dict(zip(parameters, args, strict=False)) | kwargs)
+
+        return op
+
+    return replace
 
 
 def invariant(backend: Any) -> Any:
@@ -85,6 +93,16 @@ def invariant(backend: Any) -> Any:
 
 def always(answer: bool) -> Callable[[Any], Any]:
     return lambda _: lambda *_: answer
+
+
+def prepared(worker: type) -> type:
+    """vLLM's worker, which changes what is for one model alone before it loads that."""
+
+    def prepare(config: Any) -> None:
+        if pool_size(config) > 1:
+            install_pools(version("vllm"))
+
+    return warmup.warmed(worker, prepare)
 
 
 CHANGES = (
@@ -102,7 +120,7 @@ CHANGES = (
     # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper.
     Change(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
     # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
-    Change(INDEXER, "sparse_attn_indexer", by_name),
+    Change(INDEXER, "sparse_attn_indexer", by_name(indexer.run)),
     # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.
     Change(INDEXER, "has_deep_gemm", always(True)),
     # The metadata has a schedule of DeepGEMM's kernels in every step, if they are there.
@@ -130,7 +148,15 @@ CHANGES = (
     Change(f"{V41}.common.ops.indexer_k_store", "mqa_logits_use_mx_scales", always(False), SINCE_033),
     # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
     # kernels, which a first step would wait for. The last: it imports models.
-    Change("vllm.v1.worker.gpu_worker", "Worker", warmup.warmed, on_gpu=True),
+    Change("vllm.v1.worker.gpu_worker", "Worker", prepared, on_gpu=True),
+)
+# Of GLM-5.3-Flash, made before such a model is: the package imports all that its images need.
+CHANGES_OF_POOLS = (
+    Change(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", by_name(pools.run), SINCE_033),
+    # As of `INDEXER`.
+    Change(f"{GLM}.sparse_indexer", "has_deep_gemm", always(True), SINCE_033),
+    # The writers of pooled keys, as those of keys.
+    Change(f"{GLM}.ops.kpool_compress", "mqa_logits_use_mx_scales", always(False), SINCE_033),
 )
 
 
@@ -153,6 +179,13 @@ def install(release: str) -> None:
     kernel = importlib.import_module(INDEXER).sparse_attn_indexer
     vllm_lib.impl("sparse_attn_indexer", kernel, dispatch_key=current_platform.dispatch_key, allow_override=True)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+
+
+@cache
+def install_pools(release: str) -> None:
+    """Make the changes that are for GLM-5.3-Flash."""
+    for change in CHANGES_OF_POOLS:
+        make(change, release)
 
 
 def make(change: Change, release: str) -> None:

@@ -4,8 +4,8 @@ The calls are those that `backend`, `two_sources` and `indexer` make, over the c
 that its steps may have.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import gcd
@@ -16,7 +16,7 @@ import torch
 from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
 from xmla.core.device import Device
-from xmla.core.formats.mla import PLAIN, PLAIN_V4
+from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
 from xmla.core.models.base import Call
 from xmla.core.models.steps import around_powers_of_2, at_any_place, full_waves, map_call, token_counts
@@ -25,7 +25,8 @@ from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
 from xmla.vllm import shards
 from xmla.vllm.indexer import Blocks
-from xmla.vllm.refusals import refuse, unserved, unused
+from xmla.vllm.pools import LEAST_HEADS
+from xmla.vllm.refusals import pool_size, refuse, unserved, unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,14 @@ def select_calls(
                 yield from share_calls(rows, columns, k, sizes.ranks)
 
 
+def pool_calls(cache: Spec, heads: int, k: int, pool: int, sizes: Sizes, device: Device) -> Iterator[Call]:
+    """Those of `pools`."""
+    gathered = replace(sizes, keys=sizes.keys // pool)
+    yield from select_calls(cache, max(heads, LEAST_HEADS), k // pool, pool, gathered, device, written=True)
+    selected = {"blocks": Spec((1, k // pool), "int32"), "lengths": Spec((1,), "int32")}
+    yield Call("expand_blocks", selected, {"granularity": pool})
+
+
 def block_calls(blocks: Blocks, paged: str, called: dict[str, Spec], topk: dict[str, int]) -> Iterator[Call]:
     """Those of the selection in blocks, and before it of theirs if this layer is their source."""
     most, of_blocks = blocks.selected.shape[1], topk | {"granularity": blocks.size}
@@ -163,18 +172,21 @@ def share_calls(rows: dict[str, Spec], columns: int, k: int, ranks: int) -> Iter
 def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Those of `backend`, over its cache and over rows that prefills gather."""
     page, heads, k = cache.shape[1], impl.query_heads, impl.topk_indices_buffer.shape[1]
-    slots, attrs = Spec((1,), "int64"), {"softmax_scale": impl.scale, "batch_invariant": impl.invariant}
-    latent, rope = (Spec((1, dims), "bfloat16") for dims in (PLAIN.latent, PLAIN.rope))
-    written = {"latent": latent, "rope": rope, "slots": slots, "cache": cache}
-    yield Call("write_mla_cache", written, {"scale_floor": "amax"})
+    attrs = {"softmax_scale": impl.scale, "batch_invariant": impl.invariant}
+    rows = impl.layouts[-1]
+    strides = (rows.dims, 1) if rows.rope_in_value else None  # one array's columns, of which one row is dense
+    for tokens in (1, 2):
+        latent, rope = (Spec((tokens, dims), "bfloat16", strides) for dims in (rows.latent, rows.rope))
+        written = {"latent": latent, "rope": rope, "slots": Spec((tokens,), "int64"), "cache": cache}
+        yield Call("write_mla_cache", written, {"scale_floor": "amax"})
     pools = [cache]
     if impl.gathers and cache.dtype == "uint8":
         yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
         yield map_call(page, page)
-        pools.append(memory.pool(PLAIN, memory.LARGE, page))
-    yield map_call(k, page, compact=sizes.ranks > 1)
+        pools.append(memory.pool(rows, memory.LARGE, page))
+    yield map_call(k, page, compact=impl.compact)
     for tokens, pool in product(token_counts(device, sizes.tokens), pools):
-        q = Spec((tokens, heads, PLAIN.dims), "bfloat16")
+        q = Spec((tokens, heads, rows.dims), "bfloat16")
         yield Call("sparse_mla", memory.arguments(q, pool, k), attrs)
 
 
@@ -210,8 +222,8 @@ def indexer_of(layer: Any) -> str | None:
 
 def calls(config: Any, device: Device) -> Iterator[Call]:
     """Those of an engine whose caches are made; layers of a kind have the same, but for where caches lie."""
-    sizes, model = Sizes.of(config), config.model_config.hf_config
-    selected = model.index_n_heads, model.index_topk
+    sizes, model = Sizes.of(config), config.model_config.hf_text_config
+    selected, kpool = (model.index_n_heads, model.index_topk), pool_size(config)
     seen: set[tuple[Any, ...]] = set()
 
     def is_new(*kind: Any) -> bool:
@@ -239,14 +251,16 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
                 yield from attend_calls(attention, pool, sizes, device)
         elif layer.get_attn_backend().get_name() in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"):
             ratio = getattr(layer, "compress_ratio", 1)
-            if is_new("indexer", pool, ratio):
+            if is_new("indexer", pool, ratio) and kpool == 1:
                 yield from select_calls(pool, *selected, ratio, sizes, device, written=ratio > 1)
+            elif is_new("pools", pool):
+                yield from pool_calls(pool, *selected, kpool, sizes, device)
 
 
-def warmed(worker: type) -> type:
-    """vLLM's worker, which refuses before it loads weights, and compiles before it captures graphs.
+def warmed(worker: type, prepare: Callable[[Any], None]) -> type:
+    """vLLM's worker, which refuses and prepares before it loads weights, and compiles before it captures graphs.
 
-    What its memory profile compiles is not refused.
+    What its memory profile compiles is not refused. `prepare` gets the engine's configuration.
     """
     from vllm.logger import init_logger
 
@@ -257,6 +271,7 @@ def warmed(worker: type) -> type:
             refuse(unserved(self.vllm_config))
             if (option := unused(self.vllm_config)) is not None:
                 log.warning("xmla: %s is not used, the indexer's keys are selected by xmla", option)
+            prepare(self.vllm_config)
             return super().load_model(*args, **kwargs)
 
         def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:

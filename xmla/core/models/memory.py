@@ -59,9 +59,11 @@ def gathered_bytes(keys: int, tokens: int) -> int:
 
 
 @lru_cache
-def scratch_v32(heads: int, keys: int, tokens: int, device: Device, gathers: bool) -> int:
+def scratch_v32(
+    heads: int, keys: int, tokens: int, device: Device, gathers: bool, layouts: tuple[MlaLayout, ...] = (V32, PLAIN)
+) -> int:  # fmt: skip
     def calls(tokens: int, pages: int) -> Iterable[Call]:
-        return (attention(layout, heads, keys, tokens, pages) for layout in (V32, PLAIN))
+        return (attention(layout, heads, keys, tokens, pages) for layout in layouts)
 
     return most(calls, keys, tokens, device, gathered_bytes(keys, tokens) if gathers else 0)
 

@@ -1,0 +1,91 @@
+"""The op of GLM-5.3-Flash's indexer, whose keys are pools of tokens: select pools, then their tokens and the tail.
+
+vLLM's kernels write the pooled keys, as the last, incomplete pool of a request is theirs: a ring of bfloat16 keys and
+gates on a page of its own. Metadata count pools, but for `step.seq_lens`.
+"""
+
+from typing import Any
+
+import torch
+
+from xmla import torch_api as xt
+from xmla.vllm import indexer
+from xmla.vllm.refusals import refuse
+
+DIM = 128  # of keys, as vLLM's kernels have it
+LEAST_HEADS = 32  # of the indexer: vLLM adds heads of zeros, which DeepGEMM asks for
+
+
+def run(call: dict[str, Any]) -> torch.Tensor:
+    """The op, with its arguments by name; the selected positions, in `topk_indices_buffer`, −1 padded.
+
+    The memory is reserved in the profile run, whose steps have no metadata.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    context, selected, pool = get_forward_context(), call["topk_indices_buffer"], call["index_kpool"]
+    refuse(unserved(call))
+    keys, scales, scratch, pools, positions = reserve(
+        call["total_seq_lens"], len(selected), call["topk_tokens"] // pool, pool
+    )
+    if not isinstance(context.attn_metadata, dict):
+        indexer.reserve_exchange(selected)
+        return selected
+    step = context.attn_metadata[_resolve_layer_name(call["k_cache_prefix"])]
+    write(call, step, context.attn_metadata[_resolve_layer_name(call["tail_prefix"])].slot_mapping)
+    share = indexer.row_share(step)
+    query = call["q_quant"], call["weights"].float()
+    indexer.select(step, *query, call["kv_cache"], pools, (keys, scales, scratch), pool, share=share)
+    rows, width = slice(step.num_decode_tokens + step.num_prefill_tokens), positions.shape[1]
+    xt.expand_blocks(pools[rows], call["positions"][rows].int() + 1, granularity=pool, out=positions[rows])
+    selected[rows, :width], selected[rows, width:] = positions[rows], -1
+    return selected
+
+
+def unserved(call: dict[str, Any]) -> dict[str, bool]:
+    return {
+        "MXFP4 keys of the indexer": call["use_fp4_cache"],
+        "decode context parallelism of pooled keys": call["dcp_world_size"] > 1,
+        f"pooled keys of {call['head_dim']} dims": call["head_dim"] != DIM,
+    }
+
+
+def reserve(keys: int, tokens: int, pools: int, pool: int) -> tuple[torch.Tensor, ...]:
+    """What `indexer.reserve` has, and of each token the selected pools and the positions in them and in the tail."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    selections = (((tokens, width), torch.int32) for width in (pools, pools * pool + pool - 1))
+    sizes = *indexer.sizes(keys, DIM), *selections
+    return tuple(current_workspace_manager().get_simultaneous(*sizes))
+
+
+def write(call: dict[str, Any], step: Any, rings: torch.Tensor) -> None:
+    """The keys of pools that end in this step, and what the next steps pool, by vLLM's kernels.
+
+    `rings` are the tokens' slots in those of their requests. Prefills pool tokens of the step alone; those of decodes
+    come after tokens of earlier steps, which the rings have, one request behind the other.
+    """
+    from vllm.models.glm5next.nvidia import sparse_indexer as own
+
+    cache, ring, first = call["kv_cache"], call["tail_kv_cache"], step.num_decode_tokens
+    pool, tokens = call["index_kpool"], step.slot_mapping.shape[0]
+    k, gates, positions = call["k"], call["gate_score"], call["positions"]
+    if tokens > first:
+        new, sizes = slice(first, tokens), (pool, DIM)
+        slots = step.slot_mapping[new]
+        own._kpool_compress_insert(k[new], gates[new], call["compress_ape"], cache, slots, *sizes, round_scale=True)
+        own.kpool_ops.kpool_seed_tail_cache(ring, k[new], gates[new], rings[new], *sizes)
+    if first:
+        decode, count = step.decode, step.num_decodes
+        most = decode.write_max_decode_len  # tokens of a request
+        values = [x[:first] for x in (rings, k, gates, step.slot_mapping, positions.int())]
+        if decode.decode_is_uniform and first == count * most:
+            grouped = [x.unflatten(0, (count, most)) for x in values]
+        else:  # a slot or position of −1 is nobody's
+            places = own._build_decode_scatter_indices(decode.per_req_decode_lens, count, first)
+            grouped = [own._scatter_decode_tokens_by_request(x, -1, count, most, places) for x in values]
+        rings, k, gates, slots, positions = grouped
+        own.kpool_ops.kpool_decode_update_and_maybe_write_cache_batched(
+            cache, ring, rings, k, gates, call["compress_ape"], slots, positions, pool, DIM, round_scale=True
+        )
