@@ -1,6 +1,6 @@
 """One engine of vLLM on a GPU, in a process of its own because a plugin changes vLLM for good; `on_gpu.py` starts it.
 
-python gpu_engine.py model FOLDER                 make the model; --kind v4 or v41: with their attention
+python gpu_engine.py model FOLDER                 make the model; --kind v4, v41 or glm: with their attention
 python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
 python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
 python gpu_engine.py profile ENGINE MODEL OUT     the GPU's kernels of a prefill and of decode steps
@@ -94,6 +94,8 @@ class Engine:
             given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.drafts}
         if self.version == "v4":
             given["block_size"] = 256
+        if self.version == "glm":  # the other is a kernel of a package that tests do without
+            given["additional_config"] = {"kda_prefill_backend": "triton"}
         if not sizes:
             return given | {"enforce_eager": True}
         graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [*sizes]}
@@ -144,6 +146,12 @@ ENGINES = {
     "v41-xmla": Engine(plugin=True, version="v41", joins=V41, max_len=32768, cache_gib=2),
     "v41-xmla-graphs": Engine(plugin=True, sizes=EXACT, version="v41", joins=V41, max_len=32768, cache_gib=2),
     "v41-xmla-profiled": Engine(plugin=True, sizes=EXACT, version="v41", joins=V41, max_len=32768, cache_gib=0),
+    "glm-own": Engine(plugin=False, cache="auto", version="glm", cache_gib=2),
+    "glm-own-chunks": Engine(plugin=False, cache="auto", chunk=768, version="glm", cache_gib=2),
+    "glm-own-fp8": Engine(plugin=False, version="glm", cache_gib=2),
+    "glm-xmla": Engine(plugin=True, cache="auto", version="glm", cache_gib=2),
+    "glm-xmla-graphs": Engine(plugin=True, cache="auto", sizes=EXACT, version="glm", cache_gib=2),
+    "glm-xmla-fp8": Engine(plugin=True, version="glm", cache_gib=2),
 }
 
 
@@ -156,6 +164,9 @@ def make_model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int
         return
     if kind == "v41":
         made.save_v41(folder, made.LARGE_V41, made.LARGE_SCALES_V41, likely=made.LIKELY, device="cuda")
+        return
+    if kind == "glm":
+        made.save_glm(folder, made.LARGE_GLM, made.LARGE_SCALES_GLM, likely=made.LIKELY, device="cuda")
         return
     sizes = made.LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
     scales = made.LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}
@@ -184,6 +195,7 @@ def start(
 
     model_version, new = ENGINES[name].version, not version("vllm").startswith("0.26")
     if model_version != "v32" or new:
+        import replaced_glm
         import replaced_v4
         import replaced_v41
         import without_cutedsl
@@ -193,7 +205,7 @@ def start(
         if find_spec("cutlass") is None:
             without_cutedsl.install()
         if model_version != "v32":
-            {"v4": replaced_v4, "v41": replaced_v41}[model_version].install()
+            {"v4": replaced_v4, "v41": replaced_v41, "glm": replaced_glm}[model_version].install()
     if new:
         scatter_without_pynccl()
         arguments["kernel_config"] = {"enable_jit_warmup": False}  # what it compiles at start is partly replaced

@@ -1,4 +1,4 @@
-"""Small DeepSeek-V3.2, V4 and V4.1 models with random weights, and layers that draft.
+"""Small DeepSeek-V3.2, V4, V4.1 and GLM-5.3-Flash models with random weights, and layers that draft.
 
 The first two are saved by transformers' classes, which has none of V4.1.
 """
@@ -73,6 +73,14 @@ LARGE_V41 = TINY_V41 | {
     "sliding_window": 128, "index_n_heads": 32, "index_topk": 512, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
 
+LARGE_GLM = TINY_GLM | {
+    "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2, "mlp_layer_types": ["dense"] * 4,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "v_head_dim": 256,
+    "qk_nope_head_dim": 256, "index_n_heads": 32, "index_topk": 2048, "linear_num_heads": 16, "linear_head_dim": 128,
+    "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+
 # Standard deviations of weights; unit gain where there is none.
 # Tokens weigh more than what attention adds to them: near ties of the indexer then change probabilities, but no token.
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
@@ -80,6 +88,7 @@ SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
 SCALES_GLM = {"embed_tokens": 1.0, "lm_head": 0.2, "o_proj": 0.3 * 256**-0.5}
 SCALES_V41 = {"embed": 1.0, "head": 0.2, "wo_b": 0.3 * 128**-0.5}
 LARGE_SCALES_V41 = {"embed": 1.0, "wo_b": 8192**-0.5}
+LARGE_SCALES_GLM = {"embed_tokens": 1.0}
 LARGE_SCALES_V4 = {"embed_tokens": 1.0, "o_b_proj": 8192**-0.5}
 # Attention looks at tens of keys, not at all alike, and adds as much as a token's embedding; experts, whose choice has
 # ties, add a third of it.

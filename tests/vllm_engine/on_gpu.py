@@ -6,7 +6,8 @@ python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one pref
 python tests/vllm_engine/on_gpu.py trace --out FOLDER    requests of many lengths that come by and by: latencies
 
 With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
-`v4-own,v4-xmla` or `v41-own,v41-xmla` and the like of a model with DeepSeek-V4's or V4.1's attention, with
+`v4-own,v4-xmla`, `v41-own,v41-xmla` or `glm-own,glm-xmla` and the like of a model with DeepSeek-V4's, V4.1's or
+GLM-5.3-Flash's attention, with
 `own-long,xmla-long` or `v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory. With
 `--at-once 1` and `xmla,xmla-profiled` or `v4-xmla,v4-xmla-profiled` the cache is what vLLM's memory profile leaves.
 
@@ -64,6 +65,11 @@ PAIRS = (
     ("v41-own-graphs", "v41-own"),
     ("v41-xmla-graphs", "v41-xmla"),
     ("v41-xmla-profiled", "v41-xmla"),
+    ("glm-own-chunks", "glm-own"),
+    ("glm-own-fp8", "glm-own"),
+    ("glm-xmla", "glm-own"),
+    ("glm-xmla-fp8", "glm-own-fp8"),
+    ("glm-xmla-graphs", "glm-xmla"),
 )
 CHECKED = "own,xmla,own-bf16,own-chunks,xmla-graphs,xmla-padded,xmla-bf16"
 ENVIRONMENT = {
@@ -80,7 +86,7 @@ IN_BLOCKS = {"indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "in
 # The class of attention, and those ops, by model.
 OF_MODEL = {
     "v32": ("XmlaSparseImpl", CALLED), "v4": ("XmlaV4Attention", CALLED),
-    "v41": ("XmlaV41Attention", CALLED | IN_BLOCKS),
+    "v41": ("XmlaV41Attention", CALLED | IN_BLOCKS), "glm": ("XmlaSparseImpl", CALLED | {"expand_blocks"}),
 }  # fmt: skip
 
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(gpu_engine.ENGINES)}.")]
@@ -106,7 +112,7 @@ def child(
 
 
 def model_in(folder: Path, engines: str, layers: int, heads: int) -> Path:
-    """The model of these engines, made if it is not there; those of V4 and V4.1 have their own sizes."""
+    """The model of these engines, made if it is not there; others than V3.2's have their own sizes."""
     kinds = {gpu_engine.ENGINES[name].version for name in engines.split(",")}
     if len(kinds) > 1:
         raise typer.BadParameter("engines of one model", param_hint="--engines")
@@ -144,7 +150,7 @@ def verdicts(found: Pairs, answers: Answers, release: str) -> dict[str, bool]:
         if (name, "xmla-invariant") in found:
             same = answers[name]["answers"] == answers["xmla-invariant"]["answers"]
             wanted[f"{name} has the bits of xmla-invariant"] = same
-    names = "xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla"
+    names = "xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla", "glm-xmla"
     return wanted | alike(found, names, gpu_engine.NEW_TOKENS, "vLLM")
 
 
