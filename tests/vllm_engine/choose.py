@@ -35,10 +35,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def selector(cache: str, **wanted: bool) -> AttentionSelectorConfig:
+def selector(cache: str, dims: int = 576, **wanted: bool) -> AttentionSelectorConfig:
     """What vLLM asks a backend for: sparse attention, and of `wanted` what this release knows."""
     known = {name: value for name, value in wanted.items() if name in AttentionSelectorConfig._fields}
-    return AttentionSelectorConfig(576, torch.bfloat16, cache, None, **{"use_mla": True, "use_sparse": True} | known)
+    return AttentionSelectorConfig(dims, torch.bfloat16, cache, None, **{"use_mla": True, "use_sparse": True} | known)
 
 
 def refused(capability: tuple[int, int], asked: AttentionSelectorConfig) -> list[str]:
@@ -143,6 +143,10 @@ def choose() -> None:
             backends = "None", "CUSTOM", f"FLASHMLA_SPARSE_DS{each.upper()}"
             found[each] = {name: v4_layers(each, name) for name in backends}
         found["unserved"], found["another"] = {each: v4_unserved(each) for each in versions}, without_another()
+        found["512 dims"] = []
+        for roped in (0, 64):
+            config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=roped))
+            found["512 dims"].append(refused((9, 0), selector("fp8", 512)))
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
         found["graphs"] = [v4_graphs(each, config) for each in versions]

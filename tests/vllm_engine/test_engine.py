@@ -388,6 +388,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     for each in versions:
         named = {"None": ours[each], "CUSTOM": ours[each], f"FLASHMLA_SPARSE_DS{each.upper()}": own}
         assert refused[each] == named
+    assert refused["512 dims"] == [[], ["xmla attends to entries of 512 dims of models without roped dims alone"]]
     assert refused["micro-batches"] == ["xmla does not serve two micro-batches at once"]
     told = "DSpark, two micro-batches at once, decode context parallelism of DeepSeek-V4"
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
