@@ -4,9 +4,11 @@ The first two are saved by transformers' classes, which has none of V4.1.
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -278,6 +280,35 @@ def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             found[f"{at}self_attn.indexer.index_kpool_compress_ape"] = sizes["index_kpool"], index_dim
             found[f"{at}self_attn.indexer.index_kpool_compress_gate"] = index_dim, width
     return found
+
+
+class GlmInTransformers(torch.nn.Module):
+    """A saved GLM-5.3-Flash as transformers' text model, with the head that it has not; in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextConfig, Glm5NextTextModel
+
+        sizes = json.loads((folder / "config.json").read_text())
+        for name in ("architectures", "model_type", "dtype"):
+            del sizes[name]
+        self.config = Glm5NextTextConfig(**sizes)
+        self.text = Glm5NextTextModel(self.config).eval()
+        weights = {
+            name.removeprefix("model."): weight for name, weight in load_file(folder / "model.safetensors").items()
+        }
+        self.head = weights.pop("lm_head.weight").float()
+        for layer in range(self.config.num_hidden_layers):
+            at = f"layers.{layer}.self_attn."
+            parts = [weights.pop(f"{at}{part}_conv1d.weight", None) for part in "qkv"]
+            if parts[0] is not None:
+                weights[f"{at}conv1d.weight"] = torch.cat(parts)
+        renamed = {re.sub("hc_(attn|ffn)_", r"\1_hc.", name): weight for name, weight in weights.items()}
+        gate = "self_attn.(dt_bias|A_log|f_[ab]_proj)", r"self_attn.forget_gate.\1"
+        self.text.load_state_dict({re.sub(*gate, name): weight.float() for name, weight in renamed.items()})
+
+    def forward(self, tokens: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.text(input_ids=tokens).last_hidden_state @ self.head.T)
 
 
 def name_as_published(folder: Path) -> None:
