@@ -1,9 +1,12 @@
 """What vLLM's GLM-5.3-Flash calls of packages that tests do without, in torch; of the model the text's part alone."""
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch.nn.functional import rms_norm
 
 # What the classes for images are made of, which need torchvision.
 OF_IMAGES = {
@@ -26,7 +29,19 @@ def install() -> None:
         for each in classes:
             setattr(module, each, type(each, (torch.nn.Module,), {}))
     for op in (mhc.MHCPreOp, mhc.MHCPostOp, mhc.MHCFusedPostPreOp):
-        op.forward_cpu = op.forward_cuda = op.forward_native
+        op.forward_cpu = op.forward_cuda = normalised(op.forward_native)
     from vllm.models.glm5next.common import model
 
     ModelRegistry.register_model("Glm5NextForCausalLM", model.Glm5NextForCausalLM)
+
+
+def normalised(mix: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of mHC in torch, with the norm of the layer's input that kernels fuse and vLLM's torch leaves out."""
+
+    def mix_and_normalise(*args: Any, norm_weight: Any = None, norm_eps: float = 0.0, **kwargs: Any) -> Any:
+        if norm_weight is None:
+            return mix(*args, **kwargs)
+        *mixed, x = mix(*args, **kwargs)
+        return *mixed, rms_norm(x, norm_weight.shape, norm_weight, norm_eps)
+
+    return mix_and_normalise
