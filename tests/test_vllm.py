@@ -20,7 +20,7 @@ from xmla.core.models.base import Call, specializations
 from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
-from xmla.vllm import indexer, shards, warmup
+from xmla.vllm import indexer, pools, shards, warmup
 from xmla.vllm.gathered import Gathered, Pages
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
@@ -353,6 +353,25 @@ def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, to
         refuse(indexer.unserved(served | changed, backend))
     message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("pool", [4, 16])
+def test_pools_that_the_border_of_two_chunks_divides(pool: int, device: str) -> None:
+    """A request goes on within a pool, whose first tokens its ring has, and another begins behind it."""
+    size, (first, last), begun = 2 * pool, (pool + 3, 3 * pool + 2), 2 * pool + 1
+    values = torch.randn(2, last, 128, device=device).bfloat16()
+    ring = torch.full((3, 2, size, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    for position in range(first - pool, first):
+        ring[2, 1, position % size] = values[0, position]
+    chunk = torch.cat((values[0, first:], values[1, :begun]))
+    positions = torch.cat((torch.arange(first, last), torch.arange(begun))).to(device)
+    blocks = torch.tensor([2] * (last - first) + [1] * begun, device=device)
+    found = pools.of_pools(chunk, 1, positions, blocks * size + positions % size, ring, pool)
+    complete = [i for i, position in enumerate(positions.tolist()) if position % pool == pool - 1]
+    assert len(complete) == 4
+    for i in complete:
+        request, end = 2 - int(blocks[i]), int(positions[i]) + 1
+        assert torch.equal(found[i], values[request, end - pool : end])
 
 
 GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}

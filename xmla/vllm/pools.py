@@ -63,19 +63,21 @@ def reserve(keys: int, tokens: int, pools: int, pool: int) -> tuple[torch.Tensor
 def write(call: dict[str, Any], step: Any, rings: torch.Tensor) -> None:
     """The keys of pools that end in this step, and what the next steps pool, by vLLM's kernels.
 
-    `rings` are the tokens' slots in those of their requests. Prefills pool tokens of the step alone; those of decodes
-    come after tokens of earlier steps, which the rings have, one request behind the other.
+    `rings` are the tokens' slots in those of their requests.
     """
     from vllm.models.glm5next.nvidia import sparse_indexer as own
 
     cache, ring, first = call["kv_cache"], call["tail_kv_cache"], step.num_decode_tokens
     pool, tokens = call["index_kpool"], step.slot_mapping.shape[0]
-    k, gates, positions = call["k"], call["gate_score"], call["positions"]
+    k, gates, positions, ape = (call[name] for name in ("k", "gate_score", "positions", "compress_ape"))
     if tokens > first:
-        new, sizes = slice(first, tokens), (pool, DIM)
-        slots = step.slot_mapping[new]
-        own._kpool_compress_insert(k[new], gates[new], call["compress_ape"], cache, slots, *sizes, round_scale=True)
-        own.kpool_ops.kpool_seed_tail_cache(ring, k[new], gates[new], rings[new], *sizes)
+        new = slice(first, tokens)
+        slots, old = step.slot_mapping[new].long(), (positions[new], rings[new], ring)
+        own.kpool_ops.kpool_compress_and_write_cache(
+            cache, of_pools(k[new], 0, *old, pool), of_pools(gates[new], 1, *old, pool), ape, slots,
+            pool_size=pool, head_dim=DIM, write_mask=slots >= 0, round_scale=True,
+        )  # fmt: skip
+        own.kpool_ops.kpool_seed_tail_cache(ring, k[new], gates[new], rings[new], pool, DIM)
     if first:
         decode, count = step.decode, step.num_decodes
         most = decode.write_max_decode_len  # tokens of a request
@@ -87,5 +89,20 @@ def write(call: dict[str, Any], step: Any, rings: torch.Tensor) -> None:
             grouped = [own._scatter_decode_tokens_by_request(x, -1, count, most, places) for x in values]
         rings, k, gates, slots, positions = grouped
         own.kpool_ops.kpool_decode_update_and_maybe_write_cache_batched(
-            cache, ring, rings, k, gates, call["compress_ape"], slots, positions, pool, DIM, round_scale=True
+            cache, ring, rings, k, gates, ape, slots, positions, pool, DIM, round_scale=True
         )
+
+
+def of_pools(
+    values: torch.Tensor, half: int, positions: torch.Tensor, rings: torch.Tensor, ring: torch.Tensor, pool: int
+) -> torch.Tensor:
+    """Of each token of prefills the values [n, pool, DIM] of its pool, if it is the pool's last.
+
+    Those of earlier steps are in one `half` of the request's ring. vLLM itself takes what is before in the batch, and
+    leaves pools unwritten where nothing is: its scheduler divides prompts at any token.
+    """
+    before = torch.arange(1 - pool, 1, device=values.device)
+    index, request = torch.arange(len(values), device=values.device)[:, None] + before, rings // ring.shape[2]
+    inside = (index >= 0) & (request[index.clamp(min=0)] == request[:, None])
+    kept = ring[request.clamp(min=0)[:, None], half, (positions[:, None] + before) % ring.shape[2]]
+    return torch.where(inside[..., None], values[index.clamp(min=0)], kept)
