@@ -114,8 +114,18 @@ class Keys(Constants):
         # Rows of a product are keys; with tensor memory tiles have 64 or more.
         hide = (mxfp4 or not device.converts_e4m3) and device.hides_bytes(64)
         # Eight warps divide tiles of MXFP4, often into four parts along the heads, four those of fp8 into two.
-        run = 0 if device.arch == 90 or device.has_tensor_memory else min(32 if mxfp4 else 16, head_rows(problem))
-        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, HOPPER_SUMS=device.arch == 90, RUN=run)
+        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, **_order_of_sums(problem, device, 32 if mxfp4 else 16))
+
+    @classmethod
+    def plain(cls, problem: Problem, device: Device) -> "Keys":
+        """Of 16-bit keys, which eight warps multiply."""
+        return cls(MXFP4=False, HIDE_BYTES=False, **_order_of_sums(problem, device, 32))
+
+
+def _order_of_sums(problem: Problem, device: Device, run: int) -> dict[str, Any]:
+    """How kernels add heads, with runs of at most `run` heads where warps divide them."""
+    own_order = device.arch == 90 or device.has_tensor_memory
+    return {"HOPPER_SUMS": device.arch == 90, "RUN": 0 if own_order else min(run, head_rows(problem))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,8 @@ def make_case(
 CASES = (
     make_case(1, 64, 130, 128),
     make_case(5, 3, 77, 64, padding=8),
+    make_case(67, 32, 290, 64),
+    make_case(9, 32, 140, 32, dtype=F16, without=("starts", "ends")),
     make_case(4, 16, 90, 32, chosen=70, padding=16),
     make_case(3, 20, 60, 128, chosen=33, dtype=F16, without=("starts",)),
     make_case(3, 8, 40, 32, chosen=9, without=("starts", "ends")),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from xmla.core.indexer import head_rows
+from xmla.core.indexer import Keys, head_rows
 from xmla.core.plan import Constants
 from xmla.core.problem import Problem
 
@@ -53,8 +53,8 @@ class Columns(Constants):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores(Constants):
-    """Constants of the kernel of scores."""
+class SelectedScores(Constants):
+    """Constants of the kernel of scores at indices."""
 
     INDEXER: Indexer
     COLUMNS: Columns
@@ -62,7 +62,16 @@ class Scores(Constants):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoresDerivative(Scores):
+class Scores(SelectedScores):
+    """Constants of the kernel of scores over ranges."""
+
+    KEYS: Keys
+    BLOCK_T: int  # tokens of a program
+    GROUP: int  # tokens of a product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresDerivative(SelectedScores):
     """Constants of the kernels of their derivative."""
 
     DSCORE_STRIDE: int
