@@ -313,9 +313,9 @@ def test_the_order_of_tokens_does_not_change_a_bit_of_the_keys_gradients(op: Op,
             np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
 
 
-def test_the_workspace_does_not_change_a_bit(device: str) -> None:
-    """The target of all five tokens, of four and one, of two, two and one, of each alone."""
-    case = next(case for case in LOSS.cases if "workspace_bytes" in case.attrs)
+@pytest.mark.parametrize("case", [case for case in LOSS.cases if "workspace_bytes" in case.attrs], ids=str)
+def test_the_workspace_does_not_change_a_bit(case: Case, device: str) -> None:
+    """The target of all five tokens, of three or four and the others, of two, two and one, of each alone."""
     arguments = kit.torch_inputs(LOSS, kit.make(case), device)
     attrs = {name: value for name, value in case.attrs.items() if name != "workspace_bytes"}
     whole = torch_api.indexer_loss(*arguments, **attrs)

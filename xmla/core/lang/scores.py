@@ -1,6 +1,6 @@
 """Scores of an indexer over 16-bit keys, their derivative, and attention's target, inside kernels.
 
-A program has one token: the rows of its products are heads, the columns are keys.
+A program has one token: the rows of its products are keys, the columns are heads.
 """
 
 import triton
@@ -54,12 +54,12 @@ def load_query(q_ptr, weights_ptr, token, INDEXER: tl.constexpr):
 
 @triton.jit
 def score(q, k_ptr, weights, key, ok, K_STRIDE: tl.constexpr):
-    """Keys [BLOCK_N, D], their products relu(q · k) [BLOCK_I, BLOCK_N] f32 and scores [BLOCK_N] f32; 0 where not ok."""
+    """Keys [BLOCK_N, D], their products relu(k · q) [BLOCK_N, BLOCK_I] f32 and scores [BLOCK_N] f32; 0 where not ok."""
     offs_d = tl.arange(0, q.shape[1])
     keys = tl.load(k_ptr + offset_of(key[:, None], K_STRIDE) + offs_d[None, :], mask=ok[:, None], other=0.0)
-    dots = tl.where(ok[None, :], tl.dot(q, tl.trans(keys)), 0.0)
+    dots = tl.where(ok[:, None], tl.dot(keys, tl.trans(q)), 0.0)
     dots = tl.maximum(dots, 0.0, tl.PropagateNan.ALL)
-    return keys, dots, tl.where(ok, tl.sum(dots * weights[:, None], 0), 0.0)
+    return keys, dots, tl.where(ok, tl.sum(dots * weights[None, :], 1), 0.0)
 
 
 @triton.jit
@@ -92,10 +92,10 @@ def differentiate(
     operand = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32  # float16 has too few exponents
     D: tl.constexpr = q.shape[1]
     # The derivative at 0 is 0, as in the frameworks' relu; that of NaN is not.
-    ddots = tl.where(dots == 0.0, 0.0, dscores[None, :] * weights[:, None]).to(operand)
-    dweights += tl.sum(dots * dscores[None, :], 1)
-    dq = tl.dot(ddots, keys.to(operand), dq)
-    dkeys = tl.dot(tl.trans(ddots), q.to(operand))  # [BLOCK_N, D] f32
+    ddots = tl.where(dots == 0.0, 0.0, dscores[:, None] * weights[None, :]).to(operand)
+    dweights += tl.sum(dots * dscores[:, None], 0)
+    dq = tl.dot(tl.trans(ddots), keys.to(operand), dq)
+    dkeys = tl.dot(ddots, q.to(operand))  # [BLOCK_N, D] f32
     scale_up = power_of_two(exponent_of_unit(tl.load(bounds_ptr + key, mask=ok, other=0), log2_parts))
     sums = as_sums(sums_ptr) + offset_of(key[:, None], D) + tl.arange(0, D)[None, :]
     tl.atomic_add(sums, (dkeys * scale_up[:, None]).to(tl.int64), mask=(ok & right)[:, None], sem="relaxed")

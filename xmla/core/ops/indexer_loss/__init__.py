@@ -49,9 +49,8 @@ def indexer_loss(
             share attention's heads. Read only in valid columns.
         softmax_scale: Factor of q · row; given if and only if q is.
         coeff: Factor of the loss.
-        workspace_bytes: The most device memory to use besides the results. With indices but without target the target
-            is stored for as many tokens at a time as fit, and computed twice if those are not all. The bits of the
-            results do not depend on it.
+        workspace_bytes: The most device memory to use besides the results. Without target the target is stored for as
+            many tokens at a time as fit. The bits of the results do not depend on it.
 
     Returns:
         loss: [1] float32, divided by all T tokens.
@@ -65,8 +64,8 @@ def indexer_loss(
         UnsupportedError: I > 64 or H > 128; workspace_bytes is too small; another argument than index_q, index_k and
             index_weights is differentiated.
 
-    No array has T · N elements: the workspace is 12 · T bytes, and (8 · D + 5) · N bytes for the sums of dindex_k. With
-    indices but without target there are 4 · K bytes more for each of at most T tokens and at least a 1024-th of them.
+    The workspace is 12 · T bytes, and (8 · D + 5) · N bytes for the sums of dindex_k. Without target there are 4 · K
+    bytes more, without indices 4 · N, for each of at most T tokens and at least a 4096-th of them.
     The sums are exact to the last bit of a unit that the key's greatest summand sets, so that the order of tokens does
     not matter; the same arguments give the same bits.
 
@@ -109,11 +108,11 @@ def check(problem: Problem) -> None:
 
 
 def work(problem: Problem, keys: int | None) -> list[Work]:
-    """Scores and target in both passes, the target of selected keys once, and the products of two gradients."""
+    """Scores in both passes, the target once, and the products of two gradients."""
     pairs = problem["T"] * num_columns(problem)
     flops = 8.0 * pairs * problem["I"] * problem["D"]
     if problem.has("q"):
-        flops += (2.0 if problem.has("indices") else 4.0) * pairs * problem["H"] * problem["L+E"]
+        flops += 2.0 * pairs * problem["H"] * problem["L+E"]
     return [Work(problem.nbytes, bf16_flops=flops)]
 
 

@@ -38,5 +38,7 @@ CASES = (
     _case(3, 20, 3, 60, 64, 64, chosen=33, dtype=F16, without=("starts",)),
     _case(4, 8, 5, 60, 32, 64, chosen=40, given=True),
     _case(3, 5, 2, 40, 32, 64, without=("starts", "ends")),
-    _case(5, 7, 5, 90, 32, 64, chosen=70, workspace_bytes=24576 + 768),  # the target of two tokens at a time
+    # The target of two tokens at a time.
+    _case(5, 7, 5, 90, 32, 64, chosen=70, workspace_bytes=24576 + 768),
+    _case(5, 7, 5, 90, 32, 64, workspace_bytes=24576 + 768),
 )

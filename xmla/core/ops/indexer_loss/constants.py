@@ -3,17 +3,23 @@
 from dataclasses import dataclass
 
 from xmla.core.ops.indexer_scores.constants import Columns, Indexer
-from xmla.core.ops.indexer_target.constants import Attention
+from xmla.core.ops.indexer_target.constants import Target
 from xmla.core.plan import Constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(Constants):
-    """Constants of both passes over a token's keys."""
+    """Constants of all passes over a token's keys."""
 
     INDEXER: Indexer
     COLUMNS: Columns
-    ATTENTION: Attention | None  # of which the target is computed; None: it is stored
-    TARGET_STRIDE: int
+    TARGET_STRIDE: int  # with indices
     COEFF: float
     BLOCK_N: int  # keys of a tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeTarget(Target):
+    """Constants of the kernel of the target over ranges."""
+
+    TURN: int  # tokens that take a tile of keys one after the other

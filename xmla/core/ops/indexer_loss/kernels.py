@@ -1,10 +1,14 @@
-"""The indexer's loss and its gradients, in two passes over the keys of a token.
+"""The indexer's loss and its gradients.
 
-    measure_kernel         a program takes a token: Σ exp I and the target's sum, and of each of its keys the bound of
-                           a summand of the gradient
+    bound_kernel           a program takes a token: of each of its keys the bound of a summand of the gradient
     ── all tokens have ended: the unit of each key's sums is known ──
-    indexer_loss_kernel    a program takes a token: prediction and target of each key again, the token's loss, dindex_q
-                           and dindex_weights, and of each key a summand, added in integers
+    then for the tokens of a part, whose target is stored, if none is given:
+    indexer_target_kernel  at indices, `indexer_target`'s
+    range_target_kernel    over ranges: a program takes a token and a tile of keys
+    measure_kernel         a program takes a token: Σ exp I and the target's sum
+    indexer_loss_kernel    a program takes a token: prediction and target of each key, the token's loss, dindex_q and
+                           dindex_weights, and of each key a summand, added in integers
+    ── all parts ──
     average_kernel         the mean of the tokens' losses
 
 What a program does with a tile of keys is in `lang.scores`; sums in integers are in `lang.sums`.
@@ -33,54 +37,108 @@ GREATEST_DIFFERENCE = tl.constexpr(2.0)  # of prediction and target; distributio
 
 
 @triton.jit
-def measure_kernel(
+def bound_kernel(
     index_q_ptr,  # [T, I, D]
-    index_k_ptr,  # [N, D]
     index_weights_ptr,  # [T, I] f32
-    q_ptr,  # [T, H, L+E] if ATTENTION
-    rows_ptr,  # [N, L+E] if ATTENTION
-    lse_ptr,  # [T, H] f32 if ATTENTION
     ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
     starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
     indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
-    target_ptr,  # [T − first_token, K] f32 unless ATTENTION
-    first_token,
     num_tokens,  # T
     num_keys,  # N
     num_columns,  # K or N
     bounds_ptr,  # [N] i32, the bits of floats: of the greatest summand of each key's gradient
+    C: tl.constexpr,  # Loss
+):
+    COLUMNS: tl.constexpr = C.COLUMNS
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    token = tl.program_id(0).to(tl.int64)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
+    count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
+    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
+    q, weights = load_query(index_q_ptr, index_weights_ptr, token, C.INDEXER)
+    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(C.COEFF / num_tokens))
+    for first in tl.range(0, count, BLOCK_N):
+        _, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
+        bound_sums(bounds_ptr, bound + tl.zeros([BLOCK_N], tl.float32), key, ok)
+
+
+@triton.jit
+def range_target_kernel(
+    q_ptr,  # [T, H, L+E]
+    rows_ptr,  # [N, L+E]
+    lse_ptr,  # [T, H] f32
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
+    first_token,
+    part_tokens,  # from first_token on
+    num_keys,  # N
+    target_ptr,  # [part_tokens, N] f32, written within a token's range
+    C: tl.constexpr,  # RangeTarget
+):
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    # Neighbouring programs have the same keys and consecutive tokens, then the same tokens and other keys.
+    blocks = tl.cdiv(num_keys, BLOCK_N)
+    turn = tl.program_id(0) // (blocks * C.TURN)
+    place = tl.program_id(0) % (blocks * C.TURN)
+    row = tl.minimum(turn * C.TURN + place % C.TURN, part_tokens - 1)
+    token = first_token + row.to(tl.int64)
+    first_key = place // C.TURN * BLOCK_N
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
+    past = turn * C.TURN + place % C.TURN >= part_tokens
+    if past | (start >= first_key + BLOCK_N) | (end <= first_key):
+        return
+    key = first_key + tl.arange(0, BLOCK_N)
+    ok = (key >= start) & (key < end)
+    lse = load_lse(lse_ptr, token, C.ATTENTION)
+    target = attention_target(q_ptr, rows_ptr, lse, token, key, ok, C.ATTENTION)
+    tl.store(target_ptr + offset_of(row, num_keys) + key, target, mask=ok)
+
+
+@triton.jit
+def target_row(target_ptr, row, num_columns, C: tl.constexpr):
+    """Of a part's token: over ranges rows are as long as there are keys."""
+    if C.COLUMNS.HAS_INDICES:
+        return target_ptr + offset_of(row, C.TARGET_STRIDE)
+    else:
+        return target_ptr + offset_of(row, num_columns)
+
+
+@triton.jit
+def measure_kernel(
+    index_q_ptr,  # [T, I, D]
+    index_k_ptr,  # [N, D]
+    index_weights_ptr,  # [T, I] f32
+    ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
+    starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
+    indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
+    target_ptr,  # [T − first_token, K or N] f32
+    first_token,
+    num_keys,  # N
+    num_columns,  # K or N
     total_ptr,  # [T] f32: the binary logarithm of the denominator of the prediction's softmax
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
     C: tl.constexpr,  # Loss
 ):
     INDEXER: tl.constexpr = C.INDEXER
     COLUMNS: tl.constexpr = C.COLUMNS
-    ATTENTION: tl.constexpr = C.ATTENTION
     BLOCK_N: tl.constexpr = C.BLOCK_N
     token = first_token + tl.program_id(0).to(tl.int64)
-    target_ptr += offset_of(tl.program_id(0), C.TARGET_STRIDE)
+    target_ptr = target_row(target_ptr, tl.program_id(0), num_columns, C)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
     indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
     q, weights = load_query(index_q_ptr, index_weights_ptr, token, INDEXER)
-    if ATTENTION is not None:
-        lse = load_lse(lse_ptr, token, ATTENTION)
-    bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(C.COEFF / num_tokens))
     greatest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
     mass = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
-        bound_sums(bounds_ptr, bound + tl.zeros([BLOCK_N], tl.float32), key, ok)
+        mass += tl.load(target_ptr + column, mask=ok, other=0.0)
         _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
         scores = tl.where(ok, scores * LOG2E, float("-inf"))
         before, greatest = greatest, tl.maximum(greatest, scores)
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
         total = total * tl.exp2(before - base) + tl.exp2(scores - base)
-        if ATTENTION is None:
-            mass += tl.load(target_ptr + column, mask=ok, other=0.0)
-        else:
-            mass += attention_target(q_ptr, rows_ptr, lse, token, key, ok, ATTENTION)
     top = tl.max(greatest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(total * tl.exp2(tl.where(greatest == float("-inf"), 0.0, greatest) - top), 0)
@@ -93,13 +151,10 @@ def indexer_loss_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
     index_weights_ptr,  # [T, I] f32
-    q_ptr,  # [T, H, L+E] if ATTENTION
-    rows_ptr,  # [N, L+E] if ATTENTION
-    lse_ptr,  # [T, H] f32 if ATTENTION
     ends_ptr,  # [T] i32 if COLUMNS.HAS_ENDS
     starts_ptr,  # [T] i32 if COLUMNS.HAS_STARTS
     indices_ptr,  # [T, K] i32 if COLUMNS.HAS_INDICES
-    target_ptr,  # [T − first_token, K] f32 unless ATTENTION
+    target_ptr,  # [T − first_token, K or N] f32
     bounds_ptr,  # [N] i32
     total_ptr,  # [T] f32
     mass_ptr,  # [T] f32
@@ -117,12 +172,11 @@ def indexer_loss_kernel(
 ):
     INDEXER: tl.constexpr = C.INDEXER
     COLUMNS: tl.constexpr = C.COLUMNS
-    ATTENTION: tl.constexpr = C.ATTENTION
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_I: tl.constexpr = INDEXER.BLOCK_I
     D: tl.constexpr = INDEXER.D
     token = first_token + tl.program_id(0).to(tl.int64)
-    target_ptr += offset_of(tl.program_id(0), C.TARGET_STRIDE)
+    target_ptr = target_row(target_ptr, tl.program_id(0), num_columns, C)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
     indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
@@ -130,18 +184,13 @@ def indexer_loss_kernel(
     mass = tl.load(mass_ptr + token)
     count = tl.where(mass == 0.0, 0, count)
     q, weights = load_query(index_q_ptr, index_weights_ptr, token, INDEXER)
-    if ATTENTION is not None:
-        lse = load_lse(lse_ptr, token, ATTENTION)
     finite = greatest_slope(q, weights) < float("inf")
     dq = tl.zeros([BLOCK_I, D], tl.float32)
     dweights = tl.zeros([BLOCK_I], tl.float32)
     loss = tl.zeros([BLOCK_N], tl.float32)
-    for first in tl.range(0, count, BLOCK_N, disable_licm=True):  # with code motion 128 heads spill
+    for first in tl.range(0, count, BLOCK_N):
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
-        if ATTENTION is None:
-            target = tl.load(target_ptr + column, mask=ok, other=0.0)
-        else:
-            target = attention_target(q_ptr, rows_ptr, lse, token, key, ok, ATTENTION)
+        target = tl.load(target_ptr + column, mask=ok, other=0.0)
         keys, dots, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
         log2_prediction = scores * LOG2E - total
         prediction = tl.exp2(log2_prediction)

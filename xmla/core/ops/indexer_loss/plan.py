@@ -1,64 +1,83 @@
 from collections.abc import Mapping
+from dataclasses import replace
 
 from xmla.core.device import Device
 from xmla.core.implementation import Implementation
-from xmla.core.ops.indexer_loss.constants import Loss
-from xmla.core.ops.indexer_loss.kernels import average_kernel, indexer_loss_kernel, measure_kernel
+from xmla.core.ops.indexer_loss.constants import Loss, RangeTarget
+from xmla.core.ops.indexer_loss.kernels import (
+    average_kernel,
+    bound_kernel,
+    indexer_loss_kernel,
+    measure_kernel,
+    range_target_kernel,
+)
 from xmla.core.ops.indexer_scores.backward.plan import clear_sums, round_sums, sums_workspace
 from xmla.core.ops.indexer_scores.constants import Columns, Indexer
-from xmla.core.ops.indexer_scores.plan import column_sizes
+from xmla.core.ops.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.ops.indexer_target.constants import Attention
 from xmla.core.ops.indexer_target.plan import target_launch
 from xmla.core.plan import ALIGNMENT, Launch, Plan, cdiv, log2_of, most_registers
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
-BLOCK_N = 32
-WARPS = 8
-MAX_PARTS = 1024  # of tokens whose target is stored at a time: each has four launches
+MEASURE_WARPS, MEASURE_BLOCK_N = 4, 64
+TARGET_BLOCK_N, TARGET_STAGES = 128, 3  # two programs an SM of Hopper
+TURN = 16  # tokens that take a tile of keys one after the other: their queries stay in the L2 cache
+MAX_PARTS = 4096  # of tokens whose target is stored at a time: each has three launches
+
+
+def differentiating(device: Device, sparse: bool) -> tuple[int, int]:
+    """Warps of a program that computes gradients, and the keys of its tile."""
+    if device.arch == 90 or device.has_tensor_memory:
+        # Two programs an SM: one multiplies while the other waits. 64 keys at indices spill their addresses.
+        return 4, 32 if sparse else 64
+    return 8, 32
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    """Two passes over the keys of a token, of which the second knows the softmax's denominator and the target's sum.
-
-    Over a range of keys the target is computed in both passes. At selected keys it is stored, for as many tokens as fit
-    the workspace, and computed again only if those are not all.
-    """
+    """The bounds of all summands first; then, in parts of tokens whose target fits the workspace, all that reads it."""
     tokens, sparse = problem["T"], problem.has("indices")
-    launches, workspace = clear_sums(problem), sums_workspace(problem)
-    workspace |= {name: Spec((tokens,), "float32") for name in ("total", "mass", "losses")}
-    own_target = sparse and not problem.has("target")
-    parts = _parts(problem, workspace, own_target)
-    stand_ins = problem.stand_ins(ends="index_q", starts="index_q", indices="index_q", target="index_q")
-    if sparse:
-        stand_ins |= {"q": "index_q", "rows": "index_k", "lse": "index_weights"}
+    workspace = sums_workspace(problem) | {name: Spec((tokens,), "float32") for name in ("total", "mass", "losses")}
+    own_target = not problem.has("target")
+    parts = _parts(problem, workspace)
+    stand_ins = problem.stand_ins(ends="index_q", starts="index_q", indices="index_q")
+    reading, (warps, block_n) = dict(stand_ins), differentiating(device, sparse)
     if own_target:
-        workspace["own_target"] = Spec((len(parts[0]), problem["K"]), "float32")
-        stand_ins["target"] = "own_target"
+        workspace["own_target"] = Spec((len(parts[0]), num_columns(problem)), "float32")
+        reading["target"] = "own_target"
     # The summands of one token add up to less than the bound, but for a target that is given.
-    log2_parts = log2_of(tokens * (problem["K"] if problem.has("target") else 1))
+    log2_parts = log2_of(tokens * (1 if own_target else problem["K"]))
     constants = Loss(
         INDEXER=Indexer.of(problem, "index_q", "index_k", "index_weights"),
         COLUMNS=Columns.of(problem),
-        ATTENTION=None if sparse else Attention.of(problem),
         TARGET_STRIDE=problem.specs["target"].stride(0) if problem.has("target") else problem["K"] if sparse else 0,
         COEFF=float(problem.attrs.coeff),
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
     )
-    sizes = {"num_tokens": tokens, **column_sizes(problem)}
+    sizes = column_sizes(problem)
+    bound = Launch(
+        bound_kernel,
+        grid=(tokens,),
+        outputs=("bounds",),
+        arrays=stand_ins,
+        sizes={"num_tokens": tokens, **sizes},
+        constexprs={"C": replace(constants, BLOCK_N=1024)},
+    )
 
     def target(part: range) -> list[Launch]:
-        return [target_launch(problem, "own_target", part)] if own_target else []
+        if not own_target:
+            return []
+        return [target_launch(problem, "own_target", part) if sparse else _range_target(problem, part)]
 
     def measure(part: range) -> Launch:
         return Launch(
             measure_kernel,
             grid=(len(part),),
-            outputs=("bounds", "total", "mass"),
-            arrays=stand_ins,
+            outputs=("total", "mass"),
+            arrays=reading,
             sizes={"first_token": part.start, **sizes},
-            constexprs={"C": constants},
-            num_warps=WARPS,
+            constexprs={"C": replace(constants, BLOCK_N=MEASURE_BLOCK_N)},
+            num_warps=MEASURE_WARPS,
         )
 
     def differentiate(part: range) -> Launch:
@@ -66,20 +85,17 @@ def plan(problem: Problem, device: Device) -> Plan:
             indexer_loss_kernel,
             grid=(len(part),),
             outputs=("marks", "sums", "losses", "dindex_q", "dindex_weights"),
-            arrays=stand_ins,
-            sizes={"first_token": part.start, **sizes, "log2_parts": log2_parts},
+            arrays=reading,
+            sizes={"first_token": part.start, "num_tokens": tokens, **sizes, "log2_parts": log2_parts},
             constexprs={"C": constants},
-            num_warps=WARPS,
+            num_warps=warps,
             num_stages=1,
-            max_registers=most_registers(WARPS),
+            max_registers=most_registers(warps),
         )
 
+    launches = [*clear_sums(problem), bound]
     for part in parts:
-        launches += [*target(part), measure(part)]
-    # A key's unit is known when all tokens are measured. The target of the last part is still there.
-    launches.append(differentiate(parts[-1]))
-    for part in parts[:-1]:
-        launches += [*target(part), differentiate(part)]
+        launches += [*target(part), measure(part), differentiate(part)]
     average = Launch(
         average_kernel,
         grid=(1,),
@@ -92,10 +108,27 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan(tuple(launches), {**workspace, **results}, tuple(results))
 
 
-def _parts(problem: Problem, workspace: Mapping[str, Spec], own_target: bool) -> list[range]:
+def _range_target(problem: Problem, tokens: range) -> Launch:
+    """Write the target over the ranges of these tokens."""
+    constants = RangeTarget(
+        ATTENTION=Attention.of(problem), COLUMNS=Columns.of(problem), BLOCK_N=TARGET_BLOCK_N, TURN=TURN
+    )
+    return Launch(
+        range_target_kernel,
+        grid=(cdiv(len(tokens), TURN) * TURN * cdiv(problem["N"], TARGET_BLOCK_N),),
+        outputs=("target",),
+        arrays={"target": "own_target"} | problem.stand_ins(ends="lse", starts="lse"),
+        sizes={"first_token": tokens.start, "part_tokens": len(tokens), "num_keys": problem["N"]},
+        constexprs={"C": constants},
+        num_warps=4 if problem["H"] <= 64 else 8,
+        num_stages=TARGET_STAGES,
+    )
+
+
+def _parts(problem: Problem, workspace: Mapping[str, Spec]) -> list[range]:
     """The tokens whose target is stored at a time, in parts that fit the call's workspace; all of them if none is."""
     tokens, given = problem["T"], problem.attrs.workspace_bytes
-    row = 4 * problem["K"] if own_target else 0
+    row = 0 if problem.has("target") else 4 * num_columns(problem)
     fixed = Plan((), workspace, ()).workspace_bytes
     least = cdiv(tokens, MAX_PARTS)
     needed = fixed + cdiv(least * row, ALIGNMENT) * ALIGNMENT
