@@ -60,8 +60,8 @@ class RaggedTopk(Topk):
 def configure(mxfp4: bool, device: Device) -> Config:
     if device.arch in (INTERPRETER.arch, 90):
         return Config(128, 4)  # 4.0 against 5.0 ms with 8 warps at 2048 × 65536 (H200, 2026-11-21); elsewhere 4 spill
-    # Before sm_90 the compiler would spill for a second program on the SM.
-    registers = most_registers(8) if device.arch < 90 else None
+    # By mma.sync the compiler would spill for a second program on the SM.
+    registers = None if device.has_tensor_memory else most_registers(8)
     if mxfp4 and not device.has_tensor_memory:  # accumulators in registers leave room for few 16-bit keys
         return Config(32 if device.arch >= 120 else 64, 8, 2, registers)
     return Config(128, 8, max_registers=registers)
