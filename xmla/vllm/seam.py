@@ -69,8 +69,8 @@ def first_for_layers(module: str, name: str) -> Callable[[Any], Any]:
     return first_for_model
 
 
-def by_name(run: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
-    """An op of the indexer. Its arguments are taken by name: releases insert new ones between."""
+def by_name(module: Any) -> Callable[[Any], Any]:
+    """An op of the indexer, by a module's `run`. Its arguments are taken by name: releases insert new ones between."""
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(original).parameters
@@ -78,7 +78,7 @@ def by_name(run: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
 
         @eager_break_during_capture  # as the original: piecewise graphs break here, since a step's metadata changes
         def op(*args: Any, **kwargs: Any) -> Any:
-            return run(defaults | dict(zip(parameters, args, strict=False)) | kwargs)
+            return module.run(defaults | dict(zip(parameters, args, strict=False)) | kwargs)
 
         return op
 
@@ -120,7 +120,7 @@ CHANGES = (
     # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper.
     Change(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
     # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
-    Change(INDEXER, "sparse_attn_indexer", by_name(indexer.run)),
+    Change(INDEXER, "sparse_attn_indexer", by_name(indexer)),
     # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.
     Change(INDEXER, "has_deep_gemm", always(True)),
     # The metadata has a schedule of DeepGEMM's kernels in every step, if they are there.
@@ -152,7 +152,7 @@ CHANGES = (
 )
 # Of GLM-5.3-Flash, made before such a model is: the package imports all that its images need.
 CHANGES_OF_POOLS = (
-    Change(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", by_name(pools.run), SINCE_033),
+    Change(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", by_name(pools), SINCE_033),
     # As of `INDEXER`.
     Change(f"{GLM}.sparse_indexer", "has_deep_gemm", always(True), SINCE_033),
     # The writers of pooled keys, as those of keys.
