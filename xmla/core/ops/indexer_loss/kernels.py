@@ -183,6 +183,15 @@ def indexer_loss_kernel(
     total = tl.load(total_ptr + token)
     mass = tl.load(mass_ptr + token)
     count = tl.where(mass == 0.0, 0, count)
+    if not COLUMNS.HAS_INDICES:
+        # The range's first key becomes key 0, as without starts: addresses of 64 bits a key would spill.
+        index_k_ptr += offset_of(start, INDEXER.K_STRIDE)
+        bounds_ptr += start
+        marks_ptr += start
+        sums_ptr += offset_of(start, 2 * D)
+        target_ptr += start
+        end -= start
+        start = 0
     q, weights = load_query(index_q_ptr, index_weights_ptr, token, INDEXER)
     finite = greatest_slope(q, weights) < float("inf")
     dq = tl.zeros([BLOCK_I, D], tl.float32)

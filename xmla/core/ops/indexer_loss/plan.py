@@ -28,10 +28,10 @@ MAX_PARTS = 4096  # of tokens whose target is stored at a time: each has three l
 
 def differentiating(device: Device, sparse: bool) -> tuple[int, int]:
     """Warps of a program that computes gradients, and the keys of its tile."""
-    if device.arch == 90 or device.has_tensor_memory:
+    if device.arch == 90:
         # Two programs an SM: one multiplies while the other waits. 64 keys at indices spill their addresses.
         return 4, 32 if sparse else 64
-    return 8, 32
+    return 4 if device.has_tensor_memory else 8, 32
 
 
 def plan(problem: Problem, device: Device) -> Plan:
