@@ -18,10 +18,8 @@ from xmla.core.registry import registry
 
 TENSOR_MEMORY_COLUMNS = 512
 GLUON = ("_sm90_kernel", "_sm100_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
-# Bytes with Triton 3.9: paged logits of 128 rows, of which an SM holds two programs so, which take less time (as its
-# code on an H200); the registers of many rows of select_topk, measured on sm_90.
+# Bytes with Triton 3.9; the registers of many rows of select_topk, measured on sm_90.
 SPILLED = {(89, "topk_candidates_kernel"): 8, (89, "sparse_mla_dcache_any_order_kernel"): 8}
-SPILLED |= {(arch, "indexer_logits_paged_kernel"): 16 for arch in (120, 121)}
 SPILLED |= {(arch, "sparse_mla_sm100_kernel"): 32 for arch in (100, 103)}
 SPILLED |= {(arch, "indexer_logits_paged_sm100_kernel"): 16 for arch in (100, 103)}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
