@@ -313,7 +313,7 @@ def test_the_order_of_tokens_does_not_change_a_bit_of_the_keys_gradients(op: Op,
             np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", [case for case in LOSS.cases if "workspace_bytes" in case.attrs], ids=str)
+@pytest.mark.parametrize("case", [case for case in LOSS.cases if "workspace_bytes" in case.attrs], ids=kit.case_id)
 def test_the_workspace_does_not_change_a_bit(case: Case, device: str) -> None:
     """The target of all five tokens, of three or four and the others, of two, two and one, of each alone."""
     arguments = kit.torch_inputs(LOSS, kit.make(case), device)
