@@ -18,7 +18,7 @@ MARKERS = "<!-- engine -->\n", "<!-- /engine -->"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SHOWN = "xmla-graphs", "own-graphs"
 FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
-MODELS = {"v4-": "V4", "v41-": "V4.1", "": "V3.2"}
+MODELS = {"v4-": "DeepSeek-V4", "v41-": "DeepSeek-V4.1", "glm-": "GLM-5.3-Flash", "": "DeepSeek-V3.2"}
 Line = dict[str, Any]
 
 
@@ -34,7 +34,7 @@ def engine(head: Line, lines: list[Line]) -> str:
     (served,) = (f"{engine} {head[key]}" for key, engine in ENGINES.items() if key in head)
     return (
         f"{origin(head)}, {served}, torch {versions['torch']}, Triton {versions['triton']}; "
-        f"DeepSeek-{name}, {model['num_hidden_layers']} layers, "
+        f"{name}, {model['num_hidden_layers']} layers, "
         f"{model['num_attention_heads']} heads, top-k {model['index_topk']}."
     )
 
