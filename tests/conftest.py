@@ -60,7 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """xdist tells groups apart by what it appends to the names of their tests."""
+    """xdist tells groups apart by what it appends to the names of their tests, and tests by their names."""
+    if unstable := [item.nodeid for item in session.items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names of tests have addresses, which differ between processes: {unstable}")
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if session.config.option.__dict__.get("loadgroup") and not all("@" in item.nodeid for item in grouped):
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist do not group tests")
