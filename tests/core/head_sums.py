@@ -2,8 +2,9 @@
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python tests/core/head_sums.py
-The ops' cases are planned for the architectures of mma.sync. There warps and lanes divide the heads of a tile as the
-compiler likes, which follows the tile. A reduction of more than two summands then adds them in an order of the tile's.
+The ops' cases are planned for the architectures of mma.sync, and for those with tensor memory, of which kernels of
+MXFP4 keys and of many heads are read. There warps and lanes divide the heads of a tile as the compiler likes, which
+follows the tile. A reduction of more than two summands then adds them in an order of the tile's.
 """
 
 import json
@@ -16,7 +17,7 @@ from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, specialize
 from xmla.core.registry import registry
 
-ARCHITECTURES = (80, 89, 120)
+ARCHITECTURES = (80, 89, 100, 103, 120)
 REDUCTION = re.compile(r'"tt\.reduce"\(.*?\}\) : .*?$', re.DOTALL | re.MULTILINE)
 OPERAND = re.compile(r"axis = (\d+).*: \(tensor<([\dx]+)xf32", re.DOTALL)
 
@@ -30,7 +31,7 @@ def of_heads(arch: int) -> dict[str, Specialization]:
             plan, _ = plan_call(op, arrays, op.attributes(**attrs), DEVICES[arch])
             for launch in plan.active:
                 kernel = specialize(launch, plan, specs)
-                if "KEYS.HOPPER_SUMS" in kernel.constants:
+                if kernel.constants.get("KEYS.RUN"):
                     tile = ("KEYS.MXFP4", "QUERY.BLOCK_I", "INDEXER.BLOCK_I", "GROUP", "BLOCK_N")
                     sizes = " ".join(f"{name}={kernel.constants.get(name)}" for name in tile)
                     kernels[f"{kernel.kernel.__name__} {sizes}"] = kernel

@@ -114,7 +114,7 @@ class Keys(Constants):
         # Rows of a product are keys; with tensor memory tiles have 64 or more.
         hide = (mxfp4 or not device.converts_e4m3) and device.hides_bytes(64)
         # Eight warps divide tiles of MXFP4, often into four parts along the heads, four those of fp8 into two.
-        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, **_order_of_sums(problem, device, 32 if mxfp4 else 16))
+        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, **_order_of_sums(problem, device, 32 if mxfp4 else 16, divided=mxfp4))
 
     @classmethod
     def plain(cls, problem: Problem, device: Device) -> "Keys":
@@ -122,10 +122,14 @@ class Keys(Constants):
         return cls(MXFP4=False, HIDE_BYTES=False, **_order_of_sums(problem, device, 32))
 
 
-def _order_of_sums(problem: Problem, device: Device, run: int) -> dict[str, Any]:
-    """How kernels add heads, with runs of at most `run` heads where warps divide them."""
-    own_order = device.arch == 90 or device.has_tensor_memory
-    return {"HOPPER_SUMS": device.arch == 90, "RUN": 0 if own_order else min(run, head_rows(problem))}
+def _order_of_sums(problem: Problem, device: Device, run: int, divided: bool = False) -> dict[str, Any]:
+    """How kernels add heads, with runs of at most `run` heads where warps divide them.
+
+    With tensor memory a thread has all heads of a key up to 64, unless they are `divided` among eight warps.
+    """
+    rows = head_rows(problem)
+    own_order = device.arch == 90 or (device.has_tensor_memory and rows <= 64 and not divided)
+    return {"HOPPER_SUMS": device.arch == 90, "RUN": 0 if own_order else min(run, rows)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
