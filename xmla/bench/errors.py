@@ -40,6 +40,12 @@ def attention_error(
     return float(np.max(errors))  # NaN stays, unlike in max()
 
 
+def missed(logits: torch.Tensor, indices: torch.Tensor, k: int) -> float:
+    """The share of the k best keys of a token that its selection lacks."""
+    best = logits.topk(min(k, len(logits)))[1]
+    return 1 - float(torch.isin(best, indices).double().mean())
+
+
 def step_error(arguments: Sequence[torch.Tensor], k: int, scale: float) -> float:
     """The worst error of sampled rows of `dsa_attention`: of attention over its selection, and the share of it missed.
 
@@ -54,9 +60,18 @@ def step_error(arguments: Sequence[torch.Tensor], k: int, scale: float) -> float
     for row in sampled(len(q)):
         place = torch.arange(int(lengths[row]), device=q.device)
         k8, scales = torch_api.read_indexer_cache(indexer, table[row, place // page] * page + place % page)
-        logits = (q8[row].float() @ k8.float().T).relu().T @ weights[row] * scales
-        best = logits.topk(min(k, len(logits)))[1]
-        errors.append(1 - float(torch.isin(best, indices[row]).double().mean()))
+        errors.append(missed((q8[row].float() @ k8.float().T).relu().T @ weights[row] * scales, indices[row], k))
+    return float(np.max(errors))
+
+
+def selection_error(indices: torch.Tensor, arguments: Sequence[torch.Tensor], k: int) -> float:
+    """The worst share of sampled tokens' best keys that is missed, by scores in float64."""
+    index_q, index_k, weights, ends = arguments
+    errors = []
+    for token in sampled(len(index_q)):
+        keys = index_k[: int(ends[token])].double()
+        scores = (index_q[token].double() @ keys.T).relu().T @ weights[token].double()
+        errors.append(missed(scores, indices[token], k))
     return float(np.max(errors))
 
 

@@ -32,11 +32,7 @@ def by_case(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, 
 
 def rows(lines: list[dict[str, Any]], others: Sequence[dict[str, Any]] = (), device: str = "") -> list[str]:
     """A run's cases; the `others`, of another `device`, in columns beside them, and its further cases below."""
-    head, own, beside = (
-        ["op", "case", "µs", "rate", "share of ceiling", "against"],
-        by_case(lines),
-        by_case(others or []),
-    )
+    head, own, beside = ["op", "case", "µs", "rate", "share of ceiling", "against"], by_case(lines), by_case(others)
     if beside:
         head += [f"{device}: µs", "share of ceiling", "against"]
     table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -1,5 +1,8 @@
-"""Training: attention's derivative over as many plain rows as tokens, beside itself in any order and cuDNN's if it is
-installed; the indexer's scores with the selection that they are for, and its loss with all gradients."""
+"""Training: attention's derivative, the indexer's scores with the selection that they are for, and its loss.
+
+The derivative is over as many plain rows as tokens, beside itself in any order and cuDNN's if that is installed. The
+loss is timed with all of its gradients.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +12,7 @@ import torch
 from xmla import torch_api
 from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark
-from xmla.bench.errors import gradient_error, indexer_loss_error
+from xmla.bench.errors import gradient_error, indexer_loss_error, selection_error
 
 # Heads, dims, keys per token, tokens: fewer heads; then the shapes of cuDNN's backward of sparse attention (V4-Flash,
 # V4-Pro, GLM, V3.2). With the most tokens sums exceed the L2 cache, and the last case has more than 2**31 numbers.
@@ -81,23 +84,12 @@ def indexer_case(tokens: int, keys: int) -> Benchmark:
         scores = (ops.indexer_scores(q[part], k, weights[part], ends[part]) for part in parts)
         return tuple(ops.select_topk(each, ends[part], k=SELECTED) for each, part in zip(scores, parts, strict=True))
 
-    def missed() -> float:
-        """The share of what some tokens should select that is not selected."""
-        rows = torch.arange(0, tokens, tokens // 4, device=problems.DEVICE)
-        selected = torch.cat(call(torch_api, *arguments))[rows]
-        shares = []
-        for row, indices in zip(rows.tolist(), selected, strict=True):
-            seen = k[: int(ends[row])].double()
-            best = ((q[row].double() @ seen.T).relu().T @ weights[row].double()).topk(min(SELECTED, len(seen)))[1]
-            shares.append(1 - float(torch.isin(best, indices).double().mean()))
-        return max(shares)
-
     return Benchmark(
         op="indexer_scores",
         case=f"and select_topk i={heads} s_q={tokens} s_kv={keys} k={SELECTED}",
         call=call,
         inputs=[arguments],
-        check=missed,
+        check=lambda: selection_error(torch.cat(call(torch_api, *arguments)), arguments, SELECTED),
         flops=2 * int(ends.sum(dtype=torch.int64)) * heads * dims,
         bound="bf16",
     )
