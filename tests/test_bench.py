@@ -467,14 +467,21 @@ def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_latencies_of_a_trace_beside_own_kernels() -> None:
-    def line(name: str, scale: float) -> dict[str, Any]:
+    def line(name: str, scale: float, rate: float = 8.0, **more: bool) -> dict[str, Any]:
         times = {"median": 10.0 * scale, "p99": 40.0 * scale}
-        asked = {"requests": 96, "rate": 8.0, "rounds": 3}
+        asked = {"requests": round(12 * rate), "rate": rate, "rounds": 3} | more
         return {"engine": name, "trace": asked, "ttft_ms": times, "tpot_ms": {"median": 2.0, "p99": 4.0}}
 
     told, _, _, _, row = engine_report.served([line("v41-xmla-graphs", 1.0), line("v41-own-graphs", 1.5)])
-    assert told == "96 requests, 8 a second, 3 rounds of each engine in turns."
-    assert row == "| 10.0 ms (1.50 ×) | 40.0 ms (1.50 ×) | 2.0 ms (1.00 ×) | 4.0 ms (1.00 ×) |"
+    assert told == "Both engines on one GPU, in turns."
+    figures = "10.0 ms (1.50 ×) | 40.0 ms (1.50 ×) | 2.0 ms (1.00 ×) | 4.0 ms (1.00 ×)"
+    assert row == f"| 96, 8 a second; 3 rounds | {figures} |"
+    # At a rate that one of the two had no time for nothing is told.
+    lines = [line(name, scale, rate, apart=True) for name, scale in (("xmla-graphs", 1.0), ("own-graphs", 1.5))
+             for rate in (8.0, 4.0)]  # fmt: skip
+    told, *_, first, second = engine_report.served([*lines, line("xmla-graphs", 1.0, 2.0)])
+    assert told == "Each engine on a GPU of its own, at the same time."
+    assert (first, second) == (row, f"| 48, 4 a second; 3 rounds | {figures} |")
 
 
 def test_a_table_of_both_frameworks(tmp_path: Path) -> None:

@@ -129,6 +129,15 @@ def ask_in_turn(pipes: dict[str, Connection], *question: object) -> dict[str, An
     return {name: answer for name, answer in answers.items() if answer is not None}
 
 
+def ask_at_once(pipes: dict[str, Connection], *question: object) -> dict[str, Any]:
+    """The answers of the engines that still run, all asked before one has answered."""
+    for pipe in pipes.values():
+        with suppress(OSError):
+            pipe.send(question)
+    answers = {name: received(pipe) for name, pipe in pipes.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
 def difference(answers: Answers, others: Answers) -> Figures:
     """By prompt: of log-probabilities the mean distance, the share of equal most likely tokens, equal new tokens."""
     found: Figures = {"prompt": [], "mean_abs_logprob": [], "same_likely": [], "equal_tokens": []}

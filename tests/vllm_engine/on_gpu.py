@@ -19,6 +19,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,6 +51,7 @@ PAIRS = (
     ("own-compiled", "own"),
     *((f"xmla-{name}", "xmla") for name in ("ranks", "keys", "drafts", "drafts-3")),
     *((f"xmla-{name}-graphs", f"xmla-{name}") for name in ("ranks", "keys", "drafts")),
+    ("xmla-invariant", "xmla"),
     *((f"xmla-invariant-{name}", "xmla-invariant") for name in ("alone", "drafts")),
     ("v4-own-chunks", "v4-own"),
     ("v4-xmla-chunks", "v4-xmla"),
@@ -89,20 +92,27 @@ OF_MODEL = {
     "v41": ("XmlaV41Attention", CALLED | IN_BLOCKS), "glm": ("XmlaSparseImpl", CALLED | {"expand_blocks"}),
 }  # fmt: skip
 
+LASTING = 12  # seconds of a trace
+ENDING = 10  # seconds that are left for engines to end
+
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(gpu_engine.ENGINES)}.")]
 app = typer.Typer(add_completion=False)
 
 
 def child(
-    log: Path, seconds: float, environment: dict[str, str], *words: object, pipe: Connection | None = None
-) -> int:
-    """The exit status of `gpu_engine.py` with these words, in an environment with xmla's entry points."""
+    log: Path, seconds: float, environment: dict[str, str], *words: object, pipe: Connection | None = None,
+    cores: str = "",
+) -> int:  # fmt: skip
+    """The exit status of `gpu_engine.py` with these words, in an environment with xmla's entry points; on these cores,
+    if they are named.
+    """
     installed = log.parent / "installed"
     entry_points.write(installed)
     path = os.pathsep.join([str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")])
     # Of a kernel that fails: `cuda-gdb -batch -ex "target cudacore FILE"` names it.
     core = {"CUDA_COREDUMP_FILE": str(log.with_suffix(".%p.cudacore"))}
     command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "gpu_engine.py"), *map(str, words)]
+    command = ["taskset", "-c", cores, *command] if cores else command
     with log.open("w") as shown:
         done = subprocess.run(
             command, env=os.environ | ENVIRONMENT | core | environment | {"PYTHONPATH": path}, stdout=shown,
@@ -214,46 +224,91 @@ def speed(
 
 
 def latencies(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all requests of all rounds: median and 99 % of the times, and each round's median."""
+    """Of all requests of all rounds: median and 99 % of the times, and each round's median; how much of the time steps
+    with prefills took; what kernels that were not ready took in each round, and why requests waited for long.
+    """
     told: dict[str, Any] = {"seconds": round(min(each["seconds"] for each in rounds), 2)}
     for key in ("ttft_ms", "tpot_ms"):
         times = [time for each in rounds for time in each[key]]
         told[key] = {"median": round(median(times), 2), "p99": round(float(np.percentile(times, 99)), 2)}
         told[f"{key}_by_round"] = [round(median(each[key]), 2) for each in rounds]
+    told |= {key: round(median(each[key] for each in rounds), 3) for key in ("prefill_share", "busy_share")}
+    told |= {f"{key}_by_round": [each[key] for each in rounds] for key in ("kernels_ms", "garbage_ms")}
+    told["waits"] = dict(Counter(wait["cause"] for each in rounds for wait in each["waits"]))
     return told
+
+
+def show_round(name: str, number: int, rate: float, told: dict[str, Any]) -> None:
+    """Print a round's medians, the steps by their tokens, what took long, and each wait with its cause."""
+    medians = {key: round(median(told[key]), 2) for key in ("ttft_ms", "tpot_ms")}
+    shares = {key: told[key] for key in ("prefill_share", "busy_share", "kernels_ms", "garbage_ms")}
+    print(name, number, rate, medians | shares, told["events"], flush=True)
+    print(
+        "    steps: " + "; ".join(" ".join(f"{key} {value}" for key, value in row.items()) for row in told["by_size"])
+    )
+    for step in told["slowest"][:3]:
+        print(f"    slow: {step}")
+    for wait in told["waits"][:3]:
+        print(f"    wait: {wait}")
 
 
 @app.command()
 def trace(
-    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", requests: int = 96, rate: float = 8,
-    rounds: int = 3, seconds: Seconds = 300, layers: int = gpu_engine.LAYERS, heads: int = 128,
-    work: Path | None = None,
+    out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", rates: str = "8",
+    rounds: Annotated[int, typer.Option(min=1)] = 3, seconds: Seconds = 300, apart: bool = False,
+    layers: int = gpu_engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
-    """All engines at once, which take turns: each plays the same trace, `rate` requests a second, with new prompts.
+    """All engines at once, which take turns: each plays the same trace, of so many requests a second, with new prompts.
 
-    A first round, twice as fast, does not count.
+    `apart`: each has a GPU and its share of the cores for itself, and they play at the same time. A first round, twice
+    as fast, does not count. There are `rounds` of each rate, as long as the seconds last. What each step took is in
+    FOLDER/steps.jsonl.
     """
-    work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
+    begun, work = time.monotonic(), work or Path(tempfile.gettempdir()) / "xmla-vllm"
     model = model_in(work, engines, layers, heads)
     file, names = lines_file(out, "trace", commit, model), engines.split(",")
+    places = dict(zip(names, places_of(len(names)), strict=True)) if apart else {}
 
     def run(name: str, log: Path, pipe: Connection) -> int:
-        return child(
-            log, seconds, gpu_engine.ENGINES[name].environment(), "serve", name, model, pipe.fileno(), pipe=pipe
-        )
+        gpu, cores = places.get(name, ({}, ""))
+        # Else an engine would have the kernels that the one before it in a round has compiled.
+        environment = gpu_engine.ENGINES[name].environment() | {"TRITON_CACHE_DIR": str(work / f"{name}-triton")} | gpu
+        left = seconds - (time.monotonic() - begun)
+        return child(log, left, environment, "serve", name, model, pipe.fileno(), pipe=pipe, cores=cores)
 
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    asked = [(float(rate), round(LASTING * float(rate))) for rate in rates.split(",")]
+    played: dict[tuple[str, float], list[dict[str, Any]]] = {(name, rate): [] for name in names for rate, _ in asked}
+    ended = False
     with harness.ready(out, work, names, run) as pipes:
-        for number in range(1 + rounds):
-            for name, told in harness.ask_in_turn(pipes, requests, rate, number, 1 if number else 2).items():
-                found[name] += [told] if number else []
-                print(name, number, {key: round(median(told[key]), 2) for key in ("ttft_ms", "tpot_ms")}, flush=True)
-    for name, ran in found.items():
-        asked = {"requests": requests, "rate": rate, "rounds": len(ran)}
-        line = {"engine": name, "trace": asked} | (latencies(ran) if ran else {"refused": "the engine ended"})
+        ask = harness.ask_at_once if apart else harness.ask_in_turn
+        for number, (rate, requests) in enumerate([asked[0], *(each for each in asked for _ in range(rounds))]):
+            left = seconds - (time.monotonic() - begun)
+            if left < 1.5 * LASTING * (1 if apart else len(names)) + ENDING:
+                break
+            answers = ask(pipes, requests, rate, number, 1 if number else 2)
+            ended |= len(answers) < len(names)
+            for name, told in answers.items():
+                played[name, rate] += [told] if number else []
+                show_round(name, number, rate, told)
+                harness.write(out / "steps.jsonl", {"engine": name, "rate": rate, "round": number} | told)
+    for (name, rate), ran in played.items():
+        line = {"engine": name, "trace": {"requests": round(LASTING * rate), "rate": rate, "rounds": len(ran)}}
+        line["trace"] |= {"apart": True} if apart else {}
+        line |= latencies(ran) if ran else {"refused": "the engine ended" if ended else "no time left"}
         harness.write(file, line)
         print(line)
-    raise typer.Exit(code=int(any(len(ran) < rounds for ran in found.values())))
+    raise typer.Exit(code=int(ended or len(pipes) < len(names)))
+
+
+def places_of(engines: int) -> list[tuple[dict[str, str], str]]:
+    """For each engine an environment with a GPU, and cores."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(engines)))).split(",")
+    if len(gpus) < engines:
+        raise typer.BadParameter(f"{len(gpus)} GPUs for {engines} engines", param_hint="--apart")
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // engines
+    parts = [",".join(map(str, cores[each * place : each * (place + 1)])) for place in range(engines)]
+    return [({"CUDA_VISIBLE_DEVICES": gpu}, part) for gpu, part in zip(gpus, parts, strict=False)]
 
 
 @app.command()

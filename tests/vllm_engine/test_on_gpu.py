@@ -1,6 +1,7 @@
 """What `on_gpu.py` makes of answers, without vLLM."""
 
 import json
+import os
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -12,7 +13,9 @@ import gpu_engine
 import harness
 import on_gpu
 import pytest
+import steps
 import typer
+from steps import Event, Step
 from typer.testing import CliRunner
 
 
@@ -213,41 +216,152 @@ def test_a_round_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "sleep", sleep)
+    watch = SimpleNamespace(
+        steps=[], events=[], begin=lambda: None, step=lambda: engine.step(), passes=lambda milliseconds: None
+    )
+    forwards = SimpleNamespace(milliseconds=list)
     trace = [gpu_engine.Request(1.0, 30, 3), gpu_engine.Request(1.005, 40, 2), gpu_engine.Request(3.0, 50, 5)]
-    told = gpu_engine.play(engine, trace, 7)
+    told = gpu_engine.play(engine, trace, 7, 1, watch, forwards)
     assert told["ttft_ms"] == pytest.approx([10, 15, 10]) and told["tpot_ms"] == pytest.approx([10, 10, 10])
     assert told["seconds"] == pytest.approx(3.05)
     now[0] = 0.0
-    assert gpu_engine.play(engine, trace, 8, pace=2)["seconds"] == pytest.approx(1.55)
+    assert gpu_engine.play(engine, trace, 8, 2, watch, forwards)["seconds"] == pytest.approx(1.55)
 
 
-def test_a_trace_of_engines_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_round_is_made_of() -> None:
+    """A request of 1 s that a kernel takes most of, one that prefills do, one that nothing explains, a short one."""
+    made = [
+        Step(0.1, 0.9, prefill=100, prefills=1, gpu_ms=4.0, where={"a": 1, "b": 2}), Step(1.0, 0.1, decodes=1),
+        Step(2.0, 0.25, prefill=8192, prefills=2, decodes=3, gpu_ms=90.0), Step(4.0, 0.3, decodes=2, gpu_ms=1.0),
+    ]  # fmt: skip
+    events = [Event(0.1, 0.7, "kernels", "compiled k"), Event(4.2, 0.08, "garbage", "generation 2")]
+    requests = [(100, 0.0, 1.0), (9000, 2.0, 2.25), (7, 4.0, 4.3), (7, 4.2, 4.3)]
+    found = steps.summary(SimpleNamespace(steps=made, events=events), 5.0, requests)
+    assert (found["prefill_share"], found["busy_share"]) == (0.23, 0.31)
+    assert (found["kernels_ms"], found["garbage_ms"]) == (700, 80)
+    assert [(wait["cause"], wait["ms"], wait["prefill_tokens"]) for wait in found["waits"]] == [
+        ("kernels", 1000, 100), ("prefills", 250, 8192), ("other", 300, 0)
+    ]  # fmt: skip
+    assert found["waits"][0]["events"] == {"compiled k": 700}
+    assert found["waits"][0]["longest"] == {
+        "begun": 0.1, "seconds": 0.9, "prefill": 100, "prefills": 1, "gpu_ms": 4.0, "where": {"b": 2, "a": 1}
+    }  # fmt: skip
+    assert [step["seconds"] for step in found["slowest"]] == [0.9, 0.3, 0.25, 0.1]
+    assert [(row["prefill_tokens"], row["steps"], row["ms"], row.get("gpu_ms")) for row in found["by_size"]] == [
+        (0, 2, 200.0, 1.0), (512, 1, 900.0, 4.0), (8192, 1, 250.0, 90.0)
+    ]  # fmt: skip
+
+
+def test_steps_are_watched() -> None:
+    """Of an engine that compiles a kernel and collects garbage in a long step, in which the host waits."""
+    asked = [SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a")], num_scheduled_tokens={"a": 1}),
+             SimpleNamespace(scheduled_new_reqs=[], num_scheduled_tokens={"a": 1, "b": 30}),
+             SimpleNamespace(scheduled_new_reqs=[], num_scheduled_tokens={})]  # fmt: skip
+    scheduler = SimpleNamespace(schedule=lambda: asked.pop(0))
+
+    def step() -> str:
+        if scheduler.schedule().num_scheduled_tokens.get("b"):
+            watch.compiled(metadata={"name": "k"}, times=SimpleNamespace(total=20_000), cache_hit=True)
+            watch.load()
+            watch.loaded(None, None, "k")
+            watch.collected("start", {"generation": 2})
+            time.sleep(0.12)
+            watch.collected("stop", {"generation": 2})
+        return "results"
+
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)), step=step)
+    watch = steps.Watch(engine)
+    watch.begin()
+    assert [watch.step() for _ in range(3)] == ["results"] * 3
+    watch.end()
+    watch.passes([1.25, 2.5])
+    assert [(each.prefill, each.prefills, each.decodes, each.gpu_ms) for each in watch.steps] == [
+        (1, 1, 0, 1.25), (30, 1, 1, 2.5), (0, 0, 0, None)
+    ]  # fmt: skip
+    assert [event.what for event in watch.events] == ["read k", "loaded k", "generation 2"]
+    assert watch.events[0].seconds == pytest.approx(0.02) and watch.events[2].seconds > 0.1
+    assert not watch.steps[0].where and any(name.endswith("test_on_gpu.step") for name in watch.steps[1].where)
+    watch.passes([1.0])  # of another number of steps
+    assert watch.steps[0].gpu_ms == 1.25
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_trace_of_engines(apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "model-4-128").mkdir()
     config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
     (tmp_path / "model-4-128" / "config.json").write_text(json.dumps(config))
-    order = []
+    order, places = [], {}
 
-    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection) -> int:
+    def child(
+        log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection, cores: str
+    ) -> int:  # fmt: skip
         log.write_text("started")
+        places[words[1]] = environment.get("CUDA_VISIBLE_DEVICES"), cores
+        assert environment["TRITON_CACHE_DIR"].endswith(f"{words[1]}-triton") and 0 < seconds <= 300
         pipe.send("ready")
         while (question := pipe.recv()) is not None:
             order.append((words[1], *question))
             times = {"ttft_ms": [10.0 * question[2]] * 99 + [500.0], "tpot_ms": [2.0] * 100}
-            pipe.send(times | {"seconds": 12.0})
+            watched = {"prefill_share": 0.25, "busy_share": 0.5, "kernels_ms": question[2], "garbage_ms": 0}
+            watched |= {"events": {}, "by_size": [], "slowest": [], "waits": [{"cause": "kernels", "ms": 500}]}
+            pipe.send(times | {"seconds": 12.0} | watched)
         return 0
 
     monkeypatch.setattr(on_gpu, "child", child)
     monkeypatch.setattr(on_gpu, "version", lambda package: "0.33.0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     words = ["trace", "--out", str(tmp_path / "out"), "--work", str(tmp_path), "--commit", "a commit", "--rounds", "2"]
-    done = CliRunner().invoke(on_gpu.app, words)
+    done = CliRunner().invoke(on_gpu.app, [*words, "--rates", "8,4", *["--apart"] * apart])
     assert done.exit_code == 0, done.output
-    names = ("xmla-graphs", "own-graphs")
-    assert order == [(name, 96, 8.0, number, 1 if number else 2) for number in range(3) for name in names]
+    names, rounds = ("xmla-graphs", "own-graphs"), [(96, 8.0)] * 3 + [(48, 4.0)] * 2
+    expected = [
+        (name, *asked, number, 1 if number else 2) for number, asked in enumerate(rounds) for name in names
+    ]  # fmt: skip
+    assert sorted(order) == sorted(expected) if apart else order == expected
+    assert places == (
+        {names[0]: ("2", "0,1"), names[1]: ("3", "2,3")} if apart else dict.fromkeys(names, (None, ""))
+    )  # fmt: skip
     _, *lines = [json.loads(line) for line in (tmp_path / "out" / "vllm.jsonl").read_text().splitlines()]
-    assert [line["engine"] for line in lines] == [*names]
+    assert [(line["engine"], line["trace"]["rate"]) for line in lines] == [
+        (name, rate) for name in names for rate in (8.0, 4.0)
+    ]  # fmt: skip
     assert lines[0]["ttft_ms"] == {"median": 20.0, "p99": 24.8}
     assert lines[0]["ttft_ms_by_round"] == [10.0, 20.0]
-    assert lines[0]["trace"] == {"requests": 96, "rate": 8.0, "rounds": 2}
+    assert lines[0]["trace"] == {"requests": 96, "rate": 8.0, "rounds": 2} | ({"apart": True} if apart else {})
+    assert (lines[0]["prefill_share"], lines[0]["kernels_ms_by_round"]) == (0.25, [1, 2])
+    assert lines[0]["waits"] == {"kernels": 2}
+    written = (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in written] == [number for number in range(5) for _ in names]
+
+
+def test_a_trace_ends_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "model-4-128").mkdir()
+    config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
+    (tmp_path / "model-4-128" / "config.json").write_text(json.dumps(config))
+
+    def child(log: Path, seconds: float, *words: Any, pipe: Connection, **more: Any) -> int:
+        log.write_text("started")
+        pipe.send("ready")
+        assert pipe.recv() is None
+        return 0
+
+    monkeypatch.setattr(on_gpu, "child", child)
+    monkeypatch.setattr(on_gpu, "version", lambda package: "0.33.0")
+    words = [
+        "trace",
+        "--out",
+        str(tmp_path / "out"),
+        "--work",
+        str(tmp_path),
+        "--seconds",
+        "30",
+        "--commit",
+        "a commit",
+    ]
+    assert CliRunner().invoke(on_gpu.app, words).exit_code == 0
+    _, *lines = [json.loads(line) for line in (tmp_path / "out" / "vllm.jsonl").read_text().splitlines()]
+    assert [line["refused"] for line in lines] == ["no time left"] * 2
 
 
 def test_profile_writes_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

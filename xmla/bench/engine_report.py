@@ -100,19 +100,29 @@ def speeds(lines: list[Line]) -> list[str]:
 
 def served(lines: list[Line]) -> list[str]:
     """Of a trace of requests xmla's latencies and, in brackets, the engine's own kernels' as a multiple of them."""
-    engines = {line["engine"].removeprefix(prefix_of(line["engine"])): line for line in lines if "ttft_ms" in line}
-    ours, theirs = (engines[name] for name in SHOWN)
-    asked = ours["trace"]
-    rows = ["| until the first token: median | 99 % | a token behind it: median | 99 % |", "|---" * 4 + "|"]
-    cells = [
-        f"{ours[key][of]:.1f} ms ({theirs[key][of] / ours[key][of]:.2f} ×)"
-        for key in ("ttft_ms", "tpot_ms")
-        for of in ("median", "p99")
+    rates: dict[float, dict[str, Line]] = {}
+    for line in lines:
+        if "ttft_ms" in line:
+            name = line["engine"].removeprefix(prefix_of(line["engine"]))
+            rates.setdefault(line["trace"]["rate"], {})[name] = line
+    both = [engines for engines in rates.values() if {*SHOWN} <= engines.keys()]
+    apart = both[0][SHOWN[0]]["trace"].get("apart")
+    how = "Each engine on a GPU of its own, at the same time." if apart else "Both engines on one GPU, in turns."
+    rows = [
+        "| requests of a round | until the first token: median | 99 % | a token behind it: median | 99 % |",
+        "|---" * 5 + "|",
     ]
-    trace = (
-        f"{asked['requests']} requests, {asked['rate']:g} a second, {asked['rounds']} rounds of each engine in turns."
-    )
-    return [trace, "", *rows, f"| {' | '.join(cells)} |"]
+    for engines in both:
+        ours, theirs = (engines[name] for name in SHOWN)
+        cells = [
+            f"{ours[key][of]:.1f} ms ({theirs[key][of] / ours[key][of]:.2f} ×)"
+            for key in ("ttft_ms", "tpot_ms")
+            for of in ("median", "p99")
+        ]
+        asked = ours["trace"]
+        each = f"{asked['requests']}, {asked['rate']:g} a second; {asked['rounds']} rounds"
+        rows.append(f"| {each} | {' | '.join(cells)} |")
+    return [how, "", *rows]
 
 
 def report(files: list[Path]) -> str:
