@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -32,7 +33,7 @@ from xmla.bench import (
     timing_jax,
 )
 from xmla.bench.benchmark import Benchmark, asking
-from xmla.bench.cases import training
+from xmla.bench.cases import blocks, training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
@@ -313,6 +314,36 @@ def test_a_selection_for_training_is_that_of_the_formula(device: str, monkeypatc
     real = torch_api.select_topk
     monkeypatch.setattr(torch_api, "select_topk", lambda scores, ends, k: real(-scores, ends, k=k))
     assert not case.check() <= case.tolerance
+
+
+@pytest.mark.parametrize("case", [blocks.ragged_blocks_case, blocks.ragged_within_case])
+def test_selections_in_blocks_of_a_chunk_are_those_of_torch(
+    case: Callable[[int, int], Benchmark], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are a peer's, which has the logits of all keys."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(problems, "DEVICE", device)
+    monkeypatch.setattr(blocks, "BLOCKS", 20)
+    monkeypatch.setattr(blocks, "K", 12)
+
+    def masked(logits: torch.Tensor, _: torch.Tensor, inside: torch.Tensor, size: int, select: Any) -> Any:
+        def call() -> torch.Tensor:
+            keep = torch.zeros(len(logits), logits.shape[1] // size, dtype=torch.bool, device=device)
+            keep.scatter_(1, inside.long(), True)
+            logits[~keep.repeat_interleave(size, 1)] = -torch.inf
+            return select()
+
+        return call
+
+    monkeypatch.setattr(baselines, "vllm_blocks", lambda logits, ends, *_: lambda: blocks.best_blocks(logits, ends))
+    monkeypatch.setattr(baselines, "vllm_in_blocks", masked)
+    monkeypatch.setattr(baselines, "vllm_topk_of_prefill", lambda logits, _, k: lambda: logits.topk(k).indices)
+    found = case(9, 256)
+    assert found.check() == 0 and [check() for check in found.peer_checks.values()] == [0]
+    selected = found.ours(0)
+    assert len(selected) == 9 and (selected >= 0).all()
+    monkeypatch.setattr(torch_api, found.op, lambda *_, **__: selected.flip(0))
+    assert not found.check() <= found.tolerance
 
 
 def test_another_devices_times_stand_beside_the_first_runs(tmp_path: Path) -> None:

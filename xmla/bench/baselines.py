@@ -150,20 +150,37 @@ def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable
     return call
 
 
-def vllm_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
-    """vLLM's top-k as its engine chooses it, by the number of rows: indices [T, K] in any order."""
+def load_vllm() -> None:
+    """vLLM's library alone: the package would also import what the library does not need."""
     package = find_spec("vllm")
     if package is None or package.submodule_search_locations is None:
         raise ModuleNotFoundError("No module named 'vllm'")
-    # Its library alone: the package would also import what the library does not need.
     (library,) = Path(package.submodule_search_locations[0]).glob("_C_stable_libtorch*.so")
     torch.ops.load_library(str(library))
+
+
+def vllm_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
+    """vLLM's top-k as its engine chooses it, by the number of rows: indices [T, K] in any order."""
+    load_vllm()
     topk = torch.ops._C.cooperative_topk if len(logits) <= 64 else torch.ops._C.persistent_topk
     indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
     workspace = torch.zeros(1 << 20, device=logits.device, dtype=torch.uint8)
 
     def call() -> torch.Tensor:
         topk(logits, lengths, indices, workspace, k, logits.shape[1])
+        return indices
+
+    return call
+
+
+def vllm_topk_of_prefill(logits: torch.Tensor, ends: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
+    """vLLM's top-k of a chunk of prefill, whose rows begin with the first key: indices [T, K] in any order."""
+    load_vllm()
+    starts, strides = torch.zeros_like(ends), logits.stride()
+    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        torch.ops._C.top_k_per_row_prefill(logits, starts, ends, indices, len(logits), *strides, k)
         return indices
 
     return call
@@ -181,12 +198,11 @@ def vllm_blocks(logits: torch.Tensor, lengths: torch.Tensor, k: int, size: int) 
     return call
 
 
-def vllm_topk_in_blocks(
-    logits: torch.Tensor, lengths: torch.Tensor, blocks: torch.Tensor, k: int, size: int
+def vllm_in_blocks(
+    logits: torch.Tensor, lengths: torch.Tensor, blocks: torch.Tensor, size: int, select: Callable[[], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    """vLLM's top-k of logits, of which its kernels set those outside of the blocks to −∞."""
+    """A selection from logits, of which vLLM's kernels set those outside of the blocks to −∞ before."""
     kernels = import_module("vllm.model_executor.kernels.attention.dsa.candidate_blocks")
-    select = vllm_topk(logits, lengths, k)
 
     def call() -> torch.Tensor:
         kernels.apply_candidate_mask(logits, None, lengths, blocks, size)

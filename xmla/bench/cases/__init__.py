@@ -18,6 +18,8 @@ BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
     "select_topk": (selection.topk,),
     "indexer_topk": (selection.bounded,),
     "indexer_topk_paged": (selection.paged,),
+    "indexer_blocks": (blocks.ragged_sources,),
+    "indexer_block_topk": (blocks.ragged_within,),
     "indexer_blocks_paged": (blocks.sources,),
     "indexer_block_topk_paged": (blocks.within,),
     "compress_kv": (compression.compressors,),
