@@ -287,10 +287,9 @@ def arena(target: Target, shape: int) -> Arena:
 def draw(laid: Arena, seed: int) -> Drawn:
     rng = np.random.default_rng([zlib.crc32(laid.op.name.encode()), seed])
     tame = laid.images[rng.integers(BASES)].copy()
-    indexed = any(laid.op.tensors[name].names[0] != "B" for name in laid.op.mutates)  # not each request's own row
     for name, place in laid.inputs.items():
         if is_index(laid.op, name, place.dtype):
-            scramble(rng, place.array(tame), unique=indexed)
+            scramble(rng, place.array(tame), unique=kit.must_differ(laid.op, name))
     answer(laid, tame)
     wild = tame
     if rng.random() < 0.6:

@@ -51,6 +51,18 @@ def as_stored(keys: torch.Tensor, device: str) -> torch.Tensor:
     return (values.float() * scales[:, None]).cpu()
 
 
+def must_differ(op: Op, name: str) -> bool:
+    """Whether an argument leads to where an op that updates in place writes: two rows may not meet there.
+
+    Where slots name what is written, they alone do. A request's own row, as of `resolve_slots`, is nobody else's.
+    """
+    updated = {axis for pool in op.mutates if op.tensors[pool].names[0] != "B" for axis in op.tensors[pool].names}
+    axes = {n: set(tensor.index_of.split()) for n, tensor in op.tensors.items()}
+    if slots := [n for n, indexed in axes.items() if len(indexed) > 1 and indexed & updated]:
+        return name in slots
+    return bool(updated) and (not axes[name] or bool(axes[name] & updated))
+
+
 # Axes whose sizes follow from another's.
 FOLLOWS = {"B": ("B+1", 1), "C·D": ("2·C·D", 2), "D": ("2·D", 2)}
 

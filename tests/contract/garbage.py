@@ -20,13 +20,6 @@ def integers(op: Op) -> list[str]:
     return [name for name, tensor in op.tensors.items() if tensor.dtypes[0] in ("int32", "int64")]
 
 
-def must_differ(op: Op, name: str) -> bool:
-    """Whether an argument leads to where an op that updates in place writes: two rows may not meet there."""
-    updated = {axis for pool in op.mutates for axis in op.tensors[pool].names}
-    axes = op.tensors[name].index_of.split()
-    return bool(op.mutates) and (not axes or bool(updated & set(axes)))
-
-
 @st.composite
 def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """A case of `op` whose integers are arbitrary and whose caches hold arbitrary bytes."""
@@ -34,7 +27,7 @@ def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict
     inputs = kit.make(case, seed=draw(st.integers(0, 3)))
     for name in (name for name in integers(op) if name in inputs):
         array = inputs[name]
-        if must_differ(op, name):
+        if kit.must_differ(op, name):
             chosen = draw(st.lists(GARBAGE, min_size=array.size, max_size=array.size, unique=True))
             inputs[name] = np.array(chosen).astype(array.dtype).reshape(array.shape)
         else:
