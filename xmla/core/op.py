@@ -166,12 +166,15 @@ class Op:
         return any(result.partial for result in self.outputs.values())
 
     @property
-    def rows_apart(self) -> bool:
-        """Whether a token has its own row of each result: none is a sum over tokens, or follows what others write."""
-        if self.outputs and not set(self.pools).isdisjoint(self.mutates):
-            return False
+    def sums_over_tokens(self) -> bool:
+        """Whether a result is a sum over a call's tokens: it has no row of a token, nor of a request."""
         per_token = any("T" in tensor.names for tensor in self.tensors.values())
-        return not per_token or all("T" in result.names for result in self.outputs.values())
+        return per_token and any({"T", "B"}.isdisjoint(result.names) for result in self.outputs.values())
+
+    @property
+    def reads_what_it_writes(self) -> bool:
+        """Whether a token's results follow from what others of the same call write."""
+        return bool(self.outputs and self.mutates)
 
     def indices_of(self, cache: str) -> list[str]:
         """The index tensors whose values name entries, or pages, of the cache."""

@@ -162,7 +162,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
                 f"{op.name}: {name} is a Ref without a batch axis under vmap, supported: a Ref with one, or an array"
             )
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None}
-    if not op.rows_apart and not op.mutates:  # of two batches none reads what the other writes
+    if op.sums_over_tokens:
         outputs = _batch_in_turn(op, arrays, dims, params)
     elif _batching.batched_pools(op, dims) and op.batch is not None:
         return _batch_apart(op.batch, arrays, dims, size, params)

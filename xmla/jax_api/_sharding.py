@@ -27,7 +27,7 @@ def shared_axes(op: Op, operands: Sequence[str]) -> list[str]:
     """The axes that can be sharded in a call with these operands: not one that no result has, a sum over it."""
     names = {axis for name in operands for axis in op.tensors[name].names}
     names &= {axis for result in op.outputs.values() for axis in result.names}
-    whole = op.mutates or not op.rows_apart
+    whole = op.mutates or op.sums_over_tokens
     return [axis for axis in ("T", "H") if axis in names and not whole]
 
 

@@ -55,9 +55,9 @@ def shrink(
     request ids, requests stay whole. Nothing else leaves the device. Invalid values stay invalid. A call
     that sums over tokens stays whole, and one whose tokens read what others write has all of them.
     """
-    if not op.rows_apart:
-        if not op.mutates:
-            return {name: take(array, None).copy() for name, array in arrays.items()}, None
+    if op.sums_over_tokens:
+        return {name: take(array, None).copy() for name, array in arrays.items()}, None
+    if op.reads_what_it_writes:
         rows = None
     caches = [name for name in op.pools if name in arrays]
     requests = None

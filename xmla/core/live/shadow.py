@@ -66,7 +66,7 @@ def sample(
     """
     tokens = next((spec.shape[0] for name, spec in specs.items() if has_tokens(op, name)), 0)
     rows = None
-    if tokens and not op.mutates and op.rows_apart:
+    if tokens and not op.mutates and not op.sums_over_tokens:
         rows = np.flatnonzero(_random.random(tokens) < settings.shadow)
         if not len(rows):
             return None
