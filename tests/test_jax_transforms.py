@@ -135,6 +135,27 @@ def test_vmap_twice_and_over_requests_with_ids() -> None:
         kit.assert_bits_equal("counts", counts[element // 2, element % 2], want[1])
 
 
+@pytest.mark.parametrize(("op", "case"), [pair for pair in SMALL if pair[0].name != "split_batch"], ids=kit.case_id)
+def test_vmap_over_none(op: Op, case: Case) -> None:
+    """A batch of no calls has no elements, of the shapes that a call's results have."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
+    shared = SHARED | SHARED_ROTATIONS.get(op.name, set())
+    function = function_of(op, case, list(arrays))
+    none = [jnp.asarray(array if name in shared else array[None][:0]) for name, array in arrays.items()]
+    axes = [None if name in shared else 0 for name in arrays]
+    got = kit.as_tuple(jax.jit(jax.vmap(function, in_axes=axes))(*none))
+    want = kit.as_tuple(jax.eval_shape(function, *map(jnp.asarray, arrays.values())))
+    assert [(a.shape, a.dtype) for a in got] == [((0, *a.shape), a.dtype) for a in want]
+
+
+def test_vmap_over_none_of_a_ref() -> None:
+    case = smallest(OPS["resolve_slots"])
+    indices, held, slots = (jnp.asarray(np.ascontiguousarray(array))[None][:0] for array in kit.make(case).values())
+    refs = jax.new_ref(held), jax.new_ref(slots)
+    selected, *_ = jax.vmap(lambda *arrays: jax_api.resolve_slots(*arrays, **case.attrs))(indices, *refs)
+    assert selected.shape == indices.shape and refs[0][...].shape == held.shape
+
+
 def test_vmap_is_one_call() -> None:
     op, case = OPS["sparse_mla"], OPS["sparse_mla"].cases[1]
     arrays = kit.make(case)

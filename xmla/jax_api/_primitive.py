@@ -4,7 +4,7 @@ The operands are the given tensors in the order of the declaration. A mutated op
 place, or an array, whose new value is an additional result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -162,9 +162,12 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
                 f"{op.name}: {name} is a Ref without a batch axis under vmap, supported: a Ref with one, or an array"
             )
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None}
+    pools = set() if op.sums_over_tokens else _batching.batched_pools(op, dims)
     if op.sums_over_tokens:
         outputs = _batch_in_turn(op, arrays, dims, params)
-    elif _batching.batched_pools(op, dims) and op.batch is not None:
+    elif size == 0:
+        outputs = _batch_of_none(op, arrays, dims, params["attrs"])
+    elif pools and op.batch is not None:
         return _batch_apart(op.batch, arrays, dims, size, params)
     else:
         # Each element updates its own cache, even if all start from the same one.
@@ -179,6 +182,18 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
             ref[...] = _batching.move(updated.pop(name), 0, dims[name])
     outputs = [*results, *updated.values()]
     return outputs, [0] * len(outputs)
+
+
+def _batch_of_none(
+    op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], attrs: Attributes
+) -> list[jax.Array]:
+    """The results of no calls, which folding could not shape: nothing tells how many rows each would have."""
+    specs = {}
+    for name, array in arrays.items():
+        shape = [count for axis, count in enumerate(array.shape) if axis != dims[name]]
+        specs[name] = Spec(tuple(shape), array.dtype.name)
+    results = [*op.bind(specs, attrs).results.values(), *(specs[name] for name in op.mutates)]
+    return [jnp.zeros((0, *spec.shape), spec.dtype) for spec in results]
 
 
 def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]) -> list[Any]:
