@@ -41,15 +41,19 @@ def distances(op: Op, specs: Mapping[str, Spec]) -> Callable[..., bool]:
             return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
     """
     places = {name: place for place, name in enumerate(specs)}
+    spans, pages = (
+        {name: spec.span for name, spec in specs.items()},
+        {name: _page(spec) for name, spec in specs.items()},
+    )
     scope: dict[str, int] = {}
     tests = []
     for number, (written, other) in enumerate(_pairs(op, specs)):
         first, second = specs[written], specs[other]
-        if not (first.span and second.span):
+        if not (spans[written] and spans[other]):
             continue
-        scope |= {f"low{number}": -second.span, f"high{number}": first.span}
-        page = _page(first)
-        paged = page is not None and page == _page(second)
+        scope |= {f"low{number}": -spans[other], f"high{number}": spans[written]}
+        page = pages[written]
+        paged = page is not None and page == pages[other]
         if paged:
             near, far = _inner(first), page - _inner(second)
             scope |= {f"page{number}": page, f"near{number}": near, f"far{number}": far}
