@@ -9,6 +9,7 @@ python gpu_engine.py serve ENGINE MODEL PIPE      what it is asked for through t
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -533,8 +534,10 @@ def play(
 
 
 @app.command()
-def serve(name: str, model: Path, pipe: int, chunk: int = 8192) -> None:
-    """Once ready, answer each (requests, rate, number, pace) that comes through the pipe."""
+def serve(name: str, model: Path, pipe: int, chunk: int = 8192, cores: str = "") -> None:
+    """Once ready, answer each (requests, rate, number, pace) that comes through the pipe; on these cores, if named."""
+    if cores:
+        os.sched_setaffinity(0, numbers(cores))
     counts = [2**power for power in range(AT_ONCE.bit_length())]
     engine = start_for(name, model, [LONGEST], counts, MOST, chunk)
     print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)

@@ -91,8 +91,10 @@ def ready(
 
     def run_one(name: str) -> None:
         log, pipe = work / f"{name}-measure.log", pipes[name][1]
-        status = run(name, log, pipe)
-        pipe.close()  # so that who waits for it is told
+        try:
+            status = run(name, log, pipe)
+        finally:
+            pipe.close()  # so that who waits for it is told
         keep_log(out, name, log, status)
 
     with ThreadPoolExecutor(len(pipes)) as threads:

@@ -100,19 +100,15 @@ app = typer.Typer(add_completion=False)
 
 
 def child(
-    log: Path, seconds: float, environment: dict[str, str], *words: object, pipe: Connection | None = None,
-    cores: str = "",
-) -> int:  # fmt: skip
-    """The exit status of `gpu_engine.py` with these words, in an environment with xmla's entry points; on these cores,
-    if they are named.
-    """
+    log: Path, seconds: float, environment: dict[str, str], *words: object, pipe: Connection | None = None
+) -> int:
+    """The exit status of `gpu_engine.py` with these words, in an environment with xmla's entry points."""
     installed = log.parent / "installed"
     entry_points.write(installed)
     path = os.pathsep.join([str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")])
     # Of a kernel that fails: `cuda-gdb -batch -ex "target cudacore FILE"` names it.
     core = {"CUDA_COREDUMP_FILE": str(log.with_suffix(".%p.cudacore"))}
     command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "gpu_engine.py"), *map(str, words)]
-    command = ["taskset", "-c", cores, *command] if cores else command
     with log.open("w") as shown:
         done = subprocess.run(
             command, env=os.environ | ENVIRONMENT | core | environment | {"PYTHONPATH": path}, stdout=shown,
@@ -274,7 +270,8 @@ def trace(
         # Else an engine would have the kernels that the one before it in a round has compiled.
         environment = gpu_engine.ENGINES[name].environment() | {"TRITON_CACHE_DIR": str(work / f"{name}-triton")} | gpu
         left = seconds - (time.monotonic() - begun)
-        return child(log, left, environment, "serve", name, model, pipe.fileno(), pipe=pipe, cores=cores)
+        words = "serve", name, model, pipe.fileno(), *(("--cores", cores) if cores else ())
+        return child(log, left, environment, *words, pipe=pipe)
 
     asked = [(float(rate), round(LASTING * float(rate))) for rate in rates.split(",")]
     played: dict[tuple[str, float], list[dict[str, Any]]] = {(name, rate): [] for name in names for rate, _ in asked}

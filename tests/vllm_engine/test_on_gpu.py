@@ -292,11 +292,9 @@ def test_a_trace_of_engines(apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "model-4-128" / "config.json").write_text(json.dumps(config))
     order, places = [], {}
 
-    def child(
-        log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection, cores: str
-    ) -> int:  # fmt: skip
+    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection) -> int:
         log.write_text("started")
-        places[words[1]] = environment.get("CUDA_VISIBLE_DEVICES"), cores
+        places[words[1]] = environment.get("CUDA_VISIBLE_DEVICES"), *words[4:]
         assert environment["TRITON_CACHE_DIR"].endswith(f"{words[1]}-triton") and 0 < seconds <= 300
         pipe.send("ready")
         while (question := pipe.recv()) is not None:
@@ -319,9 +317,8 @@ def test_a_trace_of_engines(apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_pa
         (name, *asked, number, 1 if number else 2) for number, asked in enumerate(rounds) for name in names
     ]  # fmt: skip
     assert sorted(order) == sorted(expected) if apart else order == expected
-    assert places == (
-        {names[0]: ("2", "0,1"), names[1]: ("3", "2,3")} if apart else dict.fromkeys(names, (None, ""))
-    )  # fmt: skip
+    own = ("2", "--cores", "0,1"), ("3", "--cores", "2,3")
+    assert places == (dict(zip(names, own, strict=True)) if apart else dict.fromkeys(names, (None,)))
     _, *lines = [json.loads(line) for line in (tmp_path / "out" / "vllm.jsonl").read_text().splitlines()]
     assert [(line["engine"], line["trace"]["rate"]) for line in lines] == [
         (name, rate) for name in names for rate in (8.0, 4.0)
