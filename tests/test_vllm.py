@@ -366,7 +366,7 @@ def test_pools_that_the_border_of_two_chunks_divides(pool: int, device: str) -> 
     chunk = torch.cat((values[0, first:], values[1, :begun]))
     positions = torch.cat((torch.arange(first, last), torch.arange(begun))).to(device)
     blocks = torch.tensor([2] * (last - first) + [1] * begun, device=device)
-    found = pools.of_pools(chunk, 1, positions, blocks * size + positions % size, ring, pool)
+    found = pools.Pools.of(positions, blocks * size + positions % size, size, pool).values(chunk, ring, 1)
     complete = [i for i, position in enumerate(positions.tolist()) if position % pool == pool - 1]
     assert len(complete) == 4
     for i in complete:

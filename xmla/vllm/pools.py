@@ -4,12 +4,14 @@ vLLM's kernels write the pooled keys, as the last, incomplete pool of a request 
 gates on a page of its own. Metadata count pools, but for `step.seq_lens`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from xmla import torch_api as xt
 from xmla.vllm import indexer
+from xmla.vllm.gathered import kept
 from xmla.vllm.refusals import refuse
 
 DIM = 128  # of keys, as vLLM's kernels have it
@@ -33,7 +35,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         indexer.reserve_exchange(selected)
         return selected
     step = context.attn_metadata[_resolve_layer_name(call["k_cache_prefix"])]
-    write(call, step, context.attn_metadata[_resolve_layer_name(call["tail_prefix"])].slot_mapping)
+    write(call, step, context.attn_metadata[_resolve_layer_name(call["tail_prefix"])])
     share = indexer.row_share(step)
     query = call["q_quant"], call["weights"].float()
     indexer.select(step, *query, call["kv_cache"], pools, (keys, scales, scratch), pool, share=share)
@@ -60,24 +62,26 @@ def reserve(keys: int, tokens: int, pools: int, pool: int) -> tuple[torch.Tensor
     return tuple(current_workspace_manager().get_simultaneous(*sizes))
 
 
-def write(call: dict[str, Any], step: Any, rings: torch.Tensor) -> None:
+def write(call: dict[str, Any], step: Any, tail: Any) -> None:
     """The keys of pools that end in this step, and what the next steps pool, by vLLM's kernels.
 
-    `rings` are the tokens' slots in those of their requests.
+    `tail` is the metadata of the rings, with the tokens' slots in those of their requests.
     """
     from vllm.models.glm5next.nvidia import sparse_indexer as own
 
     cache, ring, first = call["kv_cache"], call["tail_kv_cache"], step.num_decode_tokens
-    pool, tokens = call["index_kpool"], step.slot_mapping.shape[0]
+    pool, tokens, rings = call["index_kpool"], step.slot_mapping.shape[0], tail.slot_mapping
     k, gates, positions, ape = (call[name] for name in ("k", "gate_score", "positions", "compress_ape"))
     if tokens > first:
         new = slice(first, tokens)
-        slots, old = step.slot_mapping[new].long(), (positions[new], rings[new], ring)
+        k_new, gates_new, rings_new = k[new], gates[new], rings[new]
+        pools = kept(tail, "pools", lambda: Pools.of(positions[new], rings_new, ring.shape[2], pool))
+        slots = step.slot_mapping[new].long()
         own.kpool_ops.kpool_compress_and_write_cache(
-            cache, of_pools(k[new], 0, *old, pool), of_pools(gates[new], 1, *old, pool), ape, slots,
-            pool_size=pool, head_dim=DIM, write_mask=slots >= 0, round_scale=True,
+            cache, pools.values(k_new, ring, 0), pools.values(gates_new, ring, 1), ape, slots, pool_size=pool,
+            head_dim=DIM, write_mask=slots >= 0, round_scale=True,
         )  # fmt: skip
-        own.kpool_ops.kpool_seed_tail_cache(ring, k[new], gates[new], rings[new], pool, DIM)
+        own.kpool_ops.kpool_seed_tail_cache(ring, k_new, gates_new, rings_new, pool, DIM)
     if first:
         decode, count = step.decode, step.num_decodes
         most = decode.write_max_decode_len  # tokens of a request
@@ -93,16 +97,29 @@ def write(call: dict[str, Any], step: Any, rings: torch.Tensor) -> None:
         )
 
 
-def of_pools(
-    values: torch.Tensor, half: int, positions: torch.Tensor, rings: torch.Tensor, ring: torch.Tensor, pool: int
-) -> torch.Tensor:
-    """Of each token of prefills the values [n, pool, DIM] of its pool, if it is the pool's last.
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Where the tokens of pools are, which end with each token of a step's prefills; the same in all layers.
 
-    Those of earlier steps are in one `half` of the request's ring. vLLM itself takes what is before in the batch, and
-    leaves pools unwritten where nothing is: its scheduler divides prompts at any token.
+    Those of earlier steps are in the request's ring. vLLM itself takes what is before in the batch, and leaves pools
+    unwritten where nothing is: its scheduler divides prompts at any token.
     """
-    before = torch.arange(1 - pool, 1, device=values.device)
-    index, request = torch.arange(len(values), device=values.device)[:, None] + before, rings // ring.shape[2]
-    inside = (index >= 0) & (request[index.clamp(min=0)] == request[:, None])
-    kept = ring[request.clamp(min=0)[:, None], half, (positions[:, None] + before) % ring.shape[2]]
-    return torch.where(inside[..., None], values[index.clamp(min=0)], kept)
+
+    tokens: torch.Tensor  # [n, pool] of the prefills
+    inside: torch.Tensor  # [n, pool, 1]: whether they are among these
+    rings: torch.Tensor  # [n, 1]
+    places: torch.Tensor  # [n, pool] in the ring
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, rings: torch.Tensor, size: int, pool: int) -> "Pools":
+        """Of tokens with these positions and slots in rings of so many places."""
+        before = torch.arange(1 - pool, 1, device=positions.device)
+        tokens, request = torch.arange(len(positions), device=positions.device)[:, None] + before, rings // size
+        within = tokens.clamp(min=0)
+        inside = (tokens >= 0) & (request[within] == request[:, None])
+        places = (positions[:, None] + before) % size
+        return cls(within, inside[..., None], request.clamp(min=0)[:, None], places)
+
+    def values(self, values: torch.Tensor, ring: torch.Tensor, half: int) -> torch.Tensor:
+        """Of each pool [n, pool, DIM], from those of the prefills' tokens and from a `half` of the ring."""
+        return torch.where(self.inside, values[self.tokens], ring[self.rings, half, self.places])
