@@ -21,7 +21,7 @@ from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, pools, shards, warmup
-from xmla.vllm.gathered import Gathered, Pages
+from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
@@ -372,6 +372,15 @@ def test_pools_that_the_border_of_two_chunks_divides(pool: int, device: str) -> 
     for i in complete:
         request, end = 2 - int(blocks[i]), int(positions[i]) + 1
         assert torch.equal(found[i], values[request, end - pool : end])
+
+
+def test_what_steps_of_decodes_need_is_made_in_every_layer() -> None:
+    """Their graph is captured after a run over the same metadata, and would have what that run made."""
+    numbers = iter(range(5))
+    for prefills, values in ((1, [0, 0, 1]), (0, [2, 3, 4])):
+        step = SimpleNamespace(num_prefills=prefills)
+        names = "a", "a", "b"
+        assert [kept_for_prefills(step, name, lambda: next(numbers)) for name in names] == values
 
 
 GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}

@@ -26,7 +26,7 @@ from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32, VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.gathered import Gathered, Pages, rows_are_faster
+from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills, rows_are_faster
 from xmla.vllm.refusals import is_batch_invariant, pool_size
 from xmla.vllm.shards import Shards
 
@@ -195,7 +195,9 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         if prefilled != tokens - attn_metadata.num_decode_tokens:  # vLLM gave the prefills to dense attention
             prefilled = 0
         counts = [count for count in (tokens - prefilled, prefilled) if count]
-        queries, out, scratch, *others = self.workspace(*counts)
+        queries, out, scratch, *others = kept_for_prefills(
+            attn_metadata, ("workspace", *counts), lambda: self.workspace(*counts)
+        )
         q = joined(q[0], q[1], queries) if isinstance(q, tuple) else q
         pools = [(cache, attn_metadata.block_table, attn_metadata.req_id_per_token[: counts[0]])]
         if prefilled:

@@ -3,7 +3,7 @@
 On Hopper attention over rows is faster than over packed entries, by more than it costs to gather them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,17 @@ def sent(host: np.ndarray, device: torch.device) -> torch.Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
-def kept(holder: Any, name: str, make: Callable[[], Any]) -> Any:
+def kept(holder: Any, name: Hashable, make: Callable[[], Any]) -> Any:
     """What the first layer of a step made, by a name, in an object that all layers of the step have."""
     values = vars(holder).setdefault("kept_by_xmla", {})
     if name not in values:
         values[name] = make()
     return values[name]
+
+
+def kept_for_prefills(step: Any, name: Hashable, make: Callable[[], Any]) -> Any:
+    """As `kept`, unless the step is of decodes alone: their graph is captured after a run over the same metadata."""
+    return kept(step, name, make) if step.num_prefills else make()
 
 
 @dataclass(frozen=True, slots=True)

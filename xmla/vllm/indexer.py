@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
-from xmla.vllm.gathered import kept
+from xmla.vllm.gathered import kept, kept_for_prefills
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
@@ -60,8 +60,12 @@ def run(call: dict[str, Any]) -> torch.Tensor:
     layer = context.no_compile_layers[name]
     blocks = Blocks.of(call)
     refuse(unserved(call, layer.get_attn_backend().get_name(), blocks))
-    buffers = reserve(call["total_seq_lens"], call["head_dim"], blocks)
+
+    def make_buffers() -> tuple[torch.Tensor, ...]:
+        return reserve(call["total_seq_lens"], call["head_dim"], blocks)
+
     if not isinstance(context.attn_metadata, dict):
+        make_buffers()
         reserve_exchange(call["topk_indices_buffer"])
     else:
         step = context.attn_metadata[name]
@@ -74,6 +78,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         ratio = getattr(layer, "compress_ratio", 1)
         shards = Shards.of(call["dcp_world_size"], call["dcp_rank"], call["cp_kv_cache_interleave_size"])
         share = row_share(step) if blocks is None else None  # vLLM exchanges no blocks
+        buffers = kept_for_prefills(step, ("buffers", blocks is None), make_buffers)
         select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards, share, blocks)
     return call["topk_indices_buffer"]
 

@@ -11,7 +11,7 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.vllm import indexer
-from xmla.vllm.gathered import kept
+from xmla.vllm.gathered import kept, kept_for_prefills
 from xmla.vllm.refusals import refuse
 
 DIM = 128  # of keys, as vLLM's kernels have it
@@ -28,13 +28,16 @@ def run(call: dict[str, Any]) -> torch.Tensor:
 
     context, selected, pool = get_forward_context(), call["topk_indices_buffer"], call["index_kpool"]
     refuse(unserved(call))
-    keys, scales, scratch, pools, positions = reserve(
-        call["total_seq_lens"], len(selected), call["topk_tokens"] // pool, pool
-    )
+
+    def make_buffers() -> tuple[torch.Tensor, ...]:
+        return reserve(call["total_seq_lens"], len(selected), call["topk_tokens"] // pool, pool)
+
     if not isinstance(context.attn_metadata, dict):
+        make_buffers()
         indexer.reserve_exchange(selected)
         return selected
     step = context.attn_metadata[_resolve_layer_name(call["k_cache_prefix"])]
+    keys, scales, scratch, pools, positions = kept_for_prefills(step, "buffers", make_buffers)
     write(call, step, context.attn_metadata[_resolve_layer_name(call["tail_prefix"])])
     share = indexer.row_share(step)
     query = call["q_quant"], call["weights"].float()
