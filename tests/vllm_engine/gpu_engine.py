@@ -153,6 +153,7 @@ ENGINES = {
     "v41-xmla-profiled": Engine(plugin=True, sizes=EXACT, version="v41", joins=V41, max_len=32768, cache_gib=0),
     "glm-own": Engine(plugin=False, cache="auto", version="glm", cache_gib=2),
     "glm-own-chunks": Engine(plugin=False, cache="auto", chunk=768, version="glm", cache_gib=2),
+    "glm-own-graphs": Engine(plugin=False, cache="auto", sizes=EXACT, version="glm", cache_gib=2),
     "glm-own-fp8": Engine(plugin=False, version="glm", cache_gib=2),
     "glm-xmla": Engine(plugin=True, cache="auto", version="glm", cache_gib=2),
     "glm-xmla-graphs": Engine(plugin=True, cache="auto", sizes=EXACT, version="glm", cache_gib=2),

@@ -69,6 +69,7 @@ PAIRS = (
     ("v41-xmla-graphs", "v41-xmla"),
     ("v41-xmla-profiled", "v41-xmla"),
     ("glm-own-chunks", "glm-own"),
+    ("glm-own-graphs", "glm-own"),
     ("glm-own-fp8", "glm-own"),
     ("glm-xmla", "glm-own"),
     ("glm-xmla-fp8", "glm-own-fp8"),
