@@ -337,6 +337,27 @@ def test_picture_and_comparison_of_results(tmp_path: Path) -> None:
     assert set(table.columns[7].cells) == {"2.00"}
 
 
+def test_an_earlier_file_may_hold_several_runs(tmp_path: Path) -> None:
+    """As one does to which `--out` has appended. It is read before the run, whose lines may go into the same file."""
+    file = tmp_path / "runs.jsonl"
+
+    def times(us: float) -> dict[str, object]:
+        return {"op": "select_topk", "case": "a case", "us": {"xmla": [us, us, us]}}
+
+    runs = [{"command": "xmla bench"}, times(3.0), {"command": "xmla bench"}, times(2.0), {"op": "jit", "case": "b"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in runs))
+    assert run.earlier_times(file) == {("select_topk", "a case"): times(2.0)}
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "3", '{"us": 1}'])
+def test_an_earlier_file_is_refused_before_the_run(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "other"
+    file.write_text(text)
+    message = re.escape(f"bench: compare is {file}, expected a file with times that xmla bench --out has written")
+    with pytest.raises(ArgumentError, match=message):
+        run.run(["host"], None, file, None, None)
+
+
 @pytest.mark.parametrize("command", ["plan", "warmup"])
 @pytest.mark.parametrize(
     "option",

@@ -27,7 +27,7 @@ from xmla._frameworks import PACKAGES, missing, needed
 from xmla._warmup import present_device
 from xmla.bench import picture
 from xmla.bench.provenance import provenance
-from xmla.core.errors import UnsupportedError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.registry import registry
 
 if TYPE_CHECKING:
@@ -166,6 +166,18 @@ def read_lines(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def earlier_times(file: Path) -> dict[tuple[str, str], Line]:
+    """The cases of a file of one run or several, by op and case: of a case that several have the last.
+
+    Raises:
+        ArgumentError: The file has no times of `xmla bench`.
+    """
+    with suppress(ValueError, KeyError, TypeError):
+        if times := {(line["op"], line["case"]): line for line in read_lines(file) if "us" in line}:
+            return times
+    raise ArgumentError(f"bench: compare is {file}, expected a file with times that xmla bench --out has written")
+
+
 def host_lines() -> Iterator[Line]:
     """The host time of calls, by each framework that is installed."""
     if not missing("torch"):
@@ -185,6 +197,7 @@ def run(
     """Time, print, and write what is asked for; False if a result was wrong.
 
     Raises:
+        ArgumentError: `compare` is no file of results.
         UnsupportedError: There is no GPU, no framework is installed, or none that can time an op that is asked for.
     """
     if unknown := set(frameworks) - set(PACKAGES):
@@ -209,6 +222,7 @@ def run(
         raise UnsupportedError(f"bench: no op {min(unknown)}; there are {', '.join(known)}{why}")
     if image is not None and "torch" in absent:
         raise UnsupportedError(f"bench: a picture is of times by PyTorch, and {needed('torch')}")
+    earlier = {} if compare is None else earlier_times(compare)  # before `out` grows, which may be the same file
     try:
         present_device()
     except UnsupportedError:
@@ -256,7 +270,6 @@ def run(
             bar.update(task, completed=begun, description=f"{line['op']} {line['case']}")
     if image is not None:
         picture.draw(head, lines, image)
-    earlier = {} if compare is None else {(line["op"], line["case"]): line for line in read_lines(compare)[1:]}
     console = Console(width=190)
     console.print({name: f"{value:.3e}" for name, value in first.items()})
     console.print(table_of(lines, earlier))
