@@ -861,6 +861,35 @@ def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
             assert np.asarray(jax_api.select_topk(logits, ends, k=1, implementation="reference")).tolist() == [[3]]
 
 
+@pytest.mark.parametrize("op", [op for op in registry().values() if op.steps], ids=lambda op: op.name)
+def test_a_composed_op_refuses_what_its_steps_do(op: Op, device: str) -> None:
+    """An axis without elements, by kernels and by the reference, eager and traced: with the same words or not at all."""
+    case = kit.smallest(op)
+    inputs, refusals = kit.make(case), set()
+
+    def refusal(function: Callable[..., object], arguments: list[object], implementation: str | None) -> str:
+        try:
+            function(*arguments, **case.attrs, implementation=implementation)
+        except (ArgumentError, UnsupportedError) as error:
+            return str(error)
+        return "served"
+
+    by_torch, by_jax = getattr(torch_api, op.name), getattr(jax_api, op.name)
+    for axis in kit.axes(op, inputs):
+        cut = kit.with_axis(op, inputs, axis, 0)
+        arrays = {name: jnp.asarray(array) for name, array in cut.items()}
+
+        def traced(*_: object, arrays: dict[str, jax.Array] = arrays, **attrs: object) -> object:
+            return jax.eval_shape(lambda given: by_jax(*map(given.get, op.tensors), **attrs), arrays)
+
+        answers = {refusal(by_torch, kit.torch_inputs(op, kit.copies(cut), device), i) for i in (None, "reference")}
+        answers |= {refusal(by_jax, kit.jax_inputs(op, cut), i) for i in (None, "reference")}
+        answers |= {refusal(traced, [], "reference")}
+        assert len(answers) == 1, (axis, answers)
+        refusals |= answers
+    assert len(refusals) > 1
+
+
 ROWS_OF_REQUESTS = [op for op in registry().values() if any("B" in t.names for t in op.tensors.values())]
 
 

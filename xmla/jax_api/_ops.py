@@ -77,7 +77,9 @@ def public(op: Op) -> Callable[..., Any]:
         # Checked here, so that an error names the user's line, and of arrays as they are given.
         device = _known_device(arrays)
         specs = {name: _spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
-        if device is None or implementation == "reference":
+        if implementation == "reference":
+            op.check_steps(op.bind(specs, attrs))
+        elif device is None:
             op.bind(specs, attrs)
         else:
             plan_call(op, tuple(specs.values()), attrs, device, implementation)
