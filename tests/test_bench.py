@@ -13,6 +13,7 @@ import numpy as np
 import on_gpus
 import pytest
 import torch
+import triton
 from kit import to_torch
 
 from xmla import interop, torch_api
@@ -378,6 +379,24 @@ def test_another_devices_times_stand_beside_the_first_runs(tmp_path: Path) -> No
     assert "| `an op` | c | 40 | 2 GB/s | 0.50 copy | 4.00 × a peer |" in apart and apart[-2].startswith(
         "| `an op` | 1 |"
     )
+    both = table(other, case("a", 11), host | {"host_us": 4.0})
+    assert [line for line in both if line.startswith("| `an op` | 1 |")] == [
+        "| `an op` | 1 | 1 | 3.0 |  |", "| `an op` | 1 | 1 | 4.0 |  |",
+    ]  # fmt: skip
+
+
+def test_a_peers_package_leaves_tritons_functions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's puts a function of its own in the place of one that other peers' kernels call."""
+
+    def of_sglang(name: str) -> SimpleNamespace:
+        triton.next_power_of_2 = lambda n: n
+        return SimpleNamespace(topk_transform_ragged_v2=lambda *_, **__: None)
+
+    own = triton.next_power_of_2
+    monkeypatch.setattr(triton, "next_power_of_2", own)  # as it was, whatever happens here
+    monkeypatch.setattr(baselines, "import_module", of_sglang)
+    baselines.sglang_topk(torch.zeros(513, 4), torch.ones(513, dtype=torch.int32), 2)()
+    assert triton.next_power_of_2 is own
 
 
 def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:

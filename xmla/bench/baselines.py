@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from xmla.bench.problems import DEVICE, e4m3
 from xmla.bench.timing import measure
@@ -133,7 +134,11 @@ def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable
 
     Rows of decode, up to 512, have a plan, which a step makes once for all its layers; rows of prefill need none.
     """
-    topk = import_module("sglang.kernels.ops.attention.dsv4.topk")
+    next_power_of_2 = triton.next_power_of_2
+    try:
+        topk = import_module("sglang.kernels.ops.attention.dsv4.topk")
+    finally:  # the package puts a function of its own in its place, which kernels cannot call, as vLLM's for blocks do
+        triton.next_power_of_2 = next_power_of_2
     indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
     if len(logits) > 512:
         offsets = torch.zeros_like(lengths)

@@ -89,12 +89,14 @@ def report(files: list[Path], beside: Path | None = None) -> str:
     """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any.
 
     The last run `beside` is another device's. Its cases stand beside the first run's, in a table of their own if it has
-    none of these.
+    none of these; its host times follow.
     """
     (first, *cases), *more = runs = read(files)
     tables = [[beginning(first), "", *rows(cases)]]
+    hosts = [next(run for run in reversed(runs) if host_rows(run[1:]))]
     if beside is not None:
         head, *others = read([beside])[-1]
+        hosts += [[head, *others]] if host_rows(others) else []
         if by_case(cases).keys().isdisjoint(by_case(others)):
             more += [[head, *others]]
         else:
@@ -102,8 +104,8 @@ def report(files: list[Path], beside: Path | None = None) -> str:
             tables = [[beginning(first), "", f"{device}: {beginning(head)}", "", *rows(cases, others, device)]]
     tables += [[beginning(head), "", *rows(lines)] for head, *lines in more if by_case(lines)]
     markdown = [line for table in tables for line in ("", *table)][1:]
-    head, *hosts = next(lines for lines in reversed(runs) if host_rows(lines[1:]))
-    markdown += ["", *([beginning(head)] if head is not first else []), *host_rows(hosts)]
+    for head, *lines in hosts:
+        markdown += ["", *([beginning(head)] if head is not first else []), *host_rows(lines)]
     return "\n".join(markdown) + "\n"
 
 
