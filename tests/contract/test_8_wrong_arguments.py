@@ -863,7 +863,7 @@ def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("op", [op for op in registry().values() if op.steps], ids=lambda op: op.name)
 def test_a_composed_op_refuses_what_its_steps_do(op: Op, device: str) -> None:
-    """An axis without elements, by kernels and by the reference, eager and traced: with the same words or not at all."""
+    """An axis without elements, by kernels and reference, eager and traced: with the same words, or not at all."""
     case = kit.smallest(op)
     inputs, refusals = kit.make(case), set()
 
