@@ -11,10 +11,16 @@ FUSED_INSERT = (
     "Tensor positions, Tensor cos_sin, int heads, float eps, int page_size) -> Tensor"
 )
 
+# 0.27 and 0.28 have memory for its result.
+FUSED_INSERT_OUT = (
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert_out(Tensor q, Tensor kv, Tensor(a!) out, Tensor(b!) cache, "
+    "Tensor slots, Tensor positions, Tensor cos_sin, int heads, float eps, int page_size) -> ()"
+)
+
 
 def kernels() -> dict[str, Any]:
     """What stands in for kernels, by their schemas."""
-    return {FUSED_INSERT: fused_insert}
+    return {FUSED_INSERT: fused_insert, FUSED_INSERT_OUT: fused_insert_out}
 
 
 def install() -> None:
@@ -65,3 +71,7 @@ def fused_insert(
     assert heads == q.shape[1]
     xpu_qnorm_rope_kv_fp8_insert(q, kv, cache, slots, positions, cos_sin, eps, page_size)
     return q
+
+
+def fused_insert_out(q: Tensor, kv: Tensor, out: Tensor, *arguments: Any) -> None:
+    out.copy_(fused_insert(q.clone(), kv, *arguments))

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch.nn.functional import rms_norm
 
 Tensor = torch.Tensor
@@ -19,7 +20,7 @@ def install() -> None:
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
     from vllm.models.deepseek_v4.nvidia import flashmla, model, mtp
 
-    if version("vllm").startswith("0.26"):
+    if Version(version("vllm")) < Version("0.31"):
         flashmla.DeepseekV4FlashMLAAttention._o_proj = output_projection
     without_routed_experts(model)
     model.DeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
@@ -38,7 +39,7 @@ def without_routed_experts(model: Any) -> None:
 
 
 def output_projection(self: Any, o: Tensor, positions: Tensor) -> Tensor:
-    """`_o_proj` of bfloat16 weights, which 0.26 has for fp8 alone: inverse rotation, a product for each group."""
+    """`_o_proj` of bfloat16 weights, which before 0.31 is for fp8 alone: inverse rotation, a product for each group."""
     pairs = o[..., self.nope_head_dim :].float().unflatten(-1, (-1, 2))
     cos, sin = self.rotary_emb.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
     even, odd = pairs.unbind(-1)
