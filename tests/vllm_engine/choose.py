@@ -124,6 +124,18 @@ def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
     return said
 
 
+def kernels_by_tokens() -> list[Any]:
+    """Whether, with the same bits in any batch, vLLM's layers still take kernels that are for few tokens."""
+    from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
+    from vllm.models.common.ops import fused_allreduce_rms_norm
+
+    seam.install_more(seam.CHANGES_OF_INVARIANCE, version("vllm"))
+    layer = DeepSeekV2FusedQkvAProjLinear.__new__(DeepSeekV2FusedQkvAProjLinear)
+    torch.nn.Module.__init__(layer)
+    layer._use_min_latency_gemm = True  # as for weights of V3.2 in bfloat16
+    return [layer._use_min_latency_gemm, fused_allreduce_rms_norm._can_use_flashinfer(torch.empty(1, 8), 8)]
+
+
 def choose() -> None:
     seam.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
     for _ in range(2):  # vLLM may load a plugin several times
@@ -154,6 +166,8 @@ def choose() -> None:
 
     found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:2]]
     found["start"] = refused_at_start(config, gpu_worker.Worker)
+    if Version(version("vllm")) >= Version("0.33"):
+        found["invariant"] = kernels_by_tokens()
     print(json.dumps(found))
 
 

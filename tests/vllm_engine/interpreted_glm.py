@@ -30,7 +30,7 @@ def install() -> None:
 
     from xmla.vllm import seam
 
-    seam.install_pools(version("vllm"))
+    seam.install_more(seam.CHANGES_OF_POOLS, version("vllm"))
     kda.Glm5NextLinearAttention._forward = linear_attention
     compress = kpool_compress.kpool_compress_and_write_cache
     kpool_compress.kpool_compress_and_write_cache = compress_complete(compress)

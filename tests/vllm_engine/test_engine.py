@@ -402,6 +402,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     images = {"v4": ", images of DeepSeek-V4", "v41": ""}
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
+    assert OLD or refused["invariant"] == [False, [False, 0]]
     dbo = "two micro-batches at once"
     newer = (
         "decode context parallelism of pooled keys",
@@ -425,9 +426,8 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
 
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
-    done = run(
-        "", "-c", "from xmla.vllm import seam; print(*(change.name for change in seam.CHANGES + seam.CHANGES_OF_POOLS))"
-    )
+    every = "seam.CHANGES + seam.CHANGES_OF_POOLS + seam.CHANGES_OF_INVARIANCE"
+    done = run("", "-c", f"from xmla.vllm import seam; print(*(change.name for change in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()
     _, _, told = (ROOT / "docs/vllm.md").read_text().partition("## What vLLM would need")

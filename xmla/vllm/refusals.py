@@ -23,7 +23,7 @@ def unserved(config: Any) -> dict[str, bool]:
     The indexer is xmla's whatever backend of attention the user names.
     """
     model, attention, parallel = config.model_config.hf_text_config, config.attention_config, config.parallel_config
-    if getattr(model, "index_topk", None) is None:
+    if not has_indexer(config):
         return {}
     invariant = is_batch_invariant()
     return {
@@ -48,6 +48,11 @@ def unserved(config: Any) -> dict[str, bool]:
     }
 
 
+def has_indexer(config: Any) -> bool:
+    """Whether the model has attention to selected keys."""
+    return getattr(config.model_config.hf_text_config, "index_topk", None) is not None
+
+
 def pool_size(config: Any) -> int:
     """Tokens that a key of the indexer stands for, as GLM-5.3-Flash pools them; 1 in other models."""
     return getattr(config.model_config.hf_text_config, "index_kpool", None) or 1
@@ -61,5 +66,4 @@ def is_batch_invariant() -> bool:
 def unused(config: Any) -> str | None:
     """The user's choice of vLLM's kernel for top-k, which xmla's selection leaves without effect."""
     chosen = getattr(config.kernel_config, "sparse_indexer_topk_backend", "auto")  # since 0.33
-    has_indexer = getattr(config.model_config.hf_text_config, "index_topk", None) is not None
-    return f"sparse_indexer_topk_backend={chosen}" if has_indexer and chosen != "auto" else None
+    return f"sparse_indexer_topk_backend={chosen}" if has_indexer(config) and chosen != "auto" else None

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from xmla.core.errors import UnsupportedError
 from xmla.vllm import indexer, pools, warmup
-from xmla.vllm.refusals import pool_size
+from xmla.vllm.refusals import has_indexer, is_batch_invariant, pool_size
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
@@ -91,16 +91,24 @@ def invariant(backend: Any) -> Any:
     return backend
 
 
-def always(answer: bool) -> Callable[[Any], Any]:
+def always(answer: Any) -> Callable[[Any], Any]:
     return lambda _: lambda *_: answer
 
 
+def one_product(layer: type) -> type:
+    """A layer's product by the same kernel for any number of tokens; the layer sets what is read-only here."""
+    layer._use_min_latency_gemm = property(lambda _: False, lambda *_: None)
+    return layer
+
+
 def prepared(worker: type) -> type:
-    """vLLM's worker, which changes what is for one model alone before it loads that."""
+    """vLLM's worker, which changes what is for one model or one mode alone before it loads a model."""
 
     def prepare(config: Any) -> None:
         if pool_size(config) > 1:
-            install_pools(version("vllm"))
+            install_more(CHANGES_OF_POOLS, version("vllm"))
+        if has_indexer(config) and is_batch_invariant():
+            install_more(CHANGES_OF_INVARIANCE, version("vllm"))
 
     return warmup.warmed(worker, prepare)
 
@@ -158,6 +166,13 @@ CHANGES_OF_POOLS = (
     # The writers of pooled keys, as those of keys.
     Change(f"{GLM}.ops.kpool_compress", "mqa_logits_use_mx_scales", always(False), SINCE_033),
 )
+# With VLLM_BATCH_INVARIANT=1, where vLLM leaves a kernel to the number of tokens of a step.
+CHANGES_OF_INVARIANCE = (
+    # Weights of V3.2 in bfloat16 have one for up to 16 tokens.
+    Change("vllm.model_executor.models.deepseek_v2", "DeepSeekV2FusedQkvAProjLinear", one_product, SINCE_033),
+    # FlashInfer adds ranks' parts and computes the norm in one, of as many tokens as its buffer holds.
+    Change("vllm.models.common.ops.fused_allreduce_rms_norm", "_can_use_flashinfer", always((False, 0)), SINCE_033),
+)
 
 
 def install(release: str) -> None:
@@ -182,10 +197,11 @@ def install(release: str) -> None:
 
 
 @cache
-def install_pools(release: str) -> None:
-    """Make the changes that are for GLM-5.3-Flash."""
-    for change in CHANGES_OF_POOLS:
-        make(change, release)
+def install_more(changes: tuple[Change, ...], release: str) -> None:
+    """Make the changes that are for one model or one mode alone."""
+    for change in changes:
+        if change.releases.contains(release):
+            make(change, release)
 
 
 def make(change: Change, release: str) -> None:
