@@ -504,17 +504,18 @@ def test_gathered_pages(device: str) -> None:
     requests, first, last = ints(0, 0, 1, device=device), np.array([1, 0]), np.array([3, 2])
     assert Pages.of(requests, 1, first, last, page=4, most=15) is None
     pages = Pages.of(requests, 1, first, last, page=4, most=16)
-    assert pages is not None and pages.table.tolist() == [[0, 1], [2, 3]] and pages.first.tolist() == [4, 0]
+    assert pages is not None and pages.table.tolist() == [[0, 1], [2, 3]] and pages.shifts.tolist() == [-4, 8]
     ids = [4, 7, 3, 7]
     slots = pages.slots(table, 4)
     assert slots.dtype == torch.int32 and slots.tolist() == [4 * page + offset for page in ids for offset in range(4)]
     assert pages.slots(table + 1, 4).tolist() == (slots + 4).tolist()  # of another table
     halves = torch.stack((2 * table, 2 * table + 1), dim=2).flatten(1)  # and in pages of half the size
     assert torch.equal(pages.slots(halves, 2), slots)
-    # Of each token the position and the two before, some before the first page: its slots in its own request's pages.
-    places = pages.places(ints(4, 11, 1, device=device)[:, None] - ints(0, 1, 2, device=device))
-    assert places.tolist() == [[0, -1, -1], [7, 6, 5], [9, 8, -1]]
-    assert all(part.data_ptr() % 16 == 0 for part in (pages.table, pages.rows, pages.positions, pages.first))
+    # Of each token the position and the two before; those before the first page are nobody's.
+    windows = pages.windows(ints(4, 11, 1, device=device), 3)
+    assert windows.dtype == torch.int32 and windows[1].tolist() == [7, 6, 5]
+    assert windows[0, 0] == 0 and windows[2, :2].tolist() == [9, 8]
+    assert all(part.data_ptr() % 16 == 0 for part in (pages.table, pages.rows, pages.positions, pages.shifts))
 
     cache = torch.randn(10, 4, 512, device=device).bfloat16()
     scratch = torch.zeros(16 * 1024 + 32, dtype=torch.uint8, device=device)

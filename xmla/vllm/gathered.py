@@ -5,6 +5,7 @@ On Hopper attention over rows is faster than over packed entries, by more than i
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,12 @@ def sent(host: np.ndarray, device: torch.device) -> torch.Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
+@cache
+def ascending(count: int, device: torch.device) -> torch.Tensor:
+    """0 to before `count`, made once in a process."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
 def kept(holder: Any, name: Hashable, make: Callable[[], Any]) -> Any:
     """What the first layer of a step made, by a name, in an object that all layers of the step have."""
     values = vars(holder).setdefault("kept_by_xmla", {})
@@ -54,7 +61,7 @@ class Pages:
     rows: torch.Tensor  # [P] of a block table, of the requests of the pool's pages
     positions: torch.Tensor  # [P, R] of their entries in these requests
     table: torch.Tensor  # [prefills, M] pages of the pool, from each request's first one on
-    first: torch.Tensor  # [prefills] the position of its first entry
+    shifts: torch.Tensor  # [prefills] from an entry's position to its slot in the pool
     requests: torch.Tensor  # [prefill tokens] rows of `table`
 
     @classmethod
@@ -72,20 +79,20 @@ class Pages:
             return None
         place = np.arange(count.max())
         inside = place < count[:, None]
-        own = np.where(inside, (count.cumsum() - count)[:, None] + place, -1)
+        before = count.cumsum() - count  # pages of other requests
+        own = np.where(inside, before[:, None] + place, -1)
         rows, places = inside.nonzero()
-        parts = own.ravel(), rows + decodes, first[rows] + places, first * page
+        parts = own.ravel(), rows + decodes, first[rows] + places, (before - first) * page
         begins = np.cumsum([0, *(-(-part.size // ALIGNED) * ALIGNED for part in parts)])
         together, begins = np.zeros(begins[-1], np.int32), begins[:-1].tolist()
         for part, begin in zip(parts, begins, strict=True):
             together[begin : begin + part.size] = part
         values = sent(together, requests.device)
-        table, rows, columns, starts = (
+        table, rows, columns, shifts = (
             values[begin : begin + part.size] for part, begin in zip(parts, begins, strict=True)
         )
-        entries = torch.arange(page, dtype=torch.int32, device=requests.device)
-        positions = torch.add(entries, columns[:, None], alpha=page)
-        return cls(page, rows, positions, table.view(own.shape), starts, requests)
+        positions = torch.add(ascending(page, requests.device), columns[:, None], alpha=page)
+        return cls(page, rows, positions, table.view(own.shape), shifts, requests)
 
     def slots(self, table: torch.Tensor, page: int) -> torch.Tensor:
         """Those of the pool's entries [P·R] in the cache of a block table, whose pages may have other sizes."""
@@ -96,11 +103,10 @@ class Pages:
         rows = scratch[: self.positions.numel() * dims * 2].view(torch.bfloat16).view(-1, dims)
         return rows, scratch[rows.nbytes :]
 
-    def places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots [n, K] of the pool of positions in each token's request; those before its first page have none."""
-        return xt.map_slots(
-            positions - self.first[self.requests, None], self.table, self.requests, page_size=self.page
-        )[0]
+    def windows(self, positions: torch.Tensor, size: int) -> torch.Tensor:
+        """Slots [n, size] of the pool, of each token's position and of those before it, while its request has such."""
+        newest = positions + self.shifts[self.requests]
+        return newest[:, None] - ascending(size, positions.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,7 @@ class TwoSources:
         pages = Pages.of(requests, decodes, first, -(-lengths // page), page, most)
         if pages is None:
             return None
-        before = torch.arange(size, dtype=torch.int32, device=positions.device)
-        return pages, pages.places(positions[part, None].int() - before)
+        return pages, pages.windows(positions[part].int(), size)
 
     def memory_of(self, step: Any, compressed: Any, window: tuple[Pages, torch.Tensor], part: slice) -> "Rows | None":
         """Of these pages and slots of the window, and of compressed entries; None if these are too many."""

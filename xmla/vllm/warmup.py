@@ -200,7 +200,6 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
         for pool in filter(None, pools[0]):
             yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
         yield map_call(memory.PAGE, window.shape[1])
-        yield map_call(layer.window_size, memory.PAGE)
         if cache is not None:
             yield map_call(cache.shape[1], cache.shape[1])
     for width, tokens, (first, second) in product(layer.entry_widths(), token_counts(device, sizes.tokens), pools):
