@@ -1,6 +1,7 @@
 """The torch front-end as torch users meet it: opcheck, torch.compile, out-variants, CUDA graphs, streams."""
 
 import pickle
+from functools import partial
 
 import kit
 import numpy as np
@@ -195,6 +196,21 @@ def test_is_found_again_in_another_process(op: Op, api: object) -> None:
     assert pickle.loads(pickle.dumps(function)) is function
     if api is torch_api:
         assert pickle.loads(pickle.dumps(function.plan)) is function.plan
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_calls_an_op_for_each_element_and_refuses_one_that_updates(device: str) -> None:
+    logits, ends = torch.randn(2, 3, 8, device=device), torch.full((2, 3), 8, dtype=torch.int32, device=device)
+    select = partial(torch_api.select_topk, k=2)
+    mapped = torch.func.vmap(select)(logits, ends)
+    for got, *arguments in zip(mapped, logits, ends, strict=True):
+        kit.assert_bits_equal("indices", got, select(*arguments))
+    op = registry()["write_indexer_cache"]
+    arguments = [torch.stack([each, each]) for each in kit.torch_inputs(op, kit.make(op.cases[0]), device)]
+    before = arguments[-1].clone()
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for xmla::write_indexer_cache"):
+        torch.func.vmap(torch_api.write_indexer_cache)(*arguments)
+    assert torch.equal(arguments[-1], before)
 
 
 @by_name

@@ -7,10 +7,11 @@ Every name here is a function of the op's tensors (positional) and attributes (k
     the op's docstring, which lists what each serves, has by their name alone: they have not run on the part.
 NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
 
-All ops work under `jax.jit`, `jax.vmap` over any axis (one call with more rows; with a batch axis on a cache each
-element has its own) and `jax.shard_map`, and can be lowered ahead of time. Reverse mode (`jax.grad`, `jax.vjp`)
-differentiates the arguments that an op's docstring names, once; everything else raises. The results of a call that is
-differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
+All ops work under `jax.jit` and `jax.shard_map` and can be lowered ahead of time. Under `jax.vmap` over any axis a call
+has more rows; with a batch axis on a cache each element has its own. A call with sums over tokens, as derivatives have,
+is made for one element after the other, and `split_batch`, which has no tokens, is refused. Reverse mode (`jax.grad`,
+`jax.vjp`) differentiates the arguments that an op's docstring names, once; everything else raises. The results of a
+call that is differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
 
 An op that updates a cache takes it as an array and returns the new one, in place under `jit` with a donated argument,
 or as a `jax.Ref` (`jax.new_ref`), which it updates in place. A jitted step that is called once per token takes donated
