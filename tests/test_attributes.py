@@ -80,6 +80,17 @@ def test_each_factor_of_a_derivative_has_its_formula() -> None:
     assert {op.name for op, _ in DIFFERENTIATED} == FORMULAS.keys()
 
 
+@pytest.mark.parametrize("factor", [1e-50, -1e-40])
+@pytest.mark.parametrize(("op", "name"), FACTORS, ids=kit.case_id)
+def test_a_factor_that_is_no_normal_float32_is_0(op: Op, name: str, factor: float, device: str) -> None:
+    case = next((case for case in op.cases if name in case.attrs), op.cases[0])
+    (tiny, *_), (zero, *_) = (
+        (*kit.as_tuple(getattr(torch_api, op.name)(*arguments, **{**case.attrs, name: value})), *arguments)
+        for value, arguments in ((v, kit.torch_inputs(op, kit.make(case), device)) for v in (factor, 0.0))
+    )
+    kit.assert_bits_equal(name, tiny, zero, None if not op.partial else kit.as_numpy(tiny) == kit.as_numpy(tiny))
+
+
 @pytest.mark.parametrize("implementation", [None, "triton"] if HAS_GPU else [None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [*NEAR_1, *LIMITS])

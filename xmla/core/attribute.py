@@ -12,6 +12,7 @@ from xmla.core.errors import ArgumentError
 Attributes = Any
 
 LARGEST_FACTOR = 2.0**126  # kernels take the float32 of a factor, and of a factor times log2(e)
+SMALLEST_FACTOR = 2.0**-126  # a number between it and 0 is no normal float32: Triton computes in float64 with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +63,4 @@ class Attr:
             got = f"2**{value.bit_length() - 1} or more" if isinstance(value, int) else value
             expected = f"a number from {-LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}" if beyond else "a finite number"
             raise ArgumentError(f"{owner}: {self.name} value is {got}, expected {expected}")
-        return value or 0.0  # without a sign: memos take 0.0 for −0.0
+        return value if abs(value) >= SMALLEST_FACTOR else 0.0  # without a sign: memos take 0.0 for −0.0
