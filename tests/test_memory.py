@@ -1,15 +1,18 @@
-"""What torch tensors are beside their shape: lazily negated, without memory, sparse, nested, shared with another."""
+"""What tensors are beside their shape: lazily negated, without memory, sparse, nested, shared with another."""
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
 import torch
 
-from xmla import ArgumentError, UnsupportedError, torch_api
+from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
@@ -187,6 +190,34 @@ def test_a_pool_is_not_moved_within_itself(implementation: str | None, device: s
         assert torch.equal(pool, before)
         layers = torch.zeros(3, 2, *pool.shape[1:], device=device, dtype=pool.dtype)
         op(layers[:, 0], slots, slots, layers[:, 1], implementation=implementation)  # pages beside each other
+
+
+@BOTH
+def test_lists_that_are_updated_lie_apart(implementation: str | None, device: str) -> None:
+    """The two of a request; side by side in the rows of one tensor they do."""
+    indices = torch.tensor([[4, 2], [1, 6]], dtype=torch.int32, device=device)
+    held, slots = ([[-1, 2, 3], [6, 5, -1]], [[10, 11, 12], [13, 14, 15]])
+    both = torch.tensor([held, slots], dtype=torch.int32, device=device).transpose(0, 1).reshape(2, 6)
+    before = both.clone()
+    op = partial(torch_api.resolve_slots, num_entries=8, implementation=implementation)
+    for first, second in ((both[:, :3], both[:, :3]), (both[:, :4], both[:, 2:])):
+        with pytest.raises(ArgumentError, match="resolve_slots: held memory is shared with slots, expected"):
+            op(indices, first, second)
+    assert torch.equal(both, before)
+    selected, *_ = op(indices, both[:, :3], both[:, 3:])
+    assert selected.tolist() == [[10, 11], [14, 13]]
+
+
+def test_a_ref_that_is_updated_stands_once(device: str) -> None:
+    indices, held = jnp.array([[4, 2]], jnp.int32), jax.new_ref(jnp.array([[-1, 2, 3]], jnp.int32))
+    pool = jax.new_ref(jnp.zeros((2, 4, 576), jnp.bfloat16))
+    slots = jnp.arange(3, dtype=jnp.int32)
+    for jitted in (lambda f: f, jax.jit):
+        with pytest.raises(ArgumentError, match="resolve_slots: held memory is shared with slots, expected"):
+            jitted(lambda i: jax_api.resolve_slots(i, held, held, num_entries=8))(indices)
+        with pytest.raises(ArgumentError, match="convert_mla_cache: cache memory is shared with source"):
+            jitted(lambda s: jax_api.convert_mla_cache(pool, s, s + 3, pool))(slots)
+    assert held[...].tolist() == [[-1, 2, 3]]
 
 
 @pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutates], ids=kit.case_id)

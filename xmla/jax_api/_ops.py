@@ -72,6 +72,7 @@ def public(op: Op) -> Callable[..., Any]:
                 remedy = "; a write through a Ref returns None, and the Ref is the cache" if written else ""
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array{remedy}")
             arrays[name] = value
+        _refuse_shared(op, arrays)
         _refuse_arrays(op, attrs)
         attrs = op.attributes(*attrs)
         # Checked here, so that an error names the user's line, and of arrays as they are given.
@@ -96,6 +97,14 @@ def public(op: Op) -> Callable[..., Any]:
         return results if len(results) > 1 else results[0] if results else None
 
     return function
+
+
+def _refuse_shared(op: Op, arrays: Mapping[str, Any]) -> None:
+    """Refuse a Ref that a call updates and that stands twice: inside of `jit` the last of its new values would stay."""
+    for written in op.mutates:
+        for name, array in arrays.items():
+            if name != written and array is arrays[written] and is_ref(array):
+                raise ArgumentError(f"{op.name}: {written} memory is shared with {name}, expected memory of its own")
 
 
 def _refuse_arrays(op: Op, attrs: tuple[Any, ...]) -> None:

@@ -21,14 +21,17 @@ def spaces(op: Op, arguments: Mapping[str, Spec], results: Iterable[Spec] = (), 
 def _pairs(op: Op, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """What is written, and what may not share its memory.
 
-    Two arguments that are updated may: pages of one pool, which tables tell apart, hold the entries of both.
+    Two arguments that are updated may, if they have pages: those of one pool, which tables tell apart, hold the entries
+    of both. Rows of requests, as `resolve_slots` updates them, may not.
     """
     *names, last = names
     names, space = (names, [last]) if last == WORKSPACE else ([*names, last], [])
     out = [name for name in names if name not in op.tensors]
     read = [name for name in names if name in op.tensors and name not in op.mutates]
     updated = [name for name in op.mutates if name in names]
-    return chain(product(updated, read), product(out, [*read, *updated]), combinations(out, 2), product(space, names))
+    rows = [name for name in updated if op.tensors[name].names[0] == "B"]
+    pairs = product(updated, read), combinations(rows, 2), product(out, [*read, *updated]), combinations(out, 2)
+    return chain(*pairs, product(space, names))
 
 
 def distances(op: Op, specs: Mapping[str, Spec]) -> Callable[..., bool]:
