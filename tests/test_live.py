@@ -19,6 +19,7 @@ from xmla.core.config import settings
 from xmla.core.live import reproducer, shadow
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.core.spec import Spec
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,18 @@ def test_a_shrunk_call_gives_the_rows_of_the_whole_one(op: Op, case: Case) -> No
                 assert np.array_equal(a[..., : b.shape[-1]], b, equal_nan=True)
         for name, array in small.items():
             assert array.nbytes <= arrays[name].nbytes
+
+
+@pytest.mark.parametrize("op", registry().values(), ids=kit.case_id)
+def test_every_index_has_its_limits(op: Op) -> None:
+    """Of what XMLA_CHECK looks at: places by their declaration, and bounds."""
+    given, limited = set(), set()
+    for case in op.cases:
+        arrays = kit.make(case)
+        given |= set(arrays)
+        problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, op.attributes(**case.attrs))
+        limited |= {limit.argument for limit in op.limits(problem, arrays)}
+    assert {name for name in given if op.tensors[name].index_of or op.tensors[name].bound_of} <= limited
 
 
 def test_only_used_pages_leave_the_device() -> None:

@@ -1,4 +1,4 @@
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from xmla.core.caches import check_scale_floor
@@ -9,7 +9,7 @@ from xmla.core.ops import write_indexer_cache, write_mla_cache
 from xmla.core.ops.dsa_step.cases import CASES
 from xmla.core.ops.dsa_step.plan import plan
 from xmla.core.ops.dsa_step.reference import reference
-from xmla.core.problem import FLOATS, Problem, Tensor
+from xmla.core.problem import FLOATS, Arrays, Limit, Problem, Tensor
 from xmla.core.requests import paged_limits
 
 
@@ -82,6 +82,11 @@ def check(problem: Problem) -> None:
     check_scale_floor(problem)
 
 
+def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
+    yield Limit("entry_slots", -1, problem["P"] * problem["R"] - 1)
+    yield from paged_limits(problem, arrays, "indexer_cache")
+
+
 OP = Op(
     prototype=dsa_step,
     tensors={
@@ -94,7 +99,7 @@ OP = Op(
     outputs=attention.OP.outputs,
     updates=dict.fromkeys(("mla_cache", "indexer_cache")),
     check=check,
-    limits=partial(paged_limits, cache="indexer_cache"),
+    limits=limits,
     work=attention.work,
     steps=(write_mla_cache.OP, write_indexer_cache.OP, *attention.OP.steps),
     implementations=(Implementation("steps", plan, asked="steps"),),
