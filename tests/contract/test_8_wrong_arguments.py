@@ -1,8 +1,10 @@
 """Wrong arguments raise before any launch, name argument, axis, got and expected, alike in both front-ends."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -859,6 +861,52 @@ def test_cpu_arrays_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
                 "…`, or pass implementation='reference'"
             )
             assert np.asarray(jax_api.select_topk(logits, ends, k=1, implementation="reference")).tolist() == [[3]]
+
+
+def usual_mistakes() -> list[Callable[[], object]]:
+    """A call for each row of docs/troubleshooting.md that has an error of xmla's."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    half, byte, one = torch.bfloat16, torch.uint8, torch.float32
+    q, cache, slots = zeros(2, 4, 576, dtype=half), zeros(4, 4, 656, dtype=byte), zeros(2, 8)
+    keys, logits, ends = zeros(4, 4, 132, dtype=byte), jnp.zeros((1, 8)), jnp.full(1, 8, jnp.int32)
+
+    def attend(q: torch.Tensor = q, cache: torch.Tensor = cache, slots: torch.Tensor = slots) -> Callable[[], object]:
+        return lambda: torch_api.sparse_mla(q, cache, slots, softmax_scale=0.1)
+
+    def step(tokens: int = 2, lengths: int = 2, pages: int = 4, mla: torch.Tensor = cache) -> Callable[[], object]:
+        queries = zeros(tokens, 4, 576, dtype=half), zeros(tokens, 4, 128, dtype=one), zeros(tokens, 4, dtype=one)
+        caches = mla, zeros(pages, 4, 132, dtype=byte), zeros(2, 2)
+        return lambda: torch_api.dsa_attention(*queries, *caches, zeros(lengths), k=4, softmax_scale=0.1)
+
+    return [
+        attend(q.float()), attend(slots=slots.long()), attend(q[None]), attend(zeros(8, 2, 576, dtype=half)),
+        attend(zeros(2, 576, 8, dtype=half).transpose(1, 2)), step(tokens=3, lengths=3), step(4, 2), step(pages=8),
+        step(mla=keys), attend(cache=zeros(4, 4, 528, dtype=byte)), attend(zeros(2, 129, 576, dtype=half)),
+        lambda: jax.jit(lambda k: jax_api.select_topk(logits, ends, k=k))(2),
+        lambda: jax_api.select_topk(torch.zeros(1, 8), ends, k=2), lambda: jax_api.read_mla_cache(None, ends),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_the_messages_that_troubleshooting_explains() -> None:
+    """A reader looks for what is on the screen: the words of the table are those of the errors."""
+    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+    _, table = page.split("## A call is refused\n")
+    cells = [row.split(" | ")[0] for row in table.split("\nDerivatives:")[0].splitlines() if row.startswith("| ")][1:]
+    others = ("`jax.shard_map`", "JAX: ", "`operation failed")  # errors of the frameworks
+    phrases = [cell.split("`")[1] for cell in cells if not cell.removeprefix("| ").startswith(others)]
+    messages = []
+    for call in usual_mistakes():
+        with pytest.raises((ArgumentError, UnsupportedError)) as refused:
+            call()
+        messages.append(str(refused.value))
+    for phrase in phrases:
+        words = ".*".join(map(re.escape, phrase.split("…")))
+        assert any(re.search(words, message) for message in messages), phrase
+    assert len(phrases) == len(messages)
 
 
 @pytest.mark.parametrize("op", [op for op in registry().values() if op.steps], ids=lambda op: op.name)
