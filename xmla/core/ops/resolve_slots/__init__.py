@@ -45,11 +45,11 @@ def resolve_slots(indices, held, slots, *, num_entries: int) -> Any:
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; PLACES is less than T / B · K;
-            num_entries < 1.
+            num_entries < 1; held and slots share memory that is updated.
 
-    The call's workspace has num_entries words for each request. One program serves a request: calls of many columns
-    take their time. Nothing is read by the host, so that the calls of a CUDA graph replay, each from the list that the
-    last one left.
+    The call's workspace has num_entries words for each request and three for each place. One program serves a request:
+    calls of many columns take their time. Nothing is read by the host, so that the calls of a CUDA graph replay, each
+    from the list that the last one left.
 
     Example:
         >>> indices = xp.asarray([[4, 2]], dtype=xp.int32)
