@@ -3,6 +3,8 @@
 import hypothesis.strategies as st
 import kit
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 
 from xmla import torch_api
@@ -43,6 +45,40 @@ def test_write_then_read(device: str, layout: MlaLayout, entries: int, tokens: i
     kit.assert_bits_equal("cache", cache, inputs["cache"])
     (want,) = read.reference(inputs["cache"], slots, cache_format=layout.name, dtype="float32")
     kit.assert_bits_equal("rows", rows, want)
+
+
+@pytest.mark.parametrize("layout", MLA_LAYOUTS, ids=lambda layout: layout.name)
+def test_a_step_over_each_format_has_the_bits_of_its_ops(layout: MlaLayout, device: str) -> None:
+    """Writes and attention in one call; cases of the op have one format."""
+    torch.manual_seed(0)
+    pages, entries, keys = 6, 8, 48
+    dtype = torch.uint8 if layout.packed else torch.bfloat16
+    caches = torch.zeros(pages, entries, layout.row, dtype=dtype), torch.zeros(pages, entries, 132, dtype=torch.uint8)
+    mla, indexer = (cache.to(device) for cache in caches)
+    table = torch.randperm(pages, device=device).int().view(2, 3)
+    lengths = torch.tensor([20, 13], dtype=torch.int32, device=device)
+
+    def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.randn(shape, device=device) for shape in shapes]
+
+    latent, rope, index_k = drawn((keys, layout.latent), (keys, layout.rope), (keys, 128))
+    slots = torch.arange(keys, dtype=torch.int32, device=device)
+    torch_api.write_mla_cache(latent, rope, slots, mla, cache_format=layout.name)
+    torch_api.write_indexer_cache(index_k, slots, indexer)
+    new = drawn((2, layout.latent), (2, layout.rope), (2, 128))
+    place = (lengths - 1).long()
+    written = (table.gather(1, (place // entries)[:, None])[:, 0] * entries + place % entries).int()
+    q, index_q, weights = drawn((2, 4, layout.dims), (2, 4, 128), (2, 4))
+    attended = q.bfloat16(), index_q, weights
+    attrs = {"k": 6, "softmax_scale": 0.1, "mla_cache_format": layout.name}
+    apart = mla.clone(), indexer.clone()
+    found = torch_api.dsa_step(*new, written, *attended, mla, indexer, table, lengths, **attrs)
+    torch_api.write_mla_cache(*new[:2], written, apart[0], cache_format=layout.name)
+    torch_api.write_indexer_cache(new[2], written, apart[1])
+    want = torch_api.dsa_attention(*attended, *apart, table, lengths, **attrs)
+    for name, got, wanted in zip(("out", "lse", "indices", "mla", "indexer"), (*found, mla, indexer), (*want, *apart),
+                                 strict=True):  # fmt: skip
+        kit.assert_bits_equal(name, got, wanted)
 
 
 @given(st.data(), page_sizes, page_sizes, st.integers(1, 40), st.integers(0, 40), st.booleans(), seeds)

@@ -77,3 +77,10 @@ def test_the_committed_table_stands_below_its_head() -> None:
     columns = support_matrix.committed()
     assert [*columns] == [*support_matrix.ARCHITECTURES]
     assert {op.strip("`") for op, _ in columns[90]} == {*registry()}
+
+
+def test_a_format_of_no_case_is_told_so() -> None:
+    """The op may take it: `supports` asks with the arguments of a case."""
+    message = r"^supports: mla_cache is 'plain', expected one of uint8, v32, which cases of dsa_attention have$"
+    with pytest.raises(ArgumentError, match=message):
+        supports("dsa_attention", "H200", mla_cache="plain")

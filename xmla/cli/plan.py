@@ -131,7 +131,6 @@ def show_support(op: str, words: list[str], devices: list[str] | None = None) ->
     console = Console()
     console.print(f"{op}: {next(iter(answers.values())).call}", soft_wrap=True, markup=False)
     console.print(table)
-    for answer in answers.values():
-        if not answer.ok:
-            console.print(answer.reason, soft_wrap=True, markup=False)
+    for reason in dict.fromkeys(answer.reason for answer in answers.values() if not answer.ok):
+        console.print(reason, soft_wrap=True, markup=False)
     return any(answers.values())

@@ -103,7 +103,8 @@ def _case_with(op: Op, kinds: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     for name, kind in caches.items():
         there = sorted({form for number in every for form in kinds_of(op.name, number).get(name, ())})
         if kind not in there:
-            raise ArgumentError(f"supports: {name} is {kind!r}, expected one of {', '.join(there)}{meant(kind, there)}")
+            known = f"{', '.join(there)}, which cases of {op.name} have"
+            raise ArgumentError(f"supports: {name} is {kind!r}, expected one of {known}{meant(kind, there)}")
     combination = " and ".join(f"{name} {kind}" for name, kind in caches.items())
     raise ArgumentError(f"supports: {op.name} has no case with {combination} together")
 
