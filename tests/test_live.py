@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
@@ -81,6 +82,24 @@ def test_only_used_pages_leave_the_device() -> None:
     assert small["q"].shape[0] == 1 and small["cache"].shape[0] < arrays["cache"].shape[0]
     used = small["slots"][(small["slots"] >= 0) & (small["slots"] < small["cache"].shape[0] * 2)]
     assert set(used // 2) == set(range(small["cache"].shape[0]))
+
+
+def test_shadow_leaves_traced_calls_of_values_alone(
+    device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A jitted function, or the body of a loop, that closes over its arrays and Refs."""
+    monkeypatch.setattr(settings, "shadow", 1.0)
+    logits, ends = jnp.asarray([[1.0, 3.0, 2.0]]), jnp.asarray([3], dtype=jnp.int32)
+    ref, slots = jax.new_ref(jnp.zeros((2, 4, 132), jnp.uint8)), jnp.arange(3, dtype=jnp.int32)
+
+    def body(carry: int, _: None) -> tuple[int, jax.Array]:
+        jax_api.write_indexer_cache(jnp.ones((3, 128)), slots, ref)
+        return carry, jax_api.select_topk(logits, ends, k=2)
+
+    assert jax.jit(lambda: jax_api.select_topk(logits, ends, k=2))().tolist() == [[1, 2]]
+    assert jax.lax.scan(body, 0, None, length=2)[1].tolist() == [[[1, 2]]] * 2
+    assert ref[...].any() and "shadow" not in caplog.text
+    assert jax_api.select_topk(logits, ends, k=2).tolist() == [[1, 2]] and "shadow select_topk" in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(registry()))

@@ -127,8 +127,11 @@ def _take(array: Any, places: np.ndarray | None) -> np.ndarray:
 
 
 def _sample(op: Op, arrays: Mapping[str, Any], attrs: Attributes) -> shadow.Sample | None:
-    """XMLA_SHADOW's sample of an eager call. Under a trace there are no values, so the pages used are unknown."""
-    if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
+    """XMLA_SHADOW's sample of an eager call. Under a trace there are no values, so the pages used are unknown.
+
+    The arguments may be values there: arrays that a jitted function closes over. Then what it makes is traced.
+    """
+    if any(isinstance(array, jax.core.Tracer) for array in (*arrays.values(), jnp.zeros(()))):
         return None
     return shadow.sample(op, arrays, {name: _spec(op, name, array) for name, array in arrays.items()}, attrs, _take)
 
