@@ -191,40 +191,45 @@ class TwoSources:
 
         Layers whose windows are in pages of their own have the same rows, which they read from other slots.
         """
-        window = kept(context, "window", lambda: self.window(step, positions, part))
+        holder = context if compressed is None else compressed
+        return kept(holder, "rows", lambda: self.memory_of(context, step, compressed, positions, part))
+
+    def memory_of(
+        self, context: Any, step: Any, compressed: Any, positions: torch.Tensor, part: slice
+    ) -> "Rows | None":  # fmt: skip
+        """Of the windows and of compressed entries; None if either are too many.
+
+        Entries come first: of the few tokens that V4.1 replays they mostly are, and then no window is made.
+        """
+        requests = kept(context, "requests", lambda: step.token_to_req_indices[part] - step.num_decodes)
+        gathered = None if compressed is None else self.entry_rows(step, compressed, requests)
+        if compressed is not None and gathered is None:
+            return None
+        window = kept(context, "window", lambda: self.window(step, positions, part, requests))
         if window is None:
             return None
-        holder = context if compressed is None else compressed
-        return kept(holder, "rows", lambda: self.memory_of(step, compressed, window, part))
-
-    def window(self, step: Any, positions: torch.Tensor, part: slice) -> tuple[Pages, torch.Tensor] | None:
-        """Entries that windows of prefills may reach, in pages of any size; the tokens' slots in them, newest first."""
-        lengths, new = step.prefill_seq_lens_cpu.numpy(), step.prefill_query_lens_cpu.numpy()
-        size, page, decodes = self.window_size, memory.PAGE, step.num_decodes
-        # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
-        first = ((lengths - new - size + 1) // page - 1).clip(0)
-        most = memory.most_gathered(part.stop - part.start, size)
-        requests = step.token_to_req_indices[part] - decodes
-        pages = Pages.of(requests, decodes, first, -(-lengths // page), page, most)
-        if pages is None:
-            return None
-        return pages, pages.windows(positions[part].int(), size)
-
-    def memory_of(self, step: Any, compressed: Any, window: tuple[Pages, torch.Tensor], part: slice) -> "Rows | None":
-        """Of these pages and slots of the window, and of compressed entries; None if these are too many."""
         pages, slots = window
         scratch, lse, places, counts = self.workspace(len(slots))
         recent, scratch = pages.memory(VALUE_DIMS, scratch)
         entries = None
-        if compressed is not None:
-            gathered = self.entry_rows(step, compressed, pages.requests)
-            if gathered is None:
-                return None
+        if gathered is not None:
             rows, scratch = gathered.pages.memory(VALUE_DIMS, scratch)
             shape = self.entry_positions(compressed, part).shape
             places = places.flatten()[: shape.numel()].view(shape)
             entries = Entries(gathered.pages, gathered.slots, rows, pooled(rows, gathered.pages), (places, counts))
         return Rows(pages, slots, recent, pooled(recent, pages), entries, lse, scratch)
+
+    def window(
+        self, step: Any, positions: torch.Tensor, part: slice, requests: torch.Tensor
+    ) -> tuple[Pages, torch.Tensor] | None:
+        """Entries that windows of prefills may reach, in pages of any size; the tokens' slots in them, newest first."""
+        lengths, new = step.prefill_seq_lens_cpu.numpy(), step.prefill_query_lens_cpu.numpy()
+        size, page = self.window_size, memory.PAGE
+        # Lengths on the host may be too large, by drafted tokens: windows may begin a page before.
+        first = ((lengths - new - size + 1) // page - 1).clip(0)
+        most = memory.most_gathered(part.stop - part.start, size)
+        pages = Pages.of(requests, step.num_decodes, first, -(-lengths // page), page, most)
+        return None if pages is None else (pages, pages.windows(positions[part].int(), size))
 
     def entry_rows(self, step: Any, compressed: Any, requests: torch.Tensor) -> Gathered | None:
         """All entries of the prefills, whose tokens are of `requests`."""
