@@ -184,6 +184,21 @@ def test_vmap_of_a_ref_with_a_batch_axis() -> None:
         kit.assert_bits_equal("rows", rows[element], jax_api.read_mla_cache(arrays["cache"], arrays["slots"]))
 
 
+@pytest.mark.parametrize("name", ["select_topk", "sparse_mla", "indexer_topk_paged", "sparse_mla_backward"])
+def test_vmap_beside_refs_of_rows_and_pools(name: str) -> None:
+    """Those that have no batch axis are read: each call has the same."""
+    op, case = OPS[name], smallest(OPS[name])
+    first, *others = arrays = {n: jnp.asarray(np.ascontiguousarray(a)) for n, a in kit.make(case).items()}
+    function = function_of(op, case, list(arrays))
+    batch = jnp.stack([arrays[first], arrays[first][::-1]])
+    refs = [jax.new_ref(arrays[other]) for other in others]
+    got = kit.as_tuple(jax.vmap(lambda x: function(x, *refs))(batch))
+    for element, given in enumerate(batch):
+        want = kit.as_tuple(function(given, *[arrays[other] for other in others]))
+        for output, mine, theirs in zip(op.outputs, got, want, strict=True):
+            same(op, output, mine[element], theirs, None)
+
+
 def test_refs_of_calls_in_turn_under_vmap() -> None:
     """An op whose results have no row a token, and that updates what it reads."""
     op = OPS["resolve_slots"]

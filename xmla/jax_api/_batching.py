@@ -18,7 +18,7 @@ from xmla.core.problem import Tensor
 ROWS = ("T", "B")
 
 
-def _row_axis(tensor: Tensor) -> str | None:
+def row_axis(tensor: Tensor) -> str | None:
     return next((name for name in tensor.names if name in ROWS), None)
 
 
@@ -37,7 +37,7 @@ def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
     if not any("T" in tensor.names for tensor in op.tensors.values()):
         raise UnsupportedError(f"{op.name}: vmap is given, supported: ops with an axis T")
     indexed = {(t.index_of or t.bound_of).split()[0] for t in op.tensors.values() if t.index_of or t.bound_of}
-    pools = {name: t.names[0] for name, t in op.tensors.items() if name in dims and _row_axis(t) is None}
+    pools = {name: t.names[0] for name, t in op.tensors.items() if name in dims and row_axis(t) is None}
     batched = {axis for name, axis in pools.items() if dims[name] is not None}
     for name, axis in pools.items():
         if dims[name] is not None and axis not in indexed:
@@ -60,7 +60,7 @@ def fold(op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], size
     folded = {}
     for name, array in arrays.items():
         tensor = op.tensors[name]
-        row = _row_axis(tensor)
+        row = row_axis(tensor)
         if row is None and dims[name] is None:
             folded[name] = array
             continue

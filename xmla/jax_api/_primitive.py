@@ -161,7 +161,8 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
             raise UnsupportedError(
                 f"{op.name}: {name} is a Ref without a batch axis under vmap, supported: a Ref with one, or an array"
             )
-    arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None}
+    rows = {name for name in refs if _batching.row_axis(op.tensors[name]) is not None}  # a pool is not copied
+    arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None or name in rows}
     pools = set() if op.sums_over_tokens else _batching.batched_pools(op, dims)
     if op.sums_over_tokens:
         outputs = _batch_in_turn(op, arrays, dims, params)
