@@ -272,7 +272,7 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
         ),
         (["supports", "selct_topk"], "write_mla_cache; did you mean select_topk or "),
         (["supports", "sparse_mla", "h=16"], "S, T; did you mean H?"),
-        (["supports", "sparse_mla", "cache=palin"], "v41_footer; did you mean plain or plain_v4?"),
+        (["supports", "sparse_mla", "cache=palin"], "cases of sparse_mla have; did you mean plain or plain_v4?"),
         (["supports", "sparse_mla", "q=flaot16"], "uint8; did you mean float16 or bfloat16 or float64?"),
     ],
 )
