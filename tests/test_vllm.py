@@ -21,7 +21,7 @@ from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, pools, shards, warmup
-from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills
+from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills, whole_vectors
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
@@ -678,12 +678,21 @@ def test_warmup_of_ranks_that_share_keys(device: Device) -> None:
 
     def select() -> Call:
         columns = 64 * any_size(rng, 30000)
-        tokens = any_size(rng, min(shards.ROWS, sizes.scratch // (4 * columns)))
+        tokens = any_size(rng, shards.at_once(columns, sizes.scratch))
         rows = {name: Spec((tokens,), "int32") for name in ("ends", "starts")}
         return Call("select_topk", {"logits": Spec((tokens, columns), "float32")} | rows, {"k": 2048})
 
     missing = unlisted(device, found, select)
     assert not missing, missing[0]
+
+
+@pytest.mark.parametrize("columns", [64, 640 * 64, 2560 * 64, 40000 * 64])
+def test_calls_of_parts_start_on_whole_vectors(columns: int) -> None:
+    """Kernels are compiled for integers of tokens that do; ranks exchange as many tokens at a time as fit."""
+    most = shards.at_once(columns, SIZES.scratch)
+    assert 0 < most <= shards.ROWS and most % 4 == 0 and replace(SIZES, ranks=8).at_once(columns) == most
+    assert 4 * columns * most <= SIZES.scratch < 4 * columns * (most + 4) or most == shards.ROWS
+    assert [whole_vectors(tokens) for tokens in (3, 4, 26)] == [3, 4, 24]
 
 
 def test_warmup_of_every_place_of_rows() -> None:

@@ -4,7 +4,7 @@ Writes the tokens of each request, their log-probabilities, and how often each o
 V4.1's calls are apart from vLLM's own, in all layers for all tokens of the prompts, since these are asked for.
 With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
 several processes share heads and keys, which --interleave counts, with --late only after the model is made. With
---invariant vLLM is asked for the same bits in any batch, and attention's scratch memory is that of 24 tokens; with
+--invariant vLLM is asked for the same bits in any batch, and attention's scratch memory is that of 26 tokens; with
 --alone each request comes when those before are done, whose prefixes are not kept. With --blocks the cache has so many
 and each step a dummy batch before it, as of ranks of data parallelism that have no requests; --stages share layers.
 With --sleep the engine sleeps at that level, wakes up, and serves the same requests again; with --offload it serves
@@ -126,7 +126,7 @@ def serve(
         from xmla.core.models import memory
         from xmla.vllm import backend
 
-        memory.scratch_v32, backend.invariant_scratch = lambda *_, **__: 24 << 10, lambda *_: 1 << 10
+        memory.scratch_v32, backend.invariant_scratch = lambda *_, **__: 26 << 10, lambda *_: 1 << 10
     if gather:
         from xmla.core.models import memory
         from xmla.vllm import gathered

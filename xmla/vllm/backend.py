@@ -26,7 +26,7 @@ from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32, VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills, rows_are_faster
+from xmla.vllm.gathered import ALIGNED, Gathered, Pages, kept_for_prefills, rows_are_faster, whole_vectors
 from xmla.vllm.refusals import is_batch_invariant, pool_size
 from xmla.vllm.shards import Shards
 
@@ -153,8 +153,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers, self.layouts)
         self.at_once = tokens
         if self.invariant and (a_token := invariant_scratch(self.query_heads, keys, device)):
-            self.reserved = max(self.reserved, a_token)
-            self.at_once = self.reserved // a_token
+            self.reserved = max(self.reserved, ALIGNED * a_token)
+            self.at_once = whole_vectors(self.reserved // a_token)
         self.workspace(tokens, 1)
 
     def workspace(self, *tokens: int) -> list[torch.Tensor]:

@@ -182,6 +182,8 @@ def select(
         if part is None:
             continue
         first, last, starts, ends = part
+        if share is not None:  # views at any place, which would have kernels of their own
+            starts, ends = starts.clone(), ends.clone()
         rows = slice(first, last)
         total = chunk.max_local_total_seq_lens
         if shards:  # rows of logits start on whole vectors; no token sees what is beyond

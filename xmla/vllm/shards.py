@@ -11,9 +11,15 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.core.parallel import Ownership
+from xmla.vllm.gathered import whole_vectors
 
 # Tokens whose candidates are exchanged at a time: 2 · (1 + W) · K words for each, besides the workspace.
 ROWS = 512
+
+
+def at_once(columns: int, scratch: int) -> int:
+    """Tokens whose candidates are exchanged at a time, with logits of so many keys in so many bytes."""
+    return whole_vectors(min(ROWS, scratch // (4 * columns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Shards:
         `logits(rows, out=…)` computes those of this rank's keys, of which a token has `starts` to `ends`. Columns are
         equally many on every rank, so that all of them exchange the same tokens at a time.
         """
-        (tokens, k), most = out.shape, min(ROWS, scratch.numel() // (4 * columns))
+        (tokens, k), most = out.shape, at_once(columns, scratch.numel())
         for first in range(0, tokens, most):
             rows = slice(first, min(first + most, tokens))
             scores = scratch[: 4 * columns * (rows.stop - first)].view(torch.float32).view(-1, columns)

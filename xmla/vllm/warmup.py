@@ -79,7 +79,7 @@ class Sizes:
 
     def at_once(self, columns: int) -> int:
         """Tokens of which ranks exchange candidates at a time, each with logits of so many keys."""
-        return self.tokens if self.ranks == 1 else min(shards.ROWS, self.scratch // (4 * columns))
+        return self.tokens if self.ranks == 1 else shards.at_once(columns, self.scratch)
 
 
 def select_calls(
