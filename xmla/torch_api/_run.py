@@ -92,8 +92,11 @@ def plan_tensors(
     check_tensors(op, tensors)
     if device is None:
         check_devices(op, tensors)
-    specs = tuple(None if tensor is None else spec_of(tensor) for tensor in tensors)
-    return plan_call(op, specs, attrs, device or device_of(tensors[0].device), implementation)
+    return plan_call(op, _specs(tensors), attrs, device or device_of(tensors[0].device), implementation)
+
+
+def _specs(tensors: Tensors) -> tuple[Spec | None, ...]:
+    return tuple(None if tensor is None else spec_of(tensor) for tensor in tensors)
 
 
 # The pointers of (tensors, attrs, implementation) if it is a certain call, else None.
@@ -209,13 +212,15 @@ def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
     """Check, plan and compile the first call with given shapes."""
     if tensors[0].is_cuda:
         refuse_fork(op)
-    plan, results = plan_tensors(op, tensors, attrs, implementation=implementation)
-    present = _by_name(op, tensors)
-    for name, tensor in present.items():
+    check_tensors(op, tensors)
+    check_devices(op, tensors)
+    every = _specs(tensors)
+    plan, results = plan_call(op, every, attrs, device_of(tensors[0].device), implementation)
+    for name, tensor in _by_name(op, tensors).items():
         if not tensor.data_ptr() and tensor.numel():
             raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
     allocated = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
-    specs = {name: spec_of(tensor) for name, tensor in present.items()}
+    specs = {name: spec for name, spec in zip(op.tensors, every, strict=True) if spec is not None}
     launch, together = (None, None) if tensors[0].device.type == "cpu" else _launches(plan, specs, tensors[0].device)
     ordinal = tensors[0].get_device()
     return Prepared(plan, allocated, plan.workspace_bytes, ordinal, launch, together, op.mutated, attrs, specs, results)
