@@ -156,3 +156,24 @@ def test_no_more_are_kept_than_a_few(arguments: Arguments) -> None:
                     arguments, q=arguments["q"][:rows], slots=arguments["slots"][:rows, :columns], softmax_scale=scale
                 )
     assert len(_run.kept.recent[registry()["sparse_mla"]]) == _run.Kept.RECENT
+
+
+def test_of_many_sizes_the_ones_that_come_again_are_kept(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of sizes that never come again would be looked at by each collection of garbage: 16000 take 0.3 s."""
+    monkeypatch.setattr(_run, "kept", _run.Kept())
+    monkeypatch.setattr(_run.Kept, "MOST", 4)
+    prepared: list[int] = []
+    prepare = _run.prepare
+
+    def counted(op: Any, tensors: Any, *rest: Any) -> Any:
+        prepared.append(tensors[2].shape[1])
+        return prepare(op, tensors, *rest)
+
+    monkeypatch.setattr(_run, "prepare", counted)
+    for columns in (*range(1, 11), 1, 10):
+        for size in (3, columns):
+            _run.kept.recent.clear()
+            slots = arguments["slots"][:, :1].expand(2, size).contiguous()
+            torch_api.sparse_mla(**arguments | {"slots": slots})
+    assert len(_run.kept.prepared) == 4
+    assert prepared == [3, 1, 2, *range(4, 11), 1]

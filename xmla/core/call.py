@@ -13,7 +13,7 @@ from xmla.core.problem import LARGEST_SIZE, Problem
 from xmla.core.spec import Spec
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 11)  # a full collection of garbage looks at some twenty objects of each plan
 def plan_call(
     op: Op, specs: tuple[Spec | None, ...], attrs: Attributes, device: Device, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:

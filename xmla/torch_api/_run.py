@@ -104,18 +104,28 @@ Match = Callable[[Tensors, tuple[Any, ...], str | None], list[int] | None]
 
 
 class Kept:
-    """The prepared calls of this process: by everything that they depend on, and the last ones of each op."""
+    """The prepared calls of this process: by everything that they depend on, and the last ones of each op.
 
-    MOST = 1 << 14  # each takes some KB
+    Of many the ones stay that came last: a server's prompts have sizes that seldom come again, and a full collection of
+    garbage looks at some forty objects of each call.
+    """
+
+    MOST = 1 << 11
     RECENT = 8  # a model's layers differ in a few ways
 
     def __init__(self) -> None:
         self.prepared: dict[Any, Prepared] = {}
         self.recent: dict[Op, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
+    def find(self, key: Any) -> Prepared | None:
+        prepared = self.prepared.pop(key, None)
+        if prepared is not None:
+            self.prepared[key] = prepared  # behind all others
+        return prepared
+
     def add(self, key: Any, prepared: Prepared) -> None:
         if len(self.prepared) >= self.MOST:
-            self.clear()
+            self.prepared.pop(next(iter(self.prepared)), None)
         self.prepared[key] = prepared
 
     def clear(self) -> None:
@@ -339,7 +349,7 @@ def look_up(
         with torch.cuda.device(ordinal):
             return call(op, tensors, attrs, out, workspace, implementation)
     try:
-        prepared = kept.prepared.get(tuple(key))
+        prepared = kept.find(tuple(key))
     except TypeError:  # an attribute that cannot be hashed
         prepared = None
     if prepared is None:
