@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import kit
 import numpy as np
@@ -23,7 +24,7 @@ from xmla.core.op import Case, Op
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.spec import Spec, alignment_of
 
 
 @pytest.mark.parametrize("device", [*KNOWN_DEVICES, INTERPRETER], ids=lambda device: device.name)
@@ -258,7 +259,7 @@ MODELS = (ModelConfig, ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash, Model
 SHORT = (*range(1, 104), 127, 129, 131, 133, 140, 200, 257, 300, 511, 513, 1999, 2000)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("model", MODELS)
 def test_short_prompts_and_last_chunks_launch_no_other_kernel(model: type[Model], heads: int) -> None:
     config = model(heads=heads, batches=(1,), max_lens=(32768,), prefill_tokens=(8192,))
@@ -266,6 +267,34 @@ def test_short_prompts_and_last_chunks_launch_no_other_kernel(model: type[Model]
     for tokens in SHORT:
         for call in (call.over(pages) for call in config.prefill(tokens, 32768) for pages in POOLS):
             assert set(call.specializations(H200)) <= listed, (call.op, tokens)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prefill_behind_a_steps_decodes_launches_no_other_kernel(model: type[Model]) -> None:
+    """Its tokens and tables are slices of the step's, which begin on any multiple of 4 bytes."""
+    config = model(batches=(3,), max_lens=(5000,), prefill_tokens=(512,))
+    listed = set(config.specializations(H200))
+    for decodes, tokens in ((1, 77), (2, 5), (3, 512)):
+        for call in config.prefill(tokens, 5000):
+            begins = {
+                name: alignment_of(decodes * spec.stride(0) * spec.itemsize) for name, spec in call.specs.items()
+                if spec.dtype == "int32" and (len(spec.shape) == 1 or name.endswith("table"))
+            }  # fmt: skip
+            specs = {name: replace(call.specs[name], alignment=begin) for name, begin in begins.items()}
+            call = replace(call, specs={**call.specs, **specs})
+            assert set(call.over(1024).specializations(H200)) <= listed, (call.op, decodes)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_slots_of_new_tokens_are_listed(model: type[Model]) -> None:
+    """As an engine's step finds them: a position of each token, in pages of any cache."""
+    config = model(batches=(3,), max_lens=(5000,), prefill_tokens=())
+    listed = set(config.specializations(H200))
+    for page in {spec.shape[1] for spec in config.caches().values()}:
+        for tokens, ids in product((1, 75), (True, False)):
+            specs = {"indices": Spec((tokens, 1), "int32"), "block_table": Spec((tokens, 79), "int32")}
+            specs |= {"request_ids": Spec((tokens,), "int32")} if ids else {}
+            assert set(Call("map_slots", specs, {"page_size": page}).specializations(H200)) <= listed
 
 
 def test_what_several_launches_write_comes_first() -> None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 from xmla.core.attribute import Attr
@@ -18,6 +19,7 @@ from xmla.core.spec import Spec
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
 LAST_CHUNKS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512)  # tokens: plans depend on the waves that programs fill
+FEW = range(1, 49)  # tokens: with each one more attention may divide their keys otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,13 @@ class Call:
         pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
         return replace(self, specs={**self.specs, **pools})
 
+    def behind_others(self) -> Iterator["Call"]:
+        """The call, and with arrays of tokens, or tables of requests, that begin where those of a step's others end."""
+        tokens = [name for name, spec in self.specs.items() if spec.dtype == "int32" and len(spec.shape) == 1]
+        tables = [name for name, spec in self.specs.items() if name.endswith("table") and spec.shape[1] % 4]
+        for shifted in ([], tokens, tables, tokens + tables):
+            yield replace(self, specs={**self.specs, **{n: replace(self.specs[n], alignment=4) for n in shifted}})
+
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
         op = registry()[self.op]
@@ -64,6 +73,13 @@ def split(requests: int, next_n: int) -> Call:
     """The call that splits a mixed batch with up to `next_n` tokens per request."""
     batch = {"query_starts": Spec((requests + 1,), "int32"), "lengths": Spec((requests,), "int32")}
     return Call("split_batch", batch, {"num_tokens": requests * next_n, "decode_threshold": next_n})
+
+
+def place(page: int) -> Iterator[Call]:
+    """The calls that find the slots of new tokens, a position each, with request ids or not; of any sizes."""
+    one, ids = Spec((1, 1), "int32"), {"request_ids": Spec((1,), "int32")}
+    for more in ({}, ids):
+        yield Call("map_slots", {"indices": one, "block_table": one, **more}, {"page_size": page})
 
 
 def layout_of(name: str, model: type, rope_in_value: bool) -> MlaLayout:
@@ -123,8 +139,18 @@ class Model(ABC):
         """The complete list of kernels that these steps launch on `device`, each once, in order of first use.
 
         Short prompts, and the last chunks of others, have any number of tokens up to the largest prefill step's. Plans
-        differ by it, so that LAST_CHUNKS are steps as well.
+        differ by it, so that LAST_CHUNKS are steps as well, and all FEW of attention. In a step with decodes a
+        prefill's arrays of tokens begin where the decodes' end, on no multiple of 16 bytes, for which kernels are
+        compiled anew.
         """
-        short = [tokens for tokens in LAST_CHUNKS if tokens < max(self.prefill_tokens, default=0)]
-        steps = [calls for _, calls in replace(self, prefill_tokens=(*self.prefill_tokens, *short)).steps()]
-        return specializations((call.over(pages) for calls in steps for call in calls for pages in POOLS), device)
+        calls = [call for _, step in replace(self, prefill_tokens=()).steps() for call in step]
+        most = max(self.prefill_tokens, default=0)
+        whole = {*self.prefill_tokens, *(tokens for tokens in LAST_CHUNKS if tokens < most)}
+        few = {tokens for tokens in FEW if tokens < most}
+        for max_len, tokens in product(self.max_lens, sorted(whole | few)):
+            step = self.prefill(tokens, max_len)
+            prefill = step if tokens in whole else (call for call in step if call.op == "sparse_mla")
+            calls += [placed for call in prefill for placed in call.behind_others()]
+        for page in {spec.shape[1]: None for spec in self.caches().values()}:
+            calls += [placed for call in place(page) for placed in call.behind_others()]
+        return specializations((call.over(pages) for call in calls for pages in POOLS), device)
