@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,6 +258,91 @@ def test_an_idle_step(api: str, request: pytest.FixtureRequest) -> None:
         mesh = Mesh(np.array(jax.devices()[:1]), ("context",))
         found = jax.shard_map(step, mesh=mesh, in_specs=(), out_specs=(P(), P(), P()), check_vma=False)()
     assert [tuple(result.shape) for result in found] == [(0, 8, 512), (0, 8), (0, K)]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("workspace_bytes", [1, 1 << 29], ids=["a token at a time", "whole"])
+@pytest.mark.parametrize("api", ["torch", "jax"])
+def test_a_batch_of_other_tokens_is_refused(
+    api: str, workspace_bytes: int, request: pytest.FixtureRequest
+) -> None:  # fmt: skip
+    """Also where logits are stored for some tokens at a time, whose slices do not show it."""
+    sys.path.insert(0, str(FOLDER))
+    from problem import PAGE, K, make
+
+    problem = make(Ownership(1, PAGE), (31, 17), 2)
+    arrays = problem.whole | problem.ranks[0]
+    if api == "torch":
+        import kit
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch_ranks import DEVICE
+
+        from xmla.torch_api.parallel import ContextParallel
+
+        request.getfixturevalue("one_rank")
+        arrays = {name: kit.to_torch(array, DEVICE) for name, array in arrays.items()}
+        parallel = ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership)
+
+        def select(tokens: int, table: Any, lengths: Any, ids: Any = None) -> None:
+            batch = parallel.batch(table, lengths, ids)
+            queries = (arrays[name][:tokens] for name in ("index_q", "index_weights"))
+            parallel.select(*queries, arrays["indexer_cache"], batch, k=K, workspace_bytes=workspace_bytes)
+    else:
+        import jax
+        from jax.sharding import Mesh
+        from jax.sharding import PartitionSpec as P
+
+        from xmla.jax_api.parallel import ContextParallel
+
+        arrays = {name: jax.numpy.asarray(array) for name, array in arrays.items()}
+        parallel = ContextParallel("context", problem.ownership)
+
+        def select(tokens: int, table: Any, lengths: Any, ids: Any = None) -> None:
+            def step() -> jax.Array:
+                batch = parallel.batch(table, lengths, ids)
+                queries = (arrays[name][:tokens] for name in ("index_q", "index_weights"))
+                return parallel.select(*queries, arrays["indexer_cache"], batch, k=K, workspace_bytes=workspace_bytes)
+
+            mesh = Mesh(np.array(jax.devices()[:1]), ("context",))
+            jax.shard_map(step, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
+
+    table, lengths = arrays["block_table"], arrays["lengths"]
+    with pytest.raises(
+        ArgumentError, match=r"ContextParallel: index_q axis T \(axis 0\) is 3, expected a multiple of B"
+    ):
+        select(3, table, lengths[:3])
+    with pytest.raises(ArgumentError, match=r"index_q axis T \(axis 0\) is 4, expected a multiple of B = 0"):
+        select(4, table[:0], lengths)
+    with pytest.raises(ArgumentError, match=r"lengths axis T \(axis 0\) is 4, expected 2, as index_q"):
+        select(2, table, lengths)
+    with pytest.raises(ArgumentError, match=r"request_ids axis T \(axis 0\) is 4, expected 2, as index_q"):
+        select(2, table, lengths[:2], lengths)
+    with pytest.raises(ArgumentError, match=r"block_table axis M \(axis 1\) is 0, expected at least 1"):
+        select(4, table[:, :0], lengths)
+    parallel = type(parallel)(getattr(parallel, "mesh", "context"), Ownership(1, 2 * PAGE))
+    with pytest.raises(ArgumentError, match=r"indexer_cache axis R \(axis 1\) is 16, expected 32, as its Ownership"):
+        select(4, table, lengths)
+    with pytest.raises(ArgumentError, match=r"mla_cache axis R \(axis 1\) is 16, expected 32, as its Ownership"):
+        parallel.dsa_attention(
+            *(arrays[name] for name in ("q", "index_q", "index_weights", "mla_cache", "indexer_cache")), None, k=K,
+            softmax_scale=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("device", "one_rank")
+def test_an_lse_that_is_not_of_the_rows_is_refused() -> None:
+    """One with as many bytes would be read as another."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from xmla.torch_api.parallel import ContextParallel
+
+    device = "cuda" if HAS_GPU else "cpu"
+    parallel = ContextParallel(init_device_mesh(device, (1,)), Ownership(1, 16))
+    out = torch.zeros(2, 8, 512, dtype=torch.bfloat16, device=device)
+    for lse, got in ((out[..., 0], r"bfloat16\[2, 8\]"), (torch.zeros(8, 2, device=device), r"float32\[8, 2\]")):
+        with pytest.raises(ArgumentError, match=rf"ContextParallel: lse is {got}, expected float32\[2, 8\], as out"):
+            parallel.merge(out, lse)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,30 @@ class Ownership:
         if ranks != self.ranks:
             raise ArgumentError(f"ContextParallel: {what} has {ranks} ranks, expected {self.ranks}, as its Ownership")
 
+    def check_pool(self, cache: str, page_size: int) -> None:
+        """Refuse a cache whose pages are not those by which keys are divided."""
+        if page_size != self.page_size:
+            axis = f"{cache} axis R (axis 1)"
+            raise ArgumentError(f"ContextParallel: {axis} is {page_size}, expected {self.page_size}, as its Ownership")
+
+
+def check_rows(tokens: int, requests: int, width: int, lengths: int, ids: int | None) -> None:
+    """Refuse a batch whose tokens are not those of the queries: a slice of tokens would not show it.
+
+    Args:
+        tokens: Those of the queries.
+        requests, width: The axes of the block table.
+        lengths, ids: Tokens of the lengths, and of the request ids.
+    """
+    if not width:
+        raise ArgumentError("ContextParallel: block_table axis M (axis 1) is 0, expected at least 1")
+    for name, count in (("lengths", lengths), ("request_ids", ids)):
+        if count is not None and count != tokens:
+            raise ArgumentError(f"ContextParallel: {name} axis T (axis 0) is {count}, expected {tokens}, as index_q")
+    if ids is None and (tokens % requests if requests else tokens):
+        expected = f"a multiple of B = {requests} (or pass request_ids)"
+        raise ArgumentError(f"ContextParallel: index_q axis T (axis 0) is {tokens}, expected {expected}")
+
 
 def query_format(row: int, dim: int) -> str:
     """The format of queries of `dim` dims over an indexer's cache with rows of `row` bytes: that of its keys.

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from xmla import jax_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, heads_of, query_format
+from xmla.core.parallel import Ownership, check_rows, heads_of, query_format
 
 
 class Batch(NamedTuple):
@@ -66,11 +66,14 @@ class ContextParallel:
         Positions are ascending, −1 padded. Steps: local logits, local top-k, one all-gather of the candidates,
         `merge_topk`. Logits are stored for as many tokens at a time as fit workspace_bytes, and at least one.
         """
+        self.ownership.check_pool("indexer_cache", indexer_cache.shape[1])
+        ids, (requests, width) = batch.request_ids, batch.block_table.shape
+        check_rows(len(index_q), requests, width, len(batch.own_lengths), None if ids is None else len(ids))
         form = query_format(indexer_cache.shape[2], index_q.shape[2])
         q8, weights = jax_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
         tokens, requests = len(q8), len(batch.own_table)
         columns = batch.own_table.shape[1] * self.ownership.page_size
-        ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)
+        step = max(workspace_bytes // (4 * columns), 1)
         if step < tokens and ids is None:
             ids = jnp.arange(tokens, dtype=jnp.int32) // (tokens // requests)
         candidates = []
@@ -125,6 +128,7 @@ class ContextParallel:
 
         The steps are `select`, `map_slots`, `sparse_mla` and `merge`; callers with other caches can compose them.
         """
+        self.ownership.check_pool("mla_cache", mla_cache.shape[1])
         indices = self.select(
             index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
         )

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xmla import torch_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, heads_of, query_format
+from xmla.core.parallel import Ownership, check_rows, heads_of, query_format
 
 # torch 2.13 gave it another name.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -123,11 +123,14 @@ class ContextParallel:
         Positions are ascending, −1 padded. Steps: local logits, local top-k, one all-gather of the candidates,
         `merge_topk`. Logits are stored for as many tokens at a time as fit workspace_bytes, and at least one.
         """
+        self.ownership.check_pool("indexer_cache", indexer_cache.shape[1])
+        ids, (requests, width) = batch.request_ids, batch.block_table.shape
+        check_rows(len(index_q), requests, width, len(batch.own_lengths), None if ids is None else len(ids))
         form = query_format(indexer_cache.shape[2], index_q.shape[2])
         q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
         tokens, requests = len(q8), len(batch.own_table)
         columns = batch.own_table.shape[1] * self.ownership.page_size
-        ids, step = batch.request_ids, max(workspace_bytes // (4 * columns), 1)
+        step = max(workspace_bytes // (4 * columns), 1)
         if step < tokens and ids is None:
             ids = torch.arange(tokens, device=q8.device, dtype=torch.int32) // (tokens // requests)
         sent = torch.empty((2, tokens, k), dtype=torch.int32, device=q8.device)
@@ -155,10 +158,13 @@ class ContextParallel:
         receives 1 / W of the bytes. sink [H] still covers all heads.
 
         Raises:
-            ArgumentError: With scatter_heads, H is not a multiple of the ranks.
+            ArgumentError: lse is not that of out. With scatter_heads, H is not a multiple of the ranks.
         """
         ranks = self.ownership.ranks
         tokens, heads, latent = out.shape
+        if lse.dtype != torch.float32 or lse.shape != (tokens, heads):
+            got = f"{str(lse.dtype).removeprefix('torch.')}{list(lse.shape)}"
+            raise ArgumentError(f"ContextParallel: lse is {got}, expected float32[{tokens}, {heads}], as out")
         parts = 1
         if scatter_heads:
             parts, heads = ranks, heads_of(heads, ranks)
@@ -191,6 +197,7 @@ class ContextParallel:
 
         The steps are `select`, `map_slots`, `sparse_mla` and `merge`; callers with other caches can compose them.
         """
+        self.ownership.check_pool("mla_cache", mla_cache.shape[1])
         indices = self.select(
             index_q, index_weights, indexer_cache, batch, k=k, index_scale=index_scale, workspace_bytes=workspace_bytes
         )
