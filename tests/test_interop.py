@@ -9,6 +9,7 @@ import pytest
 import torch
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xmla import ArgumentError, interop
 
@@ -147,6 +148,13 @@ def test_what_is_no_dense_tensor_is_refused(device: str) -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             interop.to_jax(tensor)
+    traced = "to_jax: tensor is one of a trace or a transformation, expected one with values"
+    with FakeTensorMode():
+        fake = torch.ones(64, device=device)
+    with pytest.raises(ArgumentError, match=traced):
+        interop.to_jax(fake)
+    with pytest.raises(ArgumentError, match=traced):
+        torch.func.vmap(interop.to_jax)(ones)
     needs_grad = ones.clone().requires_grad_()
     assert pointer(interop.to_jax(needs_grad)) == needs_grad.data_ptr()
 

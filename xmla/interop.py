@@ -21,9 +21,9 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     """The torch tensor's memory as a jax.Array. JAX arrays are dense, so the tensor must be contiguous.
 
     Raises:
-        ArgumentError: The tensor is no dense one in memory (not contiguous, sparse, or a lazy negation or conjugate);
-            its numbers have 64 bits, which JAX would copy to 32; it does not start on a multiple of 64 bytes on the CPU
-            or of 16 on a GPU; or its dtype or device has no place in DLPack or in JAX.
+        ArgumentError: The tensor is no dense one in memory (not contiguous, sparse, a lazy negation or conjugate, or
+            of a trace or a transformation); its numbers have 64 bits, which JAX would copy to 32; it does not start on
+            a multiple of 64 bytes on the CPU or of 16 on a GPU; or its dtype or device has no place in DLPack or JAX.
     """
     import jax
     import torch
@@ -32,6 +32,8 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
         raise ArgumentError(f"to_jax: tensor is {type(tensor).__name__}, expected torch.Tensor")
     if tensor.layout != torch.strided:
         raise ArgumentError(f"to_jax: tensor layout is {tensor.layout}, expected torch.strided")
+    if not _has_memory(tensor):
+        raise ArgumentError("to_jax: tensor is one of a trace or a transformation, expected one with values")
     if tensor.is_neg() or tensor.is_conj():
         raise ArgumentError("to_jax: tensor is a lazy negation or conjugate, expected one resolved in memory")
     if not tensor.is_contiguous():
@@ -56,6 +58,19 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     if array.size and array.unsafe_buffer_pointer() != tensor.data_ptr():
         raise ArgumentError("to_jax: tensor would be copied, expected memory that JAX can share")
     return array
+
+
+def _has_memory(tensor: "torch.Tensor") -> bool:
+    """False of FakeTensors and of what a transformation of torch.func passes."""
+    from xmla.torch_api._private import FakeTensor
+
+    if isinstance(tensor, FakeTensor):
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def to_torch(array: "jax.Array") -> "torch.Tensor":
