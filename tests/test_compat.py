@@ -643,6 +643,11 @@ def test_errors_name_the_argument(device: str) -> None:
         ({"out": p.q[..., :511]}, f"{here}: out axis 3 is 511, expected 512"),
         ({"extra_k_cache": p.pool.expand(-1, -1, 2, -1)}, f"{here}: extra_k_cache axis 2 is 2, expected 1"),
         ({"topk_length": p.lengths[:, None]}, f"{here}: topk_length rank is 2, expected 1 (B)"),
+        ({"topk_length": p.lengths > 0}, f"{here}: topk_length dtype is bool, expected int32 or int64"),
+        ({"extra_indices_in_kvcache": p.slots.float()},
+         f"{here}: extra_indices_in_kvcache dtype is float32, expected int32 or int64"),
+        ({"out": torch.empty(*p.q.shape[:2], 512, p.q.shape[2], device=device).transpose(2, 3)},
+         f"{here}: out is torch.float32 on {p.q.device}, expected {p.q.dtype} on {p.q.device}, as q"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as raised:
             call(**wrong)
@@ -689,6 +694,14 @@ def test_errors_of_ranks_and_axes_name_the_function_and_the_argument_that_was_ca
         (lambda: ragged(weights=d.weights[..., None]), "fp8_mqa_logits: weights rank is 3, expected 2 (M, H)"),
         (lambda: ragged(starts=d.starts[:2]),
          "fp8_mqa_logits: cu_seq_len_k_start axis M (axis 0) is 2, expected 5, as q"),
+        (lambda: ragged(starts=d.starts.float()),
+         "fp8_mqa_logits: cu_seq_len_k_start dtype is float32, expected int32 or int64"),
+        (lambda: deep_gemm.fp8_mqa_logits(d.q[0], d.kv, d.weights, d.starts, d.ends, True, -1),
+         "fp8_mqa_logits: max_seqlen_k is -1, expected at least 0"),
+        (lambda: deep_gemm.fp8_fp4_mqa_logits(d.q, d.kv, d.weights, d.starts, d.ends, True, 4, torch.float16),
+         "fp8_fp4_mqa_logits: logits_dtype is torch.float16, expected torch.float32 or torch.bfloat16"),
+        (lambda: paged(lengths=g.lengths > 0),
+         "fp8_paged_mqa_logits: context_lens dtype is bool, expected int32 or int64"),
         (lambda: deep_gemm.fp8_fp4_mqa_logits(d.q, (keys[None], scales), d.weights, d.starts, d.ends),
          "fp8_fp4_mqa_logits: kv[0] rank is 3, expected 2 (N, ROW)"),
         (lambda: paged(q=g.q[0][:, 0]), "fp8_paged_mqa_logits: q rank is 3, expected 4 (B, next_n, H, D)"),

@@ -97,8 +97,11 @@ def check_axes(
                 )
 
 
-def as_int32(integers: torch.Tensor) -> torch.Tensor:
-    """As the ops take integers; what int32 does not hold stays out of every range."""
-    if integers.dtype == torch.int32:
+def as_int32(here: str, name: str, integers: torch.Tensor) -> torch.Tensor:
+    """As the ops take integers, the argument `name` of `here`; what int32 does not hold stays out of every range."""
+    dtype = integers.dtype
+    if dtype == torch.int32:
         return integers
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise ArgumentError(f"{here}: {name} dtype is {str(dtype).removeprefix('torch.')}, expected int32 or int64")
     return integers.clamp(INT32.min, INT32.max).to(torch.int32)

@@ -112,8 +112,15 @@ def _ragged(
         "q": (query, "M H D"), "kv[0]": (keys, "N ROW"), "kv[1]": (scales, "N"), "weights": (weights, "M H"),
         "cu_seq_len_k_start": (cu_seq_len_k_start, "M"), "cu_seq_len_k_end": (cu_seq_len_k_end, "M"),
     })  # fmt: skip
-    weights, starts, ends = weights.float(), as_int32(cu_seq_len_k_start), as_int32(cu_seq_len_k_end)
-    count = len(keys)
+    starts, ends = (
+        as_int32(here, "cu_seq_len_k_start", cu_seq_len_k_start),
+        as_int32(here, "cu_seq_len_k_end", cu_seq_len_k_end),
+    )
+    if max_seqlen_k < 0:
+        raise ArgumentError(f"{here}: max_seqlen_k is {max_seqlen_k}, expected at least 0")
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise ArgumentError(f"{here}: logits_dtype is {logits_dtype}, expected torch.float32 or torch.bfloat16")
+    weights, count = weights.float(), len(keys)
     if max_seqlen_k == 0:
         keys, scales = _more_rows(keys), _more_rows(scales)
         dtype = _name(logits_dtype)
@@ -193,12 +200,12 @@ def _paged(
         "block_table": (block_table, "B M"),
     })  # fmt: skip
     next_n = query.shape[1]
-    lengths = as_int32(context_lens)
+    lengths = as_int32(here, "context_lens", context_lens)
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device, dtype=torch.int32)
     lengths, cache = lengths.reshape(-1), kv_cache[:, :, 0]
     logits = torch_api.indexer_logits_paged(
-        query.flatten(0, 1), weights.float(), cache, as_int32(block_table), lengths,
+        query.flatten(0, 1), weights.float(), cache, as_int32(here, "block_table", block_table), lengths,
         max_len=row_stride(max_context_len), logits_dtype=_name(logits_dtype),
     )[:, :max_context_len]  # fmt: skip
     if not clean_logits:
@@ -232,9 +239,9 @@ def get_sparse_mqa_logits_metadata(
         "sparse_kv_block_indices": (sparse_kv_block_indices, "M S"), "cu_seq_len_k_start": (cu_seq_len_k_start, "M"),
         "cu_seq_len_k_end": (cu_seq_len_k_end, "M"),
     })  # fmt: skip
-    starts = as_int32(cu_seq_len_k_start).clamp(0, num_kv_tokens)
-    ends = torch.maximum(as_int32(cu_seq_len_k_end).clamp(max=num_kv_tokens), starts)
-    blocks = as_int32(sparse_kv_block_indices) - (starts // sparse_block_kv)[:, None]
+    starts = as_int32(here, "cu_seq_len_k_start", cu_seq_len_k_start).clamp(0, num_kv_tokens)
+    ends = torch.maximum(as_int32(here, "cu_seq_len_k_end", cu_seq_len_k_end).clamp(max=num_kv_tokens), starts)
+    blocks = as_int32(here, "sparse_kv_block_indices", sparse_kv_block_indices) - (starts // sparse_block_kv)[:, None]
     return _packed(_first_blocks(blocks, ends - starts, sparse_block_kv), starts, ends)
 
 
@@ -303,10 +310,12 @@ def get_paged_sparse_mqa_logits_metadata(
         "context_lens": (context_lens, "T" if getattr(context_lens, "ndim", 2) == 1 else "T 1"),
         "indices": (indices, "T"),
     })  # fmt: skip
-    lengths = as_int32(context_lens).flatten().clamp(0, block_table.shape[1] * page_kv)
-    blocks = _first_blocks(as_int32(sparse_kv_block_indices), lengths, sparse_block_kv)
+    lengths = as_int32(here, "context_lens", context_lens).flatten().clamp(0, block_table.shape[1] * page_kv)
+    blocks = _first_blocks(as_int32(here, "sparse_kv_block_indices", sparse_kv_block_indices), lengths, sparse_block_kv)
     entries = (lengths[:, None] - blocks * sparse_block_kv).clamp(0, sparse_block_kv).masked_fill(blocks < 0, 0)
-    places, _ = torch_api.map_slots(blocks, as_int32(block_table), page_size=page_kv // sparse_block_kv)
+    places, _ = torch_api.map_slots(
+        blocks, as_int32(here, "block_table", block_table), page_size=page_kv // sparse_block_kv
+    )
     return _packed(places, entries.sum(1, dtype=torch.int32))
 
 

@@ -121,12 +121,14 @@ def flash_mla_with_kvcache(
         },
     )  # fmt: skip
     requests, tokens, heads, dims = q.shape
+    extra_slots = extra_indices_in_kvcache
     cache_format, extra_format = _formats(here, kv_format, use_legacy, k_cache, extra_k_cache)
     result, lse = _attend(
-        out, q, k_cache[:, :, 0], _slots(indices), _each_token(topk_length, q), attn_sink,
+        here, out, q, k_cache[:, :, 0], _slots(here, "indices", indices),
+        _each_token(here, "topk_length", topk_length, q), attn_sink,
         None if extra_k_cache is None else extra_k_cache[:, :, 0],
-        None if extra_indices_in_kvcache is None else _slots(extra_indices_in_kvcache),
-        _each_token(extra_topk_length, q),
+        None if extra_slots is None else _slots(here, "extra_indices_in_kvcache", extra_slots),
+        _each_token(here, "extra_topk_length", extra_topk_length, q),
         softmax_scale=dims**-0.5 if softmax_scale is None else softmax_scale, cache_format=cache_format,
         extra_cache_format=extra_format, batch_invariant=enable_batch_invariant,
     )  # fmt: skip
@@ -164,9 +166,10 @@ def flash_mla_sparse_fwd(
         here, {"q": (q, "T H D"), "kv": (kv, "N 1 D"), "indices": (indices, "T 1 K")},
         {"attn_sink": (attn_sink, "H"), "topk_length": (topk_length, "T"), "out": (out, f"T H {VALUE_DIMS}")},
     )  # fmt: skip
-    slots, lengths = _slots(indices), None if topk_length is None else as_int32(topk_length)
+    slots = _slots(here, "indices", indices)
+    lengths = None if topk_length is None else as_int32(here, "topk_length", topk_length)
     lse_base = "2" if return_log2_lse else "e"
-    result, lse = _attend(out, q, kv, slots, lengths, attn_sink, softmax_scale=sm_scale, lse_base=lse_base)
+    result, lse = _attend(here, out, q, kv, slots, lengths, attn_sink, softmax_scale=sm_scale, lse_base=lse_base)
     if return_log2_lse is False:
         return result, None, None
     if not computes_max_logits:
@@ -176,7 +179,7 @@ def flash_mla_sparse_fwd(
 
 
 def _attend(
-    out: Tensor | None, q: Tensor, cache: Tensor, slots: Tensor, *others: Tensor | None, **attrs: Any
+    here: str, out: Tensor | None, q: Tensor, cache: Tensor, slots: Tensor, *others: Tensor | None, **attrs: Any
 ) -> tuple[Tensor, Tensor]:
     """`sparse_mla` with FlashMLA's lse of empty rows: [..., H, V] of q [..., H, D], in `out` if given; lse [T, H]."""
     shape, rows = (*q.shape[:-1], VALUE_DIMS), q.flatten(0, -3)
@@ -184,21 +187,24 @@ def _attend(
         lse = q.new_empty(rows.shape[:-1], dtype=torch.float32)
         torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", out=(out.flatten(0, -3), lse), **attrs)
         return out, lse
+    if out is not None and (out.dtype, out.device) != (q.dtype, q.device):
+        got, expected = f"{out.dtype} on {out.device}", f"{q.dtype} on {q.device}"
+        raise ArgumentError(f"{here}: out is {got}, expected {expected}, as q")
     result, lse = torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", **attrs)
     result = result.view(shape)
     return (result if out is None else out.copy_(result)), lse
 
 
-def _slots(indices: Tensor) -> Tensor:
+def _slots(here: str, name: str, indices: Tensor) -> Tensor:
     """[T, K] of [B, S, K] or [T, 1, K]."""
-    return as_int32(indices.flatten(0, 1))
+    return as_int32(here, name, indices.flatten(0, 1))
 
 
-def _each_token(lengths: Tensor | None, q: Tensor) -> Tensor | None:
+def _each_token(here: str, name: str, lengths: Tensor | None, q: Tensor) -> Tensor | None:
     """The length of each of a request's tokens, of the requests' lengths [B]; q [B, S, H, D]."""
     if lengths is None:
         return None
-    return as_int32(lengths)[:, None].expand(-1, q.shape[1]).reshape(-1)
+    return as_int32(here, name, lengths)[:, None].expand(-1, q.shape[1]).reshape(-1)
 
 
 def _formats(
