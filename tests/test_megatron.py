@@ -373,6 +373,8 @@ def test_what_falls_back(device: str) -> None:
     indexer = {"relu": {"use_relu": False}, "float32": wide, "of two dtypes": {"k": layer.k.bfloat16()}}
     indexer["dims"] = {"q": layer.q[..., :16], "k": layer.k[..., :16]}
     indexer["heads"] = {"q": layer.q.repeat(1, 1, 33, 1), "weights": layer.weights.repeat(1, 1, 33)}
+    indexer["tokens"] = {"q": layer.q[:0], "weights": layer.weights[:0]}
+    indexer["keys"] = {"k": layer.k[:0]}
     absorbed = {
         "float32": {"query": layer.query.float(), "key": layer.key.float()},
         "of two dtypes": {"key": layer.key.bfloat16()},

@@ -99,7 +99,7 @@ def run_fused_qk_topk(
         indices: [B, S, K] int32, ascending, −1 behind a token's last key. Of equal scores the first keys are taken.
         None: No lengths, since −1 tells them.
 
-    Falls back (None) without ReLU, and for other dtypes, D or more heads.
+    Falls back (None) without ReLU, without tokens or keys, and for other dtypes, D or more heads.
     """
     if not use_relu or not _is_indexer(q, k):
         return None
@@ -234,7 +234,8 @@ def run_fused_dsa_attention(
 
 def _is_indexer(q: Tensor, k: Tensor) -> bool:
     return (
-        q.dtype in HALVES and k.dtype == q.dtype and q.shape[2] <= MAX_INDEXER_HEADS and q.shape[3] in INDEXER_DIMS
+        q.numel() > 0 and k.numel() > 0 and q.dtype in HALVES and k.dtype == q.dtype
+        and q.shape[2] <= MAX_INDEXER_HEADS and q.shape[3] in INDEXER_DIMS
     )  # fmt: skip
 
 
