@@ -129,7 +129,9 @@ else:
 if device == "cuda":
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 with tempfile.TemporaryDirectory() as scratch:
-    folder = sys.argv[1] if len(sys.argv) > 1 else f"{scratch}/checkpoint"
+    shared = [scratch]
+    dist.broadcast_object_list(shared)  # one folder for all ranks
+    folder = sys.argv[1] if len(sys.argv) > 1 else f"{shared[0]}/checkpoint"
     if len(sys.argv) == 1 and dist.get_rank() == 0:
         build("cpu", index_topk=4).save_pretrained(folder)
     dist.barrier()
@@ -146,15 +148,14 @@ with tempfile.TemporaryDirectory() as scratch:
     print(f"{tokens * dist.get_world_size() / (time.perf_counter() - began):.1f} tokens/s, compilation included")
 
     # Sums over tokens do not depend on an order, so a run that resumes has the bits of the one that went on.
-    saved = [f"{scratch}/step1"]
-    dist.broadcast_object_list(saved)  # one folder for all ranks
-    dcp.save(state(model, optimizer), checkpoint_id=saved[0])
+    saved = f"{shared[0]}/step1"
+    dcp.save(state(model, optimizer), checkpoint_id=saved)
     step(model, optimizer, 2)
     went_on = whole(model)
     model = load(folder)
     optimizer = start(model, indexer_alone=False)
     loaded = state(model, optimizer)
-    dcp.load(loaded, checkpoint_id=saved[0])
+    dcp.load(loaded, checkpoint_id=saved)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     step(model, optimizer, 2)
     resumed = whole(model)

@@ -38,3 +38,18 @@ def test_example(
         printed = capfd.readouterr().out
     assert any(line.startswith("out (") or "tokens/s" in line for line in printed.splitlines()), printed
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.slow
+def test_finetuning_without_a_checkpoint_by_two_ranks() -> None:
+    """One rank makes the checkpoint that both load."""
+    import torch
+
+    if HAS_GPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    example = next(path for path in EXAMPLES if path.stem == "finetune_checkpoint")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "have the bits of the run that went on" in done.stdout
