@@ -139,6 +139,8 @@ def test_inspect_does_not_guess() -> None:
     garbage = np.random.default_rng(0).integers(0, 256, (2, 64, 656), np.uint8)
     found = layouts.inspect(garbage)
     assert found.format is None and found.reason.startswith("v32: ")
+    with pytest.raises(ArgumentError, match="pool is list, expected a torch, JAX or NumPy array"):
+        layouts.inspect(garbage.tolist())
     with pytest.raises(ArgumentError, match=r"pool rank is 2, expected 3 \(P, R, ROW\)"):
         layouts.inspect(np.zeros((2, 656), np.uint8))
 

@@ -58,7 +58,7 @@ def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
     key has. If not exactly one format is left, none is named.
 
     Raises:
-        ArgumentError: The array has no three axes.
+        ArgumentError: It is no such array, or has no three axes.
     """
     spec = _spec_of(pool)
     if spec.dtype not in (*BYTES, *HALVES):
@@ -207,6 +207,8 @@ def _framework(pool: Any) -> str:
 def _spec_of(pool: Any) -> Spec:
     if _framework(pool) == "torch":
         spec = import_module("xmla.torch_api._arrays").spec_of(pool)
+    elif not hasattr(pool, "shape") or not hasattr(pool, "dtype"):
+        raise ArgumentError(f"pool is {type(pool).__name__}, expected a torch, JAX or NumPy array")
     else:
         spec = Spec(tuple(pool.shape), np.dtype(pool.dtype).name)
     if len(spec.shape) != 3:
