@@ -285,6 +285,17 @@ def test_a_prefill_behind_a_steps_decodes_launches_no_other_kernel(model: type[M
             assert set(call.over(1024).specializations(H200)) <= listed, (call.op, decodes)
 
 
+def test_ranks_that_each_merge_their_own_heads_launch_no_other_kernel() -> None:
+    config = ModelConfig(ranks=4, heads=64, sink=True, batches=(3,), max_lens=(5000,), next_n=(1, 3), prefill_tokens=())
+    listed = set(config.specializations(H200))
+    for tokens in (3, 9):
+        part = tokens * 16 * (1024 + 4)  # of a rank: rows in bfloat16, then float32 lses
+        outs = Spec((4, tokens, 16, 512), "bfloat16", (part // 2, 16 * 512, 512, 1))
+        lses = Spec((4, tokens, 16), "float32", (part // 4, 16, 1))
+        merge = Call("merge_attention", {"outs": outs, "lses": lses, "sink": Spec((16,), "float32")}, {})
+        assert set(merge.specializations(H200)) <= listed
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_slots_of_new_tokens_are_listed(model: type[Model]) -> None:
     """As an engine's step finds them: a position of each token, in pages of any cache."""

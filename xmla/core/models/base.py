@@ -135,6 +135,10 @@ class Model(ABC):
             for tokens in self.prefill_tokens:
                 yield f"prefill {tokens} tokens, max_len {max_len}", list(self.prefill(tokens, max_len))
 
+    def instead(self) -> Iterator[Call]:
+        """Calls that a step may make in the place of some of its own."""
+        yield from ()
+
     def specializations(self, device: Device) -> list[Specialization]:
         """The complete list of kernels that these steps launch on `device`, each once, in order of first use.
 
@@ -151,6 +155,7 @@ class Model(ABC):
             step = self.prefill(tokens, max_len)
             prefill = step if tokens in whole else (call for call in step if call.op == "sparse_mla")
             calls += [placed for call in prefill for placed in call.behind_others()]
+        calls += self.instead()
         for page in {spec.shape[1]: None for spec in self.caches().values()}:
             calls += [placed for call in place(page) for placed in call.behind_others()]
         return specializations((call.over(pages) for call in calls for pages in POOLS), device)

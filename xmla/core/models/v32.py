@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from xmla.core.formats.indexer import IndexerLayout
@@ -127,7 +128,6 @@ class ModelConfig(Model):
         """The calls of `ContextParallel.dsa_attention` on each rank, with the strides that torch's exchanges leave."""
         queries, caches, ranks = self.queries(tokens), self.caches(), self.ranks
         ids = {"request_ids": Spec((tokens,), "int32")} if mixed else {}
-        sink = {"sink": Spec((self.heads,), "float32")} if self.sink else {}
         own_table = self.table(requests, cdiv(max_len, ranks))
         lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
         index = {"q": queries["index_q"], "weights": queries["index_weights"]}
@@ -149,13 +149,23 @@ class ModelConfig(Model):
         yield Call("map_slots", mapped, {"page_size": self.page_size, "compact": True})
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
         yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
+        yield self.merged(tokens, self.heads)
+
+    def merged(self, tokens: int, heads: int) -> Call:
+        """The call of `ContextParallel.merge`, of so many heads."""
         row = VALUE_DIMS * 2  # bytes; a rank sends its rows and then its float32 lses
-        part = tokens * self.heads * (row + 4)
-        outs = Spec(
-            (ranks, tokens, self.heads, VALUE_DIMS), self.dtype, (part // 2, self.heads * VALUE_DIMS, VALUE_DIMS, 1)
-        )
-        lses = Spec((ranks, tokens, self.heads), "float32", (part // 4, self.heads, 1))
-        yield Call("merge_attention", {"outs": outs, "lses": lses, **sink}, {})
+        part = tokens * heads * (row + 4)
+        strides = (part // 2, heads * VALUE_DIMS, VALUE_DIMS, 1)
+        outs = Spec((self.ranks, tokens, heads, VALUE_DIMS), self.dtype, strides)
+        lses = Spec((self.ranks, tokens, heads), "float32", (part // 4, heads, 1))
+        sink = {"sink": Spec((heads,), "float32")} if self.sink else {}
+        return Call("merge_attention", {"outs": outs, "lses": lses, **sink}, {})
+
+    def instead(self) -> Iterator[Call]:
+        """Those of `ContextParallel` with scatter_heads."""
+        if self.ranks > 1 and self.heads % self.ranks == 0:
+            for requests, next_n in product(self.batches, self.next_n):
+                yield self.merged(requests * next_n, self.heads // self.ranks)
 
     def exchanged(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Bytes that each rank receives per layer in every decode step, by their content."""
