@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant("if spec.alignment % alignment:", "if False:", "xmla/core/problem.py", "test_8_wrong_arguments.py"),
     Mutant("value if abs(value) >= SMALLEST_FACTOR else 0.0", "value or 0.0", "xmla/core/attribute.py",
            "../test_attributes.py", "no_normal"),
-    Mutant("op.check_steps(op.bind(specs, attrs))", "op.bind(specs, attrs)", "xmla/jax_api/_ops.py",
+    Mutant("op.bind(specs, attrs, implementation)", "op.bind(specs, attrs)", "xmla/jax_api/_ops.py",
            "test_8_wrong_arguments.py", "composed"),
     Mutant("product(updated, read), combinations(rows, 2),", "product(updated, read),", "xmla/torch_api/_memory.py",
            "../test_memory.py", "lie_apart"),

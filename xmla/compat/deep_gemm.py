@@ -112,10 +112,8 @@ def _ragged(
         "q": (query, "M H D"), "kv[0]": (keys, "N ROW"), "kv[1]": (scales, "N"), "weights": (weights, "M H"),
         "cu_seq_len_k_start": (cu_seq_len_k_start, "M"), "cu_seq_len_k_end": (cu_seq_len_k_end, "M"),
     })  # fmt: skip
-    starts, ends = (
-        as_int32(here, "cu_seq_len_k_start", cu_seq_len_k_start),
-        as_int32(here, "cu_seq_len_k_end", cu_seq_len_k_end),
-    )
+    starts = as_int32(here, "cu_seq_len_k_start", cu_seq_len_k_start)
+    ends = as_int32(here, "cu_seq_len_k_end", cu_seq_len_k_end)
     if max_seqlen_k < 0:
         raise ArgumentError(f"{here}: max_seqlen_k is {max_seqlen_k}, expected at least 0")
     if logits_dtype not in (torch.float32, torch.bfloat16):

@@ -225,14 +225,9 @@ class Op:
                 formats[name] = tensor.format(problem, name)
         self.check(problem)
         results |= {name: result.spec(problem) for name, result in self.outputs.items()}
-        if implementation == "reference":
-            self.check_steps(problem)
-        return problem
-
-    def check_steps(self, problem: Problem) -> None:
-        """Refuse what the steps of a composed op refuse: a plan does, their references do not."""
-        if self.steps:
+        if implementation == "reference" and self.steps:  # their rules, which their own references do not check
             self.plan(replace(problem, implementation=None), INTERPRETER)
+        return problem
 
     def choose(self, problem: Problem, device: Device) -> tuple[Implementation, Choice]:
         """Which implementation serves the call, and why; of a composed op those asked for are its steps'."""

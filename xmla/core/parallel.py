@@ -7,6 +7,7 @@ from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import indexer_layouts, indexer_rows
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.plan import cdiv
+from xmla.core.requests import unequal
 
 
 class _Integers(Protocol):
@@ -99,8 +100,7 @@ def check_rows(tokens: int, requests: int, width: int, lengths: int, ids: int | 
     for name, count in (("lengths", lengths), ("request_ids", ids)):
         if count is not None and count != tokens:
             raise ArgumentError(f"ContextParallel: {name} axis T (axis 0) is {count}, expected {tokens}, as index_q")
-    if ids is None and (tokens % requests if requests else tokens):
-        expected = f"a multiple of B = {requests} (or pass request_ids)"
+    if ids is None and (expected := unequal(tokens, requests)):
         raise ArgumentError(f"ContextParallel: index_q axis T (axis 0) is {tokens}, expected {expected}")
 
 

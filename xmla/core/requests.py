@@ -16,9 +16,15 @@ def check_requests(problem: Problem, argument: str) -> None:
 
     `argument`: an argument with an axis T, for the error.
     """
-    tokens, requests = problem["T"], problem["B"]
-    if not problem.has("request_ids") and (tokens % requests if requests else tokens):
-        problem.refuse(argument, "axis T (axis 0)", tokens, f"a multiple of B = {requests} (or pass request_ids)")
+    if not problem.has("request_ids") and (expected := unequal(problem["T"], problem["B"])):
+        problem.refuse(argument, "axis T (axis 0)", problem["T"], expected)
+
+
+def unequal(tokens: int, requests: int) -> str | None:
+    """What tokens are expected to be without request ids, if they are no equal number of each request."""
+    return (
+        f"a multiple of B = {requests} (or pass request_ids)" if (tokens % requests if requests else tokens) else None
+    )
 
 
 def tokens_a_request(problem: Problem) -> int:

@@ -78,10 +78,8 @@ def public(op: Op) -> Callable[..., Any]:
         # Checked here, so that an error names the user's line, and of arrays as they are given.
         device = _known_device(arrays)
         specs = {name: _spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
-        if implementation == "reference":
-            op.check_steps(op.bind(specs, attrs))
-        elif device is None:
-            op.bind(specs, attrs)
+        if device is None or implementation == "reference":
+            op.bind(specs, attrs, implementation)
         else:
             plan_call(op, tuple(specs.values()), attrs, device, implementation)
         arrays = {name: _as_jax(array) for name, array in arrays.items()}

@@ -44,10 +44,8 @@ def distances(op: Op, specs: Mapping[str, Spec]) -> Callable[..., bool]:
             return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
     """
     places = {name: place for place, name in enumerate(specs)}
-    spans, pages = (
-        {name: spec.span for name, spec in specs.items()},
-        {name: _page(spec) for name, spec in specs.items()},
-    )
+    spans = {name: spec.span for name, spec in specs.items()}  # once, not for each pair
+    pages = {name: _page(spec) for name, spec in specs.items()}
     scope: dict[str, int] = {}
     tests = []
     for number, (written, other) in enumerate(_pairs(op, specs)):

@@ -16,7 +16,7 @@ from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
-from xmla.torch_api._arrays import from_numpy, spec_of, to_numpy
+from xmla.torch_api._arrays import from_numpy, to_numpy
 from xmla.torch_api._memory import refuse_shared, spaces
 from xmla.torch_api._run import (
     Tensors,
@@ -29,18 +29,15 @@ from xmla.torch_api._run import (
     plan_tensors,
     recall,
     run,
+    specs_of,
 )
 
 _library = torch.library.Library("xmla", "DEF")
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
-def _specs(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
-    return {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
-
-
 def _result_specs(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None = None) -> tuple[Spec, ...]:
-    return tuple(op.bind(_specs(op, tensors), attrs, implementation).results.values())
+    return tuple(op.bind(specs_of(op, tensors), attrs, implementation).results.values())
 
 
 def _fake(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None = None) -> tuple[torch.Tensor, ...]:
@@ -72,7 +69,7 @@ def call_reference(
     if out:
         check_out(op, specs, out, tensors[0].device)
     if out or op.mutated:
-        present = {name: spec for name, spec in _specs(op, tensors).items() if spec is not None}
+        present = {name: spec for name, spec in specs_of(op, tensors).items() if spec is not None}
         memory = [tensor.data_ptr() for tensor in (*tensors, *out) if tensor is not None]
         refuse_shared(op, spaces(op, present, specs[: len(out)]), memory)
     results = _reference(op, tensors, attrs)
@@ -168,7 +165,7 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
         tensors, attrs = unpack(args, kwargs)
         implementation = kwargs.get("implementation")
         attrs = op.attributes(*attrs)
-        check_derivative(op, constants, _specs(op, tensors), attrs, implementation)
+        check_derivative(op, constants, specs_of(op, tensors), attrs, implementation)
         return _private.apply(differentiable, keyset, implementation, attrs, *tensors)
 
     return autograd

@@ -87,16 +87,20 @@ def check_devices(op: Op, tensors: Tensors) -> None:
 
 def plan_tensors(
     op: Op, tensors: Tensors, attrs: Attributes, device: Device | None = None, implementation: str | None = None
-) -> tuple[Plan, tuple[Spec, ...]]:
-    """The plan of a call on `device` (default: the tensors' device) and its results' specs, after every check."""
+) -> tuple[Plan, tuple[Spec, ...], dict[str, Spec | None]]:
+    """The plan of a call on `device` (default: the tensors' device), the specs of its results and those of its
+    arguments, after every check.
+    """
     check_tensors(op, tensors)
     if device is None:
         check_devices(op, tensors)
-    return plan_call(op, _specs(tensors), attrs, device or device_of(tensors[0].device), implementation)
+    specs = specs_of(op, tensors)
+    call = plan_call(op, tuple(specs.values()), attrs, device or device_of(tensors[0].device), implementation)
+    return *call, specs
 
 
-def _specs(tensors: Tensors) -> tuple[Spec | None, ...]:
-    return tuple(None if tensor is None else spec_of(tensor) for tensor in tensors)
+def specs_of(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
+    return {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
 
 
 # The pointers of (tensors, attrs, implementation) if it is a certain call, else None.
@@ -222,15 +226,12 @@ def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
     """Check, plan and compile the first call with given shapes."""
     if tensors[0].is_cuda:
         refuse_fork(op)
-    check_tensors(op, tensors)
-    check_devices(op, tensors)
-    every = _specs(tensors)
-    plan, results = plan_call(op, every, attrs, device_of(tensors[0].device), implementation)
+    plan, results, every = plan_tensors(op, tensors, attrs, implementation=implementation)
     for name, tensor in _by_name(op, tensors).items():
         if not tensor.data_ptr() and tensor.numel():
             raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
     allocated = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
-    specs = {name: spec for name, spec in zip(op.tensors, every, strict=True) if spec is not None}
+    specs = {name: spec for name, spec in every.items() if spec is not None}
     launch, together = (None, None) if tensors[0].device.type == "cpu" else _launches(plan, specs, tensors[0].device)
     ordinal = tensors[0].get_device()
     return Prepared(plan, allocated, plan.workspace_bytes, ordinal, launch, together, op.mutated, attrs, specs, results)

@@ -49,9 +49,10 @@ class Call:
 
     def behind_others(self) -> Iterator["Call"]:
         """The call, and with arrays of tokens, or tables of requests, that begin where those of a step's others end."""
-        tokens = [name for name, spec in self.specs.items() if spec.dtype == "int32" and len(spec.shape) == 1]
-        tables = [name for name, spec in self.specs.items() if name.endswith("table") and spec.shape[1] % 4]
-        for shifted in ([], tokens, tables, tokens + tables):
+        specs = self.specs.items()
+        tokens = tuple(name for name, spec in specs if spec.dtype == "int32" and len(spec.shape) == 1)
+        tables = tuple(name for name, spec in specs if name.endswith("table") and spec.shape[1] % 4)
+        for shifted in dict.fromkeys(((), tokens, tables, tokens + tables)):
             yield replace(self, specs={**self.specs, **{n: replace(self.specs[n], alignment=4) for n in shifted}})
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
