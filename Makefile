@@ -113,7 +113,7 @@ report: $(READY)
 	$(PYTHON) -m xmla.bench.megatron_report $(RESULTS)/megatron.jsonl --into docs/megatron.md
 	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
 	$(PYTHON) -m xmla.bench.engine_report $(RESULTS)/vllm_033.jsonl benchmarks/results/h100/vllm_033.jsonl $(RESULTS)/vllm_026.jsonl --into docs/vllm.md
-	$(PYTHON) -m xmla.bench.engine_report benchmarks/results/h100/sglang.jsonl --into docs/sglang.md
+	$(PYTHON) -m xmla.bench.engine_report benchmarks/results/h100/sglang.jsonl $(RESULTS)/sglang.jsonl --into docs/sglang.md
 	$(PYTHON) -m xmla.bench.evidence_report $(RESULTS) --into docs/contract.md
 	$(PYTHON) -m xmla.bench.summary $(RESULTS) --into README.md
 
