@@ -3,7 +3,7 @@ starts it.
 
 python engine.py model FOLDER                 make the model, whose last layer drafts
 python engine.py answer ENGINE MODEL OUT      requests of several lengths: tokens and log-probabilities, then again
-python engine.py measure ENGINE MODEL PIPE    what it is asked for through the pipe: rounds of a case, kernels of one
+python engine.py measure ENGINE PIPE          what it is asked for through the pipe: rounds of a case, kernels of one
 """
 
 import fcntl
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,9 @@ from typing import Any
 from zlib import crc32  # the generator takes 32 bits of a seed
 
 import typer
+
+sys.path.append(str(Path(__file__).parent.parent / "vllm_engine"))  # what does not depend on the engine
+from harness import cases_of, few_of, numbers
 
 LAYERS = 4
 LENGTHS = (6000, 3000, 2500, 700, 40)  # tokens of the prompts that are asked
@@ -95,7 +99,6 @@ ENGINES = {
 
 @app.command("model")
 def make_model(folder: Path, layers: int = LAYERS, heads: int = 128, device: str = "cuda") -> None:
-    sys.path.append(str(Path(__file__).parent.parent / "vllm_engine"))
     import model as made
 
     sizes = made.LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
@@ -259,18 +262,29 @@ def new_prompts(context: int, requests: int, number: int) -> list[list[int]]:
     return [prompt(context, crc32(f"{context} {requests} {number} {each}".encode())) for each in range(requests)]
 
 
-def timed_round(engine: Any, passes: Path, context: int, requests: int, number: int) -> dict[str, float]:
-    """One prefill of new prompts and, behind their cached keys, what a step takes.
+def compile_cases(engine: Any, contexts: list[int], counts: list[int]) -> None:
+    """Run each case once with few prompts, so that no round compiles kernels."""
+    for context, count in cases_of(contexts, counts):
+        few = new_prompts(context, few_of(context, count), -1)
+        ask(engine, few, 1)
+        ask(engine, [*islice(cycle(few), count)], FEW)
+
+
+def timed_round(
+    engine: Any, passes: Path, context: int, requests: int, number: int, new: bool
+) -> dict[str, float]:  # fmt: skip
+    """A prefill of prompts if they are new and, behind their cached keys, what a step takes.
 
     Keys of older prompts make room by themselves: to flush the cache gives torch's memory back to the driver too, and
     the prefill would wait for it.
     A step on the host, with the scheduler's part, is one of those that the longer of two requests has more; its pass on
     the GPU is the median of a third's, which does not wait for the host.
     """
-    prompts = new_prompts(context, requests, number)
+    prompts, figures = new_prompts(context, requests, number), dict[str, float]()
     passes_of(engine, passes)
-    prefill = seconds_of(engine, prompts, 1)
-    forwards = passes_of(engine, passes)
+    if new:
+        figures["prefill_tokens_per_s"] = round(context * requests / seconds_of(engine, prompts, 1))
+        figures["prefill_forward_ms"] = round(sum(ms for _, ms in passes_of(engine, passes)), 2)
     cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
     few, more = (seconds_of(engine, prompts, tokens) for tokens in (FEW, FEW + TOKENS))
     passes_of(engine, passes, ahead=True)
@@ -279,10 +293,8 @@ def timed_round(engine: Any, passes: Path, context: int, requests: int, number: 
     return {
         "step_us": round(1e6 * (more - few) / TOKENS, 1),
         "forward_us": round(1e3 * median(decodes), 1),
-        "prefill_tokens_per_s": round(context * requests / prefill),
-        "prefill_forward_ms": round(sum(ms for _, ms in forwards), 2),
         "cached_tokens": min(cached),
-    }
+    } | figures
 
 
 def kernels_of(engine: Any, folder: Path, context: int, requests: int) -> list[dict[str, Any]]:
@@ -303,14 +315,16 @@ def kernels_of(engine: Any, folder: Path, context: int, requests: int) -> list[d
 
 @app.command()
 def measure(
-    name: str, model: Path, pipe: int, folder: Path, context: int = 4096, requests: int = 8, chunk: int = 8192
+    name: str, pipe: int, folder: Path, contexts: str = "4096", requests: str = "1,8", chunk: int = 8192
 ) -> None:  # fmt: skip
-    """Once ready, answer each (what, *arguments) that comes through the pipe, of that context and requests at most."""
-    sizes = {"max_running_requests": requests, "cuda_graph_max_bs_decode": requests, "chunked_prefill_size": chunk}
-    most = requests * (context + FEW + TOKENS + 128)
-    with started(name, model, max_total_tokens=most, **sizes) as engine:
-        asked = Connection(pipe)
-        asked.send("ready")
+    """Once ready for such cases, answer each (what, *arguments) that comes through the pipe."""
+    asked, lengths, counts = Connection(pipe), numbers(contexts), numbers(requests)
+    together = max(counts)
+    sizes = {"max_running_requests": together, "cuda_graph_max_bs_decode": together, "chunked_prefill_size": chunk}
+    most = together * (max(lengths) + FEW + TOKENS + 128)
+    with started(name, model_from(asked), max_total_tokens=most, **sizes) as engine:
+        compile_cases(engine, lengths, counts)
+        asked.send(os.getpid())
         while (question := asked.recv()) is not None:
             what, *case = question
             place = folder / name
@@ -319,6 +333,13 @@ def measure(
                 timed_round(engine, place / "passes.json", *case) if what == "round" else
                 kernels_of(engine, place, *case)
             )  # fmt: skip
+
+
+def model_from(pipe: Connection) -> Path:
+    """The folder that comes once the model is written; until then SGLang is imported."""
+    from sglang.srt.entrypoints.engine import Engine as Served  # noqa: F401
+
+    return Path(pipe.recv())
 
 
 def wait_for(folder: Path, seconds: float = 60) -> list[Path]:

@@ -10,12 +10,11 @@ FOLDER/sglang.jsonl, and the logs' ends to FOLDER/logs.txt.
 
 import fcntl
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -59,8 +58,6 @@ ENVIRONMENT = {
 RUNS = "DeepSeek sparse attention runs on xmla"
 READY = "kernels are ready"  # as the plugin logs in each process; what xmla logs of a kernel behind it was not listed
 COMPILED = " s for sm_"
-ROUNDS = 8  # of a case that count
-LEAST = 3  # of these, however little time is left
 
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(engine.ENGINES)}.")]
 app = typer.Typer(add_completion=False)
@@ -76,13 +73,8 @@ def child(
     entry_points.write(installed, **{"sglang.srt.plugins": points})
     called.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT), str(FOLDER), str(installed), os.environ.get("PYTHONPATH", "")])
-    command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "engine.py"), *map(str, words)]
-    with log.open("w") as shown:
-        done = subprocess.run(
-            command, env=os.environ | ENVIRONMENT | environment | {"PYTHONPATH": path, engine.CALLED: str(called)},
-            stdout=shown, stderr=subprocess.STDOUT, check=False, pass_fds=() if pipe is None else [pipe.fileno()],
-        )  # fmt: skip
-    return done.returncode
+    environment = os.environ | ENVIRONMENT | environment | {"PYTHONPATH": path, engine.CALLED: str(called)}
+    return harness.run_engine([FOLDER / "engine.py", *words], log, environment, seconds, pipe)
 
 
 def model_in(folder: Path, layers: int, heads: int) -> Path:
@@ -169,81 +161,42 @@ def check(
 
 @contextmanager
 def measured(
-    out: Path, work: Path, model: Path, engines: str, seconds: float, context: int, requests: int
-) -> Iterator[dict[str, Connection]]:
-    """A pipe to each engine that is ready for such contexts and requests, while no other of the model answers."""
+    out: Path, work: Path, engines: str, layers: int, heads: int, contexts: str, requests: str, start: float,
+    seconds: float,
+) -> Iterator[tuple[Path, harness.Engines]]:  # fmt: skip
+    """The model, and the engines that are ready for such cases after `start` seconds, for so many seconds, in which no
+    other of the model answers.
+    """
     (work / "measured").mkdir(parents=True, exist_ok=True)
 
     def run(name: str, log: Path, pipe: Connection) -> int:
-        words = "measure", name, model, pipe.fileno(), work / "measured", "--context", context, "--requests", requests
-        return child(log, seconds, engine.ENGINES[name].environment(), *words, pipe=pipe)
+        words = "measure", name, pipe.fileno(), work / "measured", "--contexts", contexts, "--requests", requests
+        limit = start + seconds + harness.ENDING
+        return child(log, limit, engine.ENGINES[name].environment(), *words, pipe=pipe)
 
-    with harness.ready(out, work, engines.split(","), run) as pipes, engine.locked(model, fcntl.LOCK_EX):
-        yield pipes
-
-
-def case_of(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Of rounds: the fastest prefill, and medians; no step if a longer request took no longer in some round."""
-    by_round = {key: [each[key] for each in rounds] for key in rounds[0]}
-    cached = min(by_round.pop("cached_tokens"))
-    step = median(by_round["step_us"])
-    case = {"step_us": step} if min(by_round["step_us"]) > 0 else {"refused": "more steps took no longer"}
-    case |= {
-        "forward_us": median(by_round["forward_us"]),
-        "prefill_tokens_per_s": max(by_round["prefill_tokens_per_s"]),
-        "prefill_forward_ms": median(by_round["prefill_forward_ms"]),
-        "cached_tokens": cached,
-    }
-    return case | {f"{key}_by_round": figures for key, figures in by_round.items()}
-
-
-def write_kernels(file: Path, answers: dict[str, Any], context: int, requests: int) -> None:
-    for name, rows in answers.items():
-        for row in rows:
-            harness.write(file, {"engine": name, "context": context, "requests": requests} | row)
-            print(f"{name:>14} {row['phase']:>8} {row['us']:>10} µs {row['launches']:>5} × {row['kernel'][:80]}")
+    model = partial(model_in, work, layers, heads)
+    with (
+        harness.ready(out, work, engines.split(","), run, model, start) as ready,
+        engine.locked(model(), fcntl.LOCK_EX),
+    ):
+        yield model(), ready
 
 
 @app.command()
 def speed(
     out: harness.Out, commit: harness.Commit = None, engines: Engines = "xmla-graphs,own-graphs",
-    contexts: str = "4096,32768", requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 90,
+    contexts: str = "4096,32768", requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 180,
     start: int = 150, layers: int = engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
     """All engines at once, which take turns in each round of a case, smallest case first; then the kernels of one
     request of each context. `start` seconds at most until they are ready, `seconds` for the cases.
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
-    model = model_in(work, layers, heads)
-    file = lines_file(out, "speed", commit, model)
-    lengths, counts = ([int(number) for number in text.split(",")] for text in (contexts, requests))
-    failed = False
-    with measured(out, work, model, engines, start + 2 * seconds, max(lengths), max(counts)) as pipes:
-        deadline, spent, rate = time.monotonic() + seconds, 0.0, float("inf")  # seconds of a round, tokens/s of prefill
-        for total, context, count in sorted(
-            (context * count, context, count) for context in lengths for count in counts
-        ):
-            case = {"context": context, "requests": count}
-            if time.monotonic() + (1 + LEAST) * (spent + len(pipes) * total / rate) > deadline:
-                for name in pipes:
-                    harness.write(file, {"engine": name} | case | {"skipped": "no time left"})
-                continue
-            rounds: list[dict[str, Any]] = []  # of which the first compiles
-            while len(rounds) <= ROUNDS and (len(rounds) <= LEAST or time.monotonic() < deadline):
-                begun = time.monotonic()
-                rounds.append(harness.ask_in_turn(pipes, "round", context, count, len(rounds)))
-                spent = time.monotonic() - begun
-            for name in pipes:
-                ran = [each[name] for each in rounds[1:] if name in each]
-                case_here = {"engine": name} | case | (case_of(ran) if ran else {"refused": "the engine ended"})
-                failed |= "refused" in case_here
-                rate = min(rate, case_here.get("prefill_tokens_per_s", rate))
-                harness.write(file, case_here)
-                print(" ".join(f"{key} {value}" for key, value in case_here.items() if "round" not in key), flush=True)
-        for context in lengths:
-            write_kernels(file, harness.ask_in_turn(pipes, "kernels", context, 1), context, 1)
-        failed |= len(pipes) < len(engines.split(",")) or any(pipe.closed for pipe in pipes.values())
-    raise typer.Exit(code=int(failed))
+    with measured(out, work, engines, layers, heads, contexts, requests, start, seconds) as (model, ready):
+        file = lines_file(out, "speed", commit, model)
+        # The median step: each is a difference of two times, of which the least has the most noise.
+        complete = harness.time_cases(file, engines.split(","), ready, contexts, requests, seconds, step=median)
+    raise typer.Exit(code=int(not complete))
 
 
 @app.command()
@@ -254,11 +207,11 @@ def profile(
 ) -> None:  # fmt: skip
     """Where the GPU's time goes: the kernels of each engine, one engine after the other."""
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
-    model = model_in(work, layers, heads)
-    file = lines_file(out, "profile", commit, model)
-    with measured(out, work, model, engines, seconds, context, requests) as pipes:
-        answers = harness.ask_in_turn(pipes, "kernels", context, requests)
-        write_kernels(file, answers, context, requests)
+    case = str(context), str(requests)
+    with measured(out, work, engines, layers, heads, *case, seconds, harness.ENDING) as (model, ready):
+        file = lines_file(out, "profile", commit, model)
+        answers = harness.ask_in_turn(ready, 0, "kernels", context, requests)
+        harness.write_kernels(file, answers, context, requests)
     raise typer.Exit(code=int(len(answers) < len(engines.split(","))))
 
 

@@ -5,16 +5,19 @@ import json
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import engine
+import harness
 import pytest
 import run_on_gpu
 import torch
 from typer.testing import CliRunner
 
+NOBODY = 1 << 30  # a process that there is not
 LIKE = {"prompt": [6000], "mean_abs_logprob": [0.1], "same_likely": [0.99], "equal_tokens": [32]}
 AGAIN = {"prompt": [6000], "cached": [5952], "equal_again": [32], "accepted": [None]}
 OURS = {"runs": True, "calls": [*engine.OPS], "compiled_late": []}
@@ -76,22 +79,24 @@ def test_engines_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     def child(log: Path, *words: Any, pipe: Connection) -> int:
         log.write_text("")
-        pipe.send("ready")
+        order.append(pipe.recv())
+        pipe.send(NOBODY)
         order.append(f"ended by {pipe.recv()}")
         return 0
 
     def measure() -> None:
-        with run_on_gpu.measured(tmp_path, tmp_path, tmp_path, "own", 9, 4096, 1):
-            order.append("measured")
+        with run_on_gpu.measured(tmp_path, tmp_path, "own", 4, 128, "4096", "1", 9, 9) as (model, _):
+            order.append(f"measured {model}")
 
     monkeypatch.setattr(run_on_gpu, "child", child)
+    monkeypatch.setattr(run_on_gpu, "model_in", lambda *_: tmp_path)
     beside = Thread(target=measure)
     with engine.locked(tmp_path, fcntl.LOCK_SH):  # as one that answers has it
         beside.start()
         beside.join(0.5)
-        assert beside.is_alive() and not order
+        assert beside.is_alive() and order == [str(tmp_path)]
     beside.join()
-    assert order == ["measured", "ended by None"]
+    assert order[1:] == [f"measured {tmp_path}", "ended by None"]
 
 
 def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> None:
@@ -116,16 +121,28 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> No
     served = SimpleNamespace(generate=generate, collective_rpc=tell)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: now[0])
-        rounds = [engine.timed_round(served, tmp_path / "passes.json", 2001, 2, number) for number in range(2)]
-    assert rounds == [{
-        "step_us": 1000.0, "forward_us": 500.0, "prefill_tokens_per_s": 2000, "prefill_forward_ms": 1500.0,
-        "cached_tokens": 64,
-    }] * 2  # fmt: skip
+        rounds = [
+            engine.timed_round(served, tmp_path / "passes.json", 2001, 2, number, new)
+            for number, new in ((0, True), (1, True), (1, False))
+        ]
+    steps = {"step_us": 1000.0, "forward_us": 500.0, "cached_tokens": 64}
+    assert rounds == [steps | {"prefill_tokens_per_s": 2000, "prefill_forward_ms": 1500.0}] * 2 + [steps]
+
+
+def test_every_case_runs_before_an_engine_is_ready() -> None:
+    """Of a case of many tokens only some prompts, each with as many requests beside as the case has."""
+    ran: list[tuple[int, int, int]] = []
+
+    def generate(input_ids: list[list[int]], sampling_params: dict[str, Any]) -> None:
+        ran.append((len(input_ids), len({*map(tuple, input_ids)}), sampling_params["max_new_tokens"]))
+
+    engine.compile_cases(SimpleNamespace(generate=generate), [65536, 64], [1, 8])
+    assert ran == [(1, 1, 1), (1, 1, 8), (8, 8, 1), (8, 8, 8), (1, 1, 1), (1, 1, 8), (2, 2, 1), (8, 2, 8)]
 
 
 def test_no_prompt_is_cached_by_another() -> None:
-    """Also of another case, and those before the prompts whose kernels are shown."""
-    numbers = *range(9), engine.SHOWN, engine.SHOWN + 1
+    """Also of another case, and those that compile or come before the prompts whose kernels are shown."""
+    numbers = *range(-1, 9), engine.SHOWN, engine.SHOWN + 1
     prompts = [
         tuple(each[:64]) for context, requests in ((1024, 8), (4096, 1), (4096, 8)) for number in numbers
         for each in engine.new_prompts(context, requests, number)
@@ -170,11 +187,14 @@ def test_a_case_is_what_its_rounds_have() -> None:
          "cached_tokens": 64}
         for step in (10.0, 30.0, 20.0)
     ]  # fmt: skip
-    case = run_on_gpu.case_of(rounds)
+    case = harness.case_of(rounds, median)
     assert (case["step_us"], case["forward_us"], case["prefill_tokens_per_s"]) == (20.0, 10.0, 37.0)
     assert case["step_us_by_round"] == [10.0, 30.0, 20.0] and case["cached_tokens"] == 64 and "refused" not in case
-    case = run_on_gpu.case_of([*rounds, rounds[0] | {"step_us": -1.0}])
+    assert harness.case_of(rounds, min)["step_us"] == 10.0
+    cached = {key: value for key, value in rounds[0].items() if not key.startswith("prefill")} | {"cached_tokens": 32}
+    case = harness.case_of([*rounds, cached | {"step_us": -1.0}], median)
     assert case["refused"] and "step_us" not in case and case["step_us_by_round"][-1] == -1.0
+    assert case["prefill_forward_ms_by_round"] == [3.0] * 3 and case["cached_tokens"] == 32
 
 
 def test_kernels_are_those_that_took_time() -> None:
@@ -194,25 +214,28 @@ def run(
 
     `asked` has what measured engines were asked, in order.
     """
-    (folder / "model-4-128").mkdir()
     config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
-    (folder / "model-4-128" / "config.json").write_text(json.dumps(config))
 
     def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Any = None) -> int:
-        kind, name, _, out = words[:4]
+        kind, name, *rest = words
+        if kind == "model":
+            name.mkdir()
+            (name / "config.json").write_text(json.dumps(config))
+            return 0
         ours = "xmla" in environment["SGLANG_PLUGINS"]
         log.write_text(f"started\n{f'{run_on_gpu.RUNS}, {run_on_gpu.READY}' if ours else ''}\nended")
         if name == "xmla-bf16":
             return 1
         if kind == "answer":
             calls = engine.OPS if ours else ()
-            out.write_text(json.dumps({"answers": answers(-1.0, 7, 32), "calls": calls, "seconds": {}}))
+            rest[1].write_text(json.dumps({"answers": answers(-1.0, 7, 32), "calls": calls, "seconds": {}}))
             return 0
-        pipe.send("ready")
+        assert pipe.recv() == str(folder / "model-4-128")
+        pipe.send(NOBODY)
         while (question := pipe.recv()) is not None:
             asked.append((name, *question))
             what, context, _, *number = question
-            if name == "own-bf16" and number == [2]:
+            if name == "own-bf16" and number == [2, True]:
                 return 1
             figures = {"step_us": -(context == 2048), "forward_us": 1.0, "prefill_tokens_per_s": 2**20}
             figures |= {"prefill_forward_ms": 2.0, "cached_tokens": 64}
@@ -224,6 +247,7 @@ def run(
     monkeypatch.setattr(run_on_gpu, "version", lambda package: "0.5.23")
     words = [command, "--out", str(folder / "out"), "--work", str(folder), "--commit", "a commit", *more]
     done = CliRunner().invoke(run_on_gpu.app, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
     lines = (folder / "out" / "sglang.jsonl").read_text().splitlines()
     return done.exit_code, [json.loads(line) for line in lines]
 
@@ -246,9 +270,9 @@ def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     words = "--contexts", "64,32", "--requests", "1", "--seconds", "60"
     status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, asked=asked)
     engines, kernel = ("xmla-graphs", "own-graphs"), {"kernel": "a kernel", "launches": 4, "us": 9.5}
-    rounds = [("round", context, 1, number) for context in (32, 64) for number in range(run_on_gpu.ROUNDS + 1)]
-    questions = [*rounds, ("kernels", 64, 1), ("kernels", 32, 1)]
-    assert asked == [(name, *question) for question in questions for name in engines]
+    rounds = [("round", context, 1, number, True) for context in (32, 64) for number in range(harness.ROUNDS)]
+    turns = [(question, question[3]) for question in rounds] + [(("kernels", 64, 1), 0), (("kernels", 32, 1), 1)]
+    assert asked == [(name, *question) for question, turn in turns for name in engines[:: -1 if turn % 2 else 1]]
     assert status == 1 and all(line["refused"] for line in lines[:4])  # a step takes no time
     assert [(line["engine"], line["context"]) for line in lines] == [
         (name, context) for context in (32, 64, 64, 32) for name in engines
@@ -258,17 +282,15 @@ def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_a_case_is_skipped_and_an_engine_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    words = "--engines", "own-bf16,own,xmla-bf16", "--contexts", "4096,4194304", "--requests", "1", "--seconds", "9"
+    words = "--engines", "own-bf16,own,xmla-bf16", "--contexts", "4096,4194304", "--requests", "1", "--seconds", "3"
     status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, asked=asked)
     assert status == 1
-    told = [(line["engine"], line["context"], len(line.get("forward_us_by_round", ()))) for line in lines[:4]]
-    assert told == [
-        ("own-bf16", 4096, 1),
-        ("own", 4096, run_on_gpu.ROUNDS),
-        ("own-bf16", 4194304, 0),
-        ("own", 4194304, 0),
-    ]
-    assert [line.get("skipped") for line in lines[2:4]] == ["no time left"] * 2
+    assert lines[0] == {"engine": "xmla-bf16", "refused": "the engine was not ready"}
+    told = [(line["engine"], line["context"], len(line.get("forward_us_by_round", ()))) for line in lines[1:5]]
+    assert told == [("own-bf16", 4096, 2), ("own", 4096, 12), ("own-bf16", 4194304, 0), ("own", 4194304, 0)]
+    ended, slow = "the engine ended", "more steps took no longer"
+    assert [line.get("refused") for line in lines[1:5]] == [ended, slow, ended, None]
+    assert lines[4]["skipped"] == "no time left"
     assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
 
 

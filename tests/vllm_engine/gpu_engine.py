@@ -2,11 +2,11 @@
 
 python gpu_engine.py model FOLDER                 make the model; --kind v4, v41 or glm: with their attention
 python gpu_engine.py answer ENGINE MODEL OUT      requests that join late: tokens and log-probabilities
-python gpu_engine.py measure ENGINE MODEL OUT     times of prefill and decode by context and number of requests
-python gpu_engine.py profile ENGINE MODEL OUT     the GPU's kernels of a prefill and of decode steps
-python gpu_engine.py serve ENGINE MODEL PIPE      what it is asked for through the pipe: rounds of a trace of requests
+python gpu_engine.py measure ENGINE PIPE          what comes through the pipe: rounds of a case, kernels of one
+python gpu_engine.py serve ENGINE PIPE            the same: rounds of a trace of requests
 """
 
+import fcntl
 import json
 import math
 import os
@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from zlib import crc32  # the generator takes 32 bits of a seed with all their differences
 
 import torch
 import typer
+from harness import cases_of, few_of, numbers
 from steps import Watch, summary
 
 import xmla
@@ -41,9 +43,8 @@ V41 = JOINS | {"24000": 0}
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 WARM = 8  # tokens of each request before decode is timed
-COMPILED = 1 << 17  # tokens of a prefill before those that are timed
-ROUNDS = 12  # of each case's decode
-PREFILLS = 5  # of a case whose prompts have up to COMPILED tokens
+TOKENS = 64  # of each request that are timed
+SHOWN = 16  # decode steps whose kernels are shown
 AHEAD = 1 << 22  # cycles, some 2 ms
 TYPICAL, SPREAD, SHORTEST, LONGEST = 2048, 1.2, 64, 32768  # tokens of a trace's prompts: median, of the logarithm
 FEWEST, MOST = 16, 256  # new tokens of its requests
@@ -390,9 +391,8 @@ def start_for(name: str, model: Path, contexts: list[int], counts: list[int], to
     """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
     layers = sizes_of(model)["num_hidden_layers"]
     most = max(counts) * (max(contexts) + tokens + 128)
-    most *= (
-        1 if ENGINES[name].version == "v32" else 3
-    )  # windows and compressors have caches of their own, in pages as large
+    # Windows and compressors have caches of their own, in pages as large. States of linear attention are few.
+    most *= 3 if ENGINES[name].version in ("v4", "v41") else 1
     return start(
         name, model, tuple(sorted(set(counts))), max_model_len=max(contexts) + tokens + WARM + 64,
         max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,
@@ -400,76 +400,86 @@ def start_for(name: str, model: Path, contexts: list[int], counts: list[int], to
     )  # fmt: skip
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def new_prompts(context: int, requests: int, number: int) -> list[Any]:
+    """Those of a case's round, which begin like no other prompts of any round."""
+    return [prompt(context, crc32(f"{context} {requests} {number} {each}".encode())) for each in range(requests)]
+
+
+def compile_cases(engine: Any, contexts: list[int], counts: list[int]) -> None:
+    """Run each case once with few prompts, so that no round compiles or tunes kernels."""
+    for context, count in cases_of(contexts, counts):
+        few = new_prompts(context, few_of(context, count), -1)
+        drain(engine, few, 1)
+        drain(engine, [*islice(cycle(few), count)], WARM)
+
+
+def timed_round(
+    engine: Any, forwards: Forwards, context: int, requests: int, number: int, new: bool
+) -> dict[str, Any]:  # fmt: skip
+    """A prefill of prompts if they are new; behind their cached keys, where all start at once, steps and their passes.
+
+    A step is timed on the host. Passes are those of further steps, in which the GPU does not wait for the host.
+    """
+    prompts, figures = new_prompts(context, requests, number), dict[str, Any]()
+    forwards.milliseconds()
+    if new:
+        filled = drain(engine, prompts, 1)
+        figures["prefill_tokens_per_s"] = round(context * requests / filled.seconds)
+        figures["prefill_forward_ms"] = round(sum(forwards.milliseconds()), 2)
+    done = drain(engine, prompts, TOKENS + WARM)
+    steps = done.decode_us(requests)
+    if not steps:
+        return {"refused": f"the cache does not hold {requests} requests at once"}
+    forwards.milliseconds()
+    forwards.ahead = True
+    drain(engine, prompts, TOKENS + WARM)
+    forwards.ahead = False
+    passes = forwards.milliseconds()[-TOKENS:]
+    return {
+        "step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1),
+        "cached_tokens": done.cached,
+    } | figures  # fmt: skip
+
+
+def tune_in_turn(lock: Path) -> None:
+    """Of engines that share a cache one tunes a kernel of Triton's, and those that wait for it read its choice.
+
+    So none is tuned beside another one's work of that kind, or chooses otherwise. Needs TRITON_CACHE_AUTOTUNING=1.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    look_up = Autotuner.check_disk_cache
+
+    def locked(*args: Any) -> Any:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return look_up(*args)
+
+    Autotuner.check_disk_cache = locked
+
+
+def model_from(pipe: Connection) -> Path:
+    """The folder that comes once the model is written; until then vLLM is imported."""
+    from vllm import EngineArgs, LLMEngine  # noqa: F401
+
+    return Path(pipe.recv())
 
 
 @app.command()
-def measure(
-    name: str, model: Path, out: Path, contexts: str = "4096,32768", requests: str = "1,8,64", tokens: int = 64,
-    seconds: float = 120, chunk: int = 8192,
-) -> None:  # fmt: skip
-    """A line for each case, smallest first, until the seconds after the engine's start are over."""
-    counts = numbers(requests)
-    cases = sorted((context * count, context, count) for context in numbers(contexts) for count in counts)
-    engine = start_for(name, model, numbers(contexts), counts, tokens, chunk)
+def measure(name: str, pipe: int, contexts: str = "4096,32768", requests: str = "1,8,64", chunk: int = 8192) -> None:
+    """Once ready for such cases, answer each (what, *arguments) that comes through the pipe."""
+    asked, lengths, counts = Connection(pipe), numbers(contexts), numbers(requests)
+    model = model_from(asked)
+    tune_in_turn(model.parent / "tuning.lock")
+    engine = start_for(name, model, lengths, counts, TOKENS, chunk)
+    print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)
     forwards = Forwards()
     forwards.watch(engine.vllm_config)
-    deadline, rate = time.monotonic() + seconds, float("inf")  # tokens/s of the slowest prefill
-    for seed, (total, context, count) in enumerate(cases):
-        case = {"engine": name, "context": context, "requests": count}
-        first, prefills = min(count, max(COMPILED // context, 1)), PREFILLS if total <= COMPILED else 1
-        if time.monotonic() + (first + prefills * count) * context / rate > deadline:
-            write(out, case | {"skipped": "no time left"})
-            continue
-        prompts = [prompt(context, seed << 20 | number) for number in range(first + prefills * count)]
-        prefill(engine, forwards, prompts[:first], first)
-        found = prefill(engine, forwards, prompts[first:], count)
-        rate = min(rate, found["prefill_tokens_per_s"])
-        write(out, case | found | decode(engine, forwards, prompts[-count:], tokens) | {"prefills": prefills})
-    print("attention", engine.collective_rpc(told)[0]["attention"])
-
-
-def prefill(engine: Any, forwards: Forwards, prompts: list[Any], at_once: int) -> dict[str, float]:
-    """Of so many prompts at once, which the prefix cache keeps: the median speed, and that of the GPU's time."""
-    forwards.milliseconds()
-    speeds, times = [], []
-    for first in range(0, len(prompts), at_once):
-        given = prompts[first : first + at_once]
-        done = drain(engine, given, 1)
-        speeds.append(sum(len(each["prompt_token_ids"]) for each in given) / done.seconds)
-        times.append(sum(forwards.milliseconds()))
-    return {
-        "prefill_tokens_per_s": round(statistics.median(speeds)),
-        "prefill_forward_ms": round(statistics.median(times), 2),
-    }
-
-
-def decode(engine: Any, forwards: Forwards, prompts: list[Any], tokens: int) -> dict[str, Any]:
-    """Of prompts that the prefix cache has, so that all start at once: times of a step and of its forward pass.
-
-    A step's is the median of the fastest round: the host takes up to twice as long in others, of any engine. A pass's
-    is the median of two rounds more, in which the GPU does not wait for the host.
-    """
-    rounds, cached = [], 0
-    for _ in range(ROUNDS):
-        done = drain(engine, prompts, tokens + WARM)
-        steps = done.decode_us(len(prompts))
-        if not steps:
-            raise RuntimeError(f"the cache does not hold {len(prompts)} requests at once")
-        rounds.append(round(statistics.median(steps), 1))
-        cached += done.cached
-    passes: list[float] = []
-    forwards.milliseconds()
-    forwards.ahead = True
-    for _ in range(2):
-        drain(engine, prompts, tokens + WARM)
-        passes += forwards.milliseconds()[-tokens:]
-    forwards.ahead = False
-    return {
-        "step_us": min(rounds), "step_us_by_round": rounds, "forward_us": round(1e3 * statistics.median(passes), 1),
-        "cached_tokens": cached,
-    }  # fmt: skip
+    compile_cases(engine, lengths, counts)
+    asked.send(os.getpid())
+    while (question := asked.recv()) is not None:
+        what, *case = question
+        asked.send(timed_round(engine, forwards, *case) if what == "round" else kernels_of(engine, *case))
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,39 +545,36 @@ def play(
 
 
 @app.command()
-def serve(name: str, model: Path, pipe: int, chunk: int = 8192, cores: str = "") -> None:
+def serve(name: str, pipe: int, chunk: int = 8192, cores: str = "") -> None:
     """Once ready, answer each (requests, rate, number, pace) that comes through the pipe; on these cores, if named."""
     if cores:
         os.sched_setaffinity(0, numbers(cores))
     counts = [2**power for power in range(AT_ONCE.bit_length())]
-    engine = start_for(name, model, [LONGEST], counts, MOST, chunk)
+    asked = Connection(pipe)
+    engine = start_for(name, model_from(asked), [LONGEST], counts, MOST, chunk)
     print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)
     watch, forwards = Watch(engine), Forwards()
     forwards.watch(engine.vllm_config)
     for tokens in BEFORE:
         drain(engine, [prompt(tokens, tokens)], 1)
     print("before a trace", summary(watch, watch.now(), [])["events"], flush=True)
-    asked = Connection(pipe)
-    asked.send("ready")
+    asked.send(os.getpid())
     while (question := asked.recv()) is not None:
         requests, rate, number, pace = question
         asked.send(play(engine, trace_of(requests, rate), number, pace, watch, forwards))
     watch.end()
 
 
-@app.command()
-def profile(
-    name: str, model: Path, out: Path, context: int = 4096, requests: int = 1, tokens: int = 16, chunk: int = 8192,
-) -> None:  # fmt: skip
-    """A line for each kernel of a prefill of new prompts, and of `tokens` decode steps, by time."""
-    engine = start_for(name, model, [context], [requests], tokens, chunk)
-    for seed in range(2):  # what the first compiles is not shown
-        prompts = [prompt(context, seed * 1000 + number) for number in range(requests)]
-        for phase, new in (("prefill", 1), ("decode", tokens)):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-                drain(engine, prompts, new)
-            for kernel in kernels(found.key_averages()) if seed else ():
-                write(out, {"engine": name, "context": context, "requests": requests, "phase": phase} | kernel)
+def kernels_of(engine: Any, context: int, requests: int) -> list[dict[str, Any]]:
+    """Those of a prefill of new prompts and of decode steps behind them, by time."""
+    rows = []
+    for number in -2, -3:  # what the first compiles is not shown
+        prompts = new_prompts(context, requests, number)
+        for phase, tokens in (("prefill", 1), ("decode", SHOWN)):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as events:
+                drain(engine, prompts, tokens)
+            rows += [{"phase": phase} | kernel for kernel in kernels(events.key_averages()) if number == -3]
+    return rows
 
 
 def kernels(events: Iterable[Any], most: int = 30) -> list[dict[str, Any]]:
@@ -575,12 +582,6 @@ def kernels(events: Iterable[Any], most: int = 30) -> list[dict[str, Any]]:
     ran = [event for event in events if event.self_device_time_total > 0]
     ran.sort(key=lambda event: -event.self_device_time_total)
     return [{"kernel": e.key[:120], "launches": e.count, "us": round(e.self_device_time_total, 1)} for e in ran[:most]]
-
-
-def write(out: Path, line: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

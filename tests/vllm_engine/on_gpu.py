@@ -14,13 +14,13 @@ GLM-5.3-Flash's attention, with
 Needs vLLM and the package's own dependencies. All append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +32,7 @@ import gpu_engine
 import harness
 import numpy as np
 import typer
-from harness import Answers, Commit, Out, Pairs, Seconds, alike, ask_all, begin, compare, conclude, keep_log
+from harness import Answers, Commit, Out, Pairs, Seconds, alike, ask_all, begin, compare, conclude
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -109,21 +109,21 @@ def child(
     path = os.pathsep.join([str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")])
     # Of a kernel that fails: `cuda-gdb -batch -ex "target cudacore FILE"` names it.
     core = {"CUDA_COREDUMP_FILE": str(log.with_suffix(".%p.cudacore"))}
-    command = ["timeout", "-k", "10", str(seconds), sys.executable, str(FOLDER / "gpu_engine.py"), *map(str, words)]
-    with log.open("w") as shown:
-        done = subprocess.run(
-            command, env=os.environ | ENVIRONMENT | core | environment | {"PYTHONPATH": path}, stdout=shown,
-            stderr=subprocess.STDOUT, check=False, pass_fds=() if pipe is None else [pipe.fileno()],
-        )  # fmt: skip
-    return done.returncode
+    environment = os.environ | ENVIRONMENT | core | environment | {"PYTHONPATH": path}
+    return harness.run_engine([FOLDER / "gpu_engine.py", *words], log, environment, seconds, pipe)
+
+
+def kind_of(engines: str) -> str:
+    """Which model these engines have."""
+    kinds = {gpu_engine.ENGINES[name].version for name in engines.split(",")}
+    if len(kinds) > 1:
+        raise typer.BadParameter("engines of one model", param_hint="--engines")
+    return kinds.pop()
 
 
 def model_in(folder: Path, engines: str, layers: int, heads: int) -> Path:
     """The model of these engines, made if it is not there; others than V3.2's have their own sizes."""
-    kinds = {gpu_engine.ENGINES[name].version for name in engines.split(",")}
-    if len(kinds) > 1:
-        raise typer.BadParameter("engines of one model", param_hint="--engines")
-    (kind,) = kinds
+    kind = kind_of(engines)
     model = folder / (f"model-{layers}-{heads}" if kind == "v32" else kind)
     if not (model / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,44 +180,40 @@ def check(
     conclude(file, verdicts(found, answers, version("vllm")), len(answers) == len(names))
 
 
-def run_engine(
-    file: Path, work: Path, model: Path, name: str, what: str, seconds: float, *options: object
-) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether an engine succeeded, and the lines that it appended to the file; its log is kept beside it."""
-    log = work / f"{name}-{what}.log"
-    before = len(file.read_text().splitlines())
-    status = child(log, seconds, gpu_engine.ENGINES[name].environment(), what, name, model, file, *options)
-    keep_log(file.parent, name, log, status)
-    return status == 0, [json.loads(line) for line in file.read_text().splitlines()[before:]]
+@contextmanager
+def measured(
+    out: Path, work: Path, engines: str, layers: int, heads: int, contexts: str, requests: str, start: float,
+    seconds: float,
+) -> Iterator[tuple[Path, harness.Engines]]:  # fmt: skip
+    """The model, and the engines that are ready for such cases after `start` seconds, for so many seconds."""
+    kind_of(engines)
+    tuned = {"TRITON_CACHE_AUTOTUNING": "1"}  # see gpu_engine.tune_in_turn
+
+    def run(name: str, log: Path, pipe: Connection) -> int:
+        environment = gpu_engine.ENGINES[name].environment() | tuned
+        words = "measure", name, pipe.fileno(), "--contexts", contexts, "--requests", requests
+        return child(log, start + seconds + harness.ENDING, environment, *words, pipe=pipe)
+
+    model = partial(model_in, work, engines, layers, heads)
+    with harness.ready(out, work, engines.split(","), run, model, start) as ready:
+        yield model(), ready
 
 
 @app.command()
 def speed(
     out: Out, commit: Commit = None, engines: Engines = "xmla-graphs,own-graphs", contexts: str = "4096,32768",
-    requests: str = "1,8,64", tokens: int = 64, seconds: Annotated[int, typer.Option(min=1)] = 90, start: int = 150,
+    requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 180, start: int = 150,
     layers: int = gpu_engine.LAYERS, heads: int = 128, work: Path | None = None,
 ) -> None:  # fmt: skip
-    """One engine after the other, each as often as it is named: `start` seconds at most until it is ready and its first
-    case is done, `seconds` for its cases, smallest first.
+    """All engines at once, which take turns in each round of a case, smallest case first; then the kernels of one
+    request of each context. `start` seconds at most until they are ready, `seconds` for the cases.
     """
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
-    model = model_in(work, engines, layers, heads)
-    file = lines_file(out, "speed", commit, model)
-    failed = False
-    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for name in engines.split(","):
-        options = ("--contexts", contexts, "--requests", requests, "--tokens", tokens, "--seconds", seconds)
-        succeeded, lines = run_engine(file, work, model, name, "measure", start + seconds, *options)
-        failed |= not succeeded
-        for case in lines:
-            cases.setdefault((case["context"], case["requests"]), []).append(case)
-    print("context requests | engine: µs a step, µs of the GPU's forward pass, tokens/s of prefill, ms of its passes")
-    for (context, count), found in sorted(cases.items()):
-        for case in found:
-            keys = ("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms")
-            cells = [f"{case[key]:>10}" for key in keys] if "step_us" in case else [case["skipped"]]
-            print(f"{context:>7} {count:>8} | {case['engine']:>14} {' '.join(cells)}")
-    raise typer.Exit(code=int(failed))
+    with measured(out, work, engines, layers, heads, contexts, requests, start, seconds) as (model, ready):
+        file = lines_file(out, "speed", commit, model)
+        # The fastest step: the host takes up to twice as long in other rounds, of any engine.
+        complete = harness.time_cases(file, engines.split(","), ready, contexts, requests, seconds, step=min)
+    raise typer.Exit(code=int(not complete))
 
 
 def latencies(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -262,8 +258,8 @@ def trace(
     FOLDER/steps.jsonl.
     """
     begun, work = time.monotonic(), work or Path(tempfile.gettempdir()) / "xmla-vllm"
-    model = model_in(work, engines, layers, heads)
-    file, names = lines_file(out, "trace", commit, model), engines.split(",")
+    kind_of(engines)
+    names, model = engines.split(","), partial(model_in, work, engines, layers, heads)
     places = dict(zip(names, places_of(len(names)), strict=True)) if apart else {}
 
     def run(name: str, log: Path, pipe: Connection) -> int:
@@ -271,19 +267,20 @@ def trace(
         # Else an engine would have the kernels that the one before it in a round has compiled.
         environment = gpu_engine.ENGINES[name].environment() | {"TRITON_CACHE_DIR": str(work / f"{name}-triton")} | gpu
         left = seconds - (time.monotonic() - begun)
-        words = "serve", name, model, pipe.fileno(), *(("--cores", cores) if cores else ())
+        words = "serve", name, pipe.fileno(), *(("--cores", cores) if cores else ())
         return child(log, left, environment, *words, pipe=pipe)
 
     asked = [(float(rate), round(LASTING * float(rate))) for rate in rates.split(",")]
     played: dict[tuple[str, float], list[dict[str, Any]]] = {(name, rate): [] for name in names for rate, _ in asked}
     ended = False
-    with harness.ready(out, work, names, run) as pipes:
-        ask = harness.ask_at_once if apart else harness.ask_in_turn
+    with harness.ready(out, work, names, run, model, seconds) as ready:
+        file = lines_file(out, "trace", commit, model())
         for number, (rate, requests) in enumerate([asked[0], *(each for each in asked for _ in range(rounds))]):
             left = seconds - (time.monotonic() - begun)
             if left < 1.5 * LASTING * (1 if apart else len(names)) + ENDING:
                 break
-            answers = ask(pipes, requests, rate, number, 1 if number else 2)
+            question = requests, rate, number, 1 if number else 2
+            answers = harness.ask_at_once(ready, *question) if apart else harness.ask_in_turn(ready, number, *question)
             ended |= len(answers) < len(names)
             for name, told in answers.items():
                 played[name, rate] += [told] if number else []
@@ -295,7 +292,7 @@ def trace(
         line |= latencies(ran) if ran else {"refused": "the engine ended" if ended else "no time left"}
         harness.write(file, line)
         print(line)
-    raise typer.Exit(code=int(ended or len(pipes) < len(names)))
+    raise typer.Exit(code=int(ended or len(ready) < len(names)))
 
 
 def places_of(engines: int) -> list[tuple[dict[str, str], str]]:
@@ -315,18 +312,14 @@ def profile(
     requests: int = 1, seconds: Seconds = 120, layers: int = gpu_engine.LAYERS, heads: int = 128,
     work: Path | None = None,
 ) -> None:  # fmt: skip
-    """Where the GPU's time goes: the kernels of each engine side by side."""
+    """Where the GPU's time goes: the kernels of each engine, one engine after the other."""
     work = work or Path(tempfile.gettempdir()) / "xmla-vllm"
-    model = model_in(work, engines, layers, heads)
-    file = lines_file(out, "profile", commit, model)
-    failed = False
-    for name in engines.split(","):
-        options = ("--context", context, "--requests", requests)
-        succeeded, lines = run_engine(file, work, model, name, "profile", seconds, *options)
-        failed |= not succeeded
-        for line in lines:
-            print(f"{name:>14} {line['phase']:>8} {line['us']:>10} µs {line['launches']:>5} × {line['kernel'][:80]}")
-    raise typer.Exit(code=int(failed))
+    case = str(context), str(requests)
+    with measured(out, work, engines, layers, heads, *case, seconds, harness.ENDING) as (model, ready):
+        file = lines_file(out, "profile", commit, model)
+        answers = harness.ask_in_turn(ready, 0, "kernels", context, requests)
+        harness.write_kernels(file, answers, context, requests)
+    raise typer.Exit(code=int(len(answers) < len(engines.split(","))))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,13 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +21,7 @@ import pytest
 import steps
 import typer
 from steps import Event, Step
+from triton.runtime import autotuner
 from typer.testing import CliRunner
 
 
@@ -90,35 +96,96 @@ def test_an_engine_to_measure_by_the_sizes_of_text(tmp_path: Path, monkeypatch: 
     assert asked == [(1 << 30) + int(1.25 * 3 * 8 * (32768 + 64 + 128) * 5 * (656 + 132))] * 2
 
 
+@pytest.mark.parametrize(("name", "layers"), [("own", 4), ("v4-own", 4), ("v41-own", 5), ("glm-own", 4)])
+def test_two_engines_fit_an_h100(name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caches leave each 8 GiB of 78 for weights, workspaces and passes."""
+    asked = []
+    monkeypatch.setattr(
+        gpu_engine, "start", lambda *_, kv_cache_memory_bytes, **__: asked.append(kv_cache_memory_bytes)
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    for kind in ("own", "xmla"):
+        whole = name.replace("own", f"{kind}-graphs")
+        gpu_engine.start_for(whole, tmp_path, [4096, 32768], [1, 8, 64], gpu_engine.TOKENS, 8192)
+    assert sum(asked) <= (78 - 2 * 8) << 30
+
+
 def test_decode_counts_steps_after_the_first() -> None:
     steps = [(1.0, 0), (9.0, 2), *((9.0 + 0.5 * number, 2) for number in range(1, 21))]
     times = gpu_engine.Drained(0.0, steps, 0).decode_us(2)
     assert times == [500000.0] * 13
 
 
-def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = [0.5, 0.1, 0.4, 0.2, 0.3]  # of a step, by round
-    paces, ahead = iter([*seconds, 9.0, 9.0]), []
+def test_a_round_is_of_new_prompts_and_then_of_cached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int, bool]] = []  # prompts, their tokens, new tokens, does the GPU wait?
 
     def drain(engine: Any, prompts: list[Any], tokens: int) -> gpu_engine.Drained:
-        pace = next(paces)
-        ahead.append(forwards.ahead)
-        return gpu_engine.Drained(0.0, [(pace * (number + 1), len(prompts)) for number in range(tokens)], 7)
+        asked.append((len(prompts), len(prompts[0]["prompt_token_ids"]), tokens, forwards.ahead))
+        return gpu_engine.Drained(0.0, [(0.5 * (number + 1), len(prompts)) for number in range(tokens)], 60)
 
     monkeypatch.setattr(gpu_engine, "drain", drain)
-    monkeypatch.setattr(gpu_engine, "ROUNDS", 5)
-    prompts = [{"prompt_token_ids": [5] * 30}] * 2
+    monkeypatch.setattr(gpu_engine, "TOKENS", 2)
     forwards = SimpleNamespace(milliseconds=lambda: [9.0, 1.0, 3.0], ahead=False)
-    decoded = gpu_engine.decode(None, forwards, prompts, tokens=2)
-    assert decoded["step_us_by_round"] == [500000.0, 100000.0, 400000.0, 200000.0, 300000.0]
-    assert (decoded["step_us"], decoded["forward_us"], decoded["cached_tokens"]) == (100000.0, 2000.0, 35)
-    assert ahead == [False] * 5 + [True] * 2 and not forwards.ahead
-    paces = iter([0.5, 0.1, 0.3])
-    filled = gpu_engine.prefill(None, forwards, prompts[:1] * 6, 2)
-    assert filled == {"prefill_tokens_per_s": 200, "prefill_forward_ms": 13.0}
+    steps = {"step_us": 500000.0, "forward_us": 2000.0, "cached_tokens": 60}
+    filled = {"prefill_tokens_per_s": 120, "prefill_forward_ms": 13.0}
+    assert gpu_engine.timed_round(None, forwards, 30, 2, 0, True) == steps | filled
+    assert asked == [(2, 30, 1, False), (2, 30, 10, False), (2, 30, 10, True)] and not forwards.ahead
+    assert gpu_engine.timed_round(None, forwards, 30, 2, 0, False) == steps
     monkeypatch.setattr(gpu_engine, "drain", lambda *_: gpu_engine.Drained(0.0, [(1.0, 1)] * 72, 0))
-    with pytest.raises(RuntimeError, match="does not hold 2 requests"):
-        gpu_engine.decode(None, forwards, prompts, tokens=64)
+    refusal = {"refused": "the cache does not hold 2 requests at once"}
+    assert gpu_engine.timed_round(None, forwards, 30, 2, 0, True) == refusal
+
+
+def test_no_prompt_is_cached_by_another() -> None:
+    """Nor is one that compiles, or whose kernels are shown."""
+    prompts = [
+        tuple(each["prompt_token_ids"][:64]) for context, requests in ((1024, 8), (4096, 1), (4096, 8))
+        for number in range(-3, 9) for each in gpu_engine.new_prompts(context, requests, number)
+    ]  # fmt: skip
+    assert len({*prompts}) == len(prompts) == 17 * 12
+
+
+def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a case of many tokens only some prompts run, each with as many requests beside as the case has."""
+    ours, theirs = Pipe()
+    ran: list[tuple[int, int, int]] = []
+    drained = gpu_engine.Drained(0.0, [(1.0, 8)], 0)
+    engine = SimpleNamespace(collective_rpc=lambda _: [{"attention": []}], vllm_config=None)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=None, LLMEngine=None))
+    monkeypatch.setattr(gpu_engine, "start_for", lambda *_: ran.append(_[1:-2]) or engine)
+    monkeypatch.setattr(gpu_engine, "tune_in_turn", lambda lock: ran.append(lock))
+    monkeypatch.setattr(gpu_engine, "Forwards", lambda: SimpleNamespace(watch=lambda config: None))
+    monkeypatch.setattr(
+        gpu_engine, "drain", lambda _, prompts, tokens: ran.append((len(prompts), len({*map(str, prompts)}), tokens))
+    )
+    monkeypatch.setattr(gpu_engine, "timed_round", lambda *case: {"round": case[2:]})
+    monkeypatch.setattr(gpu_engine, "kernels_of", lambda *case: [{"kernels": case[1:]}])
+    monkeypatch.setattr(gpu_engine, "Connection", lambda number: theirs)
+    for question in (tmp_path / "model", ("round", 64, 1, 0, True), ("kernels", 64, 1), None):
+        ours.send(question)
+    gpu_engine.measure("own", 3, "65536,64", "1,8")
+    sizes = tmp_path / "model", [65536, 64], [1, 8]
+    cases = [(1, 1, 1), (1, 1, 8), (8, 8, 1), (8, 8, 8), (1, 1, 1), (1, 1, 8), (2, 2, 1), (8, 2, 8)]
+    assert ran == [tmp_path / "tuning.lock", sizes, *cases]
+    answers = [ours.recv() for _ in range(3)]
+    assert answers == [os.getpid(), {"round": (64, 1, 0, True)}, [{"kernels": (64, 1)}]]
+    assert drained.seconds == 1.0
+
+
+def test_engines_tune_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    inside: list[int] = []
+
+    def look_up(tuner: int, *_: Any) -> str:
+        inside.append(tuner)
+        time.sleep(0.05)
+        assert inside.pop() == tuner and not inside
+        return f"choice of {tuner}"
+
+    monkeypatch.setattr(autotuner.Autotuner, "check_disk_cache", look_up)
+    gpu_engine.tune_in_turn(tmp_path / "lock")
+    with ThreadPoolExecutor(4) as threads:
+        chosen = threads.map(autotuner.Autotuner.check_disk_cache, range(8), [()] * 8, [[]] * 8, [None] * 8)
+        assert [*chosen] == [f"choice of {tuner}" for tuner in range(8)]
 
 
 def test_every_engine_that_is_compared_exists() -> None:
@@ -130,38 +197,57 @@ def test_every_engine_that_is_compared_exists() -> None:
     }  # fmt: skip
 
 
-def run(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The exit status and the lines of a command whose engines are stand-ins: what they write, or a failure."""
-    (folder / "model-4-128").mkdir()
-    config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
-    (folder / "model-4-128" / "config.json").write_text(json.dumps(config))
+NOBODY = 1 << 30  # a process that there is not
+ROUND = {"step_us": 5.0, "forward_us": 1.5, "prefill_tokens_per_s": 2**20, "prefill_forward_ms": 1.5}
+Answer = Callable[[str, tuple[Any, ...]], Any]
 
-    def child(log: Path, seconds: float, environment: dict[str, str], *words: Any) -> int:
-        kind, name, _, out = words[:4]
+
+def run(
+    command: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str, answer: Answer | None = None
+) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status and the lines of a command whose engines are stand-ins.
+
+    `answer(name, question)` is what a measured one puts into its pipe; it ends if that is None.
+    """
+    config = {"num_hidden_layers": 4, "num_attention_heads": 128, "hidden_size": 2048, "index_topk": 2048}
+
+    def child(
+        log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection | None = None
+    ) -> int:
+        kind, name, *rest = words
         log.write_text("started\nended")
+        if kind == "model":
+            name.mkdir()
+            (name / "config.json").write_text(json.dumps(config))
+            return 0
         if name == "xmla-bf16":
             return 1
-        given = {length: answers(-1.0, 7, 32)["6000"] for length in gpu_engine.JOINS}
-        attention = ["XmlaSparseImpl"] if environment["VLLM_PLUGINS"] else ["FlashMLASparseImpl"]
-        calls = dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)
-        answered = {"answers": given, "attention": attention, "calls": calls, "seconds": {}, "steps": 40}
-        answered |= {"kernels": 90, "compiled_late": []}
-        times = dict.fromkeys(("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms"), 1.5)
-        cases = [
-            {"context": 4096, "requests": 1} | times,
-            {"context": 32768, "requests": 64, "skipped": "no time left"},
-        ]
-        kernel = {"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}
-        lines = [{"engine": name} | case for case in cases]
-        lines = {"answer": [answered], "measure": lines, "profile": [{"engine": name} | kernel]}[kind]
-        with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        if kind == "answer":
+            given = {length: answers(-1.0, 7, 32)["6000"] for length in gpu_engine.JOINS}
+            attention = ["XmlaSparseImpl"] if environment["VLLM_PLUGINS"] else ["FlashMLASparseImpl"]
+            calls = dict.fromkeys(on_gpu.CALLED | on_gpu.WRITERS, 1)
+            answered = {"answers": given, "attention": attention, "calls": calls, "seconds": {}, "steps": 40}
+            rest[-1].write_text(json.dumps(answered | {"kernels": 90, "compiled_late": []}))
+            return 0
+        assert kind == "measure" and answer and environment["TRITON_CACHE_AUTOTUNING"] == "1"
+        assert pipe.recv() == str(folder / "model-4-128")
+        if name == "xmla-ranks":
+            with suppress(OSError):
+                time.sleep(1.5)  # is not ready in time
+                pipe.send(NOBODY)
+            return 1
+        pipe.send(NOBODY)
+        while (question := pipe.recv()) is not None:
+            if (told := answer(name, question)) is None:
+                return 1
+            pipe.send(told)
         return 0
 
     monkeypatch.setattr(on_gpu, "child", child)
     monkeypatch.setattr(on_gpu, "version", lambda package: "0.26.0")
-    words = [command, "--out", str(folder / "out"), "--work", str(folder), "--commit", "a commit"]
+    words = [command, "--out", str(folder / "out"), "--work", str(folder), "--commit", "a commit", *more]
     done = CliRunner().invoke(on_gpu.app, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
     lines = (folder / "out" / "vllm.jsonl").read_text().splitlines()
     return done.exit_code, [json.loads(line) for line in lines]
 
@@ -176,12 +262,145 @@ def test_check_writes_what_every_engine_answered(monkeypatch: pytest.MonkeyPatch
     assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
 
 
-def test_speed_writes_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    status, (_, *lines) = run("speed", monkeypatch, tmp_path)
-    assert status == 0
-    assert [(line["engine"], line["requests"], "skipped" in line) for line in lines] == [
-        (engine, requests, requests == 64) for engine in ("xmla-graphs", "own-graphs") for requests in (1, 64)
+def figures(question: tuple[Any, ...], **others: Any) -> Any:
+    """What an engine answers, of a case's round with the tokens that its prompts cache."""
+    what, context, requests, *number = question
+    if what == "kernels":
+        return [{"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}]
+    told = ROUND | {"cached_tokens": context * requests} | others
+    return told if number[1] else {key: value for key, value in told.items() if "prefill" not in key}
+
+
+def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each case is written with what its rounds have, each engine begins as many, and all have the same cores."""
+    asked: list[Any] = []
+    placed: list[str] = []
+
+    def answer(name: str, question: tuple[Any, ...]) -> Any:
+        asked.append((name, *question))
+        return figures(question, step_us=5.0 + question[3] if question[0] == "round" else 0.0)
+
+    monkeypatch.setattr(harness, "place", lambda engines, name: placed.append(name))
+    words = "--contexts", "64,262144", "--requests", "1"
+    status, (first, *lines) = run("speed", monkeypatch, tmp_path, *words, answer=answer)
+    engines = "xmla-graphs", "own-graphs"
+    assert status == 0 and first["vllm"] == "0.26.0"
+    turns = [engines[:: -1 if number % 2 else 1] for number in range(12)]
+    assert [each for each in asked if each[0] == "round" or each[1] == "round"] == [
+        (name, "round", context, 1, *question)
+        for context, questions in (
+            (64, [(number, True) for number in range(12)]),
+            # Long prompts are new twice.
+            (262144, [(0, True), (1, True), *[(1, False)] * 10]),
+        )
+        for turn, question in zip(turns, questions, strict=True)
+        for name in turn
     ]
+    assert asked[48:] == [
+        ("xmla-graphs", "kernels", 64, 1), ("own-graphs", "kernels", 64, 1),
+        ("own-graphs", "kernels", 262144, 1), ("xmla-graphs", "kernels", 262144, 1),
+    ]  # fmt: skip
+    assert placed == [each[0] for each in asked]
+    assert [(line["engine"], line["context"], "kernel" in line) for line in lines] == [
+        (name, context, shown) for shown in (False, True) for context in (64, 262144) for name in engines
+    ]
+    by_round = [5.0 + number for number in range(12)]
+    assert lines[0] == {
+        "engine": "xmla-graphs", "context": 64, "requests": 1, "cached_tokens": 64, **ROUND,
+        "step_us_by_round": by_round, "forward_us_by_round": [1.5] * 12, "prefill_tokens_per_s_by_round": [2**20] * 12,
+        "prefill_forward_ms_by_round": [1.5] * 12,
+    }  # fmt: skip
+    assert lines[2]["prefill_forward_ms_by_round"] == [1.5] * 2 and len(lines[2]["forward_us_by_round"]) == 12
+
+
+def test_cases_end_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a clock that goes on by what engines take: 1 s a round of steps, and 32768 tokens/s of prefill."""
+    now, begun = [0.0], time.monotonic()
+
+    def answer(name: str, question: tuple[Any, ...]) -> Any:
+        _, context, requests, _, new = question if question[0] == "round" else (*question, 0, True)
+        now[0] += 1 + new * context * requests / 32768
+        return figures(question, prefill_tokens_per_s=32768)
+
+    monkeypatch.setattr(time, "monotonic", lambda: begun + now[0])
+    words = "--contexts", "16384,65536", "--requests", "1,8", "--seconds", "64"
+    status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, answer=answer)
+    assert status == 0
+    told = [(line["context"], line["requests"], len(line.get("forward_us_by_round", ()))) for line in lines[:8]]
+    # A round takes 3 s, 6 s, 10 s, 34 s: twelve rounds, four (12 and 12 s of 28), and no time for two of any other.
+    assert told == [(context, count, rounds) for context, count, rounds in (
+        (16384, 1, 12), (65536, 1, 4), (16384, 8, 0), (65536, 8, 0)
+    ) for _ in range(2)]  # fmt: skip
+    assert [line.get("skipped") for line in lines[:8]] == [None] * 4 + ["no time left"] * 4
+    assert now[0] == 60 + 3 + 6 and len(lines) == 12  # with kernels, which begin in time
+
+
+def test_engines_that_end_leave_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of four engines one never starts, one is not ready in time, one ends in a case, and one goes on."""
+
+    def answer(name: str, question: tuple[Any, ...]) -> Any:
+        what, context, _, *number = question
+        if (name, context, number[:1]) == ("own-bf16", 64, [2]):
+            return None
+        full = name == "own" and context == 128 and what == "round"
+        return {"refused": "the cache does not hold 1 requests at once"} if full else figures(question)
+
+    words = "--engines", "xmla-bf16,own-bf16,own,xmla-ranks", "--contexts", "64,128", "--requests", "1", "--start", "1"
+    status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, answer=answer)
+    assert status == 1
+    assert [(line["engine"], line.get("context"), line.get("refused")) for line in lines] == [
+        ("xmla-bf16", None, "the engine was not ready"),
+        ("xmla-ranks", None, "the engine was not ready"),
+        ("own-bf16", 64, "the engine ended"),
+        ("own", 64, None),
+        ("own-bf16", 128, "the engine ended"),
+        ("own", 128, "the cache does not hold 1 requests at once"),
+        ("own", 64, None),
+        ("own", 128, None),
+    ]
+    assert [len(line["step_us_by_round"]) for line in lines if "step_us" in line] == [2, 12]
+    logs = (tmp_path / "out" / "logs.txt").read_text()
+    assert all(f"=== {name}: exit status 1" in logs for name in ("xmla-bf16", "own-bf16", "xmla-ranks"))
+
+
+def test_an_engine_has_half_of_the_cores_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all processes that it started; the others have the rest."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4})
+    placed: dict[int, list[int]] = {}
+    monkeypatch.setattr(os, "sched_setaffinity", placed.__setitem__)
+    command = [sys.executable, "-c", "import subprocess; subprocess.run(['cat'])"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE) as ours,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other,
+    ):
+        deadline = time.monotonic() + 20
+        while len({*harness.threads_of(ours.pid)}) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        engines = {name: harness.Ready(None, each.pid) for name, each in (("ours", ours), ("other", other))}
+        harness.place(engines, "ours")
+        (started,) = {*placed} - {ours.pid, other.pid}
+        assert started and placed == {ours.pid: [0, 1], started: [0, 1], other.pid: [2, 3, 4]}
+        harness.place(engines, "other")
+        assert placed == {ours.pid: [2, 3, 4], started: [2, 3, 4], other.pid: [0, 1]}
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+        harness.place(engines, "other")
+        assert {*map(tuple, placed.values())} == {(0,)}
+        for each in (ours, other):
+            each.stdin.close()
+
+
+def test_an_engine_ends_when_its_pipe_is_closed_or_its_time_is_over(tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("import sys, time; print(*sys.argv[1:], flush=True); time.sleep(float(sys.argv[1]))")
+    assert harness.run_engine([script, 0, "words"], log, os.environ, 60, None) == 0
+    assert log.read_text() == "0 words\n"
+    assert harness.run_engine([script, 60], log, os.environ, 1, None) == 124
+    _, end = Pipe()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(harness.run_engine, [script, 60], log, os.environ, 60, end)
+        time.sleep(0.5)
+        end.close()
+        assert running.result(20) != 0
 
 
 def test_a_trace_is_always_the_same() -> None:
@@ -294,9 +513,10 @@ def test_a_trace_of_engines(apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     def child(log: Path, seconds: float, environment: dict[str, str], *words: Any, pipe: Connection) -> int:
         log.write_text("started")
-        places[words[1]] = environment.get("CUDA_VISIBLE_DEVICES"), *words[4:]
+        places[words[1]] = environment.get("CUDA_VISIBLE_DEVICES"), *words[3:]
         assert environment["TRITON_CACHE_DIR"].endswith(f"{words[1]}-triton") and 0 < seconds <= 300
-        pipe.send("ready")
+        assert pipe.recv() == str(tmp_path / "model-4-128")
+        pipe.send(NOBODY)
         while (question := pipe.recv()) is not None:
             order.append((words[1], *question))
             times = {"ttft_ms": [10.0 * question[2]] * 99 + [500.0], "tpot_ms": [2.0] * 100}
@@ -314,7 +534,8 @@ def test_a_trace_of_engines(apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert done.exit_code == 0, done.output
     names, rounds = ("xmla-graphs", "own-graphs"), [(96, 8.0)] * 3 + [(48, 4.0)] * 2
     expected = [
-        (name, *asked, number, 1 if number else 2) for number, asked in enumerate(rounds) for name in names
+        (name, *asked, number, 1 if number else 2) for number, asked in enumerate(rounds)
+        for name in names[:: -1 if number % 2 else 1]
     ]  # fmt: skip
     assert sorted(order) == sorted(expected) if apart else order == expected
     own = ("2", "--cores", "0,1"), ("3", "--cores", "2,3")
@@ -339,7 +560,8 @@ def test_a_trace_ends_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     def child(log: Path, seconds: float, *words: Any, pipe: Connection, **more: Any) -> int:
         log.write_text("started")
-        pipe.send("ready")
+        pipe.recv()
+        pipe.send(NOBODY)
         assert pipe.recv() is None
         return 0
 
@@ -362,9 +584,11 @@ def test_a_trace_ends_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_profile_writes_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    status, (_, *lines) = run("profile", monkeypatch, tmp_path)
+    status, (_, *lines) = run("profile", monkeypatch, tmp_path, answer=lambda name, question: figures(question))
     assert status == 0
-    assert [(line["engine"], line["us"]) for line in lines] == [("xmla-graphs", 9.5), ("own-graphs", 9.5)]
+    assert [(line["engine"], line["context"], line["us"]) for line in lines] == [
+        ("xmla-graphs", 4096, 9.5), ("own-graphs", 4096, 9.5)
+    ]  # fmt: skip
 
 
 def test_kernels_are_those_that_took_time() -> None:
