@@ -1,7 +1,7 @@
 """SGLang's engine on a GPU: xmla's plugin beside SGLang's own kernels, over a small model with V3.2's attention.
 
 python tests/sglang_engine/run_on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
-python tests/sglang_engine/run_on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
+python tests/sglang_engine/run_on_gpu.py speed --out FOLDER    prefill and decode, of engines that take turns
 python tests/sglang_engine/run_on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 
 Needs SGLang and the package's own dependencies; `own` engines FlashMLA and DeepGEMM too. All append to

@@ -1,7 +1,7 @@
 """vLLM's engine on a GPU: xmla's plugin beside vLLM's own kernels, over a small model with DeepSeek-V3.2's attention.
 
 python tests/vllm_engine/on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
-python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode by context and number of requests
+python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode, of engines that take turns
 python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 python tests/vllm_engine/on_gpu.py trace --out FOLDER    requests of many lengths that come by and by: latencies
 

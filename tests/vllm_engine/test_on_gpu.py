@@ -363,6 +363,22 @@ def test_engines_that_end_leave_the_others(monkeypatch: pytest.MonkeyPatch, tmp_
     assert all(f"=== {name}: exit status 1" in logs for name in ("xmla-bf16", "own-bf16", "xmla-ranks"))
 
 
+def test_engines_end_without_a_model(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    def run(name: str, log: Path, pipe: Connection) -> int:
+        log.write_text("started")
+        ended.append(f"{name}: {pipe.recv()}")
+        return 1
+
+    def model() -> Path:
+        raise typer.Exit(3)
+
+    with pytest.raises(typer.Exit), harness.ready(tmp_path, tmp_path, ["own", "xmla"], run, model, 9):
+        raise AssertionError("there is no model")
+    assert sorted(ended) == ["own: None", "xmla: None"]
+
+
 def test_an_engine_has_half_of_the_cores_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all processes that it started; the others have the rest."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4})
