@@ -274,7 +274,7 @@ class Turns:
     steps: float = 0
 
     def play(self, engines: Engines, context: int, requests: int) -> list[dict[str, Any]]:
-        """The engines' answers, by round: each begins as many as another. None if there is no time for one of each."""
+        """The engines' answers, by round: each begins as many as another. Empty if there is no time for one of each."""
         running, each = engines, max(1, len(engines))
         rounds: list[dict[str, Any]] = []
         while running and len(rounds) < max(ROUNDS // each, 1) * each:

@@ -148,11 +148,10 @@ def test_no_prompt_is_cached_by_another() -> None:
 def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a case of many tokens only some prompts run, each with as many requests beside as the case has."""
     ours, theirs = Pipe()
-    ran: list[tuple[int, int, int]] = []
-    drained = gpu_engine.Drained(0.0, [(1.0, 8)], 0)
+    ran: list[Any] = []
     engine = SimpleNamespace(collective_rpc=lambda _: [{"attention": []}], vllm_config=None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=None, LLMEngine=None))
-    monkeypatch.setattr(gpu_engine, "start_for", lambda *_: ran.append(_[1:-2]) or engine)
+    monkeypatch.setattr(gpu_engine, "start_for", lambda *sizes: ran.append(sizes[1:-2]) or engine)
     monkeypatch.setattr(gpu_engine, "tune_in_turn", lambda lock: ran.append(lock))
     monkeypatch.setattr(gpu_engine, "Forwards", lambda: SimpleNamespace(watch=lambda config: None))
     monkeypatch.setattr(
@@ -169,7 +168,6 @@ def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPa
     assert ran == [tmp_path / "tuning.lock", sizes, *cases]
     answers = [ours.recv() for _ in range(3)]
     assert answers == [os.getpid(), {"round": (64, 1, 0, True)}, [{"kernels": (64, 1)}]]
-    assert drained.seconds == 1.0
 
 
 def test_engines_tune_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     engines = "xmla-graphs", "own-graphs"
     assert status == 0 and first["vllm"] == "0.26.0"
     turns = [engines[:: -1 if number % 2 else 1] for number in range(12)]
-    assert [each for each in asked if each[0] == "round" or each[1] == "round"] == [
+    assert asked[:48] == [
         (name, "round", context, 1, *question)
         for context, questions in (
             (64, [(number, True) for number in range(12)]),
