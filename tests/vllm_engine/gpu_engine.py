@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from zlib import crc32  # the generator takes 32 bits of a seed with all their d
 
 import torch
 import typer
+from forwards import Forwards
 from harness import cases_of, few_of, numbers
 from steps import Watch, summary
 
@@ -45,7 +46,6 @@ VOCABULARY = 4096
 WARM = 8  # tokens of each request before decode is timed
 TOKENS = 64  # of each request that are timed
 SHOWN = 16  # decode steps whose kernels are shown
-AHEAD = 1 << 22  # cycles, some 2 ms
 TYPICAL, SPREAD, SHORTEST, LONGEST = 2048, 1.2, 64, 32768  # tokens of a trace's prompts: median, of the logarithm
 FEWEST, MOST = 16, 256  # new tokens of its requests
 AT_ONCE = 64  # of its requests
@@ -123,6 +123,7 @@ ENGINES = {
     "xmla-padded": Engine(plugin=True, sizes=PADDED),
     "xmla-compiled": Engine(plugin=True, sizes=EXACT, compiled=True),
     "xmla-profiled": Engine(plugin=True, sizes=EXACT, cache_gib=0),
+    "own-ranks-graphs": Engine(plugin=False, sizes=EXACT, ranks=2),
     "xmla-ranks": Engine(plugin=True, ranks=2),
     "xmla-ranks-graphs": Engine(plugin=True, sizes=EXACT, ranks=2),
     "xmla-keys": Engine(plugin=True, ranks=2, keys=True),
@@ -288,63 +289,6 @@ def answer(name: str, model: Path, out: Path) -> None:
     out.write_text(json.dumps({"answers": answers, "seconds": seconds} | counts | first))
 
 
-def hook(of: type, name: str, first: Callable[[], Any] = lambda: None, last: Callable[[], Any] = lambda: None) -> None:
-    """Call `first` before each call of a method, and `last` after it."""
-    method = getattr(of, name)
-
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        first()
-        result = method(*args, **kwargs)
-        last()
-        return result
-
-    setattr(of, name, hooked)
-
-
-def recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-@dataclass(slots=True)
-class Forwards:
-    """GPU time of the model's forward passes, between events around each.
-
-    It includes what the GPU waits for the host between these, but not if `ahead`: then the GPU first waits so long that
-    the host has launched all of a pass before it begins.
-    """
-
-    events: list[list[torch.cuda.Event]] = field(default_factory=list)
-    ahead: bool = False
-
-    def watch(self, config: Any) -> None:
-        """Those of vLLM's runner; its second, of 0.33, runs graphs beside the model and tells where a pass begins."""
-        if getattr(config, "use_v2_model_runner", False):
-            from vllm.v1.worker.gpu.async_utils import StepTimingCollector
-            from vllm.v1.worker.gpu.kv_connector import KVConnector
-
-            before, after = (StepTimingCollector, "forward_start"), (KVConnector, "finish_forward")
-        else:
-            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-            before = after = GPUModelRunner, "_model_forward"
-        hook(*before, first=self.begin)
-        hook(*after, last=lambda: self.events[-1].append(recorded()))
-
-    def begin(self) -> None:
-        if self.ahead:
-            torch.cuda._sleep(AHEAD)
-        self.events.append([recorded()])
-
-    def milliseconds(self) -> list[float]:
-        """Of the passes since the last call."""
-        torch.cuda.synchronize()
-        found = [first.elapsed_time(last) for first, last in self.events]
-        self.events.clear()
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class Drained:
     """Steps until all requests are done: when each ended, its new tokens, and the prompts' tokens that were cached."""
@@ -431,9 +375,9 @@ def timed_round(
     if not steps:
         return {"refused": f"the cache does not hold {requests} requests at once"}
     forwards.milliseconds()
-    forwards.ahead = True
+    forwards.let_ahead(True)
     drain(engine, prompts, TOKENS + WARM)
-    forwards.ahead = False
+    forwards.let_ahead(False)
     passes = forwards.milliseconds()[-TOKENS:]
     return {
         "step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1),
@@ -473,8 +417,7 @@ def measure(name: str, pipe: int, contexts: str = "4096,32768", requests: str = 
     tune_in_turn(model.parent / "tuning.lock")
     engine = start_for(name, model, lengths, counts, TOKENS, chunk)
     print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)
-    forwards = Forwards()
-    forwards.watch(engine.vllm_config)
+    forwards = Forwards(engine)
     compile_cases(engine, lengths, counts)
     asked.send(os.getpid())
     while (question := asked.recv()) is not None:
@@ -553,8 +496,7 @@ def serve(name: str, pipe: int, chunk: int = 8192, cores: str = "") -> None:
     asked = Connection(pipe)
     engine = start_for(name, model_from(asked), [LONGEST], counts, MOST, chunk)
     print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)
-    watch, forwards = Watch(engine), Forwards()
-    forwards.watch(engine.vllm_config)
+    watch, forwards = Watch(engine), Forwards(engine)
     for tokens in BEFORE:
         drain(engine, [prompt(tokens, tokens)], 1)
     print("before a trace", summary(watch, watch.now(), [])["events"], flush=True)

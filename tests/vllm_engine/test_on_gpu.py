@@ -14,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forwards
 import gpu_engine
 import harness
 import on_gpu
 import pytest
 import steps
+import torch
 import typer
 from steps import Event, Step
 from triton.runtime import autotuner
@@ -126,6 +128,7 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(monkeypatch: pytest.M
     monkeypatch.setattr(gpu_engine, "drain", drain)
     monkeypatch.setattr(gpu_engine, "TOKENS", 2)
     forwards = SimpleNamespace(milliseconds=lambda: [9.0, 1.0, 3.0], ahead=False)
+    forwards.let_ahead = lambda ahead: setattr(forwards, "ahead", ahead)
     steps = {"step_us": 500000.0, "forward_us": 2000.0, "cached_tokens": 60}
     filled = {"prefill_tokens_per_s": 120, "prefill_forward_ms": 13.0}
     assert gpu_engine.timed_round(None, forwards, 30, 2, 0, True) == steps | filled
@@ -145,15 +148,42 @@ def test_no_prompt_is_cached_by_another() -> None:
     assert len({*prompts}) == len(prompts) == 17 * 12
 
 
+def test_passes_are_timed_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is let ahead of those that are not to include its time."""
+    times, slept = iter([1.0, 4.0, 10.0, 12.5]), list[int]()
+
+    def event(**_: bool) -> Any:
+        at = SimpleNamespace(record=lambda: None, ms=next(times))
+        at.elapsed_time = lambda last: last.ms - at.ms
+        return at
+
+    class Runner:
+        def _model_forward(self, inputs: str) -> str:
+            return inputs
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=Runner))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(forwards, "NOTED", forwards.Noted())
+    worker = SimpleNamespace(vllm_config=SimpleNamespace())
+    engine = SimpleNamespace(collective_rpc=lambda function, args=(): [function(worker, *args), None])
+    passes = forwards.Forwards(engine)
+    assert Runner()._model_forward("inputs") == "inputs" and passes.milliseconds() == [3.0] and not slept
+    passes.let_ahead(True)
+    Runner()._model_forward("inputs")
+    assert passes.milliseconds() == [2.5] and slept == [forwards.AHEAD] and passes.milliseconds() == []
+
+
 def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a case of many tokens only some prompts run, each with as many requests beside as the case has."""
     ours, theirs = Pipe()
     ran: list[Any] = []
-    engine = SimpleNamespace(collective_rpc=lambda _: [{"attention": []}], vllm_config=None)
+    engine = SimpleNamespace(collective_rpc=lambda _: [{"attention": []}])
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=None, LLMEngine=None))
     monkeypatch.setattr(gpu_engine, "start_for", lambda *sizes: ran.append(sizes[1:-2]) or engine)
     monkeypatch.setattr(gpu_engine, "tune_in_turn", lambda lock: ran.append(lock))
-    monkeypatch.setattr(gpu_engine, "Forwards", lambda: SimpleNamespace(watch=lambda config: None))
+    monkeypatch.setattr(gpu_engine, "Forwards", lambda engine: None)
     monkeypatch.setattr(
         gpu_engine, "drain", lambda _, prompts, tokens: ran.append((len(prompts), len({*map(str, prompts)}), tokens))
     )

@@ -4,6 +4,7 @@ The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run
 and of `trace`.
 """
 
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,9 @@ from xmla.bench.report import read, show
 
 MARKERS = "<!-- engine -->\n", "<!-- /engine -->"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-SHOWN = "xmla-graphs", "own-graphs"
+# Engines that are shown beside each other, with what a table of them begins with.
+PAIRS = {("xmla-graphs", "own-graphs"): None, ("xmla-ranks-graphs", "own-ranks-graphs"): "Two GPUs share the heads."}
+Pair = tuple[str, str]
 FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
 MODELS = {"v4-": "DeepSeek-V4", "v41-": "DeepSeek-V4.1", "glm-": "GLM-5.3-Flash", "": "DeepSeek-V3.2"}
 Line = dict[str, Any]
@@ -65,13 +68,17 @@ def cases_of(lines: list[Line]) -> dict[tuple[int, int], dict[str, list[Line]]]:
     return cases
 
 
-def figures(engines: dict[str, list[Line]], key: str) -> list[float]:
+def pair_of(engines: Mapping[str, Any]) -> Pair | None:
+    return next((pair for pair in PAIRS if {*pair} <= engines.keys()), None)
+
+
+def figures(engines: dict[str, list[Line]], pair: Pair, key: str) -> list[float]:
     """xmla's figure of a case and that of the engine's own kernels.
 
     Of an engine that was started more than once: its fastest step and prefill, as the host slows either by up to a
     third, and the median of its forward passes.
     """
-    return [FIGURES[key](line[key] for line in engines[name]) for name in SHOWN]
+    return [FIGURES[key](line[key] for line in engines[name]) for name in pair]
 
 
 def speeds(lines: list[Line]) -> list[str]:
@@ -86,16 +93,18 @@ def speeds(lines: list[Line]) -> list[str]:
     if all("step_us_by_round" in line for line in timed):
         headings["step_us"] = "decode: a step, with the host's part"
     rows = [f"| context | requests | {' | '.join(headings.values())} |", "|---" * (2 + len(headings)) + "|"]
+    how = None
     for (context, requests), engines in sorted(cases_of(lines).items()):
-        if not {*SHOWN} <= engines.keys():
+        pair = pair_of(engines)
+        if pair is None:
             continue
-        cells = []
+        cells, how = [], PAIRS[pair]
         for key in headings:
-            ours, theirs = figures(engines, key)
+            ours, theirs = figures(engines, pair, key)
             time = key.endswith("_us")
             cells.append(f"{ours:.0f} µs ({theirs / ours:.2f} ×)" if time else f"{ours:,.0f} ({ours / theirs:.2f} ×)")
         rows.append(f"| {context:,} | {requests} | {' | '.join(cells)} |")
-    return rows
+    return [how, "", *rows] if how else rows
 
 
 def served(lines: list[Line]) -> list[str]:
@@ -105,15 +114,15 @@ def served(lines: list[Line]) -> list[str]:
         if "ttft_ms" in line:
             name = line["engine"].removeprefix(prefix_of(line["engine"]))
             rates.setdefault(line["trace"]["rate"], {})[name] = line
-    both = [engines for engines in rates.values() if {*SHOWN} <= engines.keys()]
-    apart = both[0][SHOWN[0]]["trace"].get("apart")
+    both = [(pair, engines) for engines in rates.values() if (pair := pair_of(engines)) is not None]
+    apart = any(engines[name]["trace"].get("apart") for (name, _), engines in both)
     how = "Each engine on a GPU of its own, at the same time." if apart else "Both engines on one GPU, in turns."
     rows = [
         "| requests of a round | until the first token: median | 99 % | a token behind it: median | 99 % |",
         "|---" * 5 + "|",
     ]
-    for engines in both:
-        ours, theirs = (engines[name] for name in SHOWN)
+    for pair, engines in both:
+        ours, theirs = (engines[name] for name in pair)
         cells = [
             f"{ours[key][of]:.1f} ms ({theirs[key][of] / ours[key][of]:.2f} ×)"
             for key in ("ttft_ms", "tpot_ms")

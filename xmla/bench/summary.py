@@ -62,8 +62,8 @@ def layer(file: Path, tokens: int) -> tuple[str, str]:
 def vllm(file: Path, key: str) -> str:
     """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
     cases = [engines for _, *lines in read([file]) for engines in engine_report.cases_of(lines).values()]
-    pairs = [engine_report.figures(engines, key) for engines in cases]
-    return span(theirs / ours if key.endswith("_us") else ours / theirs for ours, theirs in pairs)
+    both = [engine_report.figures(engines, pair, key) for engines in cases if (pair := engine_report.pair_of(engines))]
+    return span(theirs / ours if key.endswith("_us") else ours / theirs for ours, theirs in both)
 
 
 def report(results: Path) -> str:
