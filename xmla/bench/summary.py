@@ -95,7 +95,7 @@ def report(results: Path) -> str:
          "[training](docs/training.md#time-and-memory-of-a-layer)"),
         (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(results / "megatron.jsonl"),
          "its PyTorch code", "[Megatron-Core](docs/megatron.md)"),
-        ("vLLM 0.33's forward pass, decode of V3.2 and V4, 4 layers", vllm(engine, "forward_us"),
+        ("vLLM 0.33's forward pass, decode of V3.2, V4 and GLM-5.3-Flash, 4 layers", vllm(engine, "forward_us"),
          "its own kernels, with torch 2.11 and without CuTe DSL", "[vLLM](docs/vllm.md#on-an-h200)"),
         ("its prefill, tokens a second, 4 layers", vllm(engine, "prefill_tokens_per_s"), "the same",
          "[vLLM](docs/vllm.md#on-an-h200)"),
