@@ -1,6 +1,7 @@
 """V4's compressor and its slots over any course of tokens: chunks, drafts, rings, page sizes."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import cycle
 from typing import Any
 
@@ -14,8 +15,11 @@ from conftest import HAS_GPU
 from hypothesis import given, settings
 
 from xmla import torch_api
+from xmla.core.call import plan_call
 from xmla.core.formats import stored_values
 from xmla.core.ops.compress_kv.cases import angles
+from xmla.core.registry import registry
+from xmla.torch_api._run import plan_tensors
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DIM, LENGTH = 32, 32  # small keys, so that many tokens are quick
@@ -136,6 +140,56 @@ def test_entries_are_those_of_the_whole_sequence(geometry: dict[str, Any]) -> No
     # Half a step of e4m3: 2**-4 of a normal value, 2**-10 scales of a subnormal one; and float32's own rounding.
     bound = torch.maximum(want.abs() * 2**-4, scales.contiguous().view(torch.float32) * 2**-10) * 1.001
     assert ((got - want).abs() <= bound).all()
+
+
+def test_entries_on_pages_that_there_are_not_are_left_out() -> None:
+    compressor = Compressor(ratio=4, series=2, page=3, state_page=4)
+    pages = len(compressor.cache)
+    pool = torch.full((pages + 8, *compressor.cache.shape[1:]), 255, dtype=torch.uint8, device=DEVICE)
+    compressor.cache = pool[:pages]
+    compressor.block_table = tensor(np.array([[pages, -1, pages + 7, pages + 1]], np.int32))
+    compressor.feed(0, LENGTH)
+    assert (pool == 255).all()
+    compressor.block_table[0, 1] = pages - 1
+    compressor.feed(0, LENGTH)
+    assert (pool[:, :, :DIM] != 255).any(2).nonzero().tolist() == [[pages - 1, entry] for entry in range(3)]
+
+
+def test_an_entry_is_the_same_however_many_programs_pool_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long window's dims are divided among programs; of many tokens one program takes several, one after another."""
+    ratio, groups, width = 40, 3, 512
+    tokens, rng = ratio * groups, np.random.default_rng(2)
+    kv, score = (tensor(rng.standard_normal((tokens, width)).astype(np.float32)) for _ in range(2))
+    ape, weight = tensor(rng.standard_normal((ratio, width)).astype(np.float32)), torch.ones(width, device=DEVICE)
+    state, table = torch.full((1, tokens, 2 * width), torch.nan, device=DEVICE), tensor(np.zeros((1, 1), np.int32))
+    cos_sin = tensor(angles(tokens))
+    op = registry()["compress_kv"]
+    divided = set()
+
+    def feed(rows: slice) -> torch.Tensor:
+        positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32)[rows]
+        cache = torch.full((1, groups, 584), 255, dtype=torch.uint8, device=DEVICE)
+        arrays = kv[rows], score[rows], ape, weight, cos_sin, positions, state, table, cache, table
+        write = plan_tensors(op, (*arrays, None), op.attributes())[0].launches[1]
+        divided.add((write.sizes["parts"], write.sizes["chunk"]))
+        torch_api.compress_kv(*arrays)
+        return cache
+
+    monkeypatch.setattr(import_module("xmla.core.ops.compress_kv.plan"), "ROWS", 9)
+    plan_call.cache_clear()
+    want = feed(slice(tokens))
+    for group in range(groups):
+        end = (group + 1) * ratio
+        for few in (1, 2, 3):
+            entry = feed(slice(end - few, end))
+            for place in (
+                slice(group * 576, group * 576 + 576),
+                slice(groups * 576 + group * 8, groups * 576 + group * 8 + 8),
+            ):
+                kit.assert_bits_equal("entry", entry.reshape(-1)[place], want.reshape(-1)[place])
+    feed(slice(0))  # no tokens
+    plan_call.cache_clear()
+    assert (1, 14) in divided and (4, 1) in divided, divided
 
 
 @pytest.mark.parametrize("ratio", [1, 2])

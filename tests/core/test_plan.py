@@ -63,12 +63,17 @@ def test_composed_step_runs_the_launches_of_its_parts() -> None:
     assert [launch.name.removesuffix("_kernel") for launch in plan.launches][: len(parts)] == parts
 
 
+OF_ENTRIES = {
+    "positions_ptr": "", "state_table_ptr": "", "block_table_ptr": "", "request_ids_ptr": "HAS_REQUEST_IDS",
+}  # fmt: skip
 # What these kernels read before they wait for earlier launches, and if which constexpr is set; others wait first.
 READ_EARLY: dict[str, dict[str, str]] = {
     "topk_candidates_kernel": {"starts_ptr": "HAS_STARTS", "ends_ptr": ""},
     "indexer_logits_paged_sm90_kernel": {
         "cache_ptr": "", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "PAGES.HAS_REQUEST_IDS",
     },
+    "compress_entries_kernel": OF_ENTRIES,
+    "compress_parts_kernel": OF_ENTRIES,
     "sparse_mla_sm90_kernel": {
         "q_ptr": "", "lengths_ptr": "SOURCE.HAS_LENGTHS", "extra_lengths_ptr": "EXTRA.HAS_LENGTHS",
         "positions_ptr": "EPILOGUE.ROPE",
@@ -120,7 +125,7 @@ def test_launches_take_turns_where_nothing_waits() -> None:
         waiting = {launch.waits for launch in kit.plan_of(op, op.cases[0], device).launches}
         assert waiting == {device.arch >= 90}, device
     assert not any(
-        launch.waits for launch in kit.plan_of(ops["compress_kv"], ops["compress_kv"].cases[0], H200).launches
+        launch.waits for launch in kit.plan_of(ops["split_batch"], ops["split_batch"].cases[0], H200).launches
     )
 
 

@@ -63,6 +63,22 @@ def calls(
     yield "backward", lambda: derivative(deterministic=True)
     yield "backward in any order", lambda: (derivative(deterministic=False)[0],)
 
+    # Programs that pool an entry's dims count themselves, and the last one goes on.
+    few, ratio = 8, 128
+    kv, score, state = normal(few, 512), normal(few, 512), normal(few * 16, 8, 1024).float()
+    ring = torch.arange(few * 16, device=device, dtype=torch.int32).view(few, 16)
+    own = torch.arange(few, device=device, dtype=torch.int32)
+    bias, angles, entries = normal(ratio, 512).float(), normal(ratio, 64).float(), torch.zeros_like(v4[:few, :2])
+
+    def compressor() -> tuple[torch.Tensor, ...]:
+        entries.zero_()
+        xt.compress_kv(
+            kv, score, bias, kv[0], angles, torch.full_like(own, ratio - 1), state, ring, entries, own[:, None]
+        )
+        return (entries.clone(),)
+
+    yield "compressor", compressor
+
     q8, weights = normal(tokens, 64, 128).to(torch.float8_e4m3fn), normal(tokens, 64).float()
     keys = torch.zeros(key_pages, 64, 132, dtype=torch.uint8, device=device)
     every = every[: key_pages * 64]

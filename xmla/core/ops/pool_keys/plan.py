@@ -9,4 +9,4 @@ ARRAYS = {"kv": "keys", "score": "gates", "norm_weight": "ape", "cos_sin": "ape"
 
 def plan(problem: Problem, device: Device) -> Plan:
     min_exponent = problem.formats["cache"].min_exponent
-    return compress(problem, ARRAYS, min_exponent, 4, {"num_angles": LARGEST_SIZE}, {"E": 0, "EPS": 0.0})
+    return compress(problem, device, ARRAYS, min_exponent, 4, {"num_angles": LARGEST_SIZE}, {"E": 0, "EPS": 0.0})
