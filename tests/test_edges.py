@@ -11,10 +11,8 @@ import torch
 from conftest import HAS_GPU
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
-from xmla.core.device import H200
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.op import Case, Op
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.tolerance import Tolerance
 
@@ -113,20 +111,3 @@ def test_scores_of_minus_infinity_are_no_keys(
     q[0] = -np.inf  # of which float64 has no number either
     want = ATTENTION.reference(q, pool, slots, softmax_scale=1.0)
     assert (want[1][0] == -np.inf).all() and not want[0][0].any() and np.isfinite(want[0]).all()
-
-
-@pytest.mark.parametrize("case", [make_case(90, 17, 40, 27, V4, with_lengths=True), make_case(100, 17, 40, 9, V32)],
-                         ids=kit.case_id)  # fmt: skip
-def test_entries_that_only_later_tokens_name_become_rows_too(case: Case, device: str) -> None:
-    """Some tokens' slots are looked at before all others': here these name one entry alone."""
-    inputs = kit.make(case)
-    if "lengths" in inputs:
-        inputs["lengths"][0] = inputs["slots"].shape[1]
-    first, write = kit.plan_of(ATTENTION, case, H200).launches[1:3]
-    assert write.name == "unpack_entries_kernel" and first.sizes["step"] > 2
-    slot = next(slot for slot in inputs["slots"][0] if 0 <= slot < write.sizes["num_slots"])
-    inputs["slots"][:: first.sizes["step"]] = slot
-    want = ATTENTION.reference(**inputs, **kit.attributes(ATTENTION, case))
-    found = torch_api.sparse_mla(*kit.torch_inputs(ATTENTION, inputs, device), **case.attrs)
-    for (name, value), result in zip(kit.results(ATTENTION, want), found, strict=True):
-        kit.assert_close(name, result, value, ATTENTION.outputs[name].agreement)

@@ -17,11 +17,13 @@ from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
 from xmla.core.ops.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
+from xmla.core.ops.sparse_mla import unpack
 from xmla.core.ops.sparse_mla.backward.cases import backward_of
 from xmla.core.ops.sparse_mla.backward.gluon_sm90 import plan as backward_plan
 from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
+from xmla.core.spec import Spec
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 
@@ -180,6 +182,37 @@ def test_launches_of_some_tokens_have_the_results_of_one(deterministic: bool, mo
     assert len(parts.launches) == len(whole.launches) + 2 and programs(parts) == programs(whole) == 10
     results = [gluon_cpu.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))  # programs run in the same order
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marked in maps that each hold a part of the pool, by programs that look at some tokens and at parts of rows."""
+    monkeypatch.setattr(unpack, "WARPS", 1)
+    monkeypatch.setattr(unpack, "SLOTS", 64)
+    monkeypatch.setattr(unpack, "SLOTS_A_TOKEN", 16)
+    device = replace(H200, name="with little shared memory", num_sms=7, smem_bytes=1200)
+    tokens, keys, pages, page = 23, 35, 45, 61
+    entries, rng = pages * page, np.random.default_rng(0)
+    inputs = kit.make(make_case(tokens, 17, keys, page, V32, with_lengths=with_lengths))
+    inputs["cache"] = np.zeros((pages, page, V32.row), np.uint8)
+    latent, rope = (rng.standard_normal((entries, dims)) for dims in (512, 64))
+    V32.scatter(inputs["cache"], np.arange(entries), latent, rope)
+    slots = inputs["slots"] = rng.integers(-9, entries + 9, (tokens, keys)).astype(np.int32)
+    lengths = rng.integers(-2, keys + 9, tokens) if with_lengths else np.full(tokens, keys)
+    if with_lengths:
+        inputs["lengths"] = lengths.astype(np.int32)
+    slots = slots[np.arange(keys) < lengths[:, None]]
+    named = np.isin(np.arange(entries), slots)
+
+    specs = {name: Spec.of_numpy(inputs[name]) if name in inputs else None for name in ATTENTION.tensors}
+    problem = ATTENTION.bind(specs, ATTENTION.attributes(softmax_scale=1.0), None)
+    plan = replace(unpack.unpack(problem, device), results=("marks", "rows"))
+    assert programs(plan) == 2 * 3 and 0 < named.sum() < entries
+    marks, rows = gluon_cpu.run(plan, kit.copies(inputs))
+    bits = np.unpackbits(np.bitwise_or.reduce(marks, 0).view(np.uint8), bitorder="little")
+    assert np.array_equal(bits[:entries], named) and not bits[entries:].any()
+    want = V32.gather(inputs["cache"], np.arange(entries))
+    assert np.array_equal(rows.reshape(entries, -1)[named].astype(np.float64), want[named])
 
 
 def test_every_implementation_has_a_case() -> None:

@@ -1,4 +1,4 @@
-"""The Gluon kernels of attention and its derivative, and sm_100's of logits, refuse constants they do not serve."""
+"""The Gluon kernels of attention, marks and the derivative, and sm_100's of logits, refuse what they do not serve."""
 
 import ast
 from pathlib import Path
@@ -7,6 +7,7 @@ import support_matrix
 
 from xmla.core.formats.mla import MLA_LAYOUTS
 from xmla.core.ops.indexer_logits_paged.gluon_sm100 import kernel as logits
+from xmla.core.ops.sparse_mla import gluon_marks as marks
 from xmla.core.ops.sparse_mla.backward.gluon_sm90 import kernel as derivative
 from xmla.core.ops.sparse_mla.gluon_sm90 import kernel
 from xmla.core.ops.sparse_mla.gluon_sm100 import kernel as sm10x
@@ -15,7 +16,7 @@ from xmla.core.ops.sparse_mla.gluon_sm120 import kernel as sm12x
 PLAIN = {"plain", "plain_v4"}
 SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN, "in any order": PLAIN}  # layouts
 SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
-FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits)]
+FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits, marks)]
 
 
 def messages() -> set[str]:

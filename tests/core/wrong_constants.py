@@ -54,11 +54,12 @@ CHANGES_SM100: dict[str, list[dict[str, object]]] = {
 
 
 def launched(
-    heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH, asked: str = "gluon"
-) -> Specialization:
-    """The kernel as it is planned for bf16 queries over pages of such entries."""
+    heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH, asked: str = "gluon",
+    pages: int = 64,
+) -> Specialization:  # fmt: skip
+    """The first kernel as it is planned for bf16 queries over pages of such entries."""
     slots, lengths = Spec((64, 512), "int32"), Spec((64,), "int32")
-    caches = [Spec((64, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (layout, extra) if row]
+    caches = [Spec((pages, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (layout, extra) if row]
     specs = {"q": Spec((64, heads, layout.dims), "bfloat16"), "cache": caches[0], "slots": slots}
     attrs: dict[str, object] = {"softmax_scale": 0.1, "cache_format": layout.name}
     if extra is not None:
@@ -147,6 +148,7 @@ def main() -> None:
         ("32 heads", launched(64, V32), "BLOCK_H", 32),
         ("another second layout", two, "EXTRA.LAYOUT", V32),
         ("few heads of two sources", two, "BLOCK_H", 16),
+        ("a map of marks of 8 KB", launched(64, V32, pages=8), "MAP", 1 << 13),
     ]
     for other, launch, name, value in others:
         print(json.dumps({"other": other, "refusal": refusal(launch, name, value)}), flush=True)

@@ -23,7 +23,7 @@ TOGETHER = 4  # calls that are launched one behind the other
 def calls(
     device: str, tokens: int, pages: int, key_pages: int, implementation: str | None
 ) -> Iterator[tuple[str, Call]]:
-    """Pools of so many `pages` that no packed one is dequantised first."""
+    """Pools of so many `pages` that no packed one is dequantised first, but for one of eight."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -49,6 +49,7 @@ def calls(
     yield attention("v4, two sources", q, v4, window, None, None, more, chosen, counts)
     yield attention("v32", wide, v32, chosen, counts)
     yield attention("plain", wide, rows, chosen, counts)
+    yield attention("v32, each entry dequantised once", wide, v32[:8], chosen % 512, counts)
     yield attention("few heads", wide[:, :16].contiguous(), v32, chosen, counts)
 
     out, lse = xt.sparse_mla(wide, rows, chosen, softmax_scale=0.05)

@@ -1,6 +1,6 @@
 """The launch that clears a buffer which kernels then mark, or add to."""
 
-from xmla.core.lang.marks import clear_kernel
+from xmla.core.lang.clearing import clear_kernel
 from xmla.core.plan import Launch, cdiv
 
 BLOCK = 4096  # elements of a program

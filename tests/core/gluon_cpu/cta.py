@@ -150,6 +150,17 @@ class Shared:
         self.cta.write(self, *me.step(WARPS))
         self.put(value.data)
 
+    def scatter(self, values: Tensor, indices: Tensor, axis: int) -> None:
+        if self.elements.ndim > 1:
+            raise NotImplementedError("values scattered along one of several axes")
+        if values.shape != indices.shape or values.dtype != self.dtype:
+            raise Fault(f"{place()}: {values.dtype}{values.shape} scattered by {indices.shape} to {self.dtype}")
+        outside = (indices.data < 0) | (indices.data >= len(self.elements))
+        if outside.any():
+            raise Fault(f"{place()}: element {indices.data[outside][0]} of {len(self.elements)} is scattered to")
+        self.cta.write(self, *self.cta.partition.step(WARPS))
+        self.cta.memory.view(NUMPY[self.dtype])[self.elements[indices.data]] = values.data
+
 
 class TensorMemory:
     """A descriptor of tensor memory: a view of its values, and the granules of its columns."""

@@ -16,10 +16,8 @@ import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries, store_entries
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
-from xmla.core.lang.marks import claim_entries
 from xmla.core.lang.numbers import LOG2E, as_bytes, hidden
 from xmla.core.lang.offsets import offset_of
-from xmla.core.lang.slots import keys_of, load_slots
 
 
 @triton.jit
@@ -295,46 +293,28 @@ def unpack_entries(cache_ptr, slot, ok, rows_ptr, C: tl.constexpr):
 
 
 @triton.jit
-def unpack_some(cache_ptr, slot, rows_ptr, C: tl.constexpr):
-    """The few entries of C.BLOCK_K slots that are not negative: those of a part of C.BLOCK at once."""
-    PARTS: tl.constexpr = C.BLOCK_K // C.BLOCK
-    parts = tl.arange(0, PARTS)
-    left = tl.reshape(slot, (PARTS, C.BLOCK))
-    part = tl.min(tl.where(tl.max(left, 1) >= 0, parts, PARTS), 0)
-    while part < PARTS:
-        here = (parts == part)[:, None]
-        entry = tl.max(tl.where(here, left, -1), 0)
-        unpack_entries(cache_ptr, entry.to(tl.int64), entry >= 0, rows_ptr, C)
-        left = tl.where(here, -1, left)
-        part = tl.min(tl.where(tl.max(left, 1) >= 0, parts, PARTS), 0)
+def either(a, b):
+    return a | b
 
 
 @triton.jit
 def unpack_entries_kernel(
-    slots_ptr,  # [T, K] i32
-    lengths_ptr,  # [T] i32 if HAS_LENGTHS
+    marks_ptr,  # [num_parts, num_words] i32: a bit for each entry that one of the slots names
     cache_ptr,  # [P, R, ROW]
-    num_tokens,
-    num_keys,  # K
-    slot_stride,
-    num_slots,
-    mark_stride,  # bytes from one entry's mark to the next
-    marks_ptr,  # i8, 1 where another launch has marked entries that slots name
+    num_parts,
+    num_words,
     rows_ptr,  # [P, R, L+E] bf16 | f16, where a slot names the entry
     C: tl.constexpr,  # Unpacked
 ):
     BLOCK: tl.constexpr = C.BLOCK
-    BLOCK_K: tl.constexpr = C.BLOCK_K
-    program = tl.program_id(0)
-    entry = offset_of(program, BLOCK) + tl.arange(0, BLOCK)
-    marked = entry < num_slots
-    marked &= tl.load(marks_ptr + offset_of(entry, mark_stride), mask=marked, other=0) == 1
-    unpack_entries(cache_ptr, entry, marked, rows_ptr, C)
-    # What one token's slots name and the marks lack is claimed: by the first program that comes across it.
-    if program < num_tokens:
-        token = program.to(tl.int64)
-        end = keys_of(lengths_ptr, token, num_keys, C.HAS_LENGTHS)
-        for first in tl.range(0, num_keys, BLOCK_K):
-            slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK_K)
-            claimed = claim_entries(marks_ptr, slot, ok, mark_stride, 2)
-            unpack_some(cache_ptr, tl.where(claimed, slot, -1), rows_ptr, C)
+    ENTRIES: tl.constexpr = C.ENTRIES
+    PARTS: tl.constexpr = C.PARTS
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
+    first = offset_of(tl.program_id(0), ENTRIES)
+    part = tl.arange(0, PARTS)
+    words = tl.load(marks_ptr + offset_of(part, num_words) + first // 32, mask=part < num_parts, other=0)
+    marks = tl.reduce(words, 0, either)
+    for at in tl.static_range(0, ENTRIES, BLOCK):
+        entry = first + at + tl.arange(0, BLOCK)
+        unpack_entries(cache_ptr, entry, ((marks >> (entry % 32).to(tl.int32)) & 1) != 0, rows_ptr, C)

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from xmla.core.clearing import clear
 from xmla.core.composition import Composition, same_names
-from xmla.core.device import INTERPRETER, Device
+from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.implementation import Condition, Implementation, choose
-from xmla.core.lang.marks import mark_entries_kernel
+from xmla.core.implementation import Condition, Implementation
+from xmla.core.ops.sparse_mla.gluon_marks import mark_entries_kernel
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
 from xmla.core.ops.sparse_mla.gluon_sm90.plan import takes_few_heads
 from xmla.core.ops.sparse_mla.gluon_sm120.plan import IMPLEMENTATION as SM120
 from xmla.core.ops.sparse_mla.kernels import unpack_entries_kernel
-from xmla.core.ops.sparse_mla.plan import IMPLEMENTATION as PORTABLE
-from xmla.core.plan import Constants, Launch, Part, Plan, cdiv
+from xmla.core.plan import Constants, Launch, Part, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
@@ -21,10 +19,8 @@ from xmla.core.spec import Spec
 # 6.4 ms (H200, 2026-11-21); with 32 the rows take at most 36 bytes per reference, as much as queries and outputs of 32
 # heads.
 REUSE = 32
-FIRST_MARKS = 4  # references per entry among the tokens whose slots are marked first
-# Stores to marks meet in lines of the L2 cache: each has a word to itself where all stay within an SM's L1 cache.
-MARK_STRIDE, MARKS = 4, 128 << 10  # bytes, of a mark and of all
-BLOCK, BLOCK_K = 4, 512  # entries that a program unpacks at once, and slots that it looks at
+WARPS, SLOTS, SLOTS_A_TOKEN = 16, 8192, 2048  # of a program that marks: slots at once, and the most of one token
+BLOCK, ENTRIES = 4, 8  # entries that a program unpacks at once, and in all
 ROWS = {V32: PLAIN, V4: PLAIN_V4}
 # What attends to the rows, by architecture. GB10 is left out: 48 SMs would read rows at 1.5 TB/s where they take
 # 273 GB/s from memory, and fewer of them than of packed entries are in its L2 cache.
@@ -39,9 +35,10 @@ class Unpacked(Constants):
     PAGE_SIZE: int
     LAYOUT: MlaLayout
     ROWS: MlaLayout
-    HAS_LENGTHS: bool
     BLOCK: int  # entries at once
-    BLOCK_K: int  # slots at once
+    ENTRIES: int  # of a program; they divide 32
+    PARTS: int  # a power of two, at least as many as programs have marked an entry
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 def rows_of(problem: Problem) -> Spec:
@@ -62,54 +59,65 @@ def over_rows(problem: Problem) -> Problem:
 
 def plan(problem: Problem, device: Device) -> Plan:
     composition = Composition(problem, device)
-    composition.add(Part("unpack", unpack(problem), {"rows": "rows"}))
-    # The device's serves it by the conditions below, but for the interpreter.
-    attention, _ = choose((*OVER_ROWS.values(), PORTABLE), over_rows(problem), device, problem.implementation)
+    composition.add(Part("unpack", unpack(problem, device), {"rows": "rows"}))
     names = same_names(*problem.specs, *problem.results) | {"cache": "rows"}
-    composition.add(Part(problem.op, attention.plan(over_rows(problem), device), names))
+    composition.add(Part(problem.op, OVER_ROWS[device.arch].plan(over_rows(problem), device), names))
     return composition.plan()
 
 
-def unpack(problem: Problem) -> Plan:
+def unpack(problem: Problem, device: Device) -> Plan:
     """The launches that dequantise the entries that slots name to the buffer `rows`."""
     specs, tokens, keys, entries = problem.specs, problem["T"], problem["K"], problem["P"] * problem["R"]
     layout: MlaLayout = problem.formats["cache"]
-    stride = max(1, min(MARK_STRIDE, MARKS // entries))
-    marks = cdiv(entries * stride, 4) * 4
-    buffers = {"marks": Spec((marks,), "int8"), "rows": rows_of(problem)}
-    # Some tokens first, so that most entries are marked when all follow: 27 against 98 µs at 8192 entries, 56 against
-    # 114 at 131072 (H200, 2026-11-21).
-    step = tokens * keys // (FIRST_MARKS * entries)
-    slots = {
-        "num_slots": entries, "num_keys": keys, "slot_stride": specs["slots"].stride(0), "mark_stride": stride,
-    }  # fmt: skip
-    first = Launch(
+    # Of whatever size the pool is, so that it has no kernel of its own; a byte of the map is of no entry.
+    size = 1 << (device.smem_bytes.bit_length() - 1)
+    ranges = cdiv(entries, size - 32)
+    tokens_at_once = SLOTS // min(next_power_of_2(keys), SLOTS_A_TOKEN)
+    parts = max(1, min(device.num_sms // ranges, cdiv(tokens, tokens_at_once)))
+    words = cdiv(entries, 32)
+    mark = Launch(
         mark_entries_kernel,
-        grid=(cdiv(tokens, step),),
+        grid=(parts * ranges,),
         outputs=("marks",),
         arrays=problem.stand_ins(lengths="slots"),
-        sizes={**slots, "step": step},
-        constexprs={"HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
+        sizes={
+            "num_tokens": tokens,
+            "num_slots": entries,
+            "num_keys": keys,
+            "slot_stride": specs["slots"].stride(0),
+            "chunk": cdiv(words, ranges) * 32,
+            "num_parts": parts,
+            "num_words": words,
+        },
+        constexprs={
+            "HAS_LENGTHS": problem.has("lengths"),
+            "BLOCK": SLOTS,
+            "BLOCK_K": SLOTS // tokens_at_once,
+            "MAP": size,
+            "WARPS": WARPS,
+            "OVERLAP_LIMIT": device.overlap_limit,
+        },
+        num_warps=WARPS,
     )
     write = Launch(
         unpack_entries_kernel,
-        grid=(max(tokens, cdiv(entries, BLOCK)),),
-        outputs=("marks", "rows"),
-        arrays=problem.stand_ins(lengths="slots"),
-        sizes={**slots, "num_tokens": tokens},
+        grid=(cdiv(entries, ENTRIES),),
+        outputs=("rows",),
+        sizes={"num_parts": parts, "num_words": words},
         constexprs={
             "C": Unpacked(
                 PAGE_STRIDE=specs["cache"].stride(0),
                 PAGE_SIZE=problem.page_size(),
                 LAYOUT=layout,
                 ROWS=ROWS[layout],
-                HAS_LENGTHS=problem.has("lengths"),
                 BLOCK=BLOCK,
-                BLOCK_K=BLOCK_K,
+                ENTRIES=ENTRIES,
+                PARTS=next_power_of_2(device.num_sms),
+                OVERLAP_LIMIT=device.overlap_limit,
             )
         },
     )
-    return Plan((clear("marks", marks), first, write), buffers, ())
+    return Plan((mark, write), {"marks": Spec((parts, words), "int32"), "rows": rows_of(problem)}, ())
 
 
 def _seldom(problem: Problem, device: Device) -> str | None:
@@ -128,15 +136,12 @@ def _kept(problem: Problem, device: Device) -> str | None:
 
 
 def _rows_unserved(problem: Problem, device: Device) -> str | None:
-    if device == INTERPRETER:
-        return None
     unmet = OVER_ROWS[device.arch].unmet(over_rows(problem), device)
     return unmet and unmet[0]
 
 
 def _elsewhere(problem: Problem, device: Device) -> str | None:
-    # The interpreter does not need it, but tests run these kernels there.
-    return None if device.arch in (INTERPRETER.arch, *OVER_ROWS) else f"on {device.name}"
+    return None if device.arch in OVER_ROWS else f"on {device.name}"
 
 
 CONDITIONS = (
