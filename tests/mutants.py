@@ -155,6 +155,8 @@ MUTANTS = (
     Mutant("known = (request >= 0) & (request < num_requests)", "known = request < num_requests",
            f"{OPS}/indexer_logits_paged/kernels.py", "test_1_every_kernel_ends.py",
            "arbitrary and indexer_logits_paged"),
+    Mutant('"KEYS_EARLY", False', '"KEYS_EARLY", True', f"{OPS}/dsa_step/plan.py", "../core/test_plan.py",
+           "two_launches_less"),
     Mutant("length = tl.minimum(length, capacity)  # [GROUP]", "length = length",
            f"{OPS}/indexer_logits_paged/kernels.py", "test_2_lengths.py", "indexer_logits_paged"),
     Mutant("offset_of(request, table_stride)", "request * table_stride", f"{OPS}/map_slots/kernels.py",

@@ -218,6 +218,9 @@ def report(specialization: Specialization, arch: int, source_arch: int) -> dict[
         "tile_bytes": tile_bytes(specialization),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
         "reused_barriers": reused_barriers(ptx),
+        # Whether keys of logits may be copied before earlier launches have ended, and whether they are.
+        "keys_early": specialization.constants.get("KEYS_EARLY"),
+        "copies_early": bool(COPY.search(ptx.partition("griddepcontrol.wait")[0])),
     }
 
 

@@ -37,6 +37,7 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
     assert kernel["tensor_memory"] <= TENSOR_MEMORY_COLUMNS, kernel
     assert not kernel["trap"], kernel
     assert kernel["serialized"] is None, kernel
+    assert kernel["keys_early"] in (None, kernel["copies_early"]), kernel
     assert kernel["ptx"] <= 8.8, "JAX assembles with its own ptxas, which may be of CUDA 12.9"
     # Rows come by 16 bytes, though the compiler does not see their alignment: by 4 attention takes a fifth longer.
     if kernel["kernel"].endswith(GLUON):

@@ -98,6 +98,20 @@ def calls(
         ),
     )
 
+    # Whose first launch writes a key and an entry for each of a few tokens, in place of others.
+    some = slice(8)
+    latent, rope, key = normal(8, 512), normal(8, 64), normal(8, 128)
+    own_entries, own_keys = v32[:key_pages].clone(), keys.clone()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        own_entries[0].zero_(), own_keys[0].zero_()
+        return xt.dsa_step(
+            latent, rope, key, every[some], wide[some], latent.view(8, 4, 128), rope[:, :4], own_entries, own_keys,
+            table[some], lengths[some], k=64, softmax_scale=0.05,
+        )  # fmt: skip
+
+    yield "dsa_step", step
+
 
 def repeat(kernels: dict[str, Call], seconds: float) -> tuple[Counter[str], Counter[str]]:
     """Of each kernel the calls, and the results that differ from the first."""

@@ -1,6 +1,7 @@
 import triton
 import triton.language as tl
 
+from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.ops.quantize_indexer_query.kernels import quantize_rows
 from xmla.core.ops.write_indexer_cache.kernels import write_keys
 from xmla.core.ops.write_mla_cache.kernels import write_entries
@@ -36,6 +37,8 @@ def write_both_kernel(
     C: tl.constexpr,  # Writes
 ):
     """`write_mla_cache_kernel` and `write_indexer_cache_kernel`, each by programs of its own."""
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     write_both(
         tl.program_id(0), latent_ptr, rope_ptr, index_k_ptr, entry_slots_ptr, mla_cache_ptr, indexer_cache_ptr,
         num_tokens, num_slots, C,
@@ -60,6 +63,8 @@ def prepare_step_kernel(
     C: tl.constexpr,  # Preparation
 ):
     """`write_both_kernel` and `quantize_indexer_query_kernel`, whose programs come first, since they take longest."""
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
     QUERY: tl.constexpr = C.QUERY
     program = tl.program_id(0)
     query_programs = tl.cdiv(num_rows, QUERY.BLOCK)

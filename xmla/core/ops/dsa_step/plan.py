@@ -10,7 +10,7 @@ from xmla.core.ops.quantize_indexer_query.kernels import quantize_indexer_query_
 from xmla.core.ops.quantize_indexer_query.plan import QuantizedQuery
 from xmla.core.ops.write_indexer_cache.plan import CachedKeys
 from xmla.core.ops.write_mla_cache.plan import Entries
-from xmla.core.plan import Constants, Launch, Plan
+from xmla.core.plan import Constants, Launch, Plan, with_constant
 from xmla.core.problem import Problem
 
 
@@ -20,6 +20,7 @@ class Writes(Constants):
 
     ENTRIES: Entries
     KEYS: CachedKeys
+    OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +41,25 @@ def plan(problem: Problem, device: Device) -> Plan:
     )  # fmt: skip
     composition.computed_from = COMPUTED_FROM  # its slots are the selection's
     attend(composition)
-    return preparing(selecting_slots(composition.plan()))
+    return preparing(selecting_slots(composition.plan()), device.overlap_limit)
 
 
-def preparing(plan: Plan) -> Plan:
+def preparing(plan: Plan, overlap_limit: int) -> Plan:
     """The plan whose first launch writes both caches, and quantises the queries where they are: two launches less.
 
-    What follows it takes its turn: it may read a cache before it waits.
+    Logits that follow it may begin early, but read no key before they wait. What else follows takes its turn: it may
+    read a cache before it waits.
     """
     entries, keys, *others = plan.launches
     query = others.pop(0) if others[0].kernel is quantize_indexer_query_kernel else None
-    return replace(plan, launches=(prepare(entries, keys, query), others[0].in_turn(), *others[1:]))
+    if "KEYS_EARLY" in others[0].constants:
+        others[0] = replace(others[0], constexprs=with_constant(others[0].constexprs, "KEYS_EARLY", False))
+    else:
+        others[0] = others[0].in_turn()
+    return replace(plan, launches=(prepare(entries, keys, query, overlap_limit), *others))
 
 
-def prepare(entries: Launch, keys: Launch, query: Launch | None) -> Launch:
+def prepare(entries: Launch, keys: Launch, query: Launch | None, overlap_limit: int) -> Launch:
     """One launch of those that write both caches and, if it is given, of the one that quantises."""
     arrays = {
         "latent": entries.pointers["latent_ptr"],
@@ -66,7 +72,9 @@ def prepare(entries: Launch, keys: Launch, query: Launch | None) -> Launch:
     if entries.sizes != keys.sizes or keys.pointers["slots_ptr"] != arrays["entry_slots"]:
         raise RuntimeError(f"{write_both_kernel.__name__} writes both caches at the same slots, the plan {keys}")
     grid = entries.grid[0] + keys.grid[0]
-    written: dict[str, Any] = {"ENTRIES": entries.constexprs["C"], "KEYS": keys.constexprs["C"]}
+    written: dict[str, Any] = {
+        "ENTRIES": entries.constexprs["C"], "KEYS": keys.constexprs["C"], "OVERLAP_LIMIT": overlap_limit,
+    }  # fmt: skip
     if query is None:
         constexprs = {"C": Writes(**written)}
         return Launch(write_both_kernel, grid=(grid,), arrays=arrays, sizes=entries.sizes, constexprs=constexprs)

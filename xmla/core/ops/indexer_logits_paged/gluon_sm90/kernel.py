@@ -222,6 +222,8 @@ def indexer_logits_paged_sm90_kernel(
             first_key = first_tile * KEYS
             end_key = last_tile * KEYS
             pages = load_pages(table_row, first_key, last_page, known, PAGE_SIZE)
+            if not C.KEYS_EARLY:
+                wait_for_earlier(C.OVERLAP_LIMIT)
             there = gl.zeros_like(pages)  # of each half a bit for each tile copied ahead, the last tile's lowest
             for i in gl.static_range(STAGES - 1):
                 ahead = first_key + i * KEYS

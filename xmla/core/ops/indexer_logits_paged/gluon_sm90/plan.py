@@ -21,6 +21,7 @@ class HopperPagedLogits(Constants):
     STAGES: int  # tiles of keys in shared memory
     BLOCK_G: int  # groups whose tiles are counted at once
     OVERLAP_LIMIT: int  # core/lang/launches.py
+    KEYS_EARLY: bool  # the first keys are copied before it waits: launches before it have written none
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -42,6 +43,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 STAGES=2 if few else 3,
                 BLOCK_G=256,
                 OVERLAP_LIMIT=device.overlap_limit,
+                KEYS_EARLY=True,
             )
         },
         num_warps=4,
