@@ -170,9 +170,14 @@ def test_jit() -> None:
 
 
 @pytest.mark.usefixtures("device", "one_rank")
-@pytest.mark.parametrize("index_format", ["fp8", "mxfp4"])
-def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included."""
+@pytest.mark.parametrize(("index_format", "at_once"), [("fp8", None), ("mxfp4", None), ("fp8", 5)])
+def test_the_model_lists_the_calls_of_a_step(
+    index_format: str, at_once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `xmla plan --ranks` prints and `warmup` compiles is what a step calls, strides included.
+
+    Also where logits of so many tokens fit the workspace at once: parts of four, which begin on whole vectors.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     sys.path.insert(0, str(FOLDER))
@@ -181,10 +186,11 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
 
     from xmla import ModelConfig
     from xmla.core.attribute import Attributes
+    from xmla.core.models import v32
     from xmla.core.op import Op
+    from xmla.core.parallel import parts
     from xmla.core.spec import Spec, row_major
-    from xmla.torch_api import _run
-    from xmla.torch_api.parallel import ContextParallel
+    from xmla.torch_api import _run, parallel
 
     def key(op: str, specs: list[Spec | None], attrs: Attributes) -> tuple[object, ...]:
         def strides(spec: Spec) -> list[int]:  # that of an axis of one element means nothing
@@ -199,25 +205,53 @@ def test_the_model_lists_the_calls_of_a_step(index_format: str, monkeypatch: pyt
     real = _run.prepare
 
     def prepare(op: Op, tensors: list, attrs: Attributes, *rest: object) -> object:
+        assert all(t is None or t.data_ptr() % 16 == 0 for t in tensors), op.name
         called.append(key(op.name, [t if t is None else _run.spec_of(t) for t in tensors], attrs))
         return real(op, tensors, attrs, *rest)
 
     monkeypatch.setattr(_run, "prepare", prepare)
     monkeypatch.setattr(_run, "kept", _run.Kept())
-    problem = make(Ownership(1, PAGE), (31, 17), 1, index_format=index_format)
-    attend(ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
+    next_n = 1 if at_once is None else 3
+    problem = make(Ownership(1, PAGE), (31, 17), next_n, index_format=index_format)
     pages, width = len(problem.ranks[0]["mla_cache"]), problem.whole["block_table"].shape[1]
+    if at_once is not None:
+        nbytes = 4 * width * PAGE * at_once
+        for place in (v32, parallel):
+            monkeypatch.setattr(place, "parts", lambda tokens, columns, _: parts(tokens, columns, nbytes))
+    attend(parallel.ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
     model = ModelConfig(
         heads=8, index_heads=4, k=K, page_size=PAGE, softmax_scale=SCALE, sink=True, index_format=index_format
     )
     listed = []
-    for call in model.shared(2, 2, width * PAGE, mixed=False):
+    for call in model.shared(2 * next_n, 2, width * PAGE, mixed=False):
         op = registry()[call.op]
         specs = [call.specs.get(name) for name in op.tensors]
         specs = [s and Spec((pages, *s.shape[1:]), s.dtype) if n.endswith("cache") else s
                  for n, s in zip(op.tensors, specs, strict=True)]  # fmt: skip
         listed.append(key(call.op, specs, op.attributes(**call.attrs)))
     assert listed == called
+    rows = [specs[0][0][0] for op, specs, _ in called if op == "select_topk"]
+    assert rows == ([2] if at_once is None else [4, 2])
+
+
+@pytest.mark.usefixtures("device", "one_rank")
+def test_every_rank_has_a_table_as_wide() -> None:
+    """Where ranks have other numbers of pages too, so that the kernels of all are the same."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from xmla.torch_api import parallel
+
+    mesh = init_device_mesh("cuda" if HAS_GPU else "cpu", (1,))
+    table = torch.arange(10, dtype=torch.int32).view(2, 5)
+    tables = []
+    for rank in range(4):
+        of_all = parallel.ContextParallel(mesh, Ownership(1, 64))
+        object.__setattr__(of_all, "ownership", Ownership(4, 64, block_pages=2))
+        object.__setattr__(of_all, "rank", rank)
+        tables.append(of_all.batch(table, torch.tensor([320, 1], dtype=torch.int32)).own_table)
+    assert [table[0].tolist() for table in tables] == [[0, 1], [2, 3], [4, -1], [-1, -1]]
+    assert all(table.is_contiguous() for table in tables)
 
 
 @pytest.mark.usefixtures("device")

@@ -19,9 +19,10 @@ from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
 from xmla.core.ops.sparse_mla import unpack
 from xmla.core.parallel import Ownership
+from xmla.core.requests import whole_vectors
 from xmla.core.spec import Spec
 from xmla.vllm import indexer, pools, shards, warmup
-from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills, whole_vectors
+from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
@@ -697,6 +698,6 @@ def test_calls_of_parts_start_on_whole_vectors(columns: int) -> None:
 
 def test_warmup_of_every_place_of_rows() -> None:
     """Requests' rows of a table whose width is no multiple of 4 do not start on 16 bytes."""
-    calls = warmup.at_any_place(warmup.map_call(64, 64), "block_table")
+    calls = warmup.map_call(64, 64).at_any_place()
     (first, second) = (call.specializations(find_device("H200")) for call in calls)
-    assert [kernel.unaligned for kernel in (*first, *second)] == [frozenset(), {"block_table_ptr"}]
+    assert [kernel.unaligned for kernel in (*first, *second)] == [frozenset(), {"block_table_ptr", "request_ids_ptr"}]

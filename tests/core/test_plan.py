@@ -278,18 +278,63 @@ def test_short_prompts_and_last_chunks_launch_no_other_kernel(model: type[Model]
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_prefill_behind_a_steps_decodes_launches_no_other_kernel(model: type[Model]) -> None:
-    """Its tokens and tables are slices of the step's, which begin on any multiple of 4 bytes."""
+    """Some of its arrays of tokens, and its table, are slices of the step's, others have been copied."""
+    rng = np.random.default_rng(0)
     config = model(batches=(3,), max_lens=(5000,), prefill_tokens=(512,))
     listed = set(config.specializations(H200))
     for decodes, tokens in ((1, 77), (2, 5), (3, 512)):
-        for call in config.prefill(tokens, 5000):
-            begins = {
-                name: alignment_of(decodes * spec.stride(0) * spec.itemsize) for name, spec in call.specs.items()
-                if spec.dtype == "int32" and (len(spec.shape) == 1 or name.endswith("table"))
+        for call in config.prefills(tokens, 5000):
+            slices = {
+                name: replace(spec, alignment=alignment_of(decodes * spec.stride(0) * spec.itemsize))
+                for name, spec in call.specs.items() if spec.dtype == "int32" and rng.random() < 0.5
             }  # fmt: skip
-            specs = {name: replace(call.specs[name], alignment=begin) for name, begin in begins.items()}
-            call = replace(call, specs={**call.specs, **specs})
-            assert set(call.over(1024).specializations(H200)) <= listed, (call.op, decodes)
+            call = replace(call, specs={**call.specs, **slices})
+            assert set(call.over(1024).specializations(H200)) <= listed, (call.op, decodes, [*slices])
+
+
+def test_integers_of_a_call_begin_on_16_bytes_or_count_as_if_none_did() -> None:
+    """So that one kernel serves any of them; rows of whole vectors are read as such wherever the others begin."""
+    shapes = {"indices": (8, 2048), "block_table": (3, 20), "request_ids": (8,)}
+    specs = {name: Spec(shape, "int32") for name, shape in shapes.items()}
+    for aligned in product((16, 8, 4), repeat=2):
+        places = dict(zip(("block_table", "request_ids"), aligned, strict=True))
+        moved = specs | {name: replace(specs[name], alignment=place) for name, place in places.items()}
+        (kernel,) = Call("map_slots", moved, {"page_size": 64}).specializations(H200)
+        assert kernel.unaligned == (set() if aligned == (16, 16) else {"block_table_ptr", "request_ids_ptr"})
+    odd = specs | {"indices": Spec((8, 2048), "int32", alignment=4)}
+    (kernel,) = Call("map_slots", odd, {"page_size": 64}).specializations(H200)
+    assert kernel.unaligned == {"indices_ptr", "lengths_ptr"}, "the indices stand in for lengths"
+
+
+@pytest.mark.parametrize("device", [H200, B200, GB10], ids=lambda device: device.name)
+@pytest.mark.parametrize("max_len", [4096, 131072, 1 << 20])
+def test_a_prefill_by_the_calls_of_decodes_launches_no_other_kernel(max_len: int, device: Device) -> None:
+    """Of `dsa_attention` and `dsa_step`, over pages; with a million keys logits are stored in parts."""
+    config = ModelConfig(batches=(1,), max_lens=(max_len,), prefill_tokens=(8192,))
+    listed = set(config.specializations(device))
+    for tokens, mixed in product((1, 5, 30, 77, 129, 132, 140, 200, 300, 777, 1100, 1183, 8191), (False, True)):
+        for call in config.decode(1, tokens, max_len, mixed):
+            if call.op != "split_batch":
+                assert set(call.over(1024).specializations(device)) <= listed, (call.op, tokens, mixed)
+
+
+@pytest.mark.parametrize("device", [H200, B200, GB10], ids=lambda device: device.name)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ranks_that_store_logits_in_parts_launch_no_other_kernel(mixed: bool, device: Device) -> None:
+    """As `ContextParallel.select` does, which then names each token's request."""
+    config = ModelConfig(ranks=2, batches=(300,), max_lens=(1 << 20,), mixed=mixed, prefill_tokens=())
+    listed, columns = set(config.specializations(device)), 1 << 19
+    most = (1 << 29) // (4 * columns)
+    for count in (most, 300 % most):
+        rows = Spec((count,), "int32")
+        scored = {
+            "q8": Spec((count, 64, 128), "float8_e4m3fn"), "weights": Spec((count, 64), "float32"),
+            "cache": Spec((1024, 64, 132), "uint8"), "block_table": Spec((300, columns // 64), "int32"),
+            "lengths": rows, "request_ids": rows,
+        }  # fmt: skip
+        selected = {"logits": Spec((count, columns), "float32"), "ends": rows}
+        for call in (Call("indexer_logits_paged", scored, {}), Call("select_topk", selected, {"k": 2048})):
+            assert set(call.specializations(device)) <= listed, (call.op, count)
 
 
 def test_ranks_that_each_merge_their_own_heads_launch_no_other_kernel() -> None:

@@ -7,7 +7,7 @@ from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import indexer_layouts, indexer_rows
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.plan import cdiv
-from xmla.core.requests import unequal
+from xmla.core.requests import unequal, whole_vectors
 
 
 class _Integers(Protocol):
@@ -102,6 +102,13 @@ def check_rows(tokens: int, requests: int, width: int, lengths: int, ids: int | 
             raise ArgumentError(f"ContextParallel: {name} axis T (axis 0) is {count}, expected {tokens}, as index_q")
     if ids is None and (expected := unequal(tokens, requests)):
         raise ArgumentError(f"ContextParallel: index_q axis T (axis 0) is {tokens}, expected {expected}")
+
+
+def parts(tokens: int, columns: int, workspace_bytes: int) -> list[slice]:
+    """The tokens whose logits, of so many keys each, are stored at a time: a call of no tokens is one part."""
+    most = max(workspace_bytes // (4 * columns), 1)
+    step = whole_vectors(most) if most < tokens else max(tokens, 1)
+    return [slice(first, first + step) for first in range(0, max(tokens, 1), step)]
 
 
 def query_format(row: int, dim: int) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 
 from xmla.core.problem import Arrays, Limit, Problem
 
+ALIGNED = 4  # integers of 16 bytes, which kernels read at once from arrays that start on their multiples
+
 
 def check_requests(problem: Problem, argument: str) -> None:
     """Check that without request ids all requests have the same number of tokens, and that B = 0 has no tokens.
@@ -25,6 +27,11 @@ def unequal(tokens: int, requests: int) -> str | None:
     return (
         f"a multiple of B = {requests} (or pass request_ids)" if (tokens % requests if requests else tokens) else None
     )
+
+
+def whole_vectors(tokens: int) -> int:
+    """At most so many tokens of each of several calls, so that integers of all of them start on whole vectors."""
+    return tokens - tokens % ALIGNED or tokens
 
 
 def tokens_a_request(problem: Problem) -> int:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from xmla import jax_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, check_rows, heads_of, query_format
+from xmla.core.parallel import Ownership, check_rows, heads_of, parts, query_format
 
 
 class Batch(NamedTuple):
@@ -73,12 +73,11 @@ class ContextParallel:
         q8, weights = jax_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
         tokens, requests = len(q8), len(batch.own_table)
         columns = batch.own_table.shape[1] * self.ownership.page_size
-        step = max(workspace_bytes // (4 * columns), 1)
-        if step < tokens and ids is None:
+        stored = parts(tokens, columns, workspace_bytes)
+        if len(stored) > 1 and ids is None:
             ids = jnp.arange(tokens, dtype=jnp.int32) // (tokens // requests)
         candidates = []
-        for first in range(0, max(tokens, 1), step):
-            rows = slice(first, first + step)
+        for rows in stored:
             lengths = batch.own_lengths[rows]
             logits = jax_api.indexer_logits_paged(
                 q8[rows], weights[rows], indexer_cache, batch.own_table, lengths, None if ids is None else ids[rows]

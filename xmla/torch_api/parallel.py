@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xmla import torch_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, check_rows, heads_of, query_format
+from xmla.core.parallel import Ownership, check_rows, heads_of, parts, query_format
 
 # torch 2.13 gave it another name.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -73,7 +73,7 @@ class Batch:
     """The requests of a step on one rank: built once per step, used by every layer."""
 
     block_table: torch.Tensor  # [B, M] i32, negative if another rank owns the page
-    own_table: torch.Tensor  # [B, ·] i32, only the pages of this rank
+    own_table: torch.Tensor  # [B, ·] i32, only the pages of this rank, then −1
     own_lengths: torch.Tensor  # [T] i32, keys of this rank visible to each token
     request_ids: torch.Tensor | None  # [T] i32
 
@@ -104,14 +104,14 @@ class ContextParallel:
 
     def batch(self, block_table: torch.Tensor, lengths: torch.Tensor, request_ids: torch.Tensor | None = None) -> Batch:
         """The `Batch` of a step, from the whole lengths [T] and this rank's block table [B, M]."""
-        pages = self.ownership.own_pages(block_table.shape[1], self.rank)
-        if not pages:  # a request has fewer pages than there are ranks; a table without pages would be refused
-            own_table = torch.full_like(block_table[:, :1], -1)
-        else:  # a slice if possible, which a CUDA graph can capture
-            step = pages[1] - pages[0] if len(pages) > 1 else 1
-            even = pages == list(range(pages[0], pages[-1] + 1, step))
-            own_table = block_table[:, pages[0] : pages[-1] + 1 : step] if even else block_table[:, pages]
-            own_table = own_table.contiguous()
+        every = range(block_table.shape[1])
+        pages = self.ownership.own_pages(len(every), self.rank)
+        step = pages[1] - pages[0] if len(pages) > 1 else 1
+        even = slice(pages[0], pages[-1] + 1, step) if pages else slice(0)
+        # A slice if possible, which a CUDA graph can capture.
+        own = block_table[:, even] if [*every[even]] == pages else block_table[:, pages]
+        width = self.ownership.own_width(len(every))  # of every rank, so that all launch the same kernels
+        own_table = torch.nn.functional.pad(own, (0, width - len(pages)), value=-1).contiguous()
         return Batch(block_table, own_table, self.ownership.count(lengths, self.rank).to(torch.int32), request_ids)
 
     def select(
@@ -130,12 +130,11 @@ class ContextParallel:
         q8, weights = torch_api.quantize_indexer_query(index_q, index_weights, scale=index_scale, format=form)
         tokens, requests = len(q8), len(batch.own_table)
         columns = batch.own_table.shape[1] * self.ownership.page_size
-        step = max(workspace_bytes // (4 * columns), 1)
-        if step < tokens and ids is None:
+        stored = parts(tokens, columns, workspace_bytes)
+        if len(stored) > 1 and ids is None:
             ids = torch.arange(tokens, device=q8.device, dtype=torch.int32) // (tokens // requests)
         sent = torch.empty((2, tokens, k), dtype=torch.int32, device=q8.device)
-        for first in range(0, tokens, step):
-            rows = slice(first, first + step)
+        for rows in stored:
             lengths = batch.own_lengths[rows]
             logits = torch_api.indexer_logits_paged(
                 q8[rows], weights[rows], indexer_cache, batch.own_table, lengths, None if ids is None else ids[rows]

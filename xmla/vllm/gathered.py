@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from xmla import torch_api as xt
-
-ALIGNED = 4  # integers, on whose multiples arrays of one copy start, and tokens of a call: kernels read whole vectors
+from xmla.core.requests import ALIGNED
 
 
 def rows_are_faster(heads: int) -> bool:
@@ -26,11 +25,6 @@ def rows_are_faster(heads: int) -> bool:
 
     capability = current_platform.get_device_capability()
     return heads > 16 and capability is not None and capability.to_int() == 90
-
-
-def whole_vectors(tokens: int) -> int:
-    """At most so many tokens of each of several calls, so that integers of all of them start on whole vectors."""
-    return tokens - tokens % ALIGNED or tokens
 
 
 def sent(host: np.ndarray, device: torch.device) -> torch.Tensor:

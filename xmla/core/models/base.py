@@ -8,7 +8,7 @@ from typing import Any
 
 from xmla.core.attribute import Attr
 from xmla.core.call import plan_call
-from xmla.core.compile import Specialization, specialize
+from xmla.core.compile import Specialization, begins_anywhere, specialize
 from xmla.core.device import Device
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
@@ -47,13 +47,15 @@ class Call:
         pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
         return replace(self, specs={**self.specs, **pools})
 
-    def behind_others(self) -> Iterator["Call"]:
-        """The call, and with arrays of tokens, or tables of requests, that begin where those of a step's others end."""
-        specs = self.specs.items()
-        tokens = tuple(name for name, spec in specs if spec.dtype == "int32" and len(spec.shape) == 1)
-        tables = tuple(name for name, spec in specs if name.endswith("table") and spec.shape[1] % 4)
-        for shifted in dict.fromkeys(((), tokens, tables, tokens + tables)):
-            yield replace(self, specs={**self.specs, **{n: replace(self.specs[n], alignment=4) for n in shifted}})
+    def at_any_place(self) -> Iterator["Call"]:
+        """The call, and with the arrays that may begin on no multiple of 16 bytes, as where a step's others end."""
+        yield self
+        shifted = {
+            name: replace(spec, alignment=spec.itemsize)
+            for name, spec in self.specs.items()
+            if begins_anywhere(name, spec)
+        }
+        yield replace(self, specs={**self.specs, **shifted})
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
@@ -140,23 +142,30 @@ class Model(ABC):
         """Calls that a step may make in the place of some of its own."""
         yield from ()
 
+    def prefills(self, tokens: int, max_len: int) -> Iterator[Call]:
+        """The calls of a prefill step, and those of decodes, which a caller may make for any number of tokens."""
+        yield from self.prefill(tokens, max_len)
+        for mixed in (False, True):
+            step = self.decode(1, tokens, max(max_len, tokens), mixed)
+            yield from (call for call in step if call.op != "split_batch")
+
     def specializations(self, device: Device) -> list[Specialization]:
         """The complete list of kernels that these steps launch on `device`, each once, in order of first use.
 
         Short prompts, and the last chunks of others, have any number of tokens up to the largest prefill step's. Plans
-        differ by it, so that LAST_CHUNKS are steps as well, and all FEW of attention. In a step with decodes a
-        prefill's arrays of tokens begin where the decodes' end, on no multiple of 16 bytes, for which kernels are
-        compiled anew.
+        differ by it, so that LAST_CHUNKS are steps as well, what fills a few waves of programs, and all FEW of
+        attention. In a step with decodes a prefill's arrays of tokens begin where the decodes' end, on no multiple of
+        16 bytes, for which kernels are compiled anew.
         """
         calls = [call for _, step in replace(self, prefill_tokens=()).steps() for call in step]
         most = max(self.prefill_tokens, default=0)
-        whole = {*self.prefill_tokens, *(tokens for tokens in LAST_CHUNKS if tokens < most)}
+        waves = (device.num_sms * programs + more for programs in (1, 2, 4, 8, 16) for more in (-8, 0, 1))
+        whole = {*self.prefill_tokens, *(tokens for tokens in (*LAST_CHUNKS, *waves) if tokens < most)}
         few = {tokens for tokens in FEW if tokens < most}
         for max_len, tokens in product(self.max_lens, sorted(whole | few)):
-            step = self.prefill(tokens, max_len)
-            prefill = step if tokens in whole else (call for call in step if call.op == "sparse_mla")
-            calls += [placed for call in prefill for placed in call.behind_others()]
+            prefill = (call for call in self.prefills(tokens, max_len) if tokens in whole or call.op == "sparse_mla")
+            calls += [placed for call in prefill for placed in call.at_any_place()]
         calls += self.instead()
         for page in {spec.shape[1]: None for spec in self.caches().values()}:
-            calls += [placed for call in place(page) for placed in call.behind_others()]
+            calls += [placed for call in place(page) for placed in call.at_any_place()]
         return specializations((call.over(pages) for call in calls for pages in POOLS), device)

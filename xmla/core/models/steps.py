@@ -1,8 +1,5 @@
 """Sizes of engines' steps at which plans differ, and calls that their plugins have alike: of the lists of kernels."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from xmla.core.device import Device
 from xmla.core.models.base import Call
 from xmla.core.models.memory import SPLIT_TOKENS
@@ -32,13 +29,6 @@ def powers_of_2(most: int) -> list[int]:
 def around_powers_of_2(most: int) -> list[int]:
     """Sizes at which selections are planned: powers of two, what exceeds them, and the most."""
     return sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)})
-
-
-def at_any_place(call: Call, *names: str) -> Iterator[Call]:
-    """The call with these arguments on a multiple of 16 bytes or not: they are rows of arrays of the engine's."""
-    for alignment in (16, 4):
-        specs = {name: replace(call.specs[name], alignment=alignment) for name in names}
-        yield replace(call, specs={**call.specs, **specs})
 
 
 def map_call(k: int, page: int, *, compact: bool = False) -> Call:

@@ -9,7 +9,7 @@ from typing import Any
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
 from xmla.core.models.base import Call, Model, layout_of, split
-from xmla.core.parallel import received_bytes
+from xmla.core.parallel import parts, received_bytes
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
@@ -128,17 +128,10 @@ class ModelConfig(Model):
         """The calls of `ContextParallel.dsa_attention` on each rank, with the strides that torch's exchanges leave."""
         queries, caches, ranks = self.queries(tokens), self.caches(), self.ranks
         ids = {"request_ids": Spec((tokens,), "int32")} if mixed else {}
-        own_table = self.table(requests, cdiv(max_len, ranks))
         lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
         index = {"q": queries["index_q"], "weights": queries["index_weights"]}
         yield Call("quantize_indexer_query", index, {"scale": self.index_scale, "format": self.index_format})
-        index = {
-            "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype), "weights": queries["index_weights"],
-            "cache": caches["indexer_cache"], "block_table": own_table, "lengths": lengths, **ids,
-        }  # fmt: skip
-        yield Call("indexer_logits_paged", index, {})
-        logits = Spec((tokens, own_table.shape[1] * self.page_size), "float32")
-        yield Call("select_topk", {"logits": logits, "ends": lengths}, {"k": self.k})
+        yield from self.stored(tokens, requests, cdiv(self.table(1, max_len).shape[1], ranks), mixed)
         strides = (2 * tokens * self.k, self.k, 1)
         candidates = {
             name: Spec((ranks, *slots.shape), dtype, strides)
@@ -150,6 +143,23 @@ class ModelConfig(Model):
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
         yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
         yield self.merged(tokens, self.heads)
+
+    def stored(self, tokens: int, requests: int, width: int, mixed: bool) -> Iterator[Call]:
+        """The calls of `ContextParallel.select` over tables of `width` pages, of all tokens or in parts of them."""
+        columns = width * self.page_size
+        rows = parts(tokens, columns, 1 << 29)
+        for part in rows:
+            count = len(range(tokens)[part])
+            a_token = Spec((count,), "int32")
+            queries = self.queries(count)
+            index = {
+                "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype), "weights": queries["index_weights"],
+                "cache": self.caches()["indexer_cache"], "block_table": Spec((requests, width), "int32"),
+                "lengths": a_token, **({"request_ids": a_token} if mixed or len(rows) > 1 else {}),
+            }  # fmt: skip
+            yield Call("indexer_logits_paged", index, {})
+            logits = Spec((count, columns), "float32")
+            yield Call("select_topk", {"logits": logits, "ends": a_token}, {"k": self.k})
 
     def merged(self, tokens: int, heads: int) -> Call:
         """The call of `ContextParallel.merge`, of so many heads."""
