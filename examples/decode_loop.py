@@ -24,6 +24,8 @@ DEVICE = "cuda" if GPU else "cpu"
 REQUESTS, HEADS, INDEX_HEADS, CONTEXT, K = (64, 128, 64, 16384, 2048) if GPU else (3, 4, 4, 90, 32)
 NEXT_N, PAGE_SIZE = 2, 64
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else (200 if GPU else 2)
+if STEPS < 1:
+    sys.exit(f"steps is {STEPS}, expected at least 1")
 PAGES = -(-(CONTEXT + NEXT_N * STEPS) // PAGE_SIZE)  # a request
 TOKENS = REQUESTS * NEXT_N
 

@@ -5,6 +5,9 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
+from importlib import import_module
+from inspect import isgeneratorfunction
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +42,18 @@ from xmla.bench.errors import attention_error, gradient_error, indexer_loss_erro
 from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
+from xmla.core.registry import registry
 
 TOLERANCE = next(field.default for field in fields(Benchmark) if field.name == "tolerance")
 PAGES, PAGE, SCALE = 6, 16, 0.07
+
+
+def test_the_cases_of_every_op_are_found_by_name() -> None:
+    assert cases.CASES.keys() <= registry().keys()
+    for place in chain(*cases.CASES.values()):
+        module, _, name = place.partition(".")
+        assert isgeneratorfunction(getattr(import_module(f"xmla.bench.cases.{module}"), name)), place
+    assert [*cases.cases_of("map_slots")] == []
 
 
 def test_every_case_is_compared() -> None:
@@ -90,7 +102,7 @@ def test_a_run_outlives_a_peer(fails: str, monkeypatch: pytest.MonkeyPatch) -> N
             peer_checks={"cuDNN": compared}, flops=1.0, bytes=1.0,
         )  # fmt: skip
 
-    monkeypatch.setattr(cases, "BENCHMARKS", {"an op": (case,)})
+    monkeypatch.setattr(run, "cases_of", lambda _: case())
     monkeypatch.setattr(timing, "measure", measured)
     monkeypatch.setattr(baselines, "rates", lambda limits: {"copy_bytes_per_s": 1e12})
     (line,) = run.time_cases(["an op"], {"copy": None}, False)  # type: ignore[dict-item]
@@ -114,7 +126,7 @@ def test_an_implementation_is_timed_beside_the_default(device: str, monkeypatch:
     def measured(variants: dict[str, Any], sets: int) -> dict[str, timing.Timing]:
         return {name: timing.Timing(2.0 + 2.0 * (name != "xmla"), 1.0, 5.0) for name in variants}
 
-    monkeypatch.setattr(cases, "BENCHMARKS", {benchmark.op: (lambda: [benchmark],)})
+    monkeypatch.setattr(run, "cases_of", lambda _: [benchmark])
     monkeypatch.setattr(timing, "measure", measured)
     monkeypatch.setattr(baselines, "rates", lambda limits: {"copy_bytes_per_s": 1e12})
 

@@ -245,6 +245,7 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
         (["supports", "sparse_mla", "cache=7"], "asked is 'cache=7', expected AXIS=NUMBER, such as H=16, or ARGUMENT="),
         (["supports", "sparse_mla", "cache=v9"], "supports: cache is 'v9', expected one of bfloat16, float16, nope, "),
         (["supports", "sparse_mla", "Z=3"], "supports: axis is 'Z', expected one of"),
+        (["supports", "sparse_mla", "H=16", "H=32"], "asked is 'H=32' after H=16, expected each name once"),
         (
             ["supports", "sparse_mla", "--device", "H200", "--device", "V100"],
             "device is 'V100', expected a part of the name of one of: NVIDIA H100, NVIDIA H200, NVIDIA B200, NVIDIA B",

@@ -40,6 +40,16 @@ def test_example(
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.parametrize("name", ["decode_loop", "decode_loop_jax"])
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_loop_of_no_steps_is_refused(name: str, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = next(path for path in EXAMPLES if path.stem == name)
+    monkeypatch.setattr(sys, "argv", [str(example), steps])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(example), run_name="__main__")
+    assert ended.value.code == f"steps is {steps}, expected at least 1"
+
+
 @pytest.mark.slow
 def test_finetuning_without_a_checkpoint_by_two_ranks() -> None:
     """One rank makes the checkpoint that both load."""

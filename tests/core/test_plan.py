@@ -609,6 +609,17 @@ def test_fields_of_a_model(model: type[Model]) -> None:
         with pytest.raises(ArgumentError) as refused:
             model(**{field: value})
         assert str(refused.value) == f"{model.__name__}: {field} type is {got}, expected {expected}"
+    for field, value, got in (
+        ("batches", (1, 0), 0), ("next_n", (-2,), -2), ("max_lens", (0,), 0), ("prefill_tokens", (64, -5), -5),
+        ("heads", 0, 0), ("page_size", 0, 0), ("k", -1, -1),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=rf"^{model.__name__}: {field} value is {got}, expected at least 1$"):
+            model(**{field: value})
+    for field in ("max_lens", "next_n"):
+        with pytest.raises(ArgumentError, match=rf"^{model.__name__}: {field} is empty, expected at least one number$"):
+            model(**{field: ()})
+    with pytest.raises(ArgumentError, match="format is 'fp4', expected 'fp8' or 'mxfp4'"):
+        model(index_format="fp4").specializations(H200)
     with pytest.raises(ArgumentError, match=r": softmax_scale value is nan, expected a finite number"):
         model(softmax_scale=float("nan"))
     assert model(batches=[1, np.int64(2)], heads=np.int32(16)) == model(batches=(1, 2), heads=16)

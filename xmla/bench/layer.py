@@ -169,7 +169,7 @@ def dense_in_jax(tokens: int) -> dict[str, Any]:
 def main(
     out: Annotated[Path, typer.Option(help="File of the JSON lines.", dir_okay=False, callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
-    tokens: Annotated[list[int], typer.Option(help="Of a step.")] = [2048, 4096, 8192, 32768, 131072],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(min=1, help="Of a step.")] = [2048, 4096, 8192, 32768, 131072],  # noqa: B006
 ) -> None:
     """Time them, and compare gradients where the dense formulation fits in memory."""
     sizes = Sizes()

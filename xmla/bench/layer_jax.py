@@ -97,7 +97,7 @@ def measure(step: Step) -> dict[str, Any]:
     return {"ms": round(statistics.median(times), 2), "peak_gib": round(peak / 2**30, 2)}
 
 
-def main(tokens: Annotated[int, typer.Argument(help="Of the step.")]) -> None:
+def main(tokens: Annotated[int, typer.Argument(min=1, help="Of the step.")]) -> None:
     """Time the step, and compare its gradients with xmla's where it fits in memory."""
     torch.manual_seed(0)
     layer = Layer.random(Sizes(), tokens, "cuda")

@@ -178,11 +178,13 @@ def measure(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
 def alone(
     way: Annotated[str, typer.Argument(help="maxtext or xmla.")],
     results: Annotated[Path, typer.Argument(help="Where its arrays go, as NumPy stores them.")],
-    tokens: Annotated[int, typer.Option(help="Of a step, of one sequence.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a step, of one sequence.")] = 4096,
     sparse_loss: Annotated[bool, typer.Option(help="The indexer's loss over selected keys alone.")] = True,
     remat: Annotated[bool, typer.Option(help="Compute the forward again in the backward.")] = False,
 ) -> None:
     """Time a step one way, and print a JSON line."""
+    if way not in WAYS:
+        raise typer.BadParameter(f"way is {way!r}, expected one of {', '.join(WAYS)}")
     config = configure(Sizes(tokens), indexer_sparse_training=sparse_loss)
     if way == "xmla":
         xmla.maxtext.install()
@@ -196,7 +198,7 @@ def alone(
 def compare(
     out: Annotated[Path, typer.Option(help="Append to this file.", dir_okay=False, callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Where the tree is not a git checkout.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of a step, of one sequence.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a step, of one sequence.")] = 4096,
     sparse_loss: Annotated[bool, typer.Option(help="The indexer's loss over selected keys alone.")] = True,
     remat: Annotated[bool, typer.Option(help="Compute the forward again in the backward.")] = False,
 ) -> None:

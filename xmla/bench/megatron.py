@@ -205,10 +205,10 @@ def measure(sizes: Sizes, backend: str, sparse_loss: bool, keep: bool) -> tuple[
 def main(
     out: Annotated[Path, typer.Option(help="Append to this file.", dir_okay=False, callback=writable)],
     commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of a step.")] = 4096,
-    document: Annotated[int | None, typer.Option(help="Tokens of a document, if they are not one sequence.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
-    context_parallel: Annotated[int, typer.Option(help="Ranks that share the tokens.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a step.")] = 4096,
+    document: Annotated[int | None, typer.Option(min=1, help="Tokens of a document, if not one sequence.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share the heads.")] = 1,
+    context_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share the tokens.")] = 1,
     sparse_loss: Annotated[bool, typer.Option(help="The indexer's loss over selected keys alone.")] = True,
     backend: Annotated[list[str], typer.Option(help="Of Megatron's dsa_kernel_backend.")] = list(BACKENDS),  # noqa: B006
 ) -> None:

@@ -26,9 +26,11 @@ from rich.table import Table
 from xmla._frameworks import PACKAGES, missing, needed
 from xmla._warmup import present_device
 from xmla.bench import picture
+from xmla.bench.cases import CASES, cases_of
 from xmla.bench.provenance import provenance
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.registry import registry
+from xmla.machine import environment
 
 if TYPE_CHECKING:
     from xmla.bench.baselines import Ceiling
@@ -98,17 +100,15 @@ def time_cases(
     import torch
 
     from xmla.bench.benchmark import asking
-    from xmla.bench.cases import BENCHMARKS
 
     for name in names:
-        for family in BENCHMARKS.get(name, ()):
-            for benchmark in family():
-                if implementation is None:
-                    yield time_case(benchmark, limits, with_jax)
-                else:
-                    with suppress(UnsupportedError):
-                        yield time_case(asking(benchmark, implementation), limits, with_jax)
-            torch.cuda.empty_cache()
+        for benchmark in cases_of(name):
+            if implementation is None:
+                yield time_case(benchmark, limits, with_jax)
+            else:
+                with suppress(UnsupportedError):
+                    yield time_case(asking(benchmark, implementation), limits, with_jax)
+        torch.cuda.empty_cache()
 
 
 def time_case(benchmark: "Benchmark", limits: Mapping[str, "Ceiling"], with_jax: bool) -> Line:
@@ -205,11 +205,7 @@ def run(
     absent = [framework for framework in PACKAGES if missing(framework)]
     if len(absent) == len(PACKAGES):
         raise UnsupportedError(f"bench: {'; '.join(map(needed, absent))}")
-    known = [HOST]
-    if "torch" not in absent:
-        from xmla.bench.cases import BENCHMARKS
-
-        known = [*BENCHMARKS, HOST]
+    known = [HOST] if "torch" in absent else [*CASES, HOST]
     if implementation is not None:
         choices = {name: op.choices for name, op in registry().items() if name in known}
         if implementation not in chain(*choices.values()):
@@ -223,10 +219,12 @@ def run(
     if image is not None and "torch" in absent:
         raise UnsupportedError(f"bench: a picture is of times by PyTorch, and {needed('torch')}")
     earlier = {} if compare is None else earlier_times(compare)  # before `out` grows, which may be the same file
+    why = "times of interpreted kernels mean nothing"
+    environment.require_gpu("bench", why)
     try:
         present_device()
-    except UnsupportedError:
-        raise UnsupportedError("bench: no GPU is present; times of interpreted kernels mean nothing") from None
+    except UnsupportedError:  # the frameworks see none
+        raise UnsupportedError(f"bench: no GPU is present; {why}") from None
     # What JAX allocates it keeps, so that it must not begin with most of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     limits: Mapping[str, Ceiling] = {}

@@ -115,6 +115,8 @@ def show_support(op: str, words: list[str], devices: list[str] | None = None) ->
         name, _, value = word.partition("=")
         if not value or value.isdecimal() != (name not in ARGUMENTS):
             raise ArgumentError(f"asked is {word!r}, expected AXIS=NUMBER, such as H=16, or ARGUMENT=FORMAT or =DTYPE")
+        if name in asked:
+            raise ArgumentError(f"asked is {word!r} after {name}={asked[name]}, expected each name once")
         asked[name] = int(value) if value.isdecimal() else value
     parts = devices or [""]
     named = {part: [device for device in KNOWN_DEVICES if part.lower() in device.name.lower()] for part in parts}

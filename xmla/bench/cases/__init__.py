@@ -4,26 +4,37 @@ A function of a module here makes one case, a `Benchmark`; another, without argu
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from xmla.bench.benchmark import Benchmark
-from xmla.bench.cases import attention, blocks, compression, logits, selection, steps, training
+if TYPE_CHECKING:
+    from xmla.bench.benchmark import Benchmark
 
-BENCHMARKS: Mapping[str, tuple[Callable[[], Iterator[Benchmark]], ...]] = {
-    "sparse_mla": (attention.decode, attention.decode_v4, attention.prefill),
-    "sparse_mla_backward": (training.attention_backward,),
-    "indexer_scores": (training.selections,),
-    "indexer_loss": (training.indexer_losses,),
-    "indexer_logits": (logits.ragged,),
-    "indexer_logits_paged": (logits.paged,),
-    "select_topk": (selection.topk,),
-    "indexer_topk": (selection.bounded,),
-    "indexer_topk_paged": (selection.paged,),
-    "indexer_blocks": (blocks.ragged_sources,),
-    "indexer_block_topk": (blocks.ragged_within,),
-    "indexer_blocks_paged": (blocks.sources,),
-    "indexer_block_topk_paged": (blocks.within,),
-    "compress_kv": (compression.compressors,),
-    "resolve_slots": (selection.resolved,),
-    "dsa_step": (steps.writing_step,),
-    "dsa_attention": (steps.one_layer, steps.long_tables, steps.layers),
+# Of each op the functions that yield cases, by the names of their modules: what there is, is told without PyTorch.
+CASES: Mapping[str, tuple[str, ...]] = {
+    "sparse_mla": ("attention.decode", "attention.decode_v4", "attention.prefill"),
+    "sparse_mla_backward": ("training.attention_backward",),
+    "indexer_scores": ("training.selections",),
+    "indexer_loss": ("training.indexer_losses",),
+    "indexer_logits": ("logits.ragged",),
+    "indexer_logits_paged": ("logits.paged",),
+    "select_topk": ("selection.topk",),
+    "indexer_topk": ("selection.bounded",),
+    "indexer_topk_paged": ("selection.paged",),
+    "indexer_blocks": ("blocks.ragged_sources",),
+    "indexer_block_topk": ("blocks.ragged_within",),
+    "indexer_blocks_paged": ("blocks.sources",),
+    "indexer_block_topk_paged": ("blocks.within",),
+    "compress_kv": ("compression.compressors",),
+    "resolve_slots": ("selection.resolved",),
+    "dsa_step": ("steps.writing_step",),
+    "dsa_attention": ("steps.one_layer", "steps.long_tables", "steps.layers"),
 }
+
+
+def cases_of(op: str) -> "Iterator[Benchmark]":
+    """Every case of an op; of another name none."""
+    for place in CASES.get(op, ()):
+        module, _, name = place.partition(".")
+        family: Callable[[], Iterator[Benchmark]] = getattr(import_module(f"{__name__}.{module}"), name)
+        yield from family()

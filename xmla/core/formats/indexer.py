@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from xmla.core.errors import ArgumentError
 from xmla.core.formats.numbers import MXFP4_BLOCK, dequantize_mxfp4, quantize, quantize_mxfp4
 from xmla.core.spec import DTYPES
 
@@ -29,6 +30,11 @@ class IndexerLayout:
 
     dim: int
     format: str = "fp8"
+
+    def __post_init__(self) -> None:
+        if self.format not in INDEXER_FORMATS:
+            expected = " or ".join(map(repr, INDEXER_FORMATS))
+            raise ArgumentError(f"indexer's cache: format is {self.format!r}, expected {expected}")
 
     @property
     def name(self) -> str:

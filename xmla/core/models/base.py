@@ -108,10 +108,18 @@ class Model(ABC):
     prefill_tokens: tuple[int, ...] = (2048, 8192)
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError for a field of another type than declared."""
+        """Raise ArgumentError for a field of another type than declared, or a number that counts nothing."""
+        model = type(self).__name__
         for field in fields(self):
             declared = Attr.of(field.name, field.type, field.default)
-            object.__setattr__(self, field.name, declared.plain(type(self).__name__, getattr(self, field.name)))
+            value = declared.plain(model, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            for number in value if declared.many else (value,):
+                if declared.type is int and number < 1:
+                    raise ArgumentError(f"{model}: {field.name} value is {number}, expected at least 1")
+        for name in ("max_lens", "next_n"):
+            if not getattr(self, name):
+                raise ArgumentError(f"{model}: {name} is empty, expected at least one number")
 
     @abstractmethod
     def caches(self) -> dict[str, Spec]:
