@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from importlib import import_module
@@ -329,15 +329,21 @@ def test_a_selection_for_training_is_that_of_the_formula(device: str, monkeypatc
     assert not case.check() <= case.tolerance
 
 
-@pytest.mark.parametrize("case", [blocks.ragged_blocks_case, blocks.ragged_within_case])
-def test_selections_in_blocks_of_a_chunk_are_those_of_torch(
-    case: Callable[[int, int], Benchmark], device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "cases",
+    [blocks.sources, blocks.within, blocks.ragged_sources, blocks.ragged_within],
+    ids=["sources", "within", "ragged sources", "ragged within"],
+)
+def test_selections_in_blocks_are_those_of_torch(
+    cases: Callable[[], Iterator[Benchmark]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so are a peer's, which has the logits of all keys."""
     torch.manual_seed(0)
     monkeypatch.setattr(problems, "DEVICE", device)
     monkeypatch.setattr(blocks, "BLOCKS", 20)
     monkeypatch.setattr(blocks, "K", 12)
+    monkeypatch.setattr(blocks, "PAGED", ((9, 256),))
+    monkeypatch.setattr(blocks, "RAGGED", ((9, 256),))
 
     def masked(logits: torch.Tensor, _: torch.Tensor, inside: torch.Tensor, size: int, select: Any) -> Any:
         def call() -> torch.Tensor:
@@ -350,8 +356,9 @@ def test_selections_in_blocks_of_a_chunk_are_those_of_torch(
 
     monkeypatch.setattr(baselines, "vllm_blocks", lambda logits, ends, *_: lambda: blocks.best_blocks(logits, ends))
     monkeypatch.setattr(baselines, "vllm_in_blocks", masked)
-    monkeypatch.setattr(baselines, "vllm_topk_of_prefill", lambda logits, _, k: lambda: logits.topk(k).indices)
-    found = case(9, 256)
+    for name in ("vllm_topk", "vllm_topk_of_prefill"):
+        monkeypatch.setattr(baselines, name, lambda logits, _, k: lambda: logits.topk(k).indices)
+    (found,) = cases()
     assert found.check() == 0 and [check() for check in found.peer_checks.values()] == [0]
     selected = found.ours(0)
     assert len(selected) == 9 and (selected >= 0).all()

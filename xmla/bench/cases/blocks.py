@@ -15,6 +15,8 @@ from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 
 HEADS, DIMS, K, BLOCKS, GRANULARITY = 32, 128, 512, 2048, 8
+WITHIN = BLOCKS * GRANULARITY  # keys that a token reads in its blocks
+Arrays = tuple[torch.Tensor, ...]
 WHOLE, VLLM = "whole context", "vLLM's blocks"
 PAGED = ((1, 32768), (1, 131072), (1, 1 << 20), (64, 32768), (64, 131072))
 RAGGED = ((4096, 32768), (2048, 131072), (512, 524288))  # the last tokens of a prompt, and its keys
@@ -52,136 +54,76 @@ def best_blocks(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return best.topk(BLOCKS).indices
 
 
-def queries(pool: torch.Tensor, requests: int, keys: int) -> list[tuple[torch.Tensor, ...]]:
-    q8, weights = problems.e4m3(requests, HEADS, DIMS), torch.randn(requests, HEADS, device=problems.DEVICE)
-    tables = problems.shuffled(problems.block_table(requests, keys), rotation(requests * BLOCKS * GRANULARITY * 132))
-    lengths = torch.full((requests,), keys, device=problems.DEVICE, dtype=torch.int32)
-    return [(q8, weights, pool, table, lengths) for table in tables]
-
-
-def blocks_case(pool: torch.Tensor, requests: int, keys: int) -> Benchmark:
-    inputs = queries(pool, requests, keys)
+def source_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Benchmark:
+    """Over pages if `paged` is the ops' suffix for them, else over keys one after the other."""
+    score, over_all = (getattr(torch_api, f"indexer_{name}{paged}") for name in ("logits", "topk"))
 
     def call(ops: Any, *arrays: Any) -> Any:
-        return ops.indexer_blocks_paged(*arrays, k=BLOCKS, granularity=GRANULARITY)
+        return getattr(ops, f"indexer_blocks{paged}")(*arrays, k=BLOCKS, granularity=GRANULARITY)
 
     def best() -> torch.Tensor:
-        return best_blocks(torch_api.indexer_logits_paged(*inputs[0]), inputs[0][-1])
+        return best_blocks(score(*inputs[0]), inputs[0][-1])
 
-    prepared = cache(lambda i: by_vllm(partial(torch_api.indexer_logits_paged, *inputs[i]), inputs[i][-1]))
+    prepared = cache(lambda i: by_vllm(partial(score, *inputs[i]), inputs[i][-1]))
     return Benchmark(
-        op="indexer_blocks_paged",
-        case=f"b={requests} keys={keys} {BLOCKS} of {GRANULARITY}",
+        op=f"indexer_blocks{paged}",
+        case=f"{sizes} {BLOCKS} of {GRANULARITY}",
         call=call,
         inputs=inputs,
         check=lambda: missed(call(torch_api, *inputs[0]), best()),
-        peers={
-            WHOLE: lambda i: torch_api.indexer_topk_paged(*inputs[i], k=K),
-            VLLM: lambda i: prepared(i)(),
-        },
+        peers={WHOLE: lambda i: over_all(*inputs[i], k=K), VLLM: lambda i: prepared(i)()},
         peer_checks={VLLM: lambda: missed(prepared(0)(), best())},
-        flops=2 * requests * keys * HEADS * DIMS,
-        bytes=requests * keys * 132,
+        **work,
     )
 
 
-def within_case(pool: torch.Tensor, requests: int, keys: int) -> Benchmark:
+def within_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Benchmark:
     """In the blocks of the same queries, whose best keys are those of the whole context."""
-    inputs = [
-        (*arrays, torch_api.indexer_blocks_paged(*arrays, k=BLOCKS, granularity=GRANULARITY))
-        for arrays in queries(pool, requests, keys)
-    ]
+    score, over_all, select = (getattr(torch_api, f"indexer_{name}{paged}") for name in ("logits", "topk", "blocks"))
+    blocks = [select(*arrays, k=BLOCKS, granularity=GRANULARITY) for arrays in inputs]
 
     def call(ops: Any, *arrays: Any) -> Any:
-        return ops.indexer_block_topk_paged(*arrays, k=K, granularity=GRANULARITY)
+        return getattr(ops, f"indexer_block_topk{paged}")(*arrays, k=K, granularity=GRANULARITY)
 
     def whole(i: int) -> torch.Tensor:
-        return torch_api.indexer_topk_paged(*inputs[i][:5], k=K)
+        return over_all(*inputs[i], k=K)
 
-    def by_mask(i: int) -> Callable[[], torch.Tensor]:
-        *_, lengths, blocks = inputs[i]
-        return by_vllm(partial(torch_api.indexer_logits_paged, *inputs[i][:5]), lengths, blocks)
-
-    prepared = cache(by_mask)
+    prepared = cache(lambda i: by_vllm(partial(score, *inputs[i]), inputs[i][-1], blocks[i], prefill=not paged))
     return Benchmark(
-        op="indexer_block_topk_paged",
-        case=f"b={requests} keys={keys} k={K} in {BLOCKS} of {GRANULARITY}",
+        op=f"indexer_block_topk{paged}",
+        case=f"{sizes} k={K} in {BLOCKS} of {GRANULARITY}",
         call=call,
-        inputs=inputs,
-        check=lambda: missed(call(torch_api, *inputs[0]), whole(0)),
+        inputs=[(*arrays, selected) for arrays, selected in zip(inputs, blocks, strict=True)],
+        check=lambda: missed(call(torch_api, *inputs[0], blocks[0]), whole(0)),
         peers={WHOLE: whole, VLLM: lambda i: prepared(i)()},
         peer_checks={VLLM: lambda: missed(prepared(0)(), whole(0))},
-        flops=2 * requests * BLOCKS * GRANULARITY * HEADS * DIMS,
-        bytes=requests * BLOCKS * GRANULARITY * 132,
+        **work,
     )
 
 
-def cases(case: Callable[[torch.Tensor, int, int], Benchmark]) -> Iterator[Benchmark]:
+def steps(case: Callable[..., Benchmark], keys_a_token: int | None = None) -> Iterator[Benchmark]:
+    """Of decode, one token a request; each token reads all keys of its request if not so many."""
     pool = problems.indexer_pool(max(requests * keys for requests, keys in PAGED))
     for requests, keys in PAGED:
-        yield case(pool, requests, keys)
+        q8, weights = problems.e4m3(requests, HEADS, DIMS), torch.randn(requests, HEADS, device=problems.DEVICE)
+        tables = problems.shuffled(problems.block_table(requests, keys), rotation(requests * WITHIN * 132))
+        lengths = torch.full((requests,), keys, device=problems.DEVICE, dtype=torch.int32)
+        inputs = [(q8, weights, pool, table, lengths) for table in tables]
+        read = requests * (keys_a_token or keys)
+        work = {"flops": 2 * read * HEADS * DIMS, "bytes": read * 132}
+        yield case("_paged", f"b={requests} keys={keys}", inputs, **work)
 
 
-def chunk(tokens: int, keys: int) -> tuple[torch.Tensor, ...]:
-    """The last `tokens` of a prompt of `keys`."""
-    q8, weights = problems.e4m3(tokens, HEADS, DIMS), torch.randn(tokens, HEADS, device=problems.DEVICE)
-    k8, scales = problems.e4m3(keys, DIMS), torch.rand(keys, device=problems.DEVICE) + 0.1
-    return q8, weights, k8, scales, *problems.causal(tokens, keys)
-
-
-def ragged_blocks_case(tokens: int, keys: int) -> Benchmark:
-    arguments = chunk(tokens, keys)
-    ends = arguments[-1]
-
-    def call(ops: Any, *arrays: Any) -> Any:
-        return ops.indexer_blocks(*arrays, k=BLOCKS, granularity=GRANULARITY)
-
-    def best() -> torch.Tensor:
-        return best_blocks(torch_api.indexer_logits(*arguments), ends)
-
-    prepared = cache(lambda: by_vllm(partial(torch_api.indexer_logits, *arguments), ends))
-    return Benchmark(
-        op="indexer_blocks",
-        case=f"s_q={tokens} s_kv={keys} {BLOCKS} of {GRANULARITY}",
-        call=call,
-        inputs=[arguments],
-        check=lambda: missed(call(torch_api, *arguments), best()),
-        peers={WHOLE: lambda _: torch_api.indexer_topk(*arguments, k=K), VLLM: lambda _: prepared()()},
-        peer_checks={VLLM: lambda: missed(prepared()(), best())},
-        flops=2 * int(ends.sum()) * HEADS * DIMS,
-        bound="fp8",
-    )
-
-
-def ragged_within_case(tokens: int, keys: int) -> Benchmark:
-    """In the blocks of the same queries, whose best keys are those of the whole context."""
-    arguments = chunk(tokens, keys)
-    ends, blocks = arguments[-1], torch_api.indexer_blocks(*arguments, k=BLOCKS, granularity=GRANULARITY)
-
-    def call(ops: Any, *arrays: Any) -> Any:
-        return ops.indexer_block_topk(*arrays, k=K, granularity=GRANULARITY)
-
-    def whole(_: int) -> torch.Tensor:
-        return torch_api.indexer_topk(*arguments, k=K)
-
-    prepared = cache(lambda: by_vllm(partial(torch_api.indexer_logits, *arguments), ends, blocks, prefill=True))
-    return Benchmark(
-        op="indexer_block_topk",
-        case=f"s_q={tokens} s_kv={keys} k={K} in {BLOCKS} of {GRANULARITY}",
-        call=call,
-        inputs=[(*arguments, blocks)],
-        check=lambda: missed(call(torch_api, *arguments, blocks), whole(0)),
-        peers={WHOLE: whole, VLLM: lambda _: prepared()()},
-        peer_checks={VLLM: lambda: missed(prepared()(), whole(0))},
-        flops=2 * tokens * BLOCKS * GRANULARITY * HEADS * DIMS,
-        bound="fp8",
-    )
-
-
-def chunks(case: Callable[[int, int], Benchmark]) -> Iterator[Benchmark]:
+def chunks(case: Callable[..., Benchmark], keys_a_token: int | None = None) -> Iterator[Benchmark]:
+    """Of prefill, the last tokens of a prompt."""
     for tokens, keys in RAGGED:
-        yield case(tokens, keys)
+        q8, weights = problems.e4m3(tokens, HEADS, DIMS), torch.randn(tokens, HEADS, device=problems.DEVICE)
+        k8, scales = problems.e4m3(keys, DIMS), torch.rand(keys, device=problems.DEVICE) + 0.1
+        starts, ends = problems.causal(tokens, keys)
+        products = tokens * keys_a_token if keys_a_token else int(ends.sum())
+        inputs = [(q8, weights, k8, scales, starts, ends)]
+        yield case("", f"s_q={tokens} s_kv={keys}", inputs, flops=2 * products * HEADS * DIMS, bound="fp8")
 
 
-sources, within = partial(cases, blocks_case), partial(cases, within_case)
-ragged_sources, ragged_within = partial(chunks, ragged_blocks_case), partial(chunks, ragged_within_case)
+sources, within = partial(steps, source_case), partial(steps, within_case, WITHIN)
+ragged_sources, ragged_within = partial(chunks, source_case), partial(chunks, within_case, WITHIN)
