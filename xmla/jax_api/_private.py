@@ -3,7 +3,8 @@
 `MISSING` lists the names that this release lacks, and a warning at import names them. Then:
   REFS False: a cache is passed as an array, whose new value is returned; a Ref is refused, since it is not an array.
   MESHES False: `jit` over several devices replicates every op; `shard_map` still partitions them.
-  VARYING False: a result inside a `shard_map` does not say over which axes it varies: `check_vma=False` is needed.
+Without `ManualAxisType` a result inside a `shard_map` does not say over which axes it varies, which asks for
+`check_vma=False`.
 """
 
 import logging
@@ -54,7 +55,6 @@ apply_primitive: Any = _apply[0] if _apply else None
 
 
 _manual = _attributes("core", "ManualAxisType")
-VARYING = _manual is not None
 
 
 def varying(avals: Sequence[Any]) -> dict[str, Any]:
