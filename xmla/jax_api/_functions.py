@@ -917,7 +917,7 @@ def indexer_block_topk(
     k: int,
     granularity: int,
     workspace_bytes: int = 536870912,
-    implementation: Literal["triton", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits among the keys of its selected blocks (prefill).
 
@@ -956,6 +956,8 @@ def indexer_block_topk(
             float64 on the host.
 
     Implementations, best first:
+        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; at most 2.5 times as many keys as a
+            token's blocks have.
         triton: every call.
     """
     return _indexer_block_topk(

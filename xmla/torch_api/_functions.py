@@ -287,7 +287,7 @@ class _Plans:
         k: int,
         granularity: int,
         workspace_bytes: int = 536870912,
-        implementation: Literal["triton"] | None = None,
+        implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_block_topk(
             [q8, weights, keys, key_scales, starts, ends, blocks],
@@ -1555,7 +1555,7 @@ def indexer_block_topk(
     workspace_bytes: int = 536870912,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> torch.Tensor:
     """The k keys of each token with the largest logits among the keys of its selected blocks (prefill).
 
@@ -1598,6 +1598,8 @@ def indexer_block_topk(
             float64 on the host.
 
     Implementations, best first:
+        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; at most 2.5 times as many keys as a
+            token's blocks have.
         triton: every call.
     """
     return _indexer_block_topk(

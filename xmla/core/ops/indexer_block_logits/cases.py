@@ -8,13 +8,15 @@ from xmla.core.ops.indexer_block_logits_paged.reference import positions_of
 from xmla.core.ops.indexer_logits.cases import make_case
 
 
-def with_blocks(case: Case, blocks: int, granularity: int, **attrs: object) -> Case:
-    """A case over contiguous keys with some blocks of each token; keys in none of them are NaN."""
+def with_blocks(case: Case, blocks: int, granularity: int, twice: bool = False, **attrs: object) -> Case:
+    """A case over contiguous keys with some blocks of each token, each listed `twice`; keys in none of them are NaN."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = case.make(rng)
         first, length = ranges(inputs["starts"], inputs["ends"], len(inputs["keys"]))
-        inputs["blocks"] = some_blocks(rng, length, blocks, granularity)
+        listed = inputs["blocks"] = some_blocks(rng, length, blocks, granularity)
+        if twice:
+            listed[:, 1::2] = listed[:, : blocks // 2 * 2 : 2]
         position = positions_of(inputs["blocks"], length, granularity)
         unread = np.ones(len(inputs["keys"]), bool)
         unread[(first[:, None] + position)[position >= 0]] = False
@@ -22,7 +24,8 @@ def with_blocks(case: Case, blocks: int, granularity: int, **attrs: object) -> C
             inputs[name].view(np.uint8).reshape(len(unread), -1)[unread] = POISON
         return inputs
 
-    return Case(f"{case.name}-{blocks} of {granularity}", make, {"granularity": granularity, **attrs})
+    name = f"{case.name}-{blocks} of {granularity}{' twice' if twice else ''}"
+    return Case(name, make, {"granularity": granularity, **attrs})
 
 
 CASES = (

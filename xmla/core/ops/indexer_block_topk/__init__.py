@@ -5,6 +5,7 @@ from xmla.core.indexer import check_selection
 from xmla.core.op import Op
 from xmla.core.ops import indexer_block_logits
 from xmla.core.ops.indexer_block_topk.cases import CASES
+from xmla.core.ops.indexer_block_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_SM90
 from xmla.core.ops.indexer_block_topk.plan import plan
 from xmla.core.ops.indexer_block_topk.reference import reference
 from xmla.core.problem import Problem, Result
@@ -61,7 +62,7 @@ OP = Op(
     check=check,
     limits=indexer_block_logits.limits,
     work=block_selection_work,
-    implementations=(Implementation("triton", plan),),
+    implementations=(GLUON_SM90, Implementation("triton", plan)),
     reference=reference,
     cases=CASES,
 )

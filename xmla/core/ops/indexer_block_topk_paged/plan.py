@@ -19,10 +19,30 @@ def plan(problem: Problem, device: Device) -> Plan:
     return select_in_blocks(problem, device, block_logits)
 
 
-def select_in_blocks(
-    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan]
-) -> Plan:  # fmt: skip
+def select_in_blocks(problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan]) -> Plan:
     """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
+    plan = parts_of(problem, device, logits, 4 * max(entries_of(problem), 1))
+    if plan is None:
+        needed = join_parts(problem, part_of(problem, device, logits), 1, WHOLE).workspace_bytes
+        given = problem.attrs.workspace_bytes
+        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
+    return plan
+
+
+def parts_of(
+    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan], row_bytes: int, together: int = 1
+) -> Plan | None:
+    """The same by the plan `logits` of multiples of `together` tokens; None if so many do not fit."""
+    part = part_of(problem, device, logits)
+    if not problem["T"]:
+        return part(0)
+    return in_parts(problem, part, row_bytes, together, lambda size: True, WHOLE)
+
+
+def part_of(
+    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan]
+) -> Callable[[int], Plan]:  # fmt: skip
+    """The plan of so many tokens: the blocks' logits, the columns with the largest, and their positions."""
 
     def part(rows: int) -> Plan:
         composition = Composition(problem, device)
@@ -31,12 +51,7 @@ def select_in_blocks(
         composition.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
         return after_ends(composition.plan())
 
-    given, row_bytes = problem.attrs.workspace_bytes, 4 * max(entries_of(problem), 1)
-    found = in_parts(problem, part, row_bytes, 1, lambda size: True, WHOLE) if problem["T"] else part(0)
-    if found is None:
-        needed = join_parts(problem, part, 1, WHOLE).workspace_bytes
-        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
-    return found
+    return part
 
 
 def positions(problem: Problem, device: Device, rows: int) -> Plan:

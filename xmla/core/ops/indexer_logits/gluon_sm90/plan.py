@@ -25,8 +25,9 @@ def tokens_a_program(problem: Problem, device: Device) -> int:
     return ROWS.value // head_rows(problem)
 
 
-def plan(problem: Problem, device: Device) -> Plan:
-    tokens, keys = problem["T"], problem["N"]
+def grid_of(problem: Problem, device: Device, tokens: int) -> tuple[tuple[int, ...], int]:
+    """The programs of so many tokens, and the keys of each."""
+    keys = problem["N"]
     groups = cdiv(tokens, tokens_a_program(problem, device))
 
     def steps(chunk: int) -> int:
@@ -35,9 +36,15 @@ def plan(problem: Problem, device: Device) -> Plan:
         return cdiv(programs, PROGRAMS_A_SM * device.num_sms) * (chunk // KEYS.value + 2)
 
     chunk = min(CHUNKS, key=steps)
+    return (groups * cdiv(keys, chunk),), chunk
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tokens, keys = problem["T"], problem["N"]
+    grid, chunk = grid_of(problem, device, tokens)
     launch = Launch(
         indexer_logits_sm90_kernel,
-        grid=(groups * cdiv(keys, chunk),),
+        grid=grid,
         outputs=("logits",),
         sizes={"first_row": 0, "num_tokens": tokens, "num_keys": keys, "chunk": chunk},
         constexprs={"C": HopperLogits(QUERY=Query.of(problem), KEY_STRIDE=problem.specs["keys"].stride(0))},
