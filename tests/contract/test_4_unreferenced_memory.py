@@ -38,16 +38,18 @@ def test_unreferenced_memory_does_not_matter(op: Op, pool: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("byte", [0x7E, 0xFF])
-def test_what_select_topks_workspace_held_does_not_matter(byte: int) -> None:
-    """As candidates: of the greatest numbers, or of NaN."""
-    op = OPS["select_topk"]
+@pytest.mark.parametrize("name", ["select_topk", "indexer_block_topk"])
+def test_what_the_workspace_held_does_not_matter(name: str, byte: int) -> None:
+    """As candidates or logits: the greatest numbers, or NaN."""
+    op = OPS[name]
     for case in op.cases:
         arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
-        size = torch_api.select_topk.plan(*arguments, **case.attrs).workspace_bytes
+        call = getattr(torch_api, name)
+        size = call.plan(*arguments, **case.attrs).workspace_bytes
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=DEVICE)
         want = op.reference(**kit.make(case), **case.attrs)[0]
         out = torch.empty(want.shape, dtype=torch.int32, device=DEVICE)
-        torch_api.select_topk(*arguments, **case.attrs, out=out, workspace=workspace)
+        call(*arguments, **case.attrs, out=out, workspace=workspace)
         kit.assert_bits_equal(case.name, out, want.astype(np.int32))
 
 

@@ -15,8 +15,10 @@ from xmla.core.device import B200, H200, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
+from xmla.core.ops.indexer_block_logits.cases import with_blocks
 from xmla.core.ops.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
+from xmla.core.ops.indexer_topk.cases import make_case as topk_case
 from xmla.core.ops.sparse_mla import unpack
 from xmla.core.ops.sparse_mla.backward.cases import backward_of
 from xmla.core.ops.sparse_mla.backward.gluon_sm90 import plan as backward_plan
@@ -68,6 +70,10 @@ V32_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, V32), SM100
 V4_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, V4), SM100
 ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
 LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
+AT_PLACES = (
+    registry()["indexer_block_topk"], with_blocks(topk_case("half", 7, 32, 1500, 20, dim=128), 90, 8, twice=True, k=200),
+    HOPPER,
+)  # fmt: skip
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
 DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100, 16, PLAIN)), HOPPER
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
@@ -103,6 +109,7 @@ LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300,
 # Stages that are used three times over packed entries, and keys in splits, whose results are float16 on Hopper.
 MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
+    AT_PLACES,
     (ATTENTION, make_case(1, 17, 600, 61, V32, batch_invariant=True), HOPPER),
     (ATTENTION, make_case(1, 5, 600, 64, V32), H200),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
@@ -250,6 +257,7 @@ SM100_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm100.kernel"
 SM100_PRODUCERS = "xmla.core.ops.sparse_mla.gluon_sm100.producers"
 SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
 SM100_LOGITS = "xmla.core.ops.indexer_logits_paged.gluon_sm100.kernel"
+PLACES = "xmla.core.ops.indexer_block_topk.gluon_sm90.kernel"
 RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
 
 PLANTED = [
@@ -323,6 +331,8 @@ PLANTED = [
     Planted(DERIVATIVE, BACKWARD, "warpgroup_mma_wait(4, deps=[acc])", "warpgroup_mma_wait(5, deps=[acc])"),
     Planted(LOGITS, RAGGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
     Planted(LOGITS, RAGGED, "dots = warpgroup_mma_wait(0, deps=[dots])", "dots = warpgroup_mma_wait(1, deps=[dots])"),
+    Planted(AT_PLACES, PLACES, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(AT_PLACES, PLACES, "warpgroup_mma_wait(0, deps=[dots])", "warpgroup_mma_wait(1, deps=[dots])"),
     Planted(PAGED_LOGITS, PAGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
     Planted(FEW_HEADS, NARROW, "async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
     Planted(OF_SM120, SM120_KERNEL, "async_copy.wait_group(AHEAD - 1)", "async_copy.wait_group(AHEAD)"),
@@ -430,6 +440,8 @@ PLANTED = [
             "    mbarrier.arrive(shared.full[LAST].index(STAGE), count=1)\n    shared.seen.store(seen)\n"),
     Planted(LOGITS, RAGGED, "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)",
             "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(stage), KEY_STRIDE)"),
+    Planted(AT_PLACES, PLACES, "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)",
+            "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(stage), KEY_STRIDE)"),
     Planted(PAGED_LOGITS, PAGED, "key_smem.index(free), scale_smem.index(free)",
             "key_smem.index(free), scale_smem.index(stage)"),
     # Fences that are missing.
@@ -447,8 +459,13 @@ PLANTED = [
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n    fence_async_shared()\n",
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
     Planted(LOGITS, RAGGED, "        fence_async_shared()\n", ""),
+    Planted(AT_PLACES, PLACES, "        fence_async_shared()\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    fence_async_shared()\n    gl.barrier()", "    gl.barrier()"),
     # Wrong values.
+    Planted(AT_PLACES, PLACES, "(key >= row_start) & (key < row_end)", "key >= row_start"),
+    Planted(AT_PLACES, PLACES, "mask=place >= 0", "mask=key >= 0"),
+    Planted(AT_PLACES, PLACES, "place * GRANULARITY + (key - row_start) % GRANULARITY",
+            "place * GRANULARITY + key % GRANULARITY"),
     Planted(V32_OF_SM100, SM100_PRODUCERS, "(TILE_KEYS, 2, 2)), (0, 2, 1)", "(TILE_KEYS, 2, 2)), (0, 1, 2)"),
     Planted(V32_OF_SM100, SM100_PRODUCERS, "load_codes(entries, ok, 1, LAYOUT)", "load_codes(entries, ok, 0, LAYOUT)"),
     Planted(V32_OF_SM100, SM100_PRODUCERS, "stage, 1, right, scales, rope", "stage, 1, right, later_scales, rope"),

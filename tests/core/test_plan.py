@@ -253,6 +253,42 @@ def test_no_logits_are_stored_where_parts_would_not_pay(
     assert [launch.name for launch in selection(tokens, keys, mib, implementation).launches] == ["indexer_topk_kernel"]
 
 
+def within_blocks(tokens: int, keys: int, device: Device = H200, mib: int = 512) -> list[Launch]:
+    """512 keys in 2048 blocks of 8."""
+    specs = {
+        "q8": Spec((tokens, 32, 128), "float8_e4m3fn"), "weights": Spec((tokens, 32), "float32"),
+        "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
+        "starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32"),
+        "blocks": Spec((tokens, 2048), "int32"),
+    }  # fmt: skip
+    attrs = {"k": 512, "granularity": 8, "workspace_bytes": mib << 20}
+    plan = Call("indexer_block_topk", specs, attrs).plan(device)
+    assert plan.workspace_bytes <= mib << 20
+    return [launch for launch in plan.launches if "logits" in launch.writes]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize(
+    ("device", "keys", "kernel"),
+    [(H200, 40960, "logits_at_places_sm90"), (H200, 40961, "indexer_block_logits"), (B200, 16384, "logits_at_places"),
+     (B200, 16385, "indexer_block_logits"), (RTX_PRO_6000, 16384, "logits_at_places")],
+)  # fmt: skip
+def test_a_selection_in_blocks_scores_whole_ranges_of_few_more_keys(
+    device: Device, keys: int, kernel: str, tokens: int
+) -> None:
+    """Whatever the tokens: a row's kernels do not follow how many there are beside it."""
+    names = [launch.name.removesuffix("_kernel") for launch in within_blocks(tokens, keys, device)]
+    ranges = ["block_places", kernel, "repeat_logits"]
+    assert names == ([kernel] if kernel == "indexer_block_logits" else ranges)
+
+
+def test_whole_ranges_are_scored_in_parts_of_whole_programs() -> None:
+    logits = [launch for launch in within_blocks(4096, 32768, mib=128) if launch.name.startswith("logits_at")]
+    counts = [launch.sizes["num_tokens"] for launch in logits]
+    assert sum(counts) == 4096 and len(counts) > 1 and not any(count % 4 for count in counts)
+    assert [launch.sizes["first_row"] for launch in logits] == [sum(counts[:i]) for i in range(len(counts))]
+
+
 @pytest.mark.parametrize("pages", [2, 40, 1024, 30000])
 def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
     config = ModelConfig(batches=(1, 64), max_lens=(4096,), prefill_tokens=(2048,))

@@ -97,6 +97,12 @@ def calls(
             xt.indexer_logits(q8, weights, *read, torch.zeros_like(lengths), lengths, implementation=implementation),
         ),
     )
+    called = q8, weights, *read, torch.zeros_like(lengths), lengths
+    blocks = xt.indexer_blocks(*called, k=len(every) // 16, granularity=8)
+    yield (
+        "logits in blocks",
+        lambda: (xt.indexer_block_topk(*called, blocks, k=64, granularity=8, implementation=implementation),),
+    )
 
     # Whose first launch writes a key and an entry for each of a few tokens, in place of others.
     some = slice(8)

@@ -11,8 +11,10 @@ from hopper import ON_HOPPER, supported
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
+from xmla.core.cases import POISON
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case, Op
+from xmla.core.ops.indexer_block_logits_paged.reference import positions_of
 from xmla.core.ops.indexer_logits_paged.cases import make_case
 from xmla.core.registry import registry
 
@@ -89,6 +91,20 @@ def ragged(tokens: int, heads: int, keys: int, dim: int) -> Arrays:
     }
 
 
+def rows_of(inputs: Arrays, kind: str) -> Arrays:
+    """With ranges of a kind."""
+    rng, tokens, keys = np.random.default_rng(1), len(inputs["q8"]), len(inputs["keys"])
+    if kind == "causal":
+        inputs["ends"] = np.arange(keys - tokens + 1, keys + 1, dtype=np.int32)
+    elif kind == "apart":  # requests one after another, some of them empty
+        inputs["starts"] = (np.arange(tokens, dtype=np.int32) // 3 * keys // tokens * 3).astype(np.int32)
+        inputs["ends"] = inputs["starts"] + rng.integers(0, keys // tokens + 2, tokens, dtype=np.int32)
+    elif kind == "anything":
+        inputs["starts"] = rng.integers(-5, keys + 5, tokens, dtype=np.int32)
+        inputs["ends"] = rng.integers(-5, keys + 5, tokens, dtype=np.int32)
+    return inputs
+
+
 @pytest.mark.parametrize("rows", ["all", "causal", "apart", "anything"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "keys", "dim"),
@@ -96,15 +112,7 @@ def ragged(tokens: int, heads: int, keys: int, dim: int) -> Arrays:
      (9, 3, 1030, 32), (70, 64, 2050, 128), (20, 16, 1025, 64), (257, 64, 9000, 128)],
 )  # fmt: skip
 def test_tile_edges(tokens: int, heads: int, keys: int, dim: int, rows: str) -> None:
-    inputs, rng = ragged(tokens, heads, keys, dim), np.random.default_rng(1)
-    if rows == "causal":
-        inputs["ends"] = np.arange(keys - tokens + 1, keys + 1, dtype=np.int32)
-    elif rows == "apart":  # requests one after another, some of them empty
-        inputs["starts"] = (np.arange(tokens, dtype=np.int32) // 3 * keys // tokens * 3).astype(np.int32)
-        inputs["ends"] = inputs["starts"] + rng.integers(0, keys // tokens + 2, tokens, dtype=np.int32)
-    elif rows == "anything":
-        inputs["starts"] = rng.integers(-5, keys + 5, tokens, dtype=np.int32)
-        inputs["ends"] = rng.integers(-5, keys + 5, tokens, dtype=np.int32)
+    inputs = rows_of(ragged(tokens, heads, keys, dim), rows)
     agrees(RAGGED, inputs, {})
 
 
@@ -117,6 +125,30 @@ def test_keys_that_no_row_wants_may_be_nan() -> None:
     inputs["keys"][1000, 5] = np.nan
     got = logits(RAGGED, inputs, {})
     assert got[:, 1000].isnan().all() and got.isnan().sum() == 40
+
+
+@pytest.mark.parametrize("rows", ["causal", "apart"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "dim"),
+    [(5, 32, 300, 64), (33, 40, 4097, 128), (20, 16, 1025, 32), (257, 64, 9000, 128)],
+)
+def test_whole_ranges_have_the_bits_of_tokens_own_blocks(
+    tokens: int, heads: int, keys: int, dim: int, rows: str
+) -> None:
+    """Of blocks in any order, some listed twice; keys in none of them are NaN."""
+    inputs = rows_of(ragged(tokens, heads, keys, dim), rows)
+    *_, starts, ends = inputs.values()
+    rng, granularity = np.random.default_rng(2), 8
+    inputs["blocks"] = rng.integers(-1, keys // granularity + 1, (tokens, keys // granularity // 2), dtype=np.int32)
+    position = positions_of(inputs["blocks"], np.maximum(ends - starts, 0), granularity)
+    unread = ~np.isin(np.arange(keys), (starts[:, None] + position)[position >= 0])
+    inputs["keys"].view(np.uint8)[unread] = POISON
+    inputs["key_scales"][unread] = np.nan
+    arguments = kit.torch_inputs(registry()["indexer_block_topk"], inputs, "cuda")
+    attrs = {"k": 40, "granularity": granularity}
+    over_ranges = torch_api.indexer_block_topk(*arguments, **attrs, implementation="gluon")
+    within = torch_api.indexer_block_topk(*arguments, **attrs, implementation="triton")
+    kit.assert_bits_equal("indices", over_ranges, within)
 
 
 @pytest.mark.parametrize("heads", [3, 16, 32, 64, 128])
