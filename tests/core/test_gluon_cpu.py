@@ -16,6 +16,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
 from xmla.core.ops.indexer_block_logits.cases import with_blocks
+from xmla.core.ops.indexer_blocks.cases import with_granularity as blocks_case
 from xmla.core.ops.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
 from xmla.core.ops.indexer_topk.cases import make_case as topk_case
@@ -69,11 +70,24 @@ ROWS_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, PLAIN), SM100
 V32_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, V32), SM100
 V4_OF_SM100 = ATTENTION, make_case(1, 17, 330, 64, V4), SM100
 ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
+
+
+def causal(case: Case) -> Case:
+    """The same call of the last tokens of one request."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        tokens, keys = len(inputs["q8"]), len(inputs["keys"])
+        return inputs | {"starts": np.full(tokens, 3, np.int32), "ends": np.arange(keys - tokens, keys, dtype=np.int32)}
+
+    return replace(case, name=f"{case.name}-causal", make=make)
+
+
 LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
-AT_PLACES = (
-    registry()["indexer_block_topk"], with_blocks(topk_case("half", 7, 32, 1500, 20, dim=128), 90, 8, twice=True, k=200),
-    HOPPER,
-)  # fmt: skip
+TWICE = with_blocks(topk_case("half", 7, 32, 1500, 20, dim=128), 90, 8, twice=True, k=200)
+AT_PLACES = registry()["indexer_block_topk"], TWICE, HOPPER
+MAXIMA = registry()["indexer_blocks"], registry()["indexer_blocks"].cases[2], HOPPER
+NO_NEWEST = MAXIMA[0], causal(blocks_case("no newest", 4, 0, topk_case("", 9, 32, 700, 150, dim=128))), HOPPER
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
 DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100, 16, PLAIN)), HOPPER
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
@@ -110,6 +124,9 @@ LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300,
 MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
     AT_PLACES,
+    *((MAXIMA[0], case, HOPPER) for case in MAXIMA[0].cases[:3]),
+    NO_NEWEST,
+    (MAXIMA[0], blocks_case("large", 128, 2, topk_case("", 5, 16, 1300, 4)), HOPPER),
     (ATTENTION, make_case(1, 17, 600, 61, V32, batch_invariant=True), HOPPER),
     (ATTENTION, make_case(1, 5, 600, 64, V32), H200),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
@@ -258,6 +275,7 @@ SM100_PRODUCERS = "xmla.core.ops.sparse_mla.gluon_sm100.producers"
 SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
 SM100_LOGITS = "xmla.core.ops.indexer_logits_paged.gluon_sm100.kernel"
 PLACES = "xmla.core.ops.indexer_block_topk.gluon_sm90.kernel"
+BLOCKS = "xmla.core.ops.indexer_blocks.gluon_sm90.kernel"
 RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
 
 PLANTED = [
@@ -333,6 +351,8 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "dots = warpgroup_mma_wait(0, deps=[dots])", "dots = warpgroup_mma_wait(1, deps=[dots])"),
     Planted(AT_PLACES, PLACES, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
     Planted(AT_PLACES, PLACES, "warpgroup_mma_wait(0, deps=[dots])", "warpgroup_mma_wait(1, deps=[dots])"),
+    Planted(MAXIMA, BLOCKS, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(MAXIMA, BLOCKS, "warpgroup_mma_wait(0, deps=[dots])", "warpgroup_mma_wait(1, deps=[dots])"),
     Planted(PAGED_LOGITS, PAGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
     Planted(FEW_HEADS, NARROW, "async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
     Planted(OF_SM120, SM120_KERNEL, "async_copy.wait_group(AHEAD - 1)", "async_copy.wait_group(AHEAD)"),
@@ -460,8 +480,14 @@ PLANTED = [
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
     Planted(LOGITS, RAGGED, "        fence_async_shared()\n", ""),
     Planted(AT_PLACES, PLACES, "        fence_async_shared()\n", ""),
+    Planted(MAXIMA, BLOCKS, "            fence_async_shared()\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    fence_async_shared()\n    gl.barrier()", "    gl.barrier()"),
     # Wrong values.
+    Planted(NO_NEWEST, BLOCKS, "scores = gl.where(inside, scores, float(\"nan\"))", "pass"),
+    Planted(MAXIMA, BLOCKS, "gl.where(now, count, 0)", "count"),
+    Planted(MAXIMA, BLOCKS, "& (place > shift)", "& (place > shift + 1)"),
+    Planted(MAXIMA, BLOCKS, "of_token - C.NEWEST", "of_token"),
+    Planted(MAXIMA, BLOCKS, "first_key = chunk_key + shift", "first_key = chunk_key"),
     Planted(AT_PLACES, PLACES, "(key >= row_start) & (key < row_end)", "key >= row_start"),
     Planted(AT_PLACES, PLACES, "mask=place >= 0", "mask=key >= 0"),
     Planted(AT_PLACES, PLACES, "place * GRANULARITY + (key - row_start) % GRANULARITY",

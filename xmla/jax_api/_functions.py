@@ -926,7 +926,9 @@ def indexer_block_topk(
         indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
 
     Everything else is as in `indexer_block_topk_paged`, whose blocks are a request's; here they count from the token's
-    start.
+    start. With few more keys N than the blocks have, neighbouring tokens read every key of their ranges once, and store
+    the logits of their blocks' keys alone; with more each token reads its blocks' keys. Keys in no block do not
+    influence the result.
 
     Args:
         q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
@@ -940,6 +942,10 @@ def indexer_block_topk(
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    On 9.0 over fp8 keys N may be 2.5 times the keys of a token's blocks, elsewhere as many as these. Either way a row
+    has the same bits, whatever else is in the call. Bits may differ between arrays whose first addresses differ modulo
+    16 bytes.
 
     Example:
         >>> q8, weights = xj.quantize_indexer_query(jnp.ones((1, 3, 32)), jnp.ones((1, 3)), scale=1.0)
@@ -1058,7 +1064,7 @@ def indexer_blocks(
         indices = select_blocks(logits, ends, starts, k=k, granularity=granularity, newest=newest)
 
     The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
-    workspace.
+    workspace, on 9.0 over fp8 keys the largest one of each block alone.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.

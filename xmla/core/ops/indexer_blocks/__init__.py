@@ -22,7 +22,7 @@ def indexer_blocks(
         indices = select_blocks(logits, ends, starts, k=k, granularity=granularity, newest=newest)
 
     The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
-    workspace.
+    workspace, on 9.0 over fp8 keys the largest one of each block alone.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.

@@ -1,0 +1,1 @@
+"""Selection of blocks over contiguous fp8 keys on Hopper, in Gluon."""
