@@ -270,7 +270,7 @@ def within_blocks(tokens: int, keys: int, device: Device = H200, mib: int = 512)
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 @pytest.mark.parametrize(
     ("device", "keys", "kernel"),
-    [(H200, 40960, "logits_at_places_sm90"), (H200, 40961, "indexer_block_logits"), (B200, 16384, "logits_at_places"),
+    [(H200, 49152, "logits_at_places_sm90"), (H200, 49153, "indexer_block_logits"), (B200, 16384, "logits_at_places"),
      (B200, 16385, "indexer_block_logits"), (RTX_PRO_6000, 16384, "logits_at_places")],
 )  # fmt: skip
 def test_a_selection_in_blocks_scores_whole_ranges_of_few_more_keys(

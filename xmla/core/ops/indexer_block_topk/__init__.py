@@ -40,7 +40,7 @@ def indexer_block_topk(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
-    On 9.0 over fp8 keys N may be 2.5 times the keys of a token's blocks, elsewhere as many as these. Either way a row
+    On 9.0 over fp8 keys N may be three times the keys of a token's blocks, elsewhere as many as these. Either way a row
     has the same bits, whatever else is in the call. Bits may differ between arrays whose first addresses differ modulo
     16 bytes.
 

@@ -7,12 +7,21 @@ places; they are copied to the others.
 import triton
 import triton.language as tl
 
-from xmla.core.lang.blocks import blocks_of, end_of_blocks, entries_of_columns
+from xmla.core.lang.blocks import blocks_of, entries_of_columns
 from xmla.core.lang.indexer import head_scores, heads_of_tile, load_keys, load_query
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.numbers import as_bytes
 from xmla.core.lang.offsets import offset_of
 from xmla.core.ops.select_topk.kernels import row_range
+
+
+@triton.jit
+def load_blocks(blocks_row, place, num_columns, length, GRANULARITY: tl.constexpr):
+    """Blocks of a token at `place` [N], and how many of a block's keys are below `length`; 0 of what is no block."""
+    block = tl.load(blocks_row + place, mask=place < num_columns // GRANULARITY, other=-1)
+    known = (block >= 0) & (block < blocks_of(length, GRANULARITY))
+    entries = tl.minimum(length - tl.where(known, block, 0) * GRANULARITY, GRANULARITY)
+    return block, tl.where(known, entries, 0)
 
 
 @triton.jit
@@ -47,29 +56,37 @@ def block_places_kernel(
     token = first_row + row
     _, length = row_range(starts_ptr, ends_ptr, token, num_keys, True)
     blocks_row = blocks_ptr + offset_of(token, blocks_stride)
-    width = end_of_blocks(blocks_row, num_columns, length, GRANULARITY)
-    tl.store(widths_ptr + token, width)
-
     places_row = places_ptr + offset_of(row, num_blocks)
     count = blocks_of(length, GRANULARITY)
     for first in tl.range(0, count, BLOCK_N):
         block = first + tl.arange(0, BLOCK_N)
         tl.store(places_row + block, -1, mask=block < count)
     tl.debug_barrier()
-    for first in tl.range(0, tl.cdiv(width, GRANULARITY), BLOCK_N):
+    ends = tl.zeros([BLOCK_N], tl.int32)
+    for first in tl.range(0, num_columns // GRANULARITY, BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
-        block = tl.load(blocks_row + place, mask=place < num_columns // GRANULARITY, other=-1)
-        tl.store(places_row + block, place, mask=(block >= 0) & (block < count))
+        block, entries = load_blocks(blocks_row, place, num_columns, length, GRANULARITY)
+        tl.store(places_row + block, place, mask=entries > 0)
+        ends = tl.maximum(ends, tl.where(entries > 0, place * GRANULARITY + entries, 0))
+    width = tl.max(ends)
+    tl.store(widths_ptr + token, width)
     tl.debug_barrier()  # any one place of a block stays
 
-    out = logits_ptr + offset_of(row, num_columns)
-    repeats = 0
-    for first in tl.range(0, width, BLOCK_N):
-        column = first + tl.arange(0, BLOCK_N)
-        ok, source = columns_of_place(blocks_row, places_row, column, width, length, GRANULARITY)
-        tl.store(out + column, float("-inf"), mask=(column < width) & (ok == 0))
-        repeats = tl.maximum(repeats, tl.max((ok & (source != column)).to(tl.int32)))
-    tl.store(repeats_ptr + row, repeats)
+    repeated = tl.zeros([BLOCK_N], tl.int32)
+    missing = tl.zeros([BLOCK_N], tl.int32)  # below the width
+    for first in tl.range(0, tl.cdiv(width, GRANULARITY), BLOCK_N):
+        place = first + tl.arange(0, BLOCK_N)
+        block, entries = load_blocks(blocks_row, place, num_columns, length, GRANULARITY)
+        kept = tl.load(places_row + block, mask=entries > 0, other=0)
+        repeated |= ((entries > 0) & (kept != place)).to(tl.int32)
+        missing |= (entries < tl.minimum(width - place * GRANULARITY, GRANULARITY)).to(tl.int32)
+    tl.store(repeats_ptr + row, tl.max(repeated))
+    if tl.max(missing) > 0:
+        out = logits_ptr + offset_of(row, num_columns)
+        for first in tl.range(0, width, BLOCK_N):
+            column = first + tl.arange(0, BLOCK_N)
+            ok = entries_of_columns(blocks_row, column, width, length, GRANULARITY)[1]
+            tl.store(out + column, float("-inf"), mask=(column < width) & (ok == 0))
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from xmla.core.plan import Launch, Plan
 from xmla.core.problem import Problem
 from xmla.core.selection import entries_of
 
-# Keys of the call for each key of a token's blocks. Where tokens share keys one takes 8.7 ps (939 TFLOP/s, 32 heads of
-# 128 dims), where each token reads its own 30 to 35: both of a token alike at 3.5 to 4 (H200, 2026-11-28).
-MOST_KEYS = 2.5
+# Keys of the call for each key of a token's blocks: 512 of 16384 keys take 939 µs at 3, 1080 where each token reads its
+# own blocks; 1201 and 1101 at 4 (2048 tokens, H200, 2026-11-28).
+MOST_KEYS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
