@@ -100,6 +100,10 @@ def calls(
     called = q8, weights, *read, torch.zeros_like(lengths), lengths
     blocks = xt.indexer_blocks(*called, k=len(every) // 16, granularity=8)
     yield (
+        "blocks",
+        lambda: (xt.indexer_blocks(*called, k=len(every) // 16, granularity=8, implementation=implementation),),
+    )
+    yield (
         "logits in blocks",
         lambda: (xt.indexer_block_topk(*called, blocks, k=64, granularity=8, implementation=implementation),),
     )

@@ -151,6 +151,24 @@ def test_whole_ranges_have_the_bits_of_tokens_own_blocks(
     kit.assert_bits_equal("indices", over_ranges, within)
 
 
+@pytest.mark.parametrize("rows", ["all", "causal", "apart", "anything"])
+@pytest.mark.parametrize(("granularity", "newest"), [(8, 1), (4, 0), (64, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "dim"),
+    [(5, 32, 300, 64), (33, 40, 4097, 128), (20, 16, 1025, 32), (257, 64, 9000, 128)],
+)
+def test_blocks_are_those_of_stored_logits(
+    tokens: int, heads: int, keys: int, dim: int, granularity: int, newest: int, rows: str
+) -> None:
+    """Some keys are NaN, some blocks of nothing else."""
+    inputs = rows_of(ragged(tokens, heads, keys, dim), rows)
+    inputs["key_scales"][::7] = inputs["key_scales"][keys // 3 : keys // 2] = np.nan
+    arguments = kit.torch_inputs(registry()["indexer_blocks"], inputs, "cuda")
+    attrs = {"k": keys // granularity // 3 + 1, "granularity": granularity, "newest": newest}
+    maxima = torch_api.indexer_blocks(*arguments, **attrs, implementation="gluon")
+    kit.assert_bits_equal("indices", maxima, torch_api.indexer_blocks(*arguments, **attrs, implementation="triton"))
+
+
 @pytest.mark.parametrize("heads", [3, 16, 32, 64, 128])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("entries", [64, 192])
