@@ -12,7 +12,7 @@ from xmla.core import compile
 from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, specialize
 from xmla.core.device import B200, GB10, H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
-from xmla.core.errors import ArgumentError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import V4
 from xmla.core.models.base import POOLS, Call, Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
@@ -253,16 +253,19 @@ def test_no_logits_are_stored_where_parts_would_not_pay(
     assert [launch.name for launch in selection(tokens, keys, mib, implementation).launches] == ["indexer_topk_kernel"]
 
 
-def within_blocks(tokens: int, keys: int, device: Device = H200, mib: int = 512) -> list[Launch]:
-    """512 keys in 2048 blocks of 8."""
-    specs = {
+def select_within(tokens: int, keys: int) -> dict[str, Spec]:
+    """Of a call that selects in 2048 blocks."""
+    return {
         "q8": Spec((tokens, 32, 128), "float8_e4m3fn"), "weights": Spec((tokens, 32), "float32"),
         "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
         "starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32"),
         "blocks": Spec((tokens, 2048), "int32"),
     }  # fmt: skip
+
+
+def within_blocks(tokens: int, keys: int, device: Device = H200, mib: int = 512) -> list[Launch]:
     attrs = {"k": 512, "granularity": 8, "workspace_bytes": mib << 20}
-    plan = Call("indexer_block_topk", specs, attrs).plan(device)
+    plan = Call("indexer_block_topk", select_within(tokens, keys), attrs).plan(device)
     assert plan.workspace_bytes <= mib << 20
     return [launch for launch in plan.launches if "logits" in launch.writes]
 
@@ -280,6 +283,21 @@ def test_a_selection_in_blocks_scores_whole_ranges_of_few_more_keys(
     names = [launch.name.removesuffix("_kernel") for launch in within_blocks(tokens, keys, device)]
     ranges = ["block_places", kernel, "repeat_logits"]
     assert names == ([kernel] if kernel == "indexer_block_logits" else ranges)
+
+
+def test_without_room_for_a_program_of_whole_ranges_tokens_read_their_own_blocks() -> None:
+    op, specs = registry()["indexer_block_topk"], select_within(64, 32768)
+    arrays, attrs = (
+        tuple(specs[name] for name in op.tensors),
+        op.attributes(k=512, granularity=8, workspace_bytes=200_000),
+    )
+    plan, _ = plan_call(op, arrays, attrs, H200)
+    assert {launch.name for launch in plan.launches if "logits" in launch.writes} == {"indexer_block_logits_kernel"}
+    got = (
+        "'gluon' where the logits of 4 tokens do not fit workspace_bytes, supported: 'triton', or more workspace_bytes"
+    )
+    with pytest.raises(UnsupportedError, match=f"indexer_block_topk: implementation value is {got}$"):
+        plan_call(op, arrays, attrs, H200, "gluon")
 
 
 def test_whole_ranges_are_scored_in_parts_of_whole_programs() -> None:
