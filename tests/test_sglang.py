@@ -21,7 +21,7 @@ from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
 from xmla.core.spec import Spec
 from xmla.core.tolerance import LOGITS
-from xmla.sglang import attention, indexer, warmup
+from xmla.sglang import attention, indexer, scratch, warmup
 
 PAGE, PAGES, HEADS, DIM, ENTRY, LATENT, K = 64, 6, 3, 128, 576, 512, 8
 PAGED, RAGGED = SimpleNamespace(name="PAGED"), SimpleNamespace(name="RAGGED")
@@ -144,9 +144,9 @@ def test_logits_of_decodes(device: str) -> None:
 
 
 def test_another_kernel_of_the_logits_is_refused() -> None:
-    indexer.refuse("auto")
+    indexer.resolve("auto")
     with pytest.raises(UnsupportedError) as raised:
-        indexer.refuse("cutedsl")
+        indexer.resolve("cutedsl")
     assert str(raised.value) == (
         "xmla.sglang: not served: --dsa-paged-mqa-logits-backend cutedsl; without xmla in SGLANG_PLUGINS SGLang serves "
         "with its own kernels"
@@ -330,7 +330,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch, chunk: int | None = 8192, attention
             "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=None),
         },
         "configs.model_config": {
-            "is_deepseek_dsa": lambda config: config is not None, "get_dsa_index_topk": lambda config: 2048
+            "is_deepseek_dsa": lambda config: config is not None, "is_deepseek_v4": lambda config: config == "v4",
+            "get_dsa_index_topk": lambda config: 2048,
         },
     }  # fmt: skip
     for name, parts in modules.items():
@@ -363,14 +364,14 @@ def test_scratch_memory_is_not_free_for_keys(
         held.append((size, weakref.ref(tensor)))
         return tensor
 
-    monkeypatch.setattr(warmup, "torch", SimpleNamespace(empty=empty, device=lambda *_: None, uint8=None))
-    monkeypatch.setattr(warmup, "device_of", lambda _: find_device("H100"))
+    monkeypatch.setattr(scratch, "torch", SimpleNamespace(empty=empty, device=lambda *_: None, uint8=None))
+    monkeypatch.setattr(scratch, "device_of", lambda _: find_device("H100"))
     config = SimpleNamespace(hf_config=object() if sparse else None, num_attention_heads=128, context_len=163840)
 
     def count(configurator: Any, before: int) -> int:
         return before - sum(size for size, tensor in held if tensor() is not None)
 
-    free = warmup.beside_scratch(count, SimpleNamespace(model_config=config, gpu_id=0), 1 << 40)
+    free = scratch.beside_scratch(count, SimpleNamespace(model_config=config, gpu_id=0), 1 << 40)
     needed = memory.scratch_v32(16, 2048, 8192, find_device("H100"), gathers=False) if sparse else 0
     assert (1 << 40) - free == (needed if attention == "flashmla_kv" else 0)
     assert all(tensor() is None for _, tensor in held)

@@ -1,6 +1,6 @@
 """Modules for what SGLang imports and a CPU does not have: kernels for CUDA, and packages that no step calls.
 
-DeepGEMM and FlashMLA are not among them: no step asks for them.
+V3.2's steps ask for neither DeepGEMM nor FlashMLA. SGLang imports both for V4: `install_kernels`.
 """
 
 import sys
@@ -46,6 +46,27 @@ class Finder(MetaPathFinder, Loader):
 def install(patch: pytest.MonkeyPatch) -> None:
     import_module("transformers.models.llama.modeling_llama")  # would take what stands in for torchvision as installed
     patch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+def install_kernels(patch: pytest.MonkeyPatch) -> None:
+    """FlashMLA with any name, and DeepGEMM's functions that V4's steps ask for, which no step may call."""
+
+    def fp8_paged_mqa_logits(
+        q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, schedule_meta: Any,
+        max_context_len: Any, clean_logits: Any = False, indices: Any = None,
+    ) -> None:  # fmt: skip
+        raise AssertionError("DeepGEMM's logits")
+
+    def get_paged_mqa_logits_metadata(context_lens: Any, block_kv: Any, num_sms: Any, indices: Any = None) -> None:
+        raise AssertionError("DeepGEMM's schedule")
+
+    for name in ("flash_mla", "flash_mla.flash_mla_interface"):
+        patch.setitem(sys.modules, name, StandIn(name))
+    deep_gemm: Any = ModuleType("deep_gemm")
+    deep_gemm.fp8_paged_mqa_logits = fp8_paged_mqa_logits
+    deep_gemm.get_paged_mqa_logits_metadata = get_paged_mqa_logits_metadata
+    deep_gemm.get_num_sms = lambda: 4
+    patch.setitem(sys.modules, "deep_gemm", deep_gemm)
 
 
 def load_plugins(patch: pytest.MonkeyPatch, named: str) -> None:

@@ -320,7 +320,7 @@ def test_every_change_is_made_everywhere(sglang: SGLang) -> None:
     """Also in modules that had imported a function by its name before the plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    assert {change.target for change in sglang.seam.CHANGES} == HookRegistry._patched
+    assert {change.target for change in sglang.seam.CHANGES} <= HookRegistry._patched
     functions = {change.name for change in sglang.seam.CHANGES if "." not in change.name}
     for module in (sglang.backend, sglang.indexer):
         imported = functions & set(vars(module))

@@ -5,18 +5,14 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
-from xmla.core.errors import UnsupportedError
+from xmla.sglang.refusals import refuse
 
 Tensor = torch.Tensor
 
 
-def refuse(value: str) -> None:
+def resolve(value: str) -> None:
     """Before `DSAPagedMQALogitsBackend.resolve`, which each layer calls for its indexer when it is made."""
-    if value == "cutedsl":
-        raise UnsupportedError(
-            "xmla.sglang: not served: --dsa-paged-mqa-logits-backend cutedsl; without xmla in SGLANG_PLUGINS SGLang "
-            "serves with its own kernels"
-        )
+    refuse({"--dsa-paged-mqa-logits-backend cutedsl": value == "cutedsl"})
 
 
 def topk_transform(

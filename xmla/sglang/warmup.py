@@ -149,29 +149,14 @@ def calls(backend: Any, runner: Any, device: Device) -> Iterator[Call]:
 
 def warm(_: None, backend: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
     """After `DeepseekSparseAttnBackend.__init__`: pools are made, and graphs are not yet captured."""
-    if model_runner.is_draft_worker:
+    make_ready(lambda device: calls(backend, model_runner, device), model_runner)
+
+
+def make_ready(calls: Callable[[Device], Iterator[Call]], runner: Any) -> None:
+    """Compile what these calls launch on the runner's GPU; a runner that drafts has the kernels of the model's."""
+    if runner.is_draft_worker:
         return
-    device = device_of(torch.device(f"cuda:{model_runner.gpu_id}"))
-    ready = make_engine_ready(calls(backend, model_runner, device), device, model_runner.gpu_id)
+    device = device_of(torch.device(f"cuda:{runner.gpu_id}"))
+    ready = make_engine_ready(calls(device), device, runner.gpu_id)
     log = logging.getLogger(__name__)
     log.info("xmla: %d kernels are ready, after %.1f s", len(ready.specializations), ready.seconds)
-
-
-def beside_scratch(count: Callable[[Any, int], int], self: Any, pre_model_load_memory: int) -> int:
-    """Around `KVCacheConfigurator._profile_available_bytes`: what attention needs in a step is not free for keys.
-
-    SGLang runs no step before it takes the memory. Torch keeps this, and the pool is as much smaller.
-    """
-    from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
-    from sglang.srt.runtime_context import get_exec, get_parallel
-
-    kernel, config = get_exec().kernel, self.model_config
-    held = None
-    if is_deepseek_dsa(config.hf_config) and {kernel.dsa_prefill_backend, kernel.dsa_decode_backend} & {*SERVED}:
-        device = torch.device(f"cuda:{self.gpu_id}")
-        heads, k = config.num_attention_heads // get_parallel().attn_tp_size, get_dsa_index_topk(config.hf_config)
-        size = memory.scratch_v32(heads, k, most_tokens(config.context_len), device_of(device), gathers=False)
-        held = torch.empty(size, dtype=torch.uint8, device=device)
-    free = count(self, pre_model_load_memory)
-    del held
-    return free

@@ -1,0 +1,44 @@
+"""What the plugin does not serve is refused at start: SGLang's own kernels cannot take over inside a model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from xmla.core.errors import UnsupportedError
+
+
+def refuse(reasons: Mapping[str, bool]) -> None:
+    """Raise UnsupportedError with those of `reasons` that are true."""
+    unserved = [reason for reason, there in reasons.items() if there]
+    if unserved:
+        raise UnsupportedError(
+            f"xmla.sglang: not served: {', '.join(unserved)}; without xmla in SGLANG_PLUGINS SGLang serves with its "
+            "own kernels"
+        )
+
+
+def unserved_v4(config: Any) -> dict[str, bool]:
+    """What a model of DeepSeek-V4's architecture, by SGLang's `ModelConfig`, and the user's options ask for."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import use_dsv4_q8kv8_sparse_prefill
+    from sglang.srt.runtime_context import get_exec, get_memory, get_parallel, get_platform, get_spec
+
+    kernel, parallel = get_exec().kernel, get_parallel()
+    # SGLang's names of other logits than DeepGEMM's, and of its own compressor.
+    options = (
+        "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "SGLANG_OPT_USE_TILELANG_INDEXER", "SGLANG_OPT_USE_AITER_INDEXER",
+        "SGLANG_OPT_USE_ONLINE_COMPRESS",
+    )  # fmt: skip
+    return {
+        # Its entries are of one token and of two, its indexer's keys are MXFP4, which it selects in blocks.
+        "DeepSeek-V4.1": config.hf_config.model_type == "deepseek_v41",
+        "DeepSeek-V4 on other GPUs than Nvidia's": not get_platform().is_cuda,
+        "DeepSeek-V4 on sm_120": get_platform().is_sm120,  # by kernels of its own, with pages of another size
+        f"--dsv4-attn-backend {kernel.dsv4_attn_backend}": kernel.dsv4_attn_backend not in ("auto", "flashmla"),
+        "--dsv4-prefill-backend flashmla_sparse_q8": use_dsv4_q8kv8_sparse_prefill(kernel.dsv4_prefill_backend),
+        f"--dsa-topk-backend {kernel.dsa_topk_backend} of DeepSeek-V4": kernel.dsa_topk_backend != "sgl-kernel",
+        "--enable-deepseek-v4-fp4-indexer": kernel.enable_deepseek_v4_fp4_indexer,
+        "DSpark": get_spec().speculative_algorithm == "DSPARK",  # windows are wider by what is drafted
+        "HiSparse of DeepSeek-V4": get_memory().enable_hisparse,
+        "context parallelism of DeepSeek-V4": parallel.attn_cp_size > 1 or parallel.dcp_size > 1,
+        **{f"{name}=1": getattr(envs, name).get() for name in options},
+    }
