@@ -1,7 +1,8 @@
 """One engine of SGLang on a GPU, in processes of its own because a plugin changes SGLang for good; `run_on_gpu.py`
 starts it.
 
-python engine.py model FOLDER                 make the model, whose last layer drafts
+python engine.py model FOLDER                 make the model of V3.2, whose last layer drafts
+python engine.py model-v4 FOLDER              that of V4
 python engine.py answer ENGINE MODEL OUT      requests of several lengths: tokens and log-probabilities, then again
 python engine.py measure ENGINE PIPE          what it is asked for through the pipe: rounds of a case, kernels of one
 """
@@ -24,6 +25,7 @@ from typing import Any
 from zlib import crc32  # the generator takes 32 bits of a seed
 
 import typer
+from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parent.parent / "vllm_engine"))  # what does not depend on the engine
 from harness import cases_of, few_of, numbers
@@ -46,7 +48,7 @@ app = typer.Typer(add_completion=False)
 @dataclass(frozen=True, slots=True)
 class Engine:
     """`graphs`: decodes are captured as CUDA graphs; `prefill_graphs`: prefills too. `drafts`: tokens that the model's
-    last layer drafts; `ranks`: GPUs that share the heads."""
+    last layer drafts; `ranks`: GPUs that share the heads. `v4`: DeepSeek-V4, with one cache and attention."""
 
     plugin: bool
     cache: str = "fp8_e4m3"
@@ -56,22 +58,32 @@ class Engine:
     prefill_graphs: bool = False
     drafts: int = 0
     ranks: int = 1
+    v4: bool = False
 
     def environment(self) -> dict[str, str]:
-        return {"SGLANG_PLUGINS": "xmla,called,passes" if self.plugin else "passes", "XMLA_SGLANG_REQUIRED": "1"}
+        plugins = (["xmla", "called"] if self.plugin else []) + ["passes"] + ["streams"] * self.v4
+        named = {"SGLANG_PLUGINS": ",".join(plugins), "XMLA_SGLANG_REQUIRED": "1"}
+        return named | (V4_ENVIRONMENT if self.v4 else {})
 
     def arguments(self) -> dict[str, Any]:
         drafts = {
             "speculative_algorithm": "NEXTN", "speculative_num_steps": self.drafts, "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": self.drafts + 1,
         }  # fmt: skip
+        kind = {"dsa_prefill_backend": self.attention, "dsa_decode_backend": self.attention}
         return {
-            "kv_cache_dtype": self.cache, "dsa_prefill_backend": self.attention, "dsa_decode_backend": self.attention,
-            "chunked_prefill_size": self.chunk, "tp_size": self.ranks, "disable_prefill_cuda_graph":
-            not self.prefill_graphs, "disable_decode_cuda_graph": not self.graphs,
-        } | (drafts if self.drafts else {})  # fmt: skip
+            "kv_cache_dtype": self.cache, "chunked_prefill_size": self.chunk, "tp_size": self.ranks,
+            "disable_prefill_cuda_graph": not self.prefill_graphs, "disable_decode_cuda_graph": not self.graphs,
+        } | ({"context_length": 1 << 16} if self.v4 else kind) | (drafts if self.drafts else {})  # fmt: skip
 
 
+V4_ENVIRONMENT = {
+    # Without TileLang, in all engines: what it has for mHC is left to torch, but for one kernel (`without_tilelang`).
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_OPT_FUSE_MHC_POST_PRE": "0", "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_DSV4_FP4_EXPERTS": "0",  # the checkpoint's are bfloat16
+    "SGLANG_OPT_DSV4_NONPAGED_INDEXER_MIN_QUERY_TOKENS": "1024",  # so that the chunks here have it too
+}  # fmt: skip
 BFLOAT16 = {"cache": "bfloat16", "attention": "flashmla_sparse"}
 ENGINES = {
     "own": Engine(plugin=False),
@@ -94,6 +106,9 @@ ENGINES = {
     "xmla-drafts-graphs": Engine(plugin=True, drafts=1, graphs=True),
     "xmla-ranks": Engine(plugin=True, ranks=2),
     "xmla-ranks-graphs": Engine(plugin=True, ranks=2, graphs=True),
+    "v4-own": Engine(plugin=False, v4=True),
+    "v4-xmla": Engine(plugin=True, v4=True),
+    "v4-xmla-graphs": Engine(plugin=True, v4=True, graphs=True),
 }
 
 
@@ -108,6 +123,35 @@ def make_model(folder: Path, layers: int = LAYERS, heads: int = 128, device: str
     config = json.loads((folder / "config.json").read_text())
     # Published configurations have it, transformers' class has not.
     (folder / "config.json").write_text(json.dumps(config | {"moe_layer_freq": 1}))
+
+
+@app.command("model-v4")
+def make_model_v4(folder: Path, device: str = "cuda") -> None:
+    import model as made
+
+    made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device=device)
+    name_for_sglang(folder)
+
+
+def name_for_sglang(folder: Path) -> None:
+    """Names of DeepSeek's checkpoint that transformers does not save, and what its configuration has not."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    renamed = {"model.hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
+    weights = {}
+    for name, weight in load_file(file).items():
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        weights[name] = weight
+    save_file(weights, file, metadata={"format": "pt"})
+    more = {"topk_method": "noaux_tc", "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    config.write_text(json.dumps(json.loads(config.read_text()) | more))
+
+
+def without_tilelang() -> None:
+    """A plugin of SGLang: mHC's kernel in TileLang is replaced by SGLang's own in Triton, which is for an AMD GPU."""
+    from sglang.kernels.ops.layernorm import mhc
+
+    mhc.is_gfx1250_supported = lambda: True
 
 
 def count_calls() -> None:

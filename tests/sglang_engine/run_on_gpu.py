@@ -1,4 +1,4 @@
-"""SGLang's engine on a GPU: xmla's plugin beside SGLang's own kernels, over a small model with V3.2's attention.
+"""SGLang's engine on a GPU: xmla's plugin beside SGLang's own kernels, over a small model of V3.2's attention or V4's.
 
 python tests/sglang_engine/run_on_gpu.py check --out FOLDER    the same requests to every engine: are answers alike?
 python tests/sglang_engine/run_on_gpu.py speed --out FOLDER    prefill and decode, of engines that take turns
@@ -45,6 +45,8 @@ PAIRS = (
         "kv-bf16", "gathered", "chunks", "graphs", "all-graphs", "drafts", "drafts-3", "drafts-graphs", "ranks",
         "ranks-graphs",
     )),
+    ("v4-xmla", "v4-own"),
+    ("v4-xmla-graphs", "v4-xmla"),
 )  # fmt: skip
 CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
 ENVIRONMENT = {
@@ -69,7 +71,11 @@ def child(
     """The exit status of `engine.py` with these words, in an environment with xmla's entry points and the tests'."""
     installed, called = log.parent / "installed", log.with_suffix(".called")
     points = entry_points.PROJECT["entry-points"]["sglang.srt.plugins"]
-    points = points | {"called": "engine:count_calls", "passes": "engine:watch_passes"}
+    points = points | {
+        "called": "engine:count_calls",
+        "passes": "engine:watch_passes",
+        "streams": "engine:without_tilelang",
+    }
     entry_points.write(installed, **{"sglang.srt.plugins": points})
     called.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT), str(FOLDER), str(installed), os.environ.get("PYTHONPATH", "")])
@@ -77,11 +83,16 @@ def child(
     return harness.run_engine([FOLDER / "engine.py", *words], log, environment, seconds, pipe)
 
 
-def model_in(folder: Path, layers: int, heads: int) -> Path:
-    model = folder / f"model-{layers}-{heads}"
+def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
+    """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve."""
+    of_v4 = {engine.ENGINES[name].v4 for name in engines}
+    if len(of_v4) > 1:
+        raise typer.BadParameter(f"{', '.join(engines)} serve two models")
+    model = folder / ("model-v4" if of_v4 == {True} else f"model-{layers}-{heads}")
+    words = ["model-v4", model] if of_v4 == {True} else ["model", model, "--layers", layers, "--heads", heads]
     if not (model / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        status = child(folder / "model.log", 120, {}, "model", model, "--layers", layers, "--heads", heads)
+        status = child(folder / "model.log", 120, {}, *words)
         if status:
             print((folder / "model.log").read_text()[-3000:])
             raise typer.Exit(code=status)
@@ -126,10 +137,12 @@ def verdicts(
         else:
             wanted[f"{name}: nothing is xmla's"] = not result["runs"] and not result["calls"]
     for name, figures in asked_again.items():
+        if engine.ENGINES[name].v4:  # of which a prefix needs a window, too
+            continue
         # All pages but the last are cached, whose token is computed; the same tokens come out of them.
         cached = [count >= length - 64 - 1 for count, length in zip(figures["cached"], figures["prompt"], strict=True)]
         wanted[f"{name}: prompts asked again are cached"] = all(cached)
-    names = "xmla-drafts", "xmla-ranks", "xmla-chunks", "xmla-all-graphs", "xmla-gathered"
+    names = "xmla-drafts", "xmla-ranks", "xmla-chunks", "xmla-all-graphs", "xmla-gathered", "v4-"
     return wanted | harness.alike(found, names, engine.NEW_TOKENS, "SGLang")
 
 
@@ -140,8 +153,9 @@ def check(
 ) -> None:  # fmt: skip
     """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
-    model = model_in(work, layers, heads)
-    file, names = lines_file(out, "check", commit, model), engines.split(",")
+    names = engines.split(",")
+    model = model_in(work, layers, heads, names)
+    file = lines_file(out, "check", commit, model)
 
     def run(name: str, log: Path, answer: Path) -> int:
         return child(log, seconds, engine.ENGINES[name].environment(), "answer", name, model, answer)
@@ -174,7 +188,7 @@ def measured(
         limit = start + seconds + harness.ENDING
         return child(log, limit, engine.ENGINES[name].environment(), *words, pipe=pipe)
 
-    model = partial(model_in, work, layers, heads)
+    model = partial(model_in, work, layers, heads, engines.split(","))
     with (
         harness.ready(out, work, engines.split(","), run, model, start) as ready,
         engine.locked(model(), fcntl.LOCK_EX),

@@ -15,6 +15,8 @@ import harness
 import pytest
 import run_on_gpu
 import torch
+import typer
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 NOBODY = 1 << 30  # a process that there is not
@@ -72,6 +74,29 @@ def test_options() -> None:
     graphs = engine.ENGINES["xmla-graphs"].arguments()
     assert graphs["disable_prefill_cuda_graph"] and not graphs["disable_decode_cuda_graph"]
     assert engine.ENGINES["own"].environment()["SGLANG_PLUGINS"] != ""  # which would load every plugin
+    v4 = engine.ENGINES["v4-xmla-graphs"]
+    assert (
+        not any(name.startswith("dsa") for name in v4.arguments()) and not v4.arguments()["disable_decode_cuda_graph"]
+    )
+    assert v4.environment()["SGLANG_PLUGINS"] == "xmla,called,passes,streams"
+    assert engine.ENGINES["v4-own"].environment()["SGLANG_PLUGINS"] == "passes,streams"
+
+
+def test_engines_of_two_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="serve two models"):
+        run_on_gpu.model_in(tmp_path, 4, 128, ["xmla", "v4-xmla"])
+
+
+def test_a_model_of_v4_has_the_names_of_its_checkpoint(tmp_path: Path) -> None:
+    import model  # in the folder of vLLM's tests, which run_on_gpu has put on the path
+
+    model.save_v4(tmp_path)
+    engine.name_for_sglang(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"hc_head_fn", "model.layers.1.attn.kv_norm.weight", "model.layers.1.attn.q_norm.weight"} <= names
+    assert not any(".attn.norm." in name or ".hc_head.hc_" in name for name in names)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["topk_method"]) == ("deepseek_v4", "noaux_tc")
 
 
 def test_engines_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
