@@ -169,7 +169,7 @@ def test_plan_prints_launches_and_workspace() -> None:
     result = CliRunner().invoke(app, [*arguments, "--device", "GB10"], env={"COLUMNS": "150"})
     assert result.exit_code == 0, result.output
     for shown in ("split_counts_kernel", "indexer_logits_paged_kernel", "8 requests × 2, mixed", "prefill 1024 tokens",
-                  "656 bytes per entry and layer", "NVIDIA GB10"):  # fmt: skip
+                  "656 bytes per entry and layer", "NVIDIA GB10", "or dsa_step"):  # fmt: skip
         assert shown in result.output
     config = configure("deepseek_v32", [8], [32768], [2], [], True)
     calls = dict(config.steps())["decode 8 requests × 2, mixed, max_len 32768"]

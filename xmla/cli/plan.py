@@ -83,7 +83,9 @@ def show_plan(config: Model, device_name: str | None) -> None:
         for call in calls:
             plan, seconds = call.plan(device), call.estimate(device)
             least = "" if seconds is None else f"{seconds * 1e6:.1f}"
-            table.add_row(call.op, "", "", f"{plan.workspace_bytes:,} B", least)
+            table.add_row(
+                f"or {call.op}" if call.alternative else call.op, "", "", f"{plan.workspace_bytes:,} B", least
+            )
             for launch in plan.active:
                 table.add_row(f"  {launch.name}", str(launch.grid[0]), str(launch.num_warps))
         console.print(table)

@@ -24,11 +24,16 @@ FEW = range(1, 49)  # tokens: with each one more attention may divide their keys
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op at given sizes: its arguments' specs by name, and its attributes."""
+    """One op at given sizes: its arguments' specs by name, and its attributes.
+
+    Attributes:
+        alternative: A step may make it in the place of calls before it.
+    """
 
     op: str
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
+    alternative: bool = False
 
     def plan(self, device: Device, implementation: str | None = None) -> Plan:
         op = registry()[self.op]

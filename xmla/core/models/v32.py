@@ -84,7 +84,7 @@ class ModelConfig(Model):
         """The one call that a caller may make in place of both writes and `dsa_attention`."""
         latent, keys = self.writes(tokens)
         written = {"latent": latent.specs["latent"], "rope": latent.specs["rope"], "index_k": keys.specs["keys"]}
-        return Call("dsa_step", {**written, "entry_slots": latent.specs["slots"], **specs}, attrs)
+        return Call("dsa_step", {**written, "entry_slots": latent.specs["slots"], **specs}, attrs, alternative=True)
 
     def queries(self, tokens: int) -> dict[str, Spec]:
         return {
