@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -417,6 +418,23 @@ def test_what_is_not_served_is_refused_at_start(written: Engine, monkeypatch: py
     monkeypatch.setattr(written.runner.model_config.hf_config, "model_type", "deepseek_v41")
     with pytest.raises(UnsupportedError, match=r"not served: DeepSeek-V4\.1; "):
         written.sglang.DeepseekV4AttnBackend(written.runner)
+
+
+def test_without_deep_gemm_the_process_ends(written: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own V4 needs it, too; no change is made."""
+    from xmla.sglang import seam
+
+    registered: list[str] = []
+    monkeypatch.setattr(seam.HookRegistry, "register", lambda target, *_: registered.append(target))
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(UnsupportedError) as raised:
+        seam.install_v4.__wrapped__()
+    assert str(raised.value) == (
+        f"xmla.sglang: SGLang {version('sglang')} has no deep_gemm.fp8_paged_mqa_logits, which xmla replaces "
+        "(ModuleNotFoundError: import of deep_gemm halted; None in sys.modules); without xmla in SGLANG_PLUGINS SGLang "
+        "serves with its own kernels"
+    )
+    assert not registered
 
 
 def test_the_log_tells_that_attention_is_xmlas(written: Engine, caplog: pytest.LogCaptureFixture) -> None:
