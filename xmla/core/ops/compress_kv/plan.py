@@ -135,11 +135,11 @@ def compress(
             num_warps=num_warps,
         )
         return Plan((keep, write), {}, ())
-    # As many programs as run at once: most have nothing to do, since a token completes an entry seldom. Of tokens that
+    # Four waves of programs, of which most have nothing to do, since a token completes an entry seldom. Of tokens that
     # share a row the next one's dims take the place of those that one program alone has finished.
     tokens_a_row = max(cdiv(tokens, rows), 1)
     parts = dim // dims if tokens_a_row == 1 else 1
-    while parts > 1 and tokens * parts > 2 * device.num_sms:
+    while parts > 2 and tokens * parts > 8 * device.num_sms:
         parts //= 2
     begin = Launch(
         begin_entries_kernel,
