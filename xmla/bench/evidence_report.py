@@ -3,7 +3,8 @@
 RESULTS is the folder of a device's results: test.jsonl has runs of the test suite, contract.jsonl of the fuzzer, alone
 or under a tool of compute-sanitizer. `python tests/on_gpus.py` makes both. What ran at one commit is one run, in any
 number of parts. Of the suite the last run is told, and the last whole one if that is another; of each op the last run
-of the fuzzer, and of each tool. A line's "remark", if somebody gave it one, is told with it.
+of the fuzzer, and of each tool. A line's "remark", if somebody gave it one, is told with it. A line that "resumes" ran
+what had not passed in the lines of the same paths before it.
 """
 
 import re
@@ -52,16 +53,22 @@ def outcome(line: Line) -> Counter[str]:
     return Counter({kind: int(count) for count, kind in OUTCOME.findall(last)} if " in " in last else {})
 
 
+def outcome_of(lines: list[Line]) -> Counter[str]:
+    """The same of a line and those that resume it: what failed in one ran again in the next."""
+    *before, last = map(outcome, lines)
+    return last + sum((Counter({"passed": each["passed"]}) for each in before), Counter[str]())
+
+
 @dataclass(slots=True)
 class Suite:
     """The tests that ran at one commit.
 
     Attributes:
-        parts: The commands by their paths: of several with the same paths the last.
+        parts: The commands by their paths: of several with the same paths the last, behind those that it resumes.
         ignored: Paths that a command left to another.
     """
 
-    parts: dict[frozenset[str], Line] = field(default_factory=dict)
+    parts: dict[frozenset[str], list[Line]] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
 
     def add(self, line: Line) -> None:
@@ -69,7 +76,7 @@ class Suite:
         words = shlex.split(arguments)
         paths = frozenset(word for word in words if word.startswith(SUITE))
         if paths and "-k" not in words and not any("::" in path for path in paths):
-            self.parts[paths] = line
+            self.parts[paths] = [*(self.parts.get(paths, ()) if line.get("resumes") else ()), line]
             self.ignored.update(word.removeprefix("--ignore=") for word in words if word.startswith("--ignore="))
 
     @property
@@ -83,15 +90,15 @@ class Suite:
 
     @property
     def cut(self) -> list[Line]:
-        return [line for line in self.parts.values() if line["exit_code"] == CUT]
+        return [lines[-1] for lines in self.parts.values() if lines[-1]["exit_code"] == CUT]
 
     @property
     def whole(self) -> bool:
         return self.of_all and not self.left_out and not self.cut
 
     def row(self, commit: str) -> Row:
-        lines = self.parts.values()
-        counts = sum(map(outcome, lines), Counter[str]())
+        lines = [line for part in self.parts.values() for line in part]
+        counts = sum(map(outcome_of, self.parts.values()), Counter[str]())
         wrong = counts["failed"] + counts["error"]
         gpus = max(len(line["versions"]["devices"]) for line in lines)
         of = [f"all, on {gpus} GPUs" if self.whole else f"on {gpus} GPUs"]
