@@ -106,7 +106,7 @@ pages: docs
 
 # Every figure of the README and the documents, from the committed results.
 report: $(READY)
-	$(PYTHON) -m xmla.bench.report $(RESULTS)/bench.jsonl $(RESULTS)/backward.jsonl benchmarks/results/h100/blocks.jsonl --beside benchmarks/results/h100/bench.jsonl --into docs/performance.md --pictures docs/images
+	$(PYTHON) -m xmla.bench.report $(RESULTS)/bench.jsonl $(RESULTS)/backward.jsonl benchmarks/results/h100/blocks.jsonl $(RESULTS)/blocks.jsonl --beside benchmarks/results/h100/bench.jsonl --into docs/performance.md --pictures docs/images
 	$(PYTHON) -m xmla.bench.frameworks_report $(RESULTS)/frameworks.jsonl --into docs/performance.md --pictures docs/images
 	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
 	$(PYTHON) -m xmla.bench.layer_report $(RESULTS)/layer.jsonl --into docs/training.md
