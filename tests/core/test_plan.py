@@ -677,3 +677,10 @@ def test_fields_of_a_model(model: type[Model]) -> None:
     with pytest.raises(ArgumentError, match=r": softmax_scale value is nan, expected a finite number"):
         model(softmax_scale=float("nan"))
     assert model(batches=[1, np.int64(2)], heads=np.int32(16)) == model(batches=(1, 2), heads=16)
+
+
+@pytest.mark.parametrize("model", [ModelConfigV4, ModelConfigV41])
+@pytest.mark.parametrize("pages", [(64,), (64, 2, 2)])
+def test_pages_of_entries_are_of_each_ratio(model: type[Model], pages: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{model.__name__}: entry_pages has length {len(pages)}, expected 2$"):
+        model(entry_pages=pages)

@@ -17,26 +17,29 @@ SMALLEST_FACTOR = 2.0**-126  # a number between it and 0 is no normal float32: T
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """A number, flag or string, or with `many` a tuple of them."""
+    """A number, flag or string, or with `many` a tuple of them, of any length or as many as `length` says."""
 
     name: str
     type: type
     optional: bool
     default: object
     many: bool = False
+    length: int | None = None
 
     @classmethod
     def of(cls, name: str, annotation: Any, default: object) -> "Attr":
         members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
         (kind,) = (member for member in members if member is not type(None))
         many = get_origin(kind) is tuple
-        return cls(name, get_args(kind)[0] if many else kind, type(None) in members, default, many)
+        elements = get_args(kind)
+        length = len(elements) if many and ... not in elements else None
+        return cls(name, elements[0] if many else kind, type(None) in members, default, many, length)
 
     def plain(self, owner: str, value: Any) -> Any:
         """`value` in Python's own type. A NumPy scalar or an array without axes is taken as the value that it holds.
 
         Raises:
-            ArgumentError: The value does not have the declared type, or is a float that kernels cannot hold.
+            ArgumentError: The value does not have the declared type or length, or is a float that kernels cannot hold.
         """
         if value is None and self.optional:
             return None
@@ -45,6 +48,8 @@ class Attr:
         if not isinstance(value, tuple | list):
             expected = f"a tuple of {self.type.__name__}"
             raise ArgumentError(f"{owner}: {self.name} type is {type(value).__name__}, expected {expected}")
+        if self.length is not None and len(value) != self.length:
+            raise ArgumentError(f"{owner}: {self.name} has length {len(value)}, expected {self.length}")
         return tuple(self._one(owner, element) for element in value)
 
     def _one(self, owner: str, value: Any) -> Any:
