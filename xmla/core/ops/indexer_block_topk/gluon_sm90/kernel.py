@@ -3,27 +3,18 @@
 The places of a tile's blocks are loaded while the tile is multiplied.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
 from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
     KEYS,
-    PIECE,
     ROWS,
     SMEM_V,
     STAGES,
-    chunks,
     copy_keys,
-    dots_layout,
     layout_by_key,
     load_query,
-    load_weights,
-    sum_heads,
+    pointers_of_tile,
+    score_tile,
     swizzled,
 )
 
@@ -51,7 +42,6 @@ def logits_at_places_sm90_kernel(
     KEY_STRIDE: gl.constexpr = C.KEY_STRIDE
     GRANULARITY: gl.constexpr = C.GRANULARITY
     GROUP: gl.constexpr = ROWS // QUERY.BLOCK_I
-    DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
 
@@ -86,10 +76,7 @@ def logits_at_places_sm90_kernel(
     key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
 
     load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
-    CHUNKS: gl.constexpr = chunks(D)
-    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
-    key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)
-    tile_ptrs = keys_ptr + offset_of(first_key, KEY_STRIDE) + gl.expand_dims(key_row, 1) + offs_d
+    tile_ptrs = pointers_of_tile(keys_ptr + offset_of(first_key, KEY_STRIDE), KEY_STRIDE, D)
     for i in gl.static_range(STAGES - 1):
         if i < tiles:
             copy_keys(tile_ptrs, i * KEYS, start, end, key_smem.index(i), KEY_STRIDE)
@@ -102,7 +89,6 @@ def logits_at_places_sm90_kernel(
     row_end = gl.expand_dims(row_end, 0)
     place_ptrs = gl.expand_dims(places_ptr + offset_of(token, num_blocks), 0)
     out_ptrs = gl.expand_dims(logits_ptr + offset_of(token, num_columns), 0)
-    nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
     stage, free = 0, STAGES - 1
     at = 0
     while at < end:
@@ -111,18 +97,9 @@ def logits_at_places_sm90_kernel(
         key = gl.expand_dims(first_key + position, 1)
         block = (key - row_start) // GRANULARITY  # [KEYS, GROUP]
         place = gl.load(place_ptrs + block, mask=(key >= row_start) & (key < row_end), other=-1)
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        dots = warpgroup_mma(
-            key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
-        )  # [KEYS, ROWS] f32
-        if at + (STAGES - 1) * KEYS < end:
-            ahead = at + (STAGES - 1) * KEYS
-            copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)
-        async_copy.commit_group()
-        dots = warpgroup_mma_wait(0, deps=[dots])
-        halves = load_weights(weight_smem, DOTS)
-        scores = sum_heads(dots, halves, GROUP, BY_KEY) * gl.expand_dims(factors, 1)  # [KEYS, GROUP] f32
+        scores = score_tile(
+            q_smem, weight_smem, key_smem, stage, free, factors, tile_ptrs, at, start, end, KEY_STRIDE, GROUP, BY_KEY
+        )
         column = place * GRANULARITY + (key - row_start) % GRANULARITY
         gl.store(out_ptrs + column, scores, mask=place >= 0)
         free = stage

@@ -4,27 +4,18 @@ Blocks count from a token's start. Tiles begin where blocks of the program's tok
 places within a block, tokens of each take their turn.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
 from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
     KEYS,
-    PIECE,
     ROWS,
     SMEM_V,
     STAGES,
-    chunks,
     copy_keys,
-    dots_layout,
     layout_by_key,
     load_query,
-    load_weights,
-    sum_heads,
+    pointers_of_tile,
+    score_tile,
     swizzled,
 )
 
@@ -84,7 +75,6 @@ def block_maxima_sm90_kernel(
     KEY_STRIDE: gl.constexpr = C.KEY_STRIDE
     GRANULARITY: gl.constexpr = C.GRANULARITY
     GROUP: gl.constexpr = ROWS // QUERY.BLOCK_I
-    DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
     BY_BLOCK: gl.constexpr = layout_by_block(GROUP, GRANULARITY)
@@ -114,13 +104,9 @@ def block_maxima_sm90_kernel(
     key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
     load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
 
-    CHUNKS: gl.constexpr = chunks(D)
-    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
-    key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)
-    key_ptrs = keys_ptr + gl.expand_dims(key_row, 1) + offs_d
+    key_ptrs = pointers_of_tile(keys_ptr, KEY_STRIDE, D)
     offs_n = gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
     offs_b = gl.expand_dims(gl.arange(0, KEYS // GRANULARITY, layout=gl.SliceLayout(1, BY_BLOCK)), 1)
-    nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
     row_ptrs = maxima_ptr + offset_of(gl.convert_layout(token, TOKENS), num_blocks)
     while shift < GRANULARITY:
         row_start, row_end = load_ranges(starts_ptr, ends_ptr, token, num_tokens, num_keys)
@@ -146,18 +132,10 @@ def block_maxima_sm90_kernel(
         while at < end:
             position = at + offs_n
             factors = gl.load(key_scales_ptr + first_key + position, mask=position < end, other=0.0)
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            dots = warpgroup_mma(
-                key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
-            )  # [KEYS, ROWS] f32
-            if at + (STAGES - 1) * KEYS < end:
-                ahead = at + (STAGES - 1) * KEYS
-                copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)
-            async_copy.commit_group()
-            dots = warpgroup_mma_wait(0, deps=[dots])
-            halves = load_weights(weight_smem, DOTS)
-            scores = sum_heads(dots, halves, GROUP, BY_KEY) * gl.expand_dims(factors, 1)  # [KEYS, GROUP] f32
+            scores = score_tile(
+                q_smem, weight_smem, key_smem, stage, free, factors, tile_ptrs, at, start, end, KEY_STRIDE, GROUP,
+                BY_KEY,
+            )  # fmt: skip
             if (at < all_start) | (at + KEYS > all_end):
                 row_start, row_end = load_ranges(starts_ptr, ends_ptr, token, num_tokens, num_keys)
                 key = gl.expand_dims(first_key + position, 1)

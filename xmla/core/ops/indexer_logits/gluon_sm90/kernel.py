@@ -138,6 +138,41 @@ def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
 
 
 @gluon.jit
+def pointers_of_tile(first_ptr, KEY_STRIDE: gl.constexpr, D: gl.constexpr):
+    """Of PIECE keys, the first of which is at `first_ptr`: [PIECE, D]."""
+    CHUNKS: gl.constexpr = chunks(D)
+    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
+    key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)
+    return first_ptr + gl.expand_dims(key_row, 1) + offs_d
+
+
+@gluon.jit
+def score_tile(
+    q_smem, weight_smem, key_smem, stage, free, factors, tile_ptrs, at, start, end, KEY_STRIDE: gl.constexpr,
+    GROUP: gl.constexpr, BY_KEY: gl.constexpr,
+):  # fmt: skip
+    """Logits [KEYS, GROUP] of the tile in `stage`, whose keys have these factors; the copy of a tile ahead is started.
+
+    That tile's keys go to `free`, the stage that nobody reads any more, from the tile's pointers on.
+    """
+    ROWS: gl.constexpr = q_smem.shape[0]
+    DOTS: gl.constexpr = dots_layout(ROWS)
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    dots = warpgroup_mma(
+        key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
+    )  # [KEYS, ROWS] f32
+    if at + (STAGES - 1) * KEYS < end:
+        ahead = at + (STAGES - 1) * KEYS
+        copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)
+    async_copy.commit_group()
+    dots = warpgroup_mma_wait(0, deps=[dots])
+    halves = load_weights(weight_smem, DOTS)
+    return sum_heads(dots, halves, GROUP, BY_KEY) * gl.expand_dims(factors, 1)
+
+
+@gluon.jit
 def store_nothing(logits_ptr, first_key, count, first_token, num_tokens, num_keys, GROUP: gl.constexpr):
     """Store −inf for `count` keys from first_key on, which no token attends to."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
@@ -168,7 +203,6 @@ def indexer_logits_sm90_kernel(
     D: gl.constexpr = QUERY.D
     KEY_STRIDE: gl.constexpr = C.KEY_STRIDE
     GROUP: gl.constexpr = ROWS // QUERY.BLOCK_I
-    DOTS: gl.constexpr = dots_layout(ROWS)
     BY_KEY: gl.constexpr = layout_by_key(GROUP)
     SCORES: gl.constexpr = gl.SliceLayout(2, BY_KEY)
 
@@ -210,10 +244,7 @@ def indexer_logits_sm90_kernel(
     key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
 
     load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
-    CHUNKS: gl.constexpr = chunks(D)
-    offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
-    key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)
-    tile_ptrs = keys_ptr + offset_of(first_key, KEY_STRIDE) + gl.expand_dims(key_row, 1) + offs_d
+    tile_ptrs = pointers_of_tile(keys_ptr + offset_of(first_key, KEY_STRIDE), KEY_STRIDE, D)
     for i in gl.static_range(STAGES - 1):
         if i < tiles:
             copy_keys(tile_ptrs, i * KEYS, start, end, key_smem.index(i), KEY_STRIDE)
@@ -224,24 +255,14 @@ def indexer_logits_sm90_kernel(
     scale_ptrs = key_scales_ptr + first_key + offs_n
     token_ok = gl.expand_dims(token < num_tokens, 0)
     out_ptrs = logits_ptr + gl.expand_dims(offset_of(token, num_keys) + first_key, 0) + gl.expand_dims(offs_n, 1)
-    nothing = gl.zeros([KEYS, ROWS], gl.float32, DOTS)
     stage, free = 0, STAGES - 1
     at = 0
     while at < end:
         position = at + offs_n
         factors = gl.load(scale_ptrs, mask=(position >= start) & (position < end), other=0.0)
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        dots = warpgroup_mma(
-            key_smem.index(stage), q_smem.permute((1, 0)), nothing, use_acc=False, is_async=True
-        )  # [KEYS, ROWS] f32
-        if at + (STAGES - 1) * KEYS < end:
-            ahead = at + (STAGES - 1) * KEYS
-            copy_keys(tile_ptrs, ahead, start, end, key_smem.index(free), KEY_STRIDE)
-        async_copy.commit_group()
-        dots = warpgroup_mma_wait(0, deps=[dots])
-        halves = load_weights(weight_smem, DOTS)
-        scores = sum_heads(dots, halves, GROUP, BY_KEY) * gl.expand_dims(factors, 1)  # [KEYS, GROUP] f32
+        scores = score_tile(
+            q_smem, weight_smem, key_smem, stage, free, factors, tile_ptrs, at, start, end, KEY_STRIDE, GROUP, BY_KEY
+        )
         if (at >= all_start) & (at + KEYS <= all_end):
             gl.store(out_ptrs, scores, mask=token_ok)
         else:
