@@ -42,6 +42,16 @@ def test_keys_selected_in_the_best_blocks_are_those_of_the_whole_range(layout: s
     kit.assert_bits_equal("indices", within, torch_api.indexer_topk(*call, k=20))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_without_blocks_select_nothing_of_no_keys(layout: str, device: str) -> None:
+    arrays = kit.make(ragged("", 3, 4, 40, 20, layout=layout))
+    none = kit.with_axis(OPS["indexer_topk"], arrays, "N", 0)
+    blocks = torch.zeros((3, 0), dtype=torch.int32, device=device)
+    for call in (arrays, none):
+        got = torch_api.indexer_block_topk(*inputs_of("indexer_topk", call, device), blocks, k=20, granularity=8)
+        assert (got == -1).all()
+
+
 def test_another_query_selects_as_a_mask_over_the_whole_context_would(device: str) -> None:
     """What engines do without these ops: all logits, −inf outside the candidate blocks, and the largest of them."""
     k, granularity = 25, 8

@@ -49,7 +49,7 @@ def of_ranges(
     def part(problem: Problem, device: Device, rows: int) -> Plan:
         return at_places(problem, device, rows, logits(problem, device, rows))
 
-    row_bytes = 4 * (entries_of(problem) + num_blocks(problem))
+    row_bytes = 4 * max(entries_of(problem) + num_blocks(problem), 1)
     return parts_of(problem, device, part, row_bytes, max(1, min(together, problem["T"])))
 
 
