@@ -11,7 +11,7 @@ from xmla.core.plan import Plan, all_choices, cdiv
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
-MAX_PARTS = 1024  # each has two or three launches
+MAX_PARTS = 1024  # each has two to six launches
 
 
 def in_parts(
