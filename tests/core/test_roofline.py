@@ -9,6 +9,7 @@ from xmla.bench.roofline import MODELLED, call_of, document, estimates
 from xmla.core.device import H200, KNOWN_DEVICES, PEAKS, Device
 from xmla.core.registry import registry
 from xmla.core.roofline import REACHED, seconds_of
+from xmla.core.spec import Spec
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = [json.loads(line) for line in (ROOT / "benchmarks/results/h200/bench.jsonl").read_text().splitlines()]
@@ -39,6 +40,22 @@ def test_work_of_known_calls() -> None:
     score, _ = op.work(op.bind(call.specs, op.attributes()), keys)
     assert score.bytes == 64 * 8192 * 132 + 128 * 8192 * 4 and score.fp8_flops == 2 * 128 * 8192 * 64 * 128
     assert seconds_of(score, PEAKS[H200.name]) == score.bytes / (4.8e12 * REACHED.bytes_per_s)
+
+
+def test_blocks_need_no_more_than_the_largest_logit_of_each() -> None:
+    """Hopper's kernel over contiguous keys writes an eighth of the logits' bytes, and the selection reads these."""
+    op, tokens, keys = registry()["indexer_blocks"], 512, 4096
+    problem = op.bind(
+        {
+            "q8": Spec((tokens, 32, 128), "float8_e4m3fn"), "weights": Spec((tokens, 32), "float32"),
+            "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
+            "starts": Spec((tokens,), "int32"), "ends": Spec((tokens,), "int32"),
+        },
+        op.attributes(k=64, granularity=8),
+    )  # fmt: skip
+    score, select, _ = op.work(problem, None)
+    assert score.bytes == keys * 132 + select.bytes and select.bytes == tokens * keys // 8 * 4
+    assert score.fp8_flops == 2 * tokens * keys * 32 * 128
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)

@@ -3,9 +3,11 @@
 Device code that their kernels share is in `xmla.core.lang.blocks`.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from xmla.core.indexer import capacity_of, logit_bytes
+from xmla.core.indexer import capacity_of, logit_bytes, logits_work
+from xmla.core.plan import cdiv
 from xmla.core.problem import Problem
 from xmla.core.work import Work
 
@@ -45,6 +47,15 @@ def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:
     logits, rest = block_logits_work(problem, keys)
     again = 4 * problem["T"] * min(entries_of(problem), keys or capacity_of(problem))
     return [logits, Work(again), Work(rest.bytes + 4 * problem["T"] * problem.attrs.k)]
+
+
+def largest_logits_work(problem: Problem, keys: int | None) -> list[Work]:
+    """The work of the logits, of which each block's largest is written; reading these, and writing the indices."""
+    tokens, count = problem["T"], keys or capacity_of(problem)
+    logits, rest = logits_work(problem, keys)
+    stored, largest = logit_bytes(problem) * tokens * count, 4 * tokens * cdiv(count, problem.attrs.granularity)
+    score = replace(logits, bytes=logits.bytes - stored + largest)
+    return [score, Work(largest), Work(rest.bytes + 4 * tokens * problem.attrs.k)]
 
 
 def selection_attributes(problem: Problem) -> dict[str, Any]:

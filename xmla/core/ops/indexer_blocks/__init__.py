@@ -1,14 +1,14 @@
 from typing import Any
 
 from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_keys, check_selection, selection_work
+from xmla.core.indexer import check_keys, check_selection
 from xmla.core.op import Op
 from xmla.core.ops import indexer_logits, select_blocks
 from xmla.core.ops.indexer_blocks.cases import CASES
 from xmla.core.ops.indexer_blocks.plan import plan
 from xmla.core.ops.indexer_blocks.reference import reference
 from xmla.core.problem import Problem, Result
-from xmla.core.selection import check_newest
+from xmla.core.selection import check_newest, largest_logits_work
 from xmla.core.tolerance import Selection
 
 
@@ -60,7 +60,7 @@ OP = Op(
     tensors=indexer_logits.OP.tensors,
     outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
-    work=selection_work,
+    work=largest_logits_work,
     steps=(indexer_logits.OP, select_blocks.OP),
     implementations=(Implementation("steps", plan),),
     reference=reference,
