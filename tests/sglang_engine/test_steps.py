@@ -368,6 +368,9 @@ def test_what_is_not_there_is_told(sglang: SGLang, monkeypatch: pytest.MonkeyPat
         f"xmla.sglang: {seam.KERNELS}.resolve_num_sms of SGLang 0.6.0 has the parameters (), expected (device); {rest}"
     )
 
+    with pytest.raises(UnsupportedError, match=r"has no builtins\.max, .* \(ValueError: no signature found for"):
+        seam.check(seam.Change("builtins", "max", lambda: None), "0.6.0")  # as a package's compiled function is
+
     def taken(name: str) -> None:  # as a module raises beside a newer transformers
         raise ValueError("'qwen3_asr' is already used by a Transformers config")
 

@@ -9,6 +9,7 @@ float64, of the bytes in the pools.
 import ast
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -435,6 +436,24 @@ def test_without_deep_gemm_the_process_ends(written: Engine, monkeypatch: pytest
         "serves with its own kernels"
     )
     assert not registered
+
+
+def test_what_another_plugin_has_changed_ends_the_process(written: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang hooks a function once, and passes over later hooks without a word: here of two that are hooked already."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from xmla.sglang import seam
+
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(seam, "CHANGES_V4", seam.CHANGES_V4[-2:])
+    with pytest.raises(UnsupportedError) as raised:
+        seam.install_v4.__wrapped__()
+    assert str(raised.value) == (
+        f"xmla.sglang: SGLang {version('sglang')} did not replace "
+        "sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
+        "sglang.srt.models.deepseek_v4.MqaAttentionBase._kernel_num_heads, which another plugin has changed; "
+        "expected xmla alone in SGLANG_PLUGINS"
+    )
 
 
 def test_the_log_tells_that_attention_is_xmlas(written: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -119,11 +119,26 @@ def install_v4() -> None:
     """Make those of DeepSeek-V4, once in a process.
 
     Raises:
-        UnsupportedError: As above. The model is being made: the process ends.
+        UnsupportedError: As above, or another plugin has changed something: SGLang hooks a function once, and passes
+            over later hooks without a word. The model is being made: the process ends.
     """
-    register(CHANGES_V4, version("sglang"), f"without xmla in SGLANG_PLUGINS {OTHERWISE}")
+    release = version("sglang")
+    register(CHANGES_V4, release, f"without xmla in SGLANG_PLUGINS {OTHERWISE}")
+    before = [current(change) for change in CHANGES_V4]
     HookRegistry.apply_hooks()
+    kept = [change.target for change, f in zip(CHANGES_V4, before, strict=True) if current(change) is f]
+    if kept:
+        raise UnsupportedError(
+            f"xmla.sglang: SGLang {release} did not replace {', '.join(kept)}, which another plugin has changed; "
+            "expected xmla alone in SGLANG_PLUGINS"
+        )
     attention_v4.tell()
+
+
+def current(change: Change) -> Callable[..., Any]:
+    """What SGLang calls now."""
+    function: Callable[..., Any] = attrgetter(change.name)(importlib.import_module(change.module))
+    return function
 
 
 def register(changes: Iterable[Change], release: str, otherwise: str) -> None:
@@ -136,13 +151,13 @@ def register(changes: Iterable[Change], release: str, otherwise: str) -> None:
 def check(change: Change, release: str, otherwise: str = OTHERWISE) -> None:
     """Raise UnsupportedError unless the function is there, with the parameters of what is called in its place."""
     try:
-        original = attrgetter(change.name)(importlib.import_module(change.module))
+        original = current(change)
+        actual, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
     except Exception as error:  # a module of SGLang raises anything beside versions of packages that it does not know
         raise UnsupportedError(
             f"xmla.sglang: SGLang {release} has no {change.target}, which xmla replaces "
             f"({type(error).__name__}: {error}); {otherwise}"
         ) from error
-    actual, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
     expected = expected[1:] if change.hook is HookType.AROUND else expected  # the function itself comes first
     if change.hook is not HookType.AFTER and actual != expected:
         raise UnsupportedError(
