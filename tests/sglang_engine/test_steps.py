@@ -25,8 +25,6 @@ import stand_ins
 import torch
 
 from xmla import UnsupportedError
-from xmla import torch_api as xt
-from xmla.core.models.base import Call
 
 pytestmark = [
     pytest.mark.slow,
@@ -265,19 +263,7 @@ def unlisted(monkeypatch: pytest.MonkeyPatch) -> Unlisted:
 
     A call counts by its sizes, for layers and heads as they are here.
     """
-    made: list[Call] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        op = getattr(xt, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made.append(recorded.call_of(name, args, kwargs))
-            return op(*args, **kwargs)
-
-        return call
-
-    for name in OPS:
-        monkeypatch.setattr(xt, name, noted(name))
+    made = recorded.record(monkeypatch, OPS)
 
     def of(layer: Layer) -> list[str]:
         from sglang.srt import runtime_context

@@ -10,7 +10,7 @@ import ast
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
@@ -25,8 +25,6 @@ import stand_ins
 import torch
 
 from xmla import UnsupportedError
-from xmla import torch_api as xt
-from xmla.core.models.base import Call
 
 pytestmark = [
     pytest.mark.slow,
@@ -256,19 +254,7 @@ def engine(written: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]
     """Its steps' calls launch, on any known GPU, nothing but kernels that the plugin's warm-up compiles."""
     from xmla.sglang import warmup_v4
 
-    made: list[Call] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        op = getattr(xt, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made.append(recorded.call_of(name, args, kwargs))
-            return op(*args, **kwargs)
-
-        return call
-
-    for name in OPS:
-        monkeypatch.setattr(xt, name, noted(name))
+    made = recorded.record(monkeypatch, OPS)
     written.serve()
     yield written
     missing = recorded.unlisted(made, partial(warmup_v4.calls, written.backend, written.runner))

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
+
+from xmla import torch_api as xt
 from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.models.base import Call, specializations
 from xmla.core.registry import registry
@@ -15,6 +18,24 @@ def call_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     tensors = dict(zip(op.tensors, args, strict=False)) | {key: kwargs[key] for key in op.tensors if key in kwargs}
     specs = {argument: spec_of(tensor) for argument, tensor in tensors.items() if tensor is not None}
     return Call(name, specs, {key: value for key, value in kwargs.items() if key in op.defaults})
+
+
+def record(patch: pytest.MonkeyPatch, ops: Iterable[str]) -> list[Call]:
+    """The calls of these ops by PyTorch from now on."""
+    made: list[Call] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        op = getattr(xt, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append(call_of(name, args, kwargs))
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in ops:
+        patch.setattr(xt, name, noted(name))
+    return made
 
 
 def unlisted(made: Iterable[Call], calls: Callable[[Device], Iterable[Call]]) -> list[str]:
