@@ -150,7 +150,7 @@ def test_no_prompt_is_cached_by_another() -> None:
 
 def test_passes_are_timed_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is let ahead of those that are not to include its time."""
-    times, slept = iter([1.0, 4.0, 10.0, 12.5]), list[int]()
+    times, slept = iter([1.0, 4.0, 10.0, 12.5, 20.0, 24.0]), list[int]()
 
     def event(**_: bool) -> Any:
         at = SimpleNamespace(record=lambda: None, ms=next(times))
@@ -173,6 +173,9 @@ def test_passes_are_timed_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     passes.let_ahead(True)
     Runner()._model_forward("inputs")
     assert passes.milliseconds() == [2.5] and slept == [forwards.AHEAD] and passes.milliseconds() == []
+    passes.let_ahead(False)
+    Runner()._model_forward("inputs")
+    assert passes.milliseconds() == [4.0] and slept == [forwards.AHEAD]
 
 
 def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -389,6 +392,18 @@ def test_engines_that_end_leave_the_others(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [len(line["step_us_by_round"]) for line in lines if "step_us" in line] == [2, 12]
     logs = (tmp_path / "out" / "logs.txt").read_text()
     assert all(f"=== {name}: exit status 1" in logs for name in ("xmla-bf16", "own-bf16", "xmla-ranks"))
+
+
+@pytest.mark.parametrize("engines", ["own,xmla-bf16", "own,xmla"], ids=["at start", "behind all cases"])
+def test_an_engine_that_ends_fails_the_run(engines: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also if every case that ran is complete."""
+
+    def answer(name: str, question: tuple[Any, ...]) -> Any:
+        return None if (name, question[0]) == ("xmla", "kernels") else figures(question)
+
+    words = "--engines", engines, "--contexts", "64", "--requests", "1"
+    status, (_, *lines) = run("speed", monkeypatch, tmp_path, *words, answer=answer)
+    assert status == 1 and ("own", 9.5) in [(line["engine"], line.get("us")) for line in lines]
 
 
 def test_engines_end_without_a_model(tmp_path: Path) -> None:
