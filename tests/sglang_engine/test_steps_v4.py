@@ -353,6 +353,13 @@ def test_every_change_is_made_everywhere(written: Engine) -> None:
         assert hasattr(getattr(indexer, name), "__wrapped__")
 
 
+def test_heads_of_a_rank_are_not_padded(written: Engine) -> None:
+    from sglang.srt.models.deepseek_v4 import MqaAttentionBase
+
+    attention = SimpleNamespace(n_local_heads=8, n_heads=64, attn_tp_size=8)
+    assert MqaAttentionBase._kernel_num_heads(attention, 3) == 8
+
+
 def test_every_call_has_arguments_that_the_replacement_takes(written: Engine) -> None:
     """Of each replaced function, in SGLang's sources of DeepSeek-V4."""
     from xmla.sglang import seam
