@@ -397,10 +397,17 @@ def test_what_is_not_served_is_refused_at_start(written: Engine, monkeypatch: py
         "DSpark": get_spec().override(speculative_algorithm="DSPARK"),
         "HiSparse of DeepSeek-V4": get_memory().override(enable_hisparse=True),
         "context parallelism of DeepSeek-V4": get_parallel().override(dcp_size=2),
-        "SGLANG_OPT_USE_TILELANG_INDEXER=1": envs.SGLANG_OPT_USE_TILELANG_INDEXER.override(True),
     }
+    cases |= {
+        f"{name}=1": getattr(envs, name).override(True)
+        for name in (
+            "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "SGLANG_OPT_USE_TILELANG_INDEXER", "SGLANG_OPT_USE_AITER_INDEXER",
+            "SGLANG_OPT_USE_ONLINE_COMPRESS",
+        )
+    }  # fmt: skip
     ending = "; without xmla in SGLANG_PLUGINS SGLang serves with its own kernels"
-    for reason, option in cases.items():
+    ranks = "context parallelism of DeepSeek-V4", get_parallel().override(tp_size=2, moe_tp_size=2, attn_cp_size=2)
+    for reason, option in (*cases.items(), ranks):
         with option:
             for refused in (
                 partial(KVCacheConfigurator._profile_available_bytes, configurator, 1),
