@@ -1,4 +1,4 @@
-"""Clearing inside kernels."""
+"""The kernel that clears a buffer, of the launch in `core/clearing.py`."""
 
 import triton
 import triton.language as tl

@@ -60,7 +60,8 @@ class Call:
             for name, spec in self.specs.items()
             if begins_anywhere(name, spec)
         }
-        yield replace(self, specs={**self.specs, **shifted})
+        if shifted:
+            yield replace(self, specs={**self.specs, **shifted})
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""

@@ -147,7 +147,7 @@ class ModelConfig(Model):
     def stored(self, tokens: int, requests: int, width: int, mixed: bool) -> Iterator[Call]:
         """The calls of `ContextParallel.select` over tables of `width` pages, of all tokens or in parts of them."""
         columns = width * self.page_size
-        rows = parts(tokens, columns, 1 << 29)
+        rows = parts(tokens, columns, workspace_bytes=1 << 29)  # what `select` stores by default
         for part in rows:
             count = len(range(tokens)[part])
             a_token = Spec((count,), "int32")
