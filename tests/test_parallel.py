@@ -217,7 +217,7 @@ def test_the_model_lists_the_calls_of_a_step(
     if at_once is not None:
         nbytes = 4 * width * PAGE * at_once
         for place in (v32, parallel):
-            monkeypatch.setattr(place, "parts", lambda tokens, columns, _: parts(tokens, columns, nbytes))
+            monkeypatch.setattr(place, "parts", lambda tokens, columns, workspace_bytes: parts(tokens, columns, nbytes))
     attend(parallel.ContextParallel(init_device_mesh(DEVICE, (1,)), problem.ownership), problem, 0)
     model = ModelConfig(
         heads=8, index_heads=4, k=K, page_size=PAGE, softmax_scale=SCALE, sink=True, index_format=index_format
