@@ -2707,7 +2707,8 @@ def split_batch(
         require_uniform: All decodes have the same number of new tokens; padding requests may have none.
 
     Returns:
-        counts: [4] int32, the numbers of decodes, prefills, decode tokens, prefill tokens.
+        counts: [4] int32, the numbers of decodes, prefills, decode tokens, prefill tokens. Padding at the
+            end counts as prefill tokens, or as decode tokens if there is no prefill.
         request_ids: [T] int32, the request of each token; −1 after the last request's tokens.
         token_lengths: [T] int32, max(0, lengths[b] − n[b] + 1 + j) for the j-th new token of b; 0 after the last
             request's tokens.
