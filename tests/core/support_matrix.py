@@ -36,7 +36,8 @@ A format is that of each cache, by its name or by dtype and last axis, with `+` 
 implementation has its name behind a comma: `triton` is the portable one.
 
 - Kernels for sm_90 have run, on an H200. Those for sm_120 have run as plans and code on a Hopper GPU, not on the part
-  ([how](../benchmarks/log/sm12x.md)). The others are only compiled: each fits the part's shared and tensor memory.
+  ([how](../benchmarks/log/sm12x.md)), and so have attention and logits for sm_89 and sm_80
+  ([log](../benchmarks/log/sm80.md)). The others are only compiled: each fits the part's shared and tensor memory.
 - On sm_90 tiles are chosen by measurement, and spilling is the price of higher occupancy. Most spills are in portable
   kernels, where calls take the Gluon ones.
 - sm_89 and sm_80 have no tiles of their own. sm_80 has no e4m3: kernels convert it in integers, to the same values.
