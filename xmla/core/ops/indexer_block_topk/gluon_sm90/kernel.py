@@ -8,14 +8,14 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
     KEYS,
     ROWS,
-    SMEM_V,
     STAGES,
+    allocate,
     copy_keys,
     layout_by_key,
     load_query,
+    place_of_cta,
     pointers_of_tile,
     score_tile,
-    swizzled,
 )
 
 
@@ -50,10 +50,7 @@ def logits_at_places_sm90_kernel(
     weights_ptr += offset_of(first_row, QUERY.WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
-    # Adjacent CTAs share their keys.
-    groups = gl.cdiv(num_tokens, GROUP)
-    first_token = gl.program_id(0) % groups * GROUP
-    first_key = gl.program_id(0) // groups * chunk
+    first_token, first_key = place_of_cta(num_tokens, chunk, GROUP)
     chunk = gl.minimum(chunk, num_keys - first_key)
 
     # Positions are relative to first_key, which becomes the first tile's first key below.
@@ -71,10 +68,7 @@ def logits_at_places_sm90_kernel(
     end -= before
     tiles = gl.cdiv(end, KEYS)
 
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], swizzled(D))
-    weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
-    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
-
+    q_smem, weight_smem, key_smem = allocate(D)
     load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
     tile_ptrs = pointers_of_tile(keys_ptr + offset_of(first_key, KEY_STRIDE), KEY_STRIDE, D)
     for i in gl.static_range(STAGES - 1):

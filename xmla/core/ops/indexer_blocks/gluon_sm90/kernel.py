@@ -9,14 +9,14 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.indexer_logits.gluon_sm90.kernel import (
     KEYS,
     ROWS,
-    SMEM_V,
     STAGES,
+    allocate,
     copy_keys,
     layout_by_key,
     load_query,
+    place_of_cta,
     pointers_of_tile,
     score_tile,
-    swizzled,
 )
 
 LARGEST = gl.constexpr(3.4028234663852886e38)  # finite float32
@@ -85,10 +85,7 @@ def block_maxima_sm90_kernel(
     weights_ptr += offset_of(first_row, QUERY.WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
-    # Adjacent CTAs share their keys.
-    groups = gl.cdiv(num_tokens, GROUP)
-    first_token = gl.program_id(0) % groups * GROUP
-    chunk_key = gl.program_id(0) // groups * chunk
+    first_token, chunk_key = place_of_cta(num_tokens, chunk, GROUP)
 
     token = first_token + gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCORES))
     row_start, row_end = load_ranges(starts_ptr, ends_ptr, token, num_tokens, num_keys)
@@ -99,9 +96,7 @@ def block_maxima_sm90_kernel(
     if shift == GRANULARITY:
         return
 
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], swizzled(D))
-    weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
-    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
+    q_smem, weight_smem, key_smem = allocate(D)
     load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
 
     key_ptrs = pointers_of_tile(keys_ptr, KEY_STRIDE, D)

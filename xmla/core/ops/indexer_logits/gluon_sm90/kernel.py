@@ -63,6 +63,22 @@ def layout_by_key(group):
 
 
 @gluon.jit
+def place_of_cta(num_tokens, chunk, GROUP: gl.constexpr):
+    """The first of this CTA's GROUP tokens, and of its `chunk` keys; adjacent CTAs share their keys."""
+    groups = gl.cdiv(num_tokens, GROUP)
+    return gl.program_id(0) % groups * GROUP, gl.program_id(0) // groups * chunk
+
+
+@gluon.jit
+def allocate(D: gl.constexpr):
+    """Shared memory of a CTA: its queries [ROWS, D], their weights [ROWS], and STAGES tiles of keys [KEYS, D]."""
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], swizzled(D))
+    weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
+    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
+    return q_smem, weight_smem, key_smem
+
+
+@gluon.jit
 def copy_keys(tile_ptrs, at, start, end, smem, KEY_STRIDE: gl.constexpr):
     """Start copies of the keys from position `at` on; those outside [start, end) become zeros."""
     if (at >= start) & (at + KEYS <= end):
@@ -211,10 +227,7 @@ def indexer_logits_sm90_kernel(
     weights_ptr += offset_of(first_row, QUERY.WEIGHT_STRIDE)
     starts_ptr += first_row
     ends_ptr += first_row
-    # Adjacent CTAs share their keys.
-    groups = gl.cdiv(num_tokens, GROUP)
-    first_token = gl.program_id(0) % groups * GROUP
-    first_key = gl.program_id(0) // groups * chunk
+    first_token, first_key = place_of_cta(num_tokens, chunk, GROUP)
     chunk = gl.minimum(chunk, num_keys - first_key)
 
     # Positions are relative to first_key, which becomes the first tile's first key below.
@@ -239,10 +252,7 @@ def indexer_logits_sm90_kernel(
     start, end = gl.min(row_start, 0), gl.max(row_end, 0)
     all_start, all_end = gl.max(row_start, 0), gl.min(row_end, 0)
 
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], swizzled(D))
-    weight_smem = gl.allocate_shared_memory(gl.float32, [ROWS], SMEM_V)
-    key_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], swizzled(D))
-
+    q_smem, weight_smem, key_smem = allocate(D)
     load_query(q8_ptr, weights_ptr, first_token, num_tokens - first_token, q_smem, weight_smem, QUERY)
     tile_ptrs = pointers_of_tile(keys_ptr + offset_of(first_key, KEY_STRIDE), KEY_STRIDE, D)
     for i in gl.static_range(STAGES - 1):
