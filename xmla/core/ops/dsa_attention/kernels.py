@@ -3,7 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import multiple, offset_of
-from xmla.core.lang.requests import request_of
+from xmla.core.lang.requests import request_of_token
 from xmla.core.ops.map_slots.kernels import map_row
 from xmla.core.ops.select_topk.kernels import select_row, select_whole_row
 
@@ -15,7 +15,7 @@ def map_selected(
 ):  # fmt: skip
     """Map the row that this program has selected; parameters as in the kernels below."""
     tl.debug_barrier()  # other threads wrote what this one maps
-    request = request_of(request_ids_ptr, num_requests, next_n, MAPPING.HAS_REQUEST_IDS)
+    request = request_of_token(request_ids_ptr, tl.program_id(0), num_requests, next_n, MAPPING.HAS_REQUEST_IDS)
     table_row = block_table_ptr + offset_of(request, table_stride)
     keys = multiple(k, C.UNIT)
     map_row(

@@ -3,7 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import multiple, offset_of
-from xmla.core.lang.requests import request_of
+from xmla.core.lang.requests import request_of_token
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def map_slots_kernel(
     let_next_start(OVERLAP_LIMIT)
     wait_for_earlier(OVERLAP_LIMIT)
     token = tl.program_id(0).to(tl.int64)
-    request = request_of(request_ids_ptr, num_requests, next_n, MAPPING.HAS_REQUEST_IDS)
+    request = request_of_token(request_ids_ptr, tl.program_id(0), num_requests, next_n, MAPPING.HAS_REQUEST_IDS)
     width = tl.where(request >= 0, table_width, 0)
     table_row = block_table_ptr + offset_of(request, table_stride)
     length = tl.load(lengths_ptr + token) if MAPPING.HAS_LENGTHS else 0

@@ -2,7 +2,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.offsets import multiple, offset_of
-from xmla.core.lang.requests import request_of
+from xmla.core.lang.requests import request_of_token
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def window_slots_kernel(
     ONE_STEP: tl.constexpr,  # window ≤ BLOCK_K
 ):
     token = tl.program_id(0).to(tl.int64)
-    request = request_of(request_ids_ptr, num_requests, next_n, HAS_REQUEST_IDS)
+    request = request_of_token(request_ids_ptr, tl.program_id(0), num_requests, next_n, HAS_REQUEST_IDS)
     width = tl.where(request >= 0, table_width, 0)
     table_row = block_table_ptr + offset_of(request, table_stride)
     visible = tl.maximum(tl.load(lengths_ptr + token), 0) // RATIO
