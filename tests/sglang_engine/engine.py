@@ -3,6 +3,7 @@ starts it.
 
 python engine.py model FOLDER                 make the model of V3.2, whose last layer drafts
 python engine.py model-v4 FOLDER              that of V4
+python engine.py kernels-v4                   what SGLang compiles for V4 by nvcc, all at once
 python engine.py answer ENGINE MODEL OUT      requests of several lengths: tokens and log-probabilities, then again
 python engine.py measure ENGINE PIPE          what it is asked for through the pipe: rounds of a case, kernels of one
 """
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,7 +50,8 @@ app = typer.Typer(add_completion=False)
 @dataclass(frozen=True, slots=True)
 class Engine:
     """`graphs`: decodes are captured as CUDA graphs; `prefill_graphs`: prefills too. `drafts`: tokens that the model's
-    last layer drafts; `ranks`: GPUs that share the heads. `v4`: DeepSeek-V4, with one cache and attention."""
+    last layer drafts; `ranks`: GPUs that share the heads. `v4`: DeepSeek-V4, with one cache and attention;
+    `torch_logits`: its indexer's logits by SGLang's function in torch."""
 
     plugin: bool
     cache: str = "fp8_e4m3"
@@ -59,11 +62,13 @@ class Engine:
     drafts: int = 0
     ranks: int = 1
     v4: bool = False
+    torch_logits: bool = False
 
     def environment(self) -> dict[str, str]:
         plugins = (["xmla", "called"] if self.plugin else []) + ["passes"] + ["streams"] * self.v4
         named = {"SGLANG_PLUGINS": ",".join(plugins), "XMLA_SGLANG_REQUIRED": "1"}
-        return named | (V4_ENVIRONMENT if self.v4 else {})
+        logits = {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"} if self.torch_logits else {}
+        return named | (V4_ENVIRONMENT if self.v4 else {}) | logits
 
     def arguments(self) -> dict[str, Any]:
         drafts = {
@@ -81,6 +86,9 @@ V4_ENVIRONMENT = {
     # Without TileLang, in all engines: what it has for mHC is left to torch, but for one kernel (`without_tilelang`).
     "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
     "SGLANG_OPT_FUSE_MHC_POST_PRE": "0", "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    # Captured, each of mHC's functions in torch would be compiled for every layer and batch.
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_OPT_USE_JIT_INDEXER_METADATA": "0",  # the schedule of the release of DeepGEMM that reads it
     "SGLANG_DSV4_FP4_EXPERTS": "0",  # the checkpoint's are bfloat16
     "SGLANG_OPT_DSV4_NONPAGED_INDEXER_MIN_QUERY_TOKENS": "1024",  # so that the chunks here have it too
 }  # fmt: skip
@@ -107,6 +115,7 @@ ENGINES = {
     "xmla-ranks": Engine(plugin=True, ranks=2),
     "xmla-ranks-graphs": Engine(plugin=True, ranks=2, graphs=True),
     "v4-own": Engine(plugin=False, v4=True),
+    "v4-own-torch": Engine(plugin=False, v4=True, torch_logits=True),
     "v4-xmla": Engine(plugin=True, v4=True),
     "v4-xmla-graphs": Engine(plugin=True, v4=True, graphs=True),
 }
@@ -131,6 +140,40 @@ def make_model_v4(folder: Path, device: str = "cuda") -> None:
 
     made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device=device)
     name_for_sglang(folder)
+
+
+@app.command("kernels-v4")
+def build_kernels_v4() -> None:
+    """What each engine of V4 would compile at its first steps, one after the other; they take it from SGLang's cache.
+
+    SGLang is imported where it is needed: its modules ask for a GPU.
+    """
+    import torch
+    from sglang.kernels.jit.utils.compile import parallel_compile
+    from sglang.kernels.ops.activation import silu_and_mul_clamp
+    from sglang.kernels.ops.attention.dsv4 import compress, norm_rope, topk
+    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+    from sglang.kernels.ops.moe import dsv4
+
+    half, single, layout = torch.bfloat16, torch.float32, KVLayout.V4
+    parallel_compile([
+        norm_rope._jit_fused_rope_module,
+        partial(norm_rope._jit_main_q_norm_rope_module, half, 512, 64, True),
+        partial(norm_rope._jit_main_k_norm_rope_flashmla_module, half, 512, 64, 256, layout),
+        partial(norm_rope._jit_main_q_indexer_rope_hadamard_quant_module, half),
+        compress._jit_compress_plan_module,
+        *(
+            partial(compress._jit_compress_module, dim, single, single, single, ratio)
+            for dim, ratio in ((512, 4), (128, 4), (512, 128))
+        ),
+        *(
+            partial(compress._jit_compress_norm_rope_module, single, dim, 64, page, False, layout)
+            for dim, page in ((512, 64), (512, 2), (128, 64))
+        ),
+        dsv4._jit_hash_topk_module,
+        partial(silu_and_mul_clamp._jit_silu_and_mul_clamp_module, half),
+        topk._jit_topk_v2_module,  # of SGLang's own engines alone
+    ])  # fmt: skip
 
 
 def name_for_sglang(folder: Path) -> None:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,7 +46,9 @@ PAIRS = (
         "kv-bf16", "gathered", "chunks", "graphs", "all-graphs", "drafts", "drafts-3", "drafts-graphs", "ranks",
         "ranks-graphs",
     )),
+    ("v4-own-torch", "v4-own"),
     ("v4-xmla", "v4-own"),
+    ("v4-xmla", "v4-own-torch"),
     ("v4-xmla-graphs", "v4-xmla"),
 )  # fmt: skip
 CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
@@ -60,6 +63,7 @@ ENVIRONMENT = {
 RUNS = "DeepSeek sparse attention runs on xmla"
 READY = "kernels are ready"  # as the plugin logs in each process; what xmla logs of a kernel behind it was not listed
 COMPILED = " s for sm_"
+KERNELS = 240  # seconds that nvcc may take for SGLang's kernels
 
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(engine.ENGINES)}.")]
 app = typer.Typer(add_completion=False)
@@ -83,13 +87,19 @@ def child(
     return harness.run_engine([FOLDER / "engine.py", *words], log, environment, seconds, pipe)
 
 
-def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
-    """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve."""
+def serve_v4(engines: list[str]) -> bool:
+    """Whether the model of all of these engines is V4, and not V3.2."""
     of_v4 = {engine.ENGINES[name].v4 for name in engines}
     if len(of_v4) > 1:
         raise typer.BadParameter(f"{', '.join(engines)} serve two models")
-    model = folder / ("model-v4" if of_v4 == {True} else f"model-{layers}-{heads}")
-    words = ["model-v4", model] if of_v4 == {True} else ["model", model, "--layers", layers, "--heads", heads]
+    return of_v4 == {True}
+
+
+def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
+    """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve."""
+    v4 = serve_v4(engines)
+    model = folder / ("model-v4" if v4 else f"model-{layers}-{heads}")
+    words = ["model-v4", model] if v4 else ["model", model, "--layers", layers, "--heads", heads]
     if not (model / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         status = child(folder / "model.log", 120, {}, *words)
@@ -97,6 +107,14 @@ def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
             print((folder / "model.log").read_text()[-3000:])
             raise typer.Exit(code=status)
     return model
+
+
+def build_kernels_v4(folder: Path) -> None:
+    """Before any engine starts, each of which would compile them at its first steps; it still does what fails here."""
+    begun, log = time.monotonic(), folder / "kernels.log"
+    status = child(log, KERNELS, {}, "kernels-v4")
+    failure = f"\n{log.read_text()[-3000:]}" if status else ""
+    print(f"SGLang's kernels: exit status {status} after {time.monotonic() - begun:.0f} s{failure}", flush=True)
 
 
 def lines_file(out: Path, command: str, commit: str | None, model: Path) -> Path:
@@ -155,6 +173,8 @@ def check(
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     names = engines.split(",")
     model = model_in(work, layers, heads, names)
+    if serve_v4(names):
+        build_kernels_v4(work)
     file = lines_file(out, "check", commit, model)
 
     def run(name: str, log: Path, answer: Path) -> int:

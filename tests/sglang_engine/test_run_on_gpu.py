@@ -79,7 +79,9 @@ def test_options() -> None:
         not any(name.startswith("dsa") for name in v4.arguments()) and not v4.arguments()["disable_decode_cuda_graph"]
     )
     assert v4.environment()["SGLANG_PLUGINS"] == "xmla,called,passes,streams"
-    assert engine.ENGINES["v4-own"].environment()["SGLANG_PLUGINS"] == "passes,streams"
+    own, torch_logits = (engine.ENGINES[name].environment() for name in ("v4-own", "v4-own-torch"))
+    assert own["SGLANG_PLUGINS"] == "passes,streams"
+    assert {*torch_logits.items()} - {*own.items()} == {("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "1")}
 
 
 def test_engines_of_two_models_are_refused(tmp_path: Path) -> None:
@@ -288,6 +290,37 @@ def test_check_writes_what_every_engine_answered(monkeypatch: pytest.MonkeyPatch
     ours = [name for name in engines if name.startswith("xmla")]
     assert all(last["holds"].values()) and len(last["holds"]) == 2 * len(engines) + len(ours) + 5
     assert "=== xmla-bf16: exit status 1" in (tmp_path / "out" / "logs.txt").read_text()
+
+
+@pytest.mark.parametrize("built", [0, 1])
+def test_v4s_kernels_are_built_before_its_engines_start(
+    built: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    """Engines start also if that fails."""
+    order: list[str] = []
+    config = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 2048, "index_topk": 512}
+
+    def child(log: Path, seconds: float, environment: dict[str, str], kind: str, *words: Any) -> int:
+        log.write_text("nvcc's words")
+        if kind == "model-v4":
+            words[0].mkdir()
+            (words[0] / "config.json").write_text(json.dumps(config))
+        if kind == "answer":
+            ours = {"calls": [*engine.OPS] if "xmla" in words[0] else [], "seconds": {}}
+            words[2].write_text(json.dumps({"answers": answers(-1.0, 7, 32)} | ours))
+        order.append(words[0] if kind == "answer" else kind)
+        return built if kind == "kernels-v4" else 0
+
+    monkeypatch.setattr(run_on_gpu, "child", child)
+    monkeypatch.setattr(run_on_gpu, "version", lambda package: "0.5.23")
+    words = ["check", "--out", tmp_path / "out", "--work", tmp_path, "--commit", "a commit", "--at-once", 1]
+    done = CliRunner().invoke(run_on_gpu.app, [*map(str, words), "--engines", "v4-own,v4-own-torch,v4-xmla"])
+    assert order == ["model-v4", "kernels-v4", "v4-own", "v4-own-torch", "v4-xmla"]
+    assert f"SGLang's kernels: exit status {built} after 0 s" in done.output
+    assert ("nvcc's words" in done.output) == bool(built)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "sglang.jsonl").read_text().splitlines()]
+    pairs = [(line["engine"], line["beside"]) for line in lines if "mean_abs_logprob" in line]
+    assert pairs == [("v4-own-torch", "v4-own"), ("v4-xmla", "v4-own"), ("v4-xmla", "v4-own-torch")]
 
 
 def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
