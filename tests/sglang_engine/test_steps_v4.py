@@ -75,19 +75,21 @@ def normal(random: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 class Engine:
-    """A layer of each kind over requests of LENGTHS keys, whose pages are mixed, in both pools by different orders."""
+    """A layer of each of these ratios over requests of LENGTHS keys, whose pages are mixed, in both pools by different
+    orders.
+    """
 
-    def __init__(self, sglang: Any) -> None:
+    def __init__(self, sglang: Any, ratios: tuple[int, ...] = RATIOS) -> None:
         from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
-        self.sglang, self.random = sglang, torch.Generator().manual_seed(0)
+        self.sglang, self.random, self.ratios = sglang, torch.Generator().manual_seed(0), ratios
         pages = 12
         self.pool = DeepSeekV4TokenToKVPool(
             max_num_reqs=4, swa_size=pages * PAGE, c4_size=pages * PAGE // 4, c128_size=pages * PAGE // 128,
             c4_state_pool_size=64, c128_state_pool_size=64, page_size=PAGE, swa_page_size=PAGE,
             dtype=torch.float8_e4m3fn, c4_state_dtype=torch.float32, c128_state_dtype=torch.float32,
-            qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, indexer_head_dim=128, layer_num=len(RATIOS), device="cpu",
-            enable_memory_saver=False, compression_ratios=[*RATIOS],
+            qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, indexer_head_dim=128, layer_num=len(ratios), device="cpu",
+            enable_memory_saver=False, compression_ratios=[*ratios],
         )  # fmt: skip
         slot = torch.arange((1 + pages) * PAGE)
         of_window = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(pages, generator=self.random)])
@@ -120,7 +122,7 @@ class Engine:
         for slots, length in zip(self.slots, LENGTHS, strict=False):
             own = slots[:length].long()
             of_window = self.pool.full_to_swa_index_mapping[own[-WINDOW - 16 :]]
-            for layer, ratio in enumerate(RATIOS):
+            for layer, ratio in enumerate(self.ratios):
                 self.pool.set_swa_key_buffer(layer, of_window, self.pack(len(of_window)))
                 if ratio and length // ratio:
                     of_entries = own[ratio - 1 :: ratio] // ratio
@@ -168,7 +170,7 @@ class Engine:
         self.prepare(batch)
         compressed = self.backend.forward_metadata.indexer_metadata is not None
         selected = self.select(batch, tokens) if compressed else [[]] * count
-        for layer, ratio in enumerate(RATIOS if compressed else RATIOS[:1]):
+        for layer, ratio in enumerate(self.ratios if compressed else self.ratios[:1]):
             q, sink = normal(self.random, count, HEADS, NOPE + ROPE), torch.randn(HEADS, generator=self.random)
             attention = SimpleNamespace(layer_id=layer, v_head_dim=NOPE + ROPE, tp_q_head_num=HEADS)
             out = self.backend.forward(
@@ -250,15 +252,26 @@ def written(sglang: Any) -> Engine:
 
 
 @pytest.fixture
-def engine(written: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Its steps' calls launch, on any known GPU, nothing but kernels that the plugin's warm-up compiles."""
+def listed(written: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls launch, on any known GPU, nothing but kernels that the plugin's warm-up compiles for the model."""
     from xmla.sglang import warmup_v4
 
     made = recorded.record(monkeypatch, OPS)
-    written.serve()
-    yield written
+    yield
     missing = recorded.unlisted(made, partial(warmup_v4.calls, written.backend, written.runner))
-    assert not missing, missing[0]
+    assert made and not missing, missing[:1]
+
+
+@pytest.fixture
+def engine(written: Engine, listed: None) -> Engine:
+    written.serve()
+    return written
+
+
+@pytest.fixture(scope="module")
+def drafting(sglang: Any) -> Engine:
+    """The runner that drafts: its pool is of one layer, which attends to its window alone."""
+    return Engine(sglang, (0,))
 
 
 def test_a_prefill_then_a_decode(engine: Engine) -> None:
@@ -314,6 +327,30 @@ def test_drafted_tokens(engine: Engine) -> None:
         engine.serve(drafts=2)
         engine.step("TARGET_VERIFY", [2, 2, 2])
         engine.step("DRAFT_EXTEND_V2", [2, 2, 2])
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_steps_of_drafting(drafting: Engine, listed: None, steps: int) -> None:
+    """The drafting layer behind a prefill, in each step of several by its own backend, and behind what was verified.
+
+    All steps attend to the same keys: SGLang counts none of the drafted ones.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    with get_spec().override(speculative_num_draft_tokens=steps + 1, speculative_eagle_topk=1):
+        drafting.serve(drafts=steps + 1)
+        drafting.step("EXTEND", [3, 5, 3])
+        several = drafting.sglang.DeepseekV4MultiStepBackend(drafting.runner, 1, steps)
+
+        def prepare(batch: SimpleNamespace) -> None:
+            batch.out_cache_loc = batch.out_cache_loc.repeat_interleave(steps)
+            several.init_forward_metadata(batch)
+
+        for drafting.backend in several.attn_backends[:-1]:  # the last draft needs no step
+            drafting.prepare = prepare
+            drafting.step("DECODE", [1, 1, 1])
+        drafting.serve(drafts=steps + 1)
+        drafting.step("DRAFT_EXTEND_V2", [steps + 1] * 2, [1, 0])
 
 
 def test_a_decode_with_the_metadata_of_a_cuda_graph(engine: Engine) -> None:
