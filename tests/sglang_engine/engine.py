@@ -2,7 +2,7 @@
 starts it.
 
 python engine.py model FOLDER                 make the model of V3.2, whose last layer drafts
-python engine.py model-v4 FOLDER              that of V4
+python engine.py model-v4 FOLDER              that of V4, likewise
 python engine.py kernels-v4                   what SGLang compiles for V4 by nvcc, all at once
 python engine.py answer ENGINE MODEL OUT      requests of several lengths: tokens and log-probabilities, then again
 python engine.py measure ENGINE PIPE          what it is asked for through the pipe: rounds of a case, kernels of one
@@ -72,7 +72,8 @@ class Engine:
 
     def arguments(self) -> dict[str, Any]:
         drafts = {
-            "speculative_algorithm": "NEXTN", "speculative_num_steps": self.drafts, "speculative_eagle_topk": 1,
+            "speculative_algorithm": "EAGLE" if self.v4 else "NEXTN",  # of the same layer; V4 has no other name
+            "speculative_num_steps": self.drafts, "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": self.drafts + 1,
         }  # fmt: skip
         kind = {"dsa_prefill_backend": self.attention, "dsa_decode_backend": self.attention}
@@ -118,6 +119,8 @@ ENGINES = {
     "v4-own-torch": Engine(plugin=False, v4=True, torch_logits=True),
     "v4-xmla": Engine(plugin=True, v4=True),
     "v4-xmla-graphs": Engine(plugin=True, v4=True, graphs=True),
+    "v4-xmla-drafts": Engine(plugin=True, v4=True, drafts=3),
+    "v4-xmla-drafts-graphs": Engine(plugin=True, v4=True, drafts=3, graphs=True),
 }
 
 
@@ -139,6 +142,7 @@ def make_model_v4(folder: Path, device: str = "cuda") -> None:
     import model as made
 
     made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device=device)
+    made.add_v4_draft_layer(folder, hidden=0.25, experts=1)
     name_for_sglang(folder)
 
 
@@ -154,6 +158,7 @@ def build_kernels_v4() -> None:
     from sglang.kernels.ops.attention.dsv4 import compress, norm_rope, topk
     from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
     from sglang.kernels.ops.moe import dsv4
+    from sglang.kernels.ops.speculative import tree
 
     half, single, layout = torch.bfloat16, torch.float32, KVLayout.V4
     parallel_compile([
@@ -172,6 +177,7 @@ def build_kernels_v4() -> None:
         ),
         dsv4._jit_hash_topk_module,
         partial(silu_and_mul_clamp._jit_silu_and_mul_clamp_module, half),
+        tree._jit_tree_module,  # of engines that draft
         topk._jit_topk_v2_module,  # of SGLang's own engines alone
     ])  # fmt: skip
 

@@ -49,7 +49,7 @@ PAIRS = (
     ("v4-own-torch", "v4-own"),
     ("v4-xmla", "v4-own"),
     ("v4-xmla", "v4-own-torch"),
-    ("v4-xmla-graphs", "v4-xmla"),
+    *(("v4-xmla-" + name, "v4-xmla") for name in ("graphs", "drafts", "drafts-graphs")),
 )  # fmt: skip
 CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
 ENVIRONMENT = {

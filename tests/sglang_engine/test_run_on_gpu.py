@@ -78,6 +78,9 @@ def test_options() -> None:
     assert (
         not any(name.startswith("dsa") for name in v4.arguments()) and not v4.arguments()["disable_decode_cuda_graph"]
     )
+    drafts = engine.ENGINES["v4-xmla-drafts"].arguments()
+    assert drafts["speculative_algorithm"] == "EAGLE"  # SGLang refuses NEXTN of this model
+    assert (drafts["speculative_num_steps"], drafts["speculative_num_draft_tokens"]) == (3, 4)
     assert v4.environment()["SGLANG_PLUGINS"] == "xmla,called,passes,streams"
     own, torch_logits = (engine.ENGINES[name].environment() for name in ("v4-own", "v4-own-torch"))
     assert own["SGLANG_PLUGINS"] == "passes,streams"
@@ -99,6 +102,24 @@ def test_a_model_of_v4_has_the_names_of_its_checkpoint(tmp_path: Path) -> None:
     assert not any(".attn.norm." in name or ".hc_head.hc_" in name for name in names)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["topk_method"]) == ("deepseek_v4", "noaux_tc")
+
+
+def test_the_drafting_layer_of_v4_has_all_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of a layer that attends to its window alone, a router and experts of one that tokens do not choose; SGLang
+    would leave what it does not find as memory was."""
+    import model
+
+    monkeypatch.setattr(model, "LARGE_V4", model.TINY_V4)
+    engine.make_model_v4(tmp_path, device="cpu")
+    weights = load_file(tmp_path / "model.safetensors")
+    parts = {name.removeprefix("mtp.0.") for name in weights if name.startswith("mtp.0.")}
+    first = {name.removeprefix("model.layers.0.") for name in weights if name.startswith("model.layers.0.")}
+    second = {name.removeprefix("model.layers.1.") for name in weights if name.startswith("model.layers.1.ffn.")}
+    own = {f"{part}{kind}.weight" for part in "eh" for kind in ("norm", "_proj")}
+    own |= {"head.weight", "emb.tok_emb.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"}
+    assert parts == first - {"ffn.gate.tid2eid"} | second | own and "ffn.gate.bias" in second
+    assert torch.equal(weights["mtp.0.h_proj.weight"], 0.25 * weights["mtp.0.e_proj.weight"])
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def test_engines_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -341,19 +341,24 @@ def add_draft_layer(folder: Path, hidden: float = 1) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
-def add_v4_draft_layer(folder: Path) -> None:
-    """The same for V4, by its checkpoint's names, of the layer without compressed entries."""
+def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = None) -> None:
+    """The same for V4, by its checkpoint's names, of the layer without compressed entries.
+
+    Its router, which follows no token's number, and routed experts are those of the layer `experts`; else it has none,
+    as the tests' vLLM has no kernel for them.
+    """
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     weights, width = load_file(file), config["hidden_size"]
     copied = {"model.layers.0.": "mtp.0.", "model.hc_head.hc_": "mtp.0.hc_head_"}
     copied |= {"head.": "mtp.0.head.", "model.norm.": "mtp.0.norm.", "model.embed_tokens.": "mtp.0.emb.tok_emb."}
+    routed = {f"model.layers.{experts}.ffn.{part}.": f"mtp.0.ffn.{part}." for part in ("experts", "gate")}
     for name, weight in [*weights.items()]:
-        for old, new in copied.items():
-            if name.startswith(old) and ".experts." not in name and ".gate." not in name:
+        for old, new in (routed if ".experts." in name or ".gate." in name else copied).items():
+            if name.startswith(old):
                 weights[name.replace(old, new).replace(".attn.norm.", ".attn.kv_norm.")] = weight.clone()
-    for part in ("e", "h"):
+    for part, scale in (("e", 1), ("h", hidden)):
         weights[f"mtp.0.{part}norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
-        weights[f"mtp.0.{part}_proj.weight"] = torch.eye(width, dtype=torch.bfloat16)
+        weights[f"mtp.0.{part}_proj.weight"] = scale * torch.eye(width, dtype=torch.bfloat16)
     save_file(weights, file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
