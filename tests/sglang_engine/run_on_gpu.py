@@ -63,6 +63,8 @@ ENVIRONMENT = {
 RUNS = "DeepSeek sparse attention runs on xmla"
 READY = "kernels are ready"  # as the plugin logs in each process; what xmla logs of a kernel behind it was not listed
 COMPILED = " s for sm_"
+# SGLang's warnings of weights that a checkpoint or a model has not. It serves on, with whatever memory had there.
+NOT_LOADED = "not initialized from checkpoints", "not found in params_dict"
 KERNELS = 240  # seconds that nvcc may take for SGLang's kernels
 
 Engines = Annotated[str, typer.Option(help=f"Of {', '.join(engine.ENGINES)}.")]
@@ -142,12 +144,18 @@ def compiled_late(log: str) -> list[str] | None:
     return [line[:200] for line in rest.splitlines() if COMPILED in line] if ready else None
 
 
+def not_loaded(log: str) -> list[str]:
+    """What SGLang's log tells of weights that a checkpoint or the model has not."""
+    return [line[:200] for line in log.splitlines() if any(warning in line for warning in NOT_LOADED)]
+
+
 def verdicts(
     found: harness.Pairs, asked_again: dict[str, harness.Figures], answers: harness.Answers
 ) -> dict[str, bool]:
     """What has to hold, of what ran."""
     wanted: dict[str, bool] = {}
     for name, result in answers.items():
+        wanted[f"{name}: all weights are the checkpoint's"] = result["not_loaded"] == []
         if engine.ENGINES[name].plugin:
             called = {*engine.OPS} <= {*result["calls"]}
             wanted[f"{name}: attention and every op are xmla's"] = result["runs"] and called
@@ -155,11 +163,17 @@ def verdicts(
         else:
             wanted[f"{name}: nothing is xmla's"] = not result["runs"] and not result["calls"]
     for name, figures in asked_again.items():
-        if engine.ENGINES[name].v4:  # of which a prefix needs a window, too
-            continue
-        # All pages but the last are cached, whose token is computed; the same tokens come out of them.
-        cached = [count >= length - 64 - 1 for count, length in zip(figures["cached"], figures["prompt"], strict=True)]
-        wanted[f"{name}: prompts asked again are cached"] = all(cached)
+        if not engine.ENGINES[name].v4:  # of which a prefix needs a window, too
+            # All pages but the last are cached, whose token is computed; the same tokens come out of them.
+            pages = zip(figures["cached"], figures["prompt"], strict=True)
+            wanted[f"{name}: prompts asked again are cached"] = all(count >= length - 64 - 1 for count, length in pages)
+        if engine.ENGINES[name].drafts:  # without any a step gives one token
+            wanted[f"{name}: drafts are accepted"] = median(each or 0 for each in figures["accepted"]) > 1
+    for (name, other), figures in found.items():
+        if engine.ENGINES[name].drafts:  # more rows of a GEMM round otherwise, which a near tie shows
+            _, *equal = sorted(figures["equal_tokens"])
+            same = equal == [engine.NEW_TOKENS] * len(equal)
+            wanted[f"{name}: tokens are those of {other}, of all prompts but one"] = same
     names = "xmla-drafts", "xmla-ranks", "xmla-chunks", "xmla-all-graphs", "xmla-gathered", "v4-"
     return wanted | harness.alike(found, names, engine.NEW_TOKENS, "SGLang")
 
@@ -181,9 +195,9 @@ def check(
         return child(log, seconds, engine.ENGINES[name].environment(), "answer", name, model, answer)
 
     def logged(log: str) -> dict[str, Any]:
-        return {"runs": RUNS in log, "compiled_late": compiled_late(log)}
+        return {"runs": RUNS in log, "compiled_late": compiled_late(log), "not_loaded": not_loaded(log)}
 
-    kept = "runs", "calls", "seconds", "compiled_late"
+    kept = "runs", "calls", "seconds", "compiled_late", "not_loaded"
     answers = harness.ask_all(file, work, names, at_once, run, kept, logged)
     asked_again = {name: repeated(answered["answers"]) for name, answered in answers.items()}
     for name, figures in asked_again.items():
