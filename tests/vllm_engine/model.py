@@ -351,7 +351,8 @@ def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = No
     weights, width = load_file(file), config["hidden_size"]
     copied = {"model.layers.0.": "mtp.0.", "model.hc_head.hc_": "mtp.0.hc_head_"}
     copied |= {"head.": "mtp.0.head.", "model.norm.": "mtp.0.norm.", "model.embed_tokens.": "mtp.0.emb.tok_emb."}
-    routed = {f"model.layers.{experts}.ffn.{part}.": f"mtp.0.ffn.{part}." for part in ("experts", "gate")}
+    parts = () if experts is None else ("experts", "gate")
+    routed = {f"model.layers.{experts}.ffn.{part}.": f"mtp.0.ffn.{part}." for part in parts}
     for name, weight in [*weights.items()]:
         for old, new in (routed if ".experts." in name or ".gate." in name else copied).items():
             if name.startswith(old):
