@@ -554,15 +554,16 @@ def test_latencies_of_a_trace_beside_own_kernels() -> None:
     assert (first, second) == (row, f"| 48, 4 a second; 3 rounds | {figures} |")
 
 
-def test_speeds_of_ranks_beside_own_kernels() -> None:
+@pytest.mark.parametrize(("name", "gpus"), [("ranks", "Two GPUs"), ("ranks-4", "Four GPUs")])
+def test_speeds_of_ranks_beside_own_kernels(name: str, gpus: str) -> None:
     """A case that only one of the two has is left out."""
     line = {"context": 4096, "requests": 8, "step_us": 3.0, "step_us_by_round": [3.0], "prefill_tokens_per_s": 1000}
-    ranks = [line | {"engine": "xmla-ranks-graphs"}, line | {"engine": "own-ranks-graphs", "step_us": 4.5}]
+    ranks = [line | {"engine": f"xmla-{name}-graphs"}, line | {"engine": f"own-{name}-graphs", "step_us": 4.5}]
     told = engine_report.speeds([*ranks, ranks[0] | {"context": 64}])
-    assert told[:2] == ["Two GPUs share the heads.", ""] and told[4:] == [
+    assert told[:2] == [f"{gpus} share the heads.", ""] and told[4:] == [
         "| 4,096 | 8 | 1,000 (1.00 ×) | 3 µs (1.50 ×) |"
     ]
-    alone = [each | {"engine": each["engine"].replace("ranks-", "")} for each in ranks]
+    alone = [each | {"engine": each["engine"].replace(f"{name}-", "")} for each in ranks]
     assert engine_report.speeds(alone) == told[2:]
 
 

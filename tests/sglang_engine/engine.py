@@ -103,6 +103,7 @@ ENGINES = {
     "own-drafts": Engine(plugin=False, drafts=3),
     "own-ranks": Engine(plugin=False, ranks=2),
     "own-ranks-graphs": Engine(plugin=False, ranks=2, graphs=True),
+    "own-ranks-4-graphs": Engine(plugin=False, ranks=4, graphs=True),
     "xmla": Engine(plugin=True),
     "xmla-bf16": Engine(plugin=True, **BFLOAT16),
     "xmla-kv-bf16": Engine(plugin=True, cache="bfloat16"),
@@ -115,10 +116,14 @@ ENGINES = {
     "xmla-drafts-graphs": Engine(plugin=True, drafts=1, graphs=True),
     "xmla-ranks": Engine(plugin=True, ranks=2),
     "xmla-ranks-graphs": Engine(plugin=True, ranks=2, graphs=True),
+    "xmla-ranks-4": Engine(plugin=True, ranks=4),
+    "xmla-ranks-4-graphs": Engine(plugin=True, ranks=4, graphs=True),
     "v4-own": Engine(plugin=False, v4=True),
     "v4-own-torch": Engine(plugin=False, v4=True, torch_logits=True),
+    "v4-own-graphs": Engine(plugin=False, v4=True, graphs=True),
     "v4-xmla": Engine(plugin=True, v4=True),
     "v4-xmla-graphs": Engine(plugin=True, v4=True, graphs=True),
+    "v4-xmla-ranks": Engine(plugin=True, v4=True, ranks=2),
     "v4-xmla-drafts": Engine(plugin=True, v4=True, drafts=3),
     "v4-xmla-drafts-graphs": Engine(plugin=True, v4=True, drafts=3, graphs=True),
 }
@@ -414,6 +419,8 @@ def measure(
     asked, lengths, counts = Connection(pipe), numbers(contexts), numbers(requests)
     together = max(counts)
     sizes = {"max_running_requests": together, "cuda_graph_max_bs_decode": together, "chunked_prefill_size": chunk}
+    if ENGINES[name].v4:  # else entries of the window are a tenth, which a chunk may not find room in
+        sizes["swa_full_tokens_ratio"] = 1
     most = together * (max(lengths) + FEW + TOKENS + 128)
     with started(name, model_from(asked), max_total_tokens=most, **sizes) as engine:
         compile_cases(engine, lengths, counts)

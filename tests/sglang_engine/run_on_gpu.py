@@ -44,12 +44,13 @@ PAIRS = (
     ("own-ranks", "own"),
     *(("xmla-" + name, "xmla") for name in (
         "kv-bf16", "gathered", "chunks", "graphs", "all-graphs", "drafts", "drafts-3", "drafts-graphs", "ranks",
-        "ranks-graphs",
+        "ranks-graphs", "ranks-4", "ranks-4-graphs",
     )),
     ("v4-own-torch", "v4-own"),
     ("v4-xmla", "v4-own"),
     ("v4-xmla", "v4-own-torch"),
-    *(("v4-xmla-" + name, "v4-xmla") for name in ("graphs", "drafts", "drafts-graphs")),
+    ("v4-own-graphs", "v4-own"),
+    *(("v4-xmla-" + name, "v4-xmla") for name in ("graphs", "ranks", "drafts", "drafts-graphs")),
 )  # fmt: skip
 CHECKED = "own,own-bf16,own-chunks,xmla,xmla-bf16,xmla-chunks,xmla-graphs,xmla-all-graphs,xmla-drafts"
 ENVIRONMENT = {
@@ -98,7 +99,10 @@ def serve_v4(engines: list[str]) -> bool:
 
 
 def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
-    """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve."""
+    """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve.
+
+    Once V4's is made, what nvcc compiles for it is built.
+    """
     v4 = serve_v4(engines)
     model = folder / ("model-v4" if v4 else f"model-{layers}-{heads}")
     words = ["model-v4", model] if v4 else ["model", model, "--layers", layers, "--heads", heads]
@@ -108,11 +112,13 @@ def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
         if status:
             print((folder / "model.log").read_text()[-3000:])
             raise typer.Exit(code=status)
+        if v4:
+            build_kernels_v4(folder)
     return model
 
 
 def build_kernels_v4(folder: Path) -> None:
-    """Before any engine starts, each of which would compile them at its first steps; it still does what fails here."""
+    """Before any engine's first step, in which each would compile them; it still does what fails here."""
     begun, log = time.monotonic(), folder / "kernels.log"
     status = child(log, KERNELS, {}, "kernels-v4")
     failure = f"\n{log.read_text()[-3000:]}" if status else ""
@@ -187,8 +193,6 @@ def check(
     work = work or Path(tempfile.gettempdir()) / "xmla-sglang"
     names = engines.split(",")
     model = model_in(work, layers, heads, names)
-    if serve_v4(names):
-        build_kernels_v4(work)
     file = lines_file(out, "check", commit, model)
 
     def run(name: str, log: Path, answer: Path) -> int:

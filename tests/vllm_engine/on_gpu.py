@@ -5,11 +5,11 @@ python tests/vllm_engine/on_gpu.py speed --out FOLDER    prefill and decode, of 
 python tests/vllm_engine/on_gpu.py profile --out FOLDER  the kernels of one prefill and of decode steps, by time
 python tests/vllm_engine/on_gpu.py trace --out FOLDER    requests of many lengths that come by and by: latencies
 
-With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with
-`v4-own,v4-xmla`, `v41-own,v41-xmla` or `glm-own,glm-xmla` and the like of a model with DeepSeek-V4's, V4.1's or
-GLM-5.3-Flash's attention, with
-`own-long,xmla-long` or `v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory. With
-`--at-once 1` and `xmla,xmla-profiled` or `v4-xmla,v4-xmla-profiled` the cache is what vLLM's memory profile leaves.
+With `--engines xmla,xmla-ranks,xmla-keys` on two GPUs, with `xmla,xmla-ranks-4` on four, with
+`xmla,xmla-drafts,xmla-drafts-3` with drafted tokens, with `v4-own,v4-xmla`, `v41-own,v41-xmla` or `glm-own,glm-xmla`
+and the like of a model with DeepSeek-V4's, V4.1's or GLM-5.3-Flash's attention, with `own-long,xmla-long` or
+`v4-own-long,v4-xmla-long` long prompts, in steps that need most of the reserved memory. With `--at-once 1` and
+`xmla,xmla-profiled` or `v4-xmla,v4-xmla-profiled` the cache is what vLLM's memory profile leaves.
 
 Needs vLLM and the package's own dependencies. All append to FOLDER/vllm.jsonl, and the logs' ends to FOLDER/logs.txt.
 """
@@ -49,8 +49,8 @@ PAIRS = (
     ("xmla-profiled", "xmla"),
     ("own-graphs", "own"),
     ("own-compiled", "own"),
-    *((f"xmla-{name}", "xmla") for name in ("ranks", "keys", "drafts", "drafts-3")),
-    *((f"xmla-{name}-graphs", f"xmla-{name}") for name in ("ranks", "keys", "drafts")),
+    *((f"xmla-{name}", "xmla") for name in ("ranks", "ranks-4", "keys", "drafts", "drafts-3")),
+    *((f"xmla-{name}-graphs", f"xmla-{name}") for name in ("ranks", "ranks-4", "keys", "drafts")),
     ("xmla-invariant", "xmla"),
     *((f"xmla-invariant-{name}", "xmla-invariant") for name in ("alone", "drafts")),
     ("v4-own-chunks", "v4-own"),

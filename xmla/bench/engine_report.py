@@ -18,7 +18,11 @@ from xmla.bench.report import read, show
 MARKERS = "<!-- engine -->\n", "<!-- /engine -->"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 # Engines that are shown beside each other, with what a table of them begins with.
-PAIRS = {("xmla-graphs", "own-graphs"): None, ("xmla-ranks-graphs", "own-ranks-graphs"): "Two GPUs share the heads."}
+PAIRS = {
+    ("xmla-graphs", "own-graphs"): None,
+    ("xmla-ranks-graphs", "own-ranks-graphs"): "Two GPUs share the heads.",
+    ("xmla-ranks-4-graphs", "own-ranks-4-graphs"): "Four GPUs share the heads.",
+}
 Pair = tuple[str, str]
 FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
 MODELS = {"v4-": "DeepSeek-V4", "v41-": "DeepSeek-V4.1", "glm-": "GLM-5.3-Flash", "": "DeepSeek-V3.2"}
