@@ -237,7 +237,7 @@ class Passes:
     the host has launched all of a decode before it begins.
     """
 
-    events: list[tuple[str, list[Any]]] = field(default_factory=list)
+    events: list[tuple[str, int, list[Any]]] = field(default_factory=list)
     ahead: bool = False
 
     def watch(self, forward: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,15 +250,15 @@ class Passes:
         around[0].record()
         result = forward(runner, batch, *args, **kwargs)
         around[1].record()
-        self.events.append((batch.forward_mode.name, around))
+        self.events.append((batch.forward_mode.name, batch.batch_size, around))
         return result
 
     def tell(self, scheduler: Any, out: str, ahead: bool) -> None:
-        """Write kind and milliseconds of each pass since the last time; a method of SGLang's scheduler."""
+        """Write kind, requests and milliseconds of each pass since the last time; a method of SGLang's scheduler."""
         import torch
 
         torch.cuda.synchronize()
-        passes = [(kind, first.elapsed_time(last)) for kind, (first, last) in self.events]
+        passes = [(kind, requests, first.elapsed_time(last)) for kind, requests, (first, last) in self.events]
         self.events.clear()
         self.ahead = ahead
         if torch.distributed.get_rank() == 0:
@@ -349,8 +349,8 @@ def seconds_of(engine: Any, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - begun
 
 
-def passes_of(engine: Any, file: Path, ahead: bool = False) -> list[tuple[str, float]]:
-    """Kind and milliseconds of each pass since the last call; `ahead`: the GPU waits before each from now on."""
+def passes_of(engine: Any, file: Path, ahead: bool = False) -> list[tuple[str, int, float]]:
+    """Kind, requests and milliseconds of each pass since the last call; `ahead`: now the GPU waits before each."""
     engine.collective_rpc("tell_passes", out=str(file), ahead=ahead)
     return json.loads(file.read_text())
 
@@ -370,24 +370,26 @@ def compile_cases(engine: Any, contexts: list[int], counts: list[int]) -> None:
 
 def timed_round(
     engine: Any, passes: Path, context: int, requests: int, number: int, new: bool
-) -> dict[str, float]:  # fmt: skip
-    """A prefill of prompts if they are new and, behind their cached keys, what a step takes.
+) -> dict[str, Any]:  # fmt: skip
+    """A prefill of prompts if they are new and, behind their cached keys, what a step of all takes.
 
     Keys of older prompts make room by themselves: to flush the cache gives torch's memory back to the driver too, and
     the prefill would wait for it.
     A step on the host, with the scheduler's part, is one of those that the longer of two requests has more; its pass on
     the GPU is the median of a third's, which does not wait for the host.
     """
-    prompts, figures = new_prompts(context, requests, number), dict[str, float]()
+    prompts, figures = new_prompts(context, requests, number), dict[str, Any]()
     passes_of(engine, passes)
     if new:
         figures["prefill_tokens_per_s"] = round(context * requests / seconds_of(engine, prompts, 1))
-        figures["prefill_forward_ms"] = round(sum(ms for _, ms in passes_of(engine, passes)), 2)
+        figures["prefill_forward_ms"] = round(sum(ms for *_, ms in passes_of(engine, passes)), 2)
     cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
     few, more = (seconds_of(engine, prompts, tokens) for tokens in (FEW, FEW + TOKENS))
     passes_of(engine, passes, ahead=True)
     ask(engine, prompts, FEW + TOKENS)
-    decodes = [ms for kind, ms in passes_of(engine, passes) if kind == "DECODE"][-TOKENS:]
+    decodes = [ms for kind, count, ms in passes_of(engine, passes) if (kind, count) == ("DECODE", requests)][-TOKENS:]
+    if len(decodes) < TOKENS:
+        return {"refused": f"the cache does not hold {requests} requests at once"}
     return {
         "step_us": round(1e6 * (more - few) / TOKENS, 1),
         "forward_us": round(1e3 * median(decodes), 1),
@@ -421,7 +423,7 @@ def measure(
     sizes = {"max_running_requests": together, "cuda_graph_max_bs_decode": together, "chunked_prefill_size": chunk}
     if ENGINES[name].v4:  # else entries of the window are a tenth, which a chunk may not find room in
         sizes["swa_full_tokens_ratio"] = 1
-    most = together * (max(lengths) + FEW + TOKENS + 128)
+    most = together * (max(lengths) + FEW + TOKENS + 2 * 256)  # in pages of V4, the larger ones
     with started(name, model_from(asked), max_total_tokens=most, **sizes) as engine:
         compile_cases(engine, lengths, counts)
         asked.send(os.getpid())

@@ -175,12 +175,13 @@ def test_engines_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> None:
     """A stand-in takes 1 ms a step, 2 s for a new prompt, and as long for a pass of a decode as it has made passes."""
-    now, cached, passes, ahead = [0.0], list[list[int]](), list[tuple[str, float]](), [False]
+    now, cached, passes, ahead = [0.0], list[list[int]](), list[tuple[str, int, float]](), [False]
 
     def generate(input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
         tokens, known = sampling_params["max_new_tokens"], input_ids == cached
-        passes.append(("EXTEND", 1500.0))
-        passes.extend(("DECODE", 0.5 if ahead[0] else 99.0) for _ in range(tokens - 1))
+        passes.append(("EXTEND", 1, 1500.0))
+        passes.extend(("DECODE", 1, 7.0) for _ in range(tokens - 1))  # of one before the other
+        passes.extend(("DECODE", len(input_ids), 0.5 if ahead[0] else 99.0) for _ in range(min(tokens - 1, most[0])))
         now[0] += 1e-3 * tokens + 2 * (not known)
         cached[:] = input_ids
         return [{"meta_info": {"cached_tokens": 64 * known}} for _ in input_ids]
@@ -191,7 +192,7 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> No
         passes.clear()
         waits[0] = ahead
 
-    waits = ahead
+    waits, most = ahead, [1000]
     served = SimpleNamespace(generate=generate, collective_rpc=tell)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: now[0])
@@ -199,8 +200,11 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> No
             engine.timed_round(served, tmp_path / "passes.json", 2001, 2, number, new)
             for number, new in ((0, True), (1, True), (1, False))
         ]
+        most[0] = engine.TOKENS - 1
+        refused = engine.timed_round(served, tmp_path / "passes.json", 2001, 2, 1, False)
     steps = {"step_us": 1000.0, "forward_us": 500.0, "cached_tokens": 64}
     assert rounds == [steps | {"prefill_tokens_per_s": 2000, "prefill_forward_ms": 1500.0}] * 2 + [steps]
+    assert refused == {"refused": "the cache does not hold 2 requests at once"}
 
 
 def test_every_case_runs_before_an_engine_is_ready() -> None:
@@ -242,7 +246,7 @@ def test_passes_are_timed_between_events(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     passes, out = engine.Passes(), tmp_path / "passes.json"
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="DECODE"))
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="DECODE"), batch_size=3)
 
     def forward(runner: str, batch: Any, **more: Any) -> str:
         ran.append("forward")
@@ -251,7 +255,7 @@ def test_passes_are_timed_between_events(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for ahead in (True, False):
         assert passes.watch(forward, "runner", batch, proxies=None) == "runner {'proxies': None}"
         passes.tell(None, str(out), ahead)
-        assert json.loads(out.read_text()) == [["DECODE", 2.0]]
+        assert json.loads(out.read_text()) == [["DECODE", 3, 2.0]]
     assert [each for each in ran if isinstance(each, int)] == [engine.AHEAD] and ran[3] == engine.AHEAD
 
 
