@@ -9,6 +9,8 @@ from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.plan import cdiv
 from xmla.core.requests import unequal, whole_vectors
 
+LOGITS_BYTES = 1 << 29  # of logits that `ContextParallel.select` stores at a time, unless told otherwise
+
 
 class _Integers(Protocol):
     """A number or an array of any framework."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from xmla import jax_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, check_rows, heads_of, parts, query_format
+from xmla.core.parallel import LOGITS_BYTES, Ownership, check_rows, heads_of, parts, query_format
 
 
 class Batch(NamedTuple):
@@ -59,7 +59,7 @@ class ContextParallel:
 
     def select(
         self, index_q: jax.Array, index_weights: jax.Array, indexer_cache: jax.Array | jax.Ref, batch: Batch, *,
-        k: int, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
+        k: int, index_scale: float | None = None, workspace_bytes: int = LOGITS_BYTES,
     ) -> jax.Array:  # fmt: skip
         """The k keys of each token with the largest logits over all ranks: positions [T, K] within its request.
 
@@ -121,7 +121,7 @@ class ContextParallel:
         self, q: jax.Array, index_q: jax.Array, index_weights: jax.Array, mla_cache: jax.Array | jax.Ref,
         indexer_cache: jax.Array | jax.Ref, batch: Batch, sink: jax.Array | None = None, *, k: int,
         softmax_scale: float, index_scale: float | None = None, mla_cache_format: str | None = None,
-        workspace_bytes: int = 1 << 29, scatter_heads: bool = False,
+        workspace_bytes: int = LOGITS_BYTES, scatter_heads: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).
 

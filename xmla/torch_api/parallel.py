@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xmla import torch_api
 from xmla.core.errors import ArgumentError
-from xmla.core.parallel import Ownership, check_rows, heads_of, parts, query_format
+from xmla.core.parallel import LOGITS_BYTES, Ownership, check_rows, heads_of, parts, query_format
 
 # torch 2.13 gave it another name.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -116,7 +116,7 @@ class ContextParallel:
 
     def select(
         self, index_q: torch.Tensor, index_weights: torch.Tensor, indexer_cache: torch.Tensor, batch: Batch, *,
-        k: int, index_scale: float | None = None, workspace_bytes: int = 1 << 29,
+        k: int, index_scale: float | None = None, workspace_bytes: int = LOGITS_BYTES,
     ) -> torch.Tensor:  # fmt: skip
         """The k keys of each token with the largest logits over all ranks: positions [T, K] within its request.
 
@@ -189,7 +189,7 @@ class ContextParallel:
     def dsa_attention(
         self, q: torch.Tensor, index_q: torch.Tensor, index_weights: torch.Tensor, mla_cache: torch.Tensor,
         indexer_cache: torch.Tensor, batch: Batch, sink: torch.Tensor | None = None, *, k: int, softmax_scale: float,
-        index_scale: float | None = None, mla_cache_format: str | None = None, workspace_bytes: int = 1 << 29,
+        index_scale: float | None = None, mla_cache_format: str | None = None, workspace_bytes: int = LOGITS_BYTES,
         scatter_heads: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """`dsa_attention` over all ranks' keys: out [T, H, L], lse [T, H], indices [T, K] (the same on every rank).

@@ -9,7 +9,7 @@ from typing import Any
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
 from xmla.core.models.base import Call, Model, layout_of, split
-from xmla.core.parallel import parts, received_bytes
+from xmla.core.parallel import LOGITS_BYTES, parts, received_bytes
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 
@@ -147,7 +147,7 @@ class ModelConfig(Model):
     def stored(self, tokens: int, requests: int, width: int, mixed: bool) -> Iterator[Call]:
         """The calls of `ContextParallel.select` over tables of `width` pages, of all tokens or in parts of them."""
         columns = width * self.page_size
-        rows = parts(tokens, columns, workspace_bytes=1 << 29)  # what `select` stores by default
+        rows = parts(tokens, columns, LOGITS_BYTES)
         for part in rows:
             count = len(range(tokens)[part])
             a_token = Spec((count,), "int32")
