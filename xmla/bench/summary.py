@@ -60,9 +60,13 @@ def layer(file: Path, tokens: int) -> tuple[str, str]:
 
 
 def vllm(file: Path, key: str) -> str:
-    """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate."""
+    """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate.
+
+    Not of several GPUs, whose passes have waits for each other.
+    """
     cases = [engines for _, *lines in read([file]) for engines in engine_report.cases_of(lines).values()]
-    both = [engine_report.figures(engines, pair, key) for engines in cases if (pair := engine_report.pair_of(engines))]
+    pair = "xmla-graphs", "own-graphs"
+    both = [engine_report.figures(engines, pair, key) for engines in cases if engine_report.pair_of(engines) == pair]
     return span(theirs / ours if key.endswith("_us") else ours / theirs for ours, theirs in both)
 
 
@@ -95,9 +99,10 @@ def report(results: Path) -> str:
          "[training](docs/training.md#time-and-memory-of-a-layer)"),
         (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(results / "megatron.jsonl"),
          "its PyTorch code", "[Megatron-Core](docs/megatron.md)"),
-        ("vLLM 0.33's forward pass, decode of V3.2, V4 and GLM-5.3-Flash, 4 layers", vllm(engine, "forward_us"),
-         "its own kernels, with torch 2.11 and without CuTe DSL", "[vLLM](docs/vllm.md#on-an-h200)"),
-        ("its prefill, tokens a second, 4 layers", vllm(engine, "prefill_tokens_per_s"), "the same",
+        ("vLLM 0.33's forward pass, decode of V3.2, V4, V4.1 and GLM-5.3-Flash, 4 or 5 layers",
+         vllm(engine, "forward_us"), "its own kernels, with torch 2.11 and without CuTe DSL",
+         "[vLLM](docs/vllm.md#on-an-h200)"),
+        ("its prefill, tokens a second", vllm(engine, "prefill_tokens_per_s"), "the same",
          "[vLLM](docs/vllm.md#on-an-h200)"),
     ]  # fmt: skip
     return "\n".join(
