@@ -30,7 +30,7 @@ import typer
 from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parent.parent / "vllm_engine"))  # what does not depend on the engine
-from harness import cases_of, few_of, numbers
+from harness import Answered, cases_of, few_of, numbers, same_tokens
 
 LAYERS = 4
 LENGTHS = (6000, 3000, 2500, 700, 40)  # tokens of the prompts that are asked
@@ -369,7 +369,7 @@ def compile_cases(engine: Any, contexts: list[int], counts: list[int]) -> None:
 
 
 def timed_round(
-    engine: Any, passes: Path, context: int, requests: int, number: int, new: bool
+    engine: Any, passes: Path, answered: Answered, context: int, requests: int, number: int, new: bool
 ) -> dict[str, Any]:  # fmt: skip
     """A prefill of prompts if they are new and, behind their cached keys, what a step of all takes.
 
@@ -386,7 +386,7 @@ def timed_round(
     cached = [result["meta_info"]["cached_tokens"] for result in ask(engine, prompts, 1)]
     few, more = (seconds_of(engine, prompts, tokens) for tokens in (FEW, FEW + TOKENS))
     passes_of(engine, passes, ahead=True)
-    ask(engine, prompts, FEW + TOKENS)
+    tokens = [result["output_ids"] for result in ask(engine, prompts, FEW + TOKENS)]
     decodes = [ms for kind, count, ms in passes_of(engine, passes) if (kind, count) == ("DECODE", requests)][-TOKENS:]
     if len(decodes) < TOKENS:
         return {"refused": f"the cache does not hold {requests} requests at once"}
@@ -394,6 +394,7 @@ def timed_round(
         "step_us": round(1e6 * (more - few) / TOKENS, 1),
         "forward_us": round(1e3 * median(decodes), 1),
         "cached_tokens": min(cached),
+        "same_tokens": same_tokens(answered, (context, requests, number), tokens),
     } | figures
 
 
@@ -424,6 +425,7 @@ def measure(
     if ENGINES[name].v4:  # else entries of the window are a tenth, which a chunk may not find room in
         sizes["swa_full_tokens_ratio"] = 1
     most = together * (max(lengths) + FEW + TOKENS + 2 * 256)  # in pages of V4, the larger ones
+    answered = Answered()
     with started(name, model_from(asked), max_total_tokens=most, **sizes) as engine:
         compile_cases(engine, lengths, counts)
         asked.send(os.getpid())
@@ -432,7 +434,7 @@ def measure(
             place = folder / name
             place.mkdir(parents=True, exist_ok=True)
             asked.send(
-                timed_round(engine, place / "passes.json", *case) if what == "round" else
+                timed_round(engine, place / "passes.json", answered, *case) if what == "round" else
                 kernels_of(engine, place, *case)
             )  # fmt: skip
 

@@ -136,10 +136,9 @@ def repeated(answers: harness.Answers) -> harness.Figures:
     """By prompt: of the request that was asked again, how many tokens were cached, and how many new ones are equal."""
     found: harness.Figures = {"prompt": [], "cached": [], "equal_again": [], "accepted": []}
     for length, answer in answers.items():
-        equal = [a == b for a, b in zip(answer["again"], answer["tokens"], strict=True)]
         found["prompt"].append(int(length))
         found["cached"].append(answer["cached"])
-        found["equal_again"].append([*equal, False].index(False))
+        found["equal_again"].append(harness.equal_before(answer["again"], answer["tokens"]))
         found["accepted"].append(answer["accepted"])
     return found
 

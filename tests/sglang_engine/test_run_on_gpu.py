@@ -184,7 +184,7 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> No
         passes.extend(("DECODE", len(input_ids), 0.5 if ahead[0] else 99.0) for _ in range(min(tokens - 1, most[0])))
         now[0] += 1e-3 * tokens + 2 * (not known)
         cached[:] = input_ids
-        return [{"meta_info": {"cached_tokens": 64 * known}} for _ in input_ids]
+        return [{"meta_info": {"cached_tokens": 64 * known}, "output_ids": [3] * tokens} for _ in input_ids]
 
     def tell(method: str, out: str, ahead: bool) -> None:
         assert method == "tell_passes"
@@ -197,12 +197,12 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: now[0])
         rounds = [
-            engine.timed_round(served, tmp_path / "passes.json", 2001, 2, number, new)
+            engine.timed_round(served, tmp_path / "passes.json", {}, 2001, 2, number, new)
             for number, new in ((0, True), (1, True), (1, False))
         ]
         most[0] = engine.TOKENS - 1
-        refused = engine.timed_round(served, tmp_path / "passes.json", 2001, 2, 1, False)
-    steps = {"step_us": 1000.0, "forward_us": 500.0, "cached_tokens": 64}
+        refused = engine.timed_round(served, tmp_path / "passes.json", {}, 2001, 2, 1, False)
+    steps = {"step_us": 1000.0, "forward_us": 500.0, "cached_tokens": 64, "same_tokens": 1.0}
     assert rounds == [steps | {"prefill_tokens_per_s": 2000, "prefill_forward_ms": 1500.0}] * 2 + [steps]
     assert refused == {"refused": "the cache does not hold 2 requests at once"}
 
@@ -262,7 +262,7 @@ def test_passes_are_timed_between_events(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_case_is_what_its_rounds_have() -> None:
     rounds = [
         {"step_us": step, "forward_us": step / 2, "prefill_tokens_per_s": 7 + step, "prefill_forward_ms": 3.0,
-         "cached_tokens": 64}
+         "cached_tokens": 64, "same_tokens": 1.0}
         for step in (10.0, 30.0, 20.0)
     ]  # fmt: skip
     case = harness.case_of(rounds, median)
@@ -273,6 +273,17 @@ def test_a_case_is_what_its_rounds_have() -> None:
     case = harness.case_of([*rounds, cached | {"step_us": -1.0}], median)
     assert case["refused"] and "step_us" not in case and case["step_us_by_round"][-1] == -1.0
     assert case["prefill_forward_ms_by_round"] == [3.0] * 3 and case["cached_tokens"] == 32
+    case = harness.case_of([*rounds, cached | {"same_tokens": 0.49}], median)
+    assert case["refused"] == "answers behind cached prompts are not those of the first round"
+    assert case["same_tokens"] == 0.49
+
+
+def test_answers_of_a_round_are_those_of_the_first_of_its_prompts() -> None:
+    answered = harness.Answered()
+    assert harness.same_tokens(answered, (64, 2, 1), [[1, 2, 3, 4], [5, 6, 7, 8]]) == 1.0
+    assert harness.same_tokens(answered, (64, 2, 1), [[1, 2, 9, 4], [5, 6, 7, 8]]) == 0.75
+    assert harness.same_tokens(answered, (64, 2, 1), [[9, 2, 3, 4], [9, 6, 7, 8]]) == 0.0
+    assert harness.same_tokens(answered, (64, 2, 2), [[9, 2, 3, 4], [9, 6, 7, 8]]) == 1.0
 
 
 def test_kernels_are_those_that_took_time() -> None:
@@ -316,7 +327,7 @@ def run(
             if name == "own-bf16" and number == [2, True]:
                 return 1
             figures = {"step_us": -(context == 2048), "forward_us": 1.0, "prefill_tokens_per_s": 2**20}
-            figures |= {"prefill_forward_ms": 2.0, "cached_tokens": 64}
+            figures |= {"prefill_forward_ms": 2.0, "cached_tokens": 64, "same_tokens": 1.0}
             kernel = {"phase": "decode", "kernel": "a kernel", "launches": 4, "us": 9.5}
             pipe.send(figures if what == "round" else [kernel])
         return 0

@@ -27,7 +27,7 @@ from zlib import crc32  # the generator takes 32 bits of a seed with all their d
 import torch
 import typer
 from forwards import Forwards
-from harness import cases_of, few_of, numbers
+from harness import Answered, cases_of, few_of, numbers, same_tokens
 from steps import Watch, summary
 
 import xmla
@@ -294,11 +294,14 @@ def answer(name: str, model: Path, out: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Steps until all requests are done: when each ended, its new tokens, and the prompts' tokens that were cached."""
+    """Steps until all requests are done: when each ended, with how many new tokens; the prompts' tokens that were
+    cached, and the new ones of each request.
+    """
 
     begun: float
     steps: list[tuple[float, int]]
     cached: int
+    tokens: list[list[int]]
 
     @property
     def seconds(self) -> float:
@@ -320,12 +323,14 @@ def drain(engine: Any, prompts: list[Any], tokens: int) -> Drained:
     for number, given in enumerate(prompts):
         engine.add_request(str(number), given, parameters)
     torch.cuda.synchronize()
-    begun, steps, cached = time.perf_counter(), [], 0
+    begun, steps, cached, new = time.perf_counter(), [], 0, [list[int]() for _ in prompts]
     while engine.has_unfinished_requests():
         results = engine.step()
         steps.append((time.perf_counter(), sum(len(result.outputs[0].token_ids) for result in results)))
         cached += sum(result.num_cached_tokens or 0 for result in results if result.finished)
-    return Drained(begun, steps, cached)
+        for result in results:
+            new[int(result.request_id)] += result.outputs[0].token_ids
+    return Drained(begun, steps, cached, new)
 
 
 def sizes_of(model: Path) -> dict[str, Any]:
@@ -361,7 +366,7 @@ def compile_cases(engine: Any, contexts: list[int], counts: list[int]) -> None:
 
 
 def timed_round(
-    engine: Any, forwards: Forwards, context: int, requests: int, number: int, new: bool
+    engine: Any, forwards: Forwards, answered: Answered, context: int, requests: int, number: int, new: bool
 ) -> dict[str, Any]:  # fmt: skip
     """A prefill of prompts if they are new; behind their cached keys, where all start at once, steps and their passes.
 
@@ -379,12 +384,13 @@ def timed_round(
         return {"refused": f"the cache does not hold {requests} requests at once"}
     forwards.milliseconds()
     forwards.let_ahead(True)
-    drain(engine, prompts, TOKENS + WARM)
+    ahead = drain(engine, prompts, TOKENS + WARM)
     forwards.let_ahead(False)
     passes = forwards.milliseconds()[-TOKENS:]
     return {
         "step_us": round(statistics.median(steps), 1), "forward_us": round(1e3 * statistics.median(passes), 1),
         "cached_tokens": done.cached,
+        "same_tokens": same_tokens(answered, (context, requests, number), ahead.tokens),
     } | figures  # fmt: skip
 
 
@@ -420,12 +426,12 @@ def measure(name: str, pipe: int, contexts: str = "4096,32768", requests: str = 
     tune_in_turn(model.parent / "tuning.lock")
     engine = start_for(name, model, lengths, counts, TOKENS, chunk)
     print("attention", engine.collective_rpc(told)[0]["attention"], flush=True)
-    forwards = Forwards(engine)
+    forwards, answered = Forwards(engine), Answered()
     compile_cases(engine, lengths, counts)
     asked.send(os.getpid())
     while (question := asked.recv()) is not None:
         what, *case = question
-        asked.send(timed_round(engine, forwards, *case) if what == "round" else kernels_of(engine, *case))
+        asked.send(timed_round(engine, forwards, answered, *case) if what == "round" else kernels_of(engine, *case))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,11 @@ Seconds = Annotated[int, typer.Option(min=1, help="The most that an engine may t
 Answers = dict[str, Any]  # of an engine, by its name
 Figures = dict[str, list[Any]]  # by prompt
 Pairs = dict[tuple[str, str], Figures]  # of an engine beside another
+Answered = dict[tuple[int, int, int], list[list[int]]]  # by context, requests and number of the prompts: new tokens
 
 # Several GPUs and drafts change the order of sums; this share of a prompt's most likely tokens has to stay.
 SAME_LIKELY = 0.9
+SAME_TOKENS = 0.5  # of the rounds of a case; near ties change some answers from their place on
 # xmla may be this much farther from bfloat16 than an engine's own kernels are, besides what another chunking changes.
 FARTHER = 1.25
 ROUNDS = 12  # of a case
@@ -238,10 +240,25 @@ def few_of(context: int, requests: int) -> int:
     return min(requests, max(COMPILED // context, 1))
 
 
-def case_of(rounds: list[dict[str, float]], step: Callable[[Iterable[float]], float]) -> dict[str, Any]:
-    """Of rounds: `step` of their steps, the fastest prefill, medians of passes, and the fewest tokens that were cached.
+def equal_before(tokens: list[int], others: list[int]) -> int:
+    """How many tokens are equal before the first that differs."""
+    return [*(a == b for a, b in zip(tokens, others, strict=True)), False].index(False)
 
-    There is no step if a longer request took no longer in some round.
+
+def same_tokens(answered: Answered, case: tuple[int, int, int], tokens: list[list[int]]) -> float:
+    """What share of a round's tokens are those of the first round of its prompts, before the first that differs.
+
+    Behind cached keys an engine that lost some would be fast, too.
+    """
+    first = answered.setdefault(case, tokens)
+    return round(sum(map(equal_before, tokens, first)) / sum(map(len, first)), 4)
+
+
+def case_of(rounds: list[dict[str, float]], step: Callable[[Iterable[float]], float]) -> dict[str, Any]:
+    """Of rounds: `step` of their steps, the fastest prefill, medians of passes, and the fewest tokens that were cached
+    and that are those of the prompts' first round.
+
+    There is no step if a longer request took no longer in some round. A case is refused whose answers change.
     """
     by_round = {
         key: [each[key] for each in rounds if key in each]
@@ -256,7 +273,10 @@ def case_of(rounds: list[dict[str, float]], step: Callable[[Iterable[float]], fl
         "prefill_tokens_per_s": max(by_round["prefill_tokens_per_s"]),
         "prefill_forward_ms": round(median(by_round["prefill_forward_ms"]), 3),
         "cached_tokens": min(each["cached_tokens"] for each in rounds),
+        "same_tokens": min(each["same_tokens"] for each in rounds),
     }
+    if case["same_tokens"] < SAME_TOKENS:
+        case["refused"] = "answers behind cached prompts are not those of the first round"
     return case | {f"{key}_by_round": figures for key, figures in by_round.items()}
 
 
@@ -343,11 +363,10 @@ def difference(answers: Answers, others: Answers) -> Figures:
         other = others[length]
         apart = [abs(a - b) for a, b in zip(answer["logprobs"], other["logprobs"], strict=True)]
         same = [a == b for a, b in zip(answer["likely"], other["likely"], strict=True)]
-        equal = [a == b for a, b in zip(answer["tokens"], other["tokens"], strict=True)]
         found["prompt"].append(int(length))
         found["mean_abs_logprob"].append(round(sum(apart) / len(apart), 5))
         found["same_likely"].append(round(sum(same) / len(same), 4))
-        found["equal_tokens"].append([*equal, False].index(False))
+        found["equal_tokens"].append(equal_before(answer["tokens"], other["tokens"]))
     return found
 
 

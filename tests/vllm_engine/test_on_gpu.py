@@ -114,7 +114,7 @@ def test_two_engines_fit_an_h100(name: str, layers: int, tmp_path: Path, monkeyp
 
 def test_decode_counts_steps_after_the_first() -> None:
     steps = [(1.0, 0), (9.0, 2), *((9.0 + 0.5 * number, 2) for number in range(1, 21))]
-    times = gpu_engine.Drained(0.0, steps, 0).decode_us(2)
+    times = gpu_engine.Drained(0.0, steps, 0, []).decode_us(2)
     assert times == [500000.0] * 13
 
 
@@ -123,20 +123,24 @@ def test_a_round_is_of_new_prompts_and_then_of_cached_ones(monkeypatch: pytest.M
 
     def drain(engine: Any, prompts: list[Any], tokens: int) -> gpu_engine.Drained:
         asked.append((len(prompts), len(prompts[0]["prompt_token_ids"]), tokens, forwards.ahead))
-        return gpu_engine.Drained(0.0, [(0.5 * (number + 1), len(prompts)) for number in range(tokens)], 60)
+        steps = [(0.5 * (number + 1), len(prompts)) for number in range(tokens)]
+        return gpu_engine.Drained(0.0, steps, 60, [[prompt["prompt_token_ids"][0]] * tokens for prompt in prompts])
 
     monkeypatch.setattr(gpu_engine, "drain", drain)
     monkeypatch.setattr(gpu_engine, "TOKENS", 2)
     forwards = SimpleNamespace(milliseconds=lambda: [9.0, 1.0, 3.0], ahead=False)
     forwards.let_ahead = lambda ahead: setattr(forwards, "ahead", ahead)
-    steps = {"step_us": 500000.0, "forward_us": 2000.0, "cached_tokens": 60}
+    steps = {"step_us": 500000.0, "forward_us": 2000.0, "cached_tokens": 60, "same_tokens": 1.0}
+    answered = harness.Answered()
     filled = {"prefill_tokens_per_s": 120, "prefill_forward_ms": 13.0}
-    assert gpu_engine.timed_round(None, forwards, 30, 2, 0, True) == steps | filled
+    assert gpu_engine.timed_round(None, forwards, answered, 30, 2, 0, True) == steps | filled
     assert asked == [(2, 30, 1, False), (2, 30, 10, False), (2, 30, 10, True)] and not forwards.ahead
-    assert gpu_engine.timed_round(None, forwards, 30, 2, 0, False) == steps
-    monkeypatch.setattr(gpu_engine, "drain", lambda *_: gpu_engine.Drained(0.0, [(1.0, 1)] * 72, 0))
+    assert gpu_engine.timed_round(None, forwards, answered, 30, 2, 0, False) == steps
+    answered[30, 2, 0][0] = [-1] * 10
+    assert gpu_engine.timed_round(None, forwards, answered, 30, 2, 0, False) == steps | {"same_tokens": 0.5}
+    monkeypatch.setattr(gpu_engine, "drain", lambda *_: gpu_engine.Drained(0.0, [(1.0, 1)] * 72, 0, []))
     refusal = {"refused": "the cache does not hold 2 requests at once"}
-    assert gpu_engine.timed_round(None, forwards, 30, 2, 0, True) == refusal
+    assert gpu_engine.timed_round(None, forwards, answered, 30, 2, 0, True) == refusal
 
 
 def test_no_prompt_is_cached_by_another() -> None:
@@ -190,7 +194,7 @@ def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         gpu_engine, "drain", lambda _, prompts, tokens: ran.append((len(prompts), len({*map(str, prompts)}), tokens))
     )
-    monkeypatch.setattr(gpu_engine, "timed_round", lambda *case: {"round": case[2:]})
+    monkeypatch.setattr(gpu_engine, "timed_round", lambda *case: {"round": case[3:]})
     monkeypatch.setattr(gpu_engine, "kernels_of", lambda *case: [{"kernels": case[1:]}])
     monkeypatch.setattr(gpu_engine, "Connection", lambda number: theirs)
     for question in (tmp_path / "model", ("round", 64, 1, 0, True), ("kernels", 64, 1), None):
@@ -229,7 +233,9 @@ def test_every_engine_that_is_compared_exists() -> None:
 
 
 NOBODY = 1 << 30  # a process that there is not
-ROUND = {"step_us": 5.0, "forward_us": 1.5, "prefill_tokens_per_s": 2**20, "prefill_forward_ms": 1.5}
+ROUND = {
+    "step_us": 5.0, "forward_us": 1.5, "prefill_tokens_per_s": 2**20, "prefill_forward_ms": 1.5, "same_tokens": 1.0,
+}  # fmt: skip
 Answer = Callable[[str, tuple[Any, ...]], Any]
 
 
