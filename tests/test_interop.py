@@ -92,9 +92,11 @@ def test_every_dtype_of_jax_shares_memory_or_is_refused(dtype: str) -> None:
     with jax.enable_x64(True):
         try:
             array = jnp.zeros((4, 64), dtype)
-        except jax.errors.JaxRuntimeError as error:
-            assert "serialize" in str(error)
-            pytest.skip(f"JAX's plugin for this device has no {dtype}")
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            assert "serialize" in str(error) or "verifier errors" in str(error)
+            pytest.skip(f"JAX makes no {dtype} on this device")
+    if array.dtype.name != dtype:
+        pytest.skip(f"JAX makes {array.dtype} instead of {dtype} where it has made one before")  # as of uint1
     try:
         tensor = interop.to_torch(array)
     except ArgumentError as error:
