@@ -258,25 +258,27 @@ def case_of(rounds: list[dict[str, float]], step: Callable[[Iterable[float]], fl
     """Of rounds: `step` of their steps, the fastest prefill, medians of passes, and the fewest tokens that were cached
     and that are those of the prompts' first round.
 
-    There is no step if a longer request took no longer in some round. A case is refused whose answers change.
+    There is no step, and why, if a longer request took no longer in some round, or if answers changed.
     """
     by_round = {
         key: [each[key] for each in rounds if key in each]
         for key in ("step_us", "forward_us", "prefill_tokens_per_s", "prefill_forward_ms")
     }
-    steps = by_round["step_us"]
-    case: dict[str, Any] = (
-        {"step_us": round(step(steps), 2)} if min(steps) > 0 else {"refused": "more steps took no longer"}
-    )
+    steps, same = by_round["step_us"], min(each["same_tokens"] for each in rounds)
+    case: dict[str, Any]
+    if min(steps) <= 0:
+        case = {"refused": "more steps took no longer"}
+    elif same < SAME_TOKENS:
+        case = {"refused": "answers behind cached prompts are not those of the first round"}
+    else:
+        case = {"step_us": round(step(steps), 2)}
     case |= {
         "forward_us": round(median(by_round["forward_us"]), 2),
         "prefill_tokens_per_s": max(by_round["prefill_tokens_per_s"]),
         "prefill_forward_ms": round(median(by_round["prefill_forward_ms"]), 3),
         "cached_tokens": min(each["cached_tokens"] for each in rounds),
-        "same_tokens": min(each["same_tokens"] for each in rounds),
+        "same_tokens": same,
     }
-    if case["same_tokens"] < SAME_TOKENS:
-        case["refused"] = "answers behind cached prompts are not those of the first round"
     return case | {f"{key}_by_round": figures for key, figures in by_round.items()}
 
 
