@@ -90,20 +90,15 @@ def child(
     return harness.run_engine([FOLDER / "engine.py", *words], log, environment, seconds, pipe)
 
 
-def serve_v4(engines: list[str]) -> bool:
-    """Whether the model of all of these engines is V4, and not V3.2."""
-    of_v4 = {engine.ENGINES[name].v4 for name in engines}
-    if len(of_v4) > 1:
-        raise typer.BadParameter(f"{', '.join(engines)} serve two models")
-    return of_v4 == {True}
-
-
 def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
     """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve.
 
     Once V4's is made, what nvcc compiles for it is built.
     """
-    v4 = serve_v4(engines)
+    of_v4 = {engine.ENGINES[name].v4 for name in engines}
+    if len(of_v4) > 1:
+        raise typer.BadParameter(f"{', '.join(engines)} serve two models")
+    v4 = of_v4 == {True}
     model = folder / ("model-v4" if v4 else f"model-{layers}-{heads}")
     words = ["model-v4", model] if v4 else ["model", model, "--layers", layers, "--heads", heads]
     if not (model / "config.json").exists():
