@@ -16,12 +16,13 @@ CUresult next_result = CUDA_SUCCESS;
 ffi::Error on_host(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers,
                    ffi::Span<const int32_t> programs, ffi::Span<const int32_t> early,
                    ffi::Span<const int32_t> counts, ffi::Span<const int32_t> places,
-                   ffi::Span<const int64_t> values) {
+                   ffi::Span<const int64_t> values, ffi::Span<const int32_t> mutated,
+                   ffi::Span<const int32_t> updated) {
   std::lock_guard lock(one_call);
   argument_counts = counts;
   launched = 0;
   noted.clear();
-  return execute(nullptr, 0, operands, results, numbers, programs, early, counts, places, values);
+  return execute(nullptr, 0, operands, results, numbers, programs, early, counts, places, values, mutated, updated);
 }
 
 }  // namespace
@@ -72,4 +73,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(execute_on_host, on_host,
                                   .Attr<ffi::Span<const int32_t>>("early")
                                   .Attr<ffi::Span<const int32_t>>("counts")
                                   .Attr<ffi::Span<const int32_t>>("places")
-                                  .Attr<ffi::Span<const int64_t>>("values"));
+                                  .Attr<ffi::Span<const int64_t>>("values")
+                                  .Attr<ffi::Span<const int32_t>>("mutated")
+                                  .Attr<ffi::Span<const int32_t>>("updated"));

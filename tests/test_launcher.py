@@ -62,7 +62,7 @@ def run(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any], device:
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**attrs), device)
     if not plan.active:
         return plan, {}
-    found = jax.jit(lambda arrays: _launcher.run(plan, arrays, specs, op.mutates, device, once=True))(given)
+    found = jax.jit(lambda arrays: _launcher.run(plan, arrays, specs, op.mutates, device))(given)
     arrays = given | dict(zip([*plan.results, *op.mutates], found, strict=True))
     return plan, {name: array.unsafe_buffer_pointer() for name, array in arrays.items() if array.size}
 
@@ -110,10 +110,11 @@ def test_arrays_without_elements_are_passed_too(noting: Noting) -> None:
                 plan, addresses = run(op, kit.with_axis(op, kit.make(case), axis, 0), case.attrs, H100)
             except (ArgumentError, UnsupportedError):
                 continue
-            if plan.active:
+            if plan.active and addresses.keys() & {*plan.results, *op.mutates}:  # else XLA makes no call
                 check(plan, addresses, noting)
                 launched.add(op.name)
-    assert registry().keys() - launched == {"indexer_logits", "quantize_indexer_query"}, "of these no axis leaves work"
+    nothing_left = {"indexer_logits", "quantize_indexer_query", "write_indexer_cache", "write_mla_cache"}
+    assert registry().keys() - launched == nothing_left, "of these no axis leaves results"
 
 
 def test_the_driver_failing_and_an_unknown_kernel_are_told(noting: Noting) -> None:

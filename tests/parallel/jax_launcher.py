@@ -88,20 +88,19 @@ def main() -> None:
     entries = jnp.zeros((TOKENS, 512), jnp.bfloat16), jnp.zeros((TOKENS, 64), jnp.bfloat16), slots[:, 0]
     on_mesh = jax.device_put(q, sharded), jax.device_put(cache, whole), jax.device_put(slots, sharded)
 
-    once = "has_side_effect = true"
-    for name, function, arguments, makes_once in (
-        ("one device", jax.jit(attend), (q, cache, slots), True),
-        ("scan", jax.jit(attend_in_turn), (q, cache, slots), True),
-        ("gradient", jax.jit(jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum())), (q, rows, slots), True),
-        ("vmap", jax.jit(jax.vmap(attend, (0, None, 0))), (q[None], cache, slots[None]), True),
-        ("write", jax.jit(write), (cache, *entries), True),
-        ("write over devices", jax.jit(write), (on_mesh[1], *entries), False),
-        ("sharded tokens", jax.jit(attend), on_mesh, None),
+    for name, function, arguments in (
+        ("one device", jax.jit(attend), (q, cache, slots)),
+        ("scan", jax.jit(attend_in_turn), (q, cache, slots)),
+        ("gradient", jax.jit(jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum())), (q, rows, slots)),
+        ("vmap", jax.jit(jax.vmap(attend, (0, None, 0))), (q[None], cache, slots[None])),
+        ("write", jax.jit(write), (cache, *entries)),
+        ("write over devices", jax.jit(write), (on_mesh[1], *entries)),
+        ("sharded tokens", jax.jit(attend), on_mesh),
         ("shard_map", jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=P("x"))),
-         on_mesh, True),
+         on_mesh),
     ):  # fmt: skip
-        text = function.lower(*arguments).as_text()
-        assert makes_once is None or (_launcher.TARGET in text and (once in text) == makes_once), (name, text)
+        if name != "sharded tokens":  # whose call is in a part that XLA partitions
+            assert _launcher.TARGET in function.lower(*arguments).as_text(), name
         found = jax.block_until_ready(function(*arguments))
         assert name != "sharded tokens" or found.sharding == sharded, found.sharding
         assert noting.launches(), name

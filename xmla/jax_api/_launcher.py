@@ -93,12 +93,11 @@ def _number(launch: Launch, plan: Plan, specs: Mapping[str, Spec], device: Devic
 
 
 def run(
-    plan: Plan, arrays: Mapping[str, Any], specs: Mapping[str, Spec], mutated: Sequence[str], device: Device, once: bool
+    plan: Plan, arrays: Mapping[str, Any], specs: Mapping[str, Spec], mutated: Sequence[str], device: Device
 ) -> tuple[jax.Array, ...]:
     """The results of a plan on `arrays`, then the new values of those that it updates in place, `mutated`.
 
-    With `once` XLA makes the call just once. Else it may make it again where a part of a stack takes a result that is
-    also used elsewhere, as in a scan; but a call that it is to partition over devices cannot be so.
+    The call has no side effects: XLA would make one that has them twice, where it copies it into a fusion.
     """
     outputs = [*(plan.buffers[name] for name in plan.results), *(specs[name] for name in mutated)]
     types = [jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in outputs]
@@ -113,11 +112,8 @@ def run(
          *(places[name] for name in launch.writes)]
         for launch in plan.active
     ]  # fmt: skip
-    call = jax.ffi.ffi_call(
-        TARGET, types,
-        input_output_aliases={operands.index(name): len(plan.results) + i for i, name in enumerate(mutated)},
-        has_side_effect=once,
-    )  # fmt: skip
+    aliases = {operands.index(name): len(plan.results) + i for i, name in enumerate(mutated)}
+    call = jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)
     results = call(
         *arrays.values(),
         kernels=np.array([_number(launch, plan, specs, device) for launch in plan.active], np.int64),
@@ -126,5 +122,7 @@ def run(
         counts=np.array([len(each) for each in arguments], np.int32),
         places=np.array([place for each in arguments for place, _ in each], np.int32),
         values=np.array([value for each in arguments for _, value in each], np.int64),
+        mutated=np.array([*aliases], np.int32),
+        updated=np.array([*aliases.values()], np.int32),
     )
     return tuple(results[: len(plan.results) + len(mutated)])

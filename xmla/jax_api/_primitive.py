@@ -119,15 +119,14 @@ def _on(platform: str | None, context: mlir.LoweringRuleContext, params: dict[st
     return params | {"device": lowered_for(platform, params["op"], params["implementation"], params["device"], names)}
 
 
-def _launch(context: mlir.LoweringRuleContext, once: bool) -> Callable[..., Any] | None:
+def _launch(context: mlir.LoweringRuleContext) -> Callable[..., Any] | None:
     """How a plan is launched on a GPU; None by jaxlib, as in exports, which run where xmla is not installed."""
     exported = context.module_context.lowering_parameters.for_export
-    return None if exported or _launcher.library() is None else partial(_launcher.run, once=once)
+    return None if exported or _launcher.library() is None else _launcher.run
 
 
 def _lower(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    launch = _launch(context, once=not _sharding.over_devices(context.module_context))
-    return mlir.lower_fun(_compute)(context, *operands, **_on(platform, context, params), launch=launch)
+    return mlir.lower_fun(_compute)(context, *operands, **_on(platform, context, params), launch=_launch(context))
 
 
 def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -135,7 +134,7 @@ def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *op
         return _lower(platform, context, *operands, **params)
     params = _on(platform, context, params)
     op, names, attrs, implementation = (params[name] for name in ("op", "names", "attrs", "implementation"))
-    launch = _launch(context, once=True)
+    launch = _launch(context)
 
     def function_of(names: tuple[str, ...]) -> Callable[..., Any]:
         callback = None

@@ -95,6 +95,26 @@ def host_function(op: Op, names: Sequence[str], attrs: Attributes, implementatio
     return compute
 
 
+def _launch(
+    plan: Plan, arrays: dict[str, Any], specs: Mapping[str, Spec], mutated: Sequence[str], device: Device,
+    launch: Callable[..., Any] | None,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """A plan on a GPU: results, then the new values of the mutated arguments.
+
+    XLA moves slices of a custom call's operands, and updates of stacks by its results, into a fusion with the call, and
+    ignores the call's aliases there: the call would write into the caller's stack, or over an operand that it still
+    reads. It does not look through a barrier. Each array has its own: one of all results would be another user of the
+    call's tuple, for which XLA copies read operands, too.
+    """
+    arrays = arrays | {name: jax.lax.optimization_barrier(arrays[name]) for name in mutated}
+    if plan.active and launch is not None:
+        results = launch(plan, arrays, specs, mutated, device)
+    else:
+        refs = {name: jax.new_ref(arrays[name]) for name in mutated}
+        results = *_run_on_gpu(plan, arrays | refs, specs, device), *(ref[...] for ref in refs.values())
+    return tuple(map(jax.lax.optimization_barrier, results))
+
+
 def execute(
     op: Op, arrays: dict[str, Any], attrs: Attributes, implementation: str | None, device: Device,
     callback: Callable[..., Any] | None = None, launch: Callable[..., Any] | None = None,
@@ -112,10 +132,7 @@ def execute(
         plan, outputs = plan_call(op, tuple(specs.values()), attrs, device, implementation)
         if device != INTERPRETER:
             present = {name: spec for name, spec in specs.items() if spec is not None}
-            if plan.active and launch is not None:
-                return launch(plan, arrays, present, op.mutates, device)
-            refs = {name: jax.new_ref(arrays[name]) for name in op.mutates}
-            return *_run_on_gpu(plan, arrays | refs, present, device), *(ref[...] for ref in refs.values())
+            return _launch(plan, arrays, present, op.mutates, device, launch)
         from xmla.core import interpreter
 
         interpreter.require(op.name, plan)

@@ -61,18 +61,15 @@ def result_specs(op: Op, problem: Problem, specs: Sequence[P]) -> list[P]:
     return [_spec(axes, mesh_axes) for axes in _result_axes(op, problem)]
 
 
-def over_devices(module: mlir.ModuleContext) -> bool:
-    """Whether `jit` lowers `module` over several devices, outside a `shard_map`."""
-    where = module.axis_context
-    return isinstance(where, ShardingContext) and where.num_devices > 1
-
-
 def over_a_mesh(module: mlir.ModuleContext) -> bool:
-    """Whether these are of a known mesh; an export cannot name its partitioning."""
+    """Whether `jit` lowers `module` over several devices of a known mesh, outside a `shard_map`.
+
+    An export cannot name its partitioning.
+    """
     where = module.axis_context
     return (
-        over_devices(module)
-        and isinstance(where, ShardingContext)
+        isinstance(where, ShardingContext)
+        and where.num_devices > 1
         and where.abstract_mesh is not None
         and not module.lowering_parameters.for_export
         and jax.config.jax_use_shardy_partitioner

@@ -108,11 +108,13 @@ ffi::Error initialize(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ff
 }
 
 // A launch takes the next `counts[i]` arguments. An argument is a value, added to the address of the buffer at its
-// place among operands and results, or a runtime size if its place is −1.
+// place among operands and results, or a runtime size if its place is −1. Operand `mutated[i]` and result `updated[i]`
+// are one array, which the launches address as the operand.
 ffi::Error execute(CUstream stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
                    ffi::Span<const int64_t> numbers, ffi::Span<const int32_t> programs,
                    ffi::Span<const int32_t> early, ffi::Span<const int32_t> counts, ffi::Span<const int32_t> places,
-                   ffi::Span<const int64_t> values) {
+                   ffi::Span<const int64_t> values, ffi::Span<const int32_t> mutated,
+                   ffi::Span<const int32_t> updated) {
   std::vector<int64_t> addresses;
   for (size_t i = 0; i < operands.size(); ++i) {
     auto operand = operands.get<ffi::AnyBuffer>(i);
@@ -123,6 +125,14 @@ ffi::Error execute(CUstream stream, int32_t device, ffi::RemainingArgs operands,
     auto result = results.get<ffi::AnyBuffer>(i);
     if (result.has_error()) return result.error();
     addresses.push_back(reinterpret_cast<int64_t>((*result)->untyped_data()));
+  }
+  for (size_t i = 0; i < mutated.size(); ++i) {
+    if (operands.get<ffi::AnyBuffer>(mutated[i])->size_bytes() == 0) continue;
+    if (addresses[mutated[i]] != addresses[operands.size() + updated[i]]) {
+      return ffi::Error::Internal("xmla: XLA has given operand " + std::to_string(mutated[i]) +
+                                  ", which is updated in place, and its new value two places in memory; please report "
+                                  "the program");
+    }
   }
   std::vector<int64_t> arguments(values.begin(), values.end());  // of a size the kernel reads the low 32 bits
   std::vector<void*> parameters;
@@ -187,5 +197,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(xmla_execute, execute,
                                   .Attr<ffi::Span<const int32_t>>("early")
                                   .Attr<ffi::Span<const int32_t>>("counts")
                                   .Attr<ffi::Span<const int32_t>>("places")
-                                  .Attr<ffi::Span<const int64_t>>("values"),
+                                  .Attr<ffi::Span<const int64_t>>("values")
+                                  .Attr<ffi::Span<const int32_t>>("mutated")
+                                  .Attr<ffi::Span<const int32_t>>("updated"),
                               {ffi::Traits::kCmdBufferCompatible});
