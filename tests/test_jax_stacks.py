@@ -154,7 +154,7 @@ def launched(function: Callable[[], Any], names: set[str]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     jax.block_until_ready(function())
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         jax.block_until_ready(function())
         torch.cuda.synchronize()
     events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]

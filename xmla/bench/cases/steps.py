@@ -1,6 +1,7 @@
 """Decode steps of V3.2: one layer alone, with its writes, with long block tables; several layers with their writes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import batched
 from typing import Any
 
@@ -127,50 +128,138 @@ def long_tables() -> Iterator[Benchmark]:
 LAYERS = 8
 
 
-def step(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
-    """A step of several layers, each of which writes its keys and attends; its query adds the last layer's output.
+def layer(ops: Any, out: Any, operands: Any, caches: Any, table: Any, lengths: Any, slots: Any) -> tuple[Any, ...]:
+    """A layer writes its keys and attends; its query adds the last layer's output. Returns its own, and its caches."""
+    q, index_q, index_weights, latent, rope, index_k = operands
+    mla, indexer = caches
+    written = ops.write_mla_cache(latent, rope, slots, mla)
+    mla = mla if written is None else written  # PyTorch writes in place and returns nothing
+    written = ops.write_indexer_cache(index_k, slots, indexer)
+    indexer = indexer if written is None else written
+    query = q if out is None else q + out[..., :1]
+    return attend(ops, query, index_q, index_weights, mla, indexer, table, lengths), mla, indexer
 
-    `arrays` are q of every layer, then index_q of every layer, index_weights, latent, rope, index_k and both caches.
-    Returns the layers' outputs, then their caches.
-    """
+
+def layer_by_dsa_step(
+    ops: Any, out: Any, operands: Any, caches: Any, table: Any, lengths: Any, slots: Any
+) -> tuple[Any, ...]:
+    """The same in one call."""
+    q, index_q, index_weights, latent, rope, index_k = operands
+    query = q if out is None else q + out[..., :1]
+    out, _, _, *written = ops.dsa_step(
+        latent, rope, index_k, slots, query, index_q, index_weights, *caches, table, lengths, k=K, softmax_scale=SCALE
+    )
+    return out, *(written or caches)
+
+
+def apart(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
+    """A step of several layers; `arrays` are q of every layer, then index_q of every layer, … and both caches."""
     outputs, mla, indexer = [], [], []
-    for q, index_q, index_weights, latent, rope, index_k, *caches in zip(*batched(arrays, LAYERS), strict=True):
-        # PyTorch writes in place and returns nothing.
-        written = ops.write_mla_cache(latent, rope, slots, caches[0])
-        mla.append(caches[0] if written is None else written)
-        written = ops.write_indexer_cache(index_k, slots, caches[1])
-        indexer.append(caches[1] if written is None else written)
-        query = q + outputs[-1][..., :1] if outputs else q
-        outputs.append(attend(ops, query, index_q, index_weights, mla[-1], indexer[-1], table, lengths))
+    for *operands, cache, keys in zip(*batched(arrays, LAYERS), strict=True):
+        before = outputs[-1] if outputs else None
+        out, cache, keys = layer(ops, before, operands, (cache, keys), table, lengths, slots)
+        outputs.append(out)
+        mla.append(cache)
+        indexer.append(keys)
     return *outputs, *mla, *indexer
 
 
-def layers_case(requests: int, context: int) -> Benchmark:
+def stacked(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The same step of stacks [LAYERS, …] of what is read, and a list of each cache. Returns the last output alone."""
+    operands, caches, out = arrays[:6], list(zip(*batched(arrays[6:], LAYERS), strict=True)), None
+    for index, pair in enumerate(caches):
+        out, *written = layer(ops, out, [stack[index] for stack in operands], pair, table, lengths, slots)
+        caches[index] = tuple(written)
+    return out, *(cache for kind in zip(*caches, strict=True) for cache in kind)
+
+
+def of_each_layer(ops: Any, table: Any, slots: Any, pages: int) -> tuple[Any, Any]:
+    """The tables and slots of all layers, whose pages follow one another in one array of caches."""
+    if ops is torch_api:
+        first = torch.arange(LAYERS, device=table.device, dtype=torch.int32) * pages
+    else:
+        import jax.numpy as jnp
+
+        first = jnp.arange(LAYERS, dtype=jnp.int32) * pages
+    return table[None] + first[:, None, None], slots[None] + first[:, None] * 64
+
+
+def in_one_array(
+    ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any, one_layer: Callable[..., Any] = layer
+) -> tuple[Any, ...]:
+    """The same step with all layers' caches as one array of each kind, [LAYERS · P, R, …]."""
+    *operands, mla, indexer = arrays
+    tables, layer_slots = of_each_layer(ops, table, slots, mla.shape[0] // LAYERS)
+    out = None
+    for index in range(LAYERS):
+        parts = [stack[index] for stack in operands]
+        out, mla, indexer = one_layer(ops, out, parts, (mla, indexer), tables[index], lengths, layer_slots[index])
+    return out, mla, indexer
+
+
+def scanned(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The same in a `jax.lax.scan` over layers, whose carry has the caches. PyTorch has Python's loop."""
+    if ops is torch_api:
+        return in_one_array(ops, table, lengths, slots, *arrays)
+    import jax
+
+    *operands, mla, indexer = arrays
+    tables, layer_slots = of_each_layer(ops, table, slots, mla.shape[0] // LAYERS)
+
+    def body(carry: Any, parts: Any) -> tuple[Any, None]:
+        out, *caches = carry
+        *operands, table, slots = parts
+        return layer(ops, out, operands, caches, table, lengths, slots), None
+
+    before = jax.numpy.zeros((*operands[0].shape[1:-1], 512), operands[0].dtype)
+    return jax.lax.scan(body, (before, mla, indexer), (*operands, tables, layer_slots))[0]
+
+
+FORMS = {
+    "": apart,
+    ", stacks": stacked,
+    ", one array of caches": in_one_array,
+    ", dsa_step": partial(in_one_array, one_layer=layer_by_dsa_step),
+    ", scan": scanned,
+}
+
+
+def layers_case(requests: int, context: int, form: str = "") -> Benchmark:
     pages = cdiv(context, 64)
     table = problems.block_table(requests, pages * 64)
     lengths = torch.full((requests,), context, device=problems.DEVICE, dtype=torch.int32)
     written = context - 1  # the step's position
     slots = (table[:, written // 64] * 64 + written % 64).to(torch.int32)
-    q, index_q, index_weights = zip(*(queries(requests) for _ in range(LAYERS)), strict=True)
-    keys = [problems.bfloat16(requests, dims) for dims in (512, 64, 128) for _ in range(LAYERS)]
-    mla = [problems.latent_pool(requests * pages * 64) for _ in range(LAYERS)]
-    indexer = [problems.indexer_pool(requests * pages * 64) for _ in range(LAYERS)]
-    arrays = table, lengths, slots, *q, *index_q, *index_weights, *keys, *mla, *indexer
+    operands = [list(each) for each in zip(*(queries(requests) for _ in range(LAYERS)), strict=True)]
+    operands += [[problems.bfloat16(requests, dims) for _ in range(LAYERS)] for dims in (512, 64, 128)]
+    entries = requests * pages * 64
+    if form in ("", ", stacks"):
+        caches = [make(entries) for make in (problems.latent_pool, problems.indexer_pool) for _ in range(LAYERS)]
+    else:
+        caches = [problems.latent_pool(LAYERS * entries), problems.indexer_pool(LAYERS * entries)]
+    if form:
+        operands = [[torch.stack(each)] for each in operands]
+    arrays = table, lengths, slots, *(array for each in operands for array in each), *caches
 
     def check() -> float:
-        """Of the last layer, whose query follows from the others."""
-        *_, before, last = step(torch_api, *arrays)[:LAYERS]
-        arguments = q[-1] + before[..., :1], index_q[-1], index_weights[-1], mla[-1], indexer[-1], table, lengths
-        if not torch.equal(attend(torch_api, *arguments), last):
+        """Of the last layer, whose query follows from the one before it, by the step of arrays of their own."""
+        last = FORMS[form](torch_api, *arrays)[LAYERS - 1 if form == "" else 0]
+        parts = [each if form == "" else [*each[0]] for each in operands]
+        own = caches if len(caches) > 2 else [part for cache in caches for part in cache.chunk(LAYERS)]
+        results = apart(torch_api, *arrays[:3], *(array for each in parts for array in each), *own)
+        before, same = results[LAYERS - 2 : LAYERS]
+        if not torch.equal(last, same):
             return float("inf")
-        return step_error(arguments, K, SCALE)
+        q, index_q, index_weights, *_ = (each[-1] for each in parts)
+        arguments = q + before[..., :1], index_q, index_weights, own[LAYERS - 1], own[-1], table, lengths
+        return step_error(arguments, K, SCALE) if torch.equal(attend(torch_api, *arguments), last) else float("inf")
 
     return Benchmark(
         op="dsa_attention",
-        case=f"step of {LAYERS} layers b={requests} h={HEADS} context={context} k={K}",
-        call=step,
+        case=f"step of {LAYERS} layers b={requests} h={HEADS} context={context} k={K}{form}",
+        call=FORMS[form],
         inputs=[arrays],
-        updates=tuple(range(len(arrays) - 2 * LAYERS, len(arrays))),
+        updates=tuple(range(len(arrays) - len(caches), len(arrays))),
         check=check,
         bytes=LAYERS * read_by_step(requests, context),
     )
@@ -178,4 +267,5 @@ def layers_case(requests: int, context: int) -> Benchmark:
 
 def layers() -> Iterator[Benchmark]:
     for requests, context in ((1, 32768), (8, 32768), (64, 8192)):
-        yield layers_case(requests, context)
+        for form in FORMS:
+            yield layers_case(requests, context, form)
