@@ -87,12 +87,21 @@ class Case:
         return start
 
 
-def gpu_times(case: Case, us: float) -> tuple[Timing, Timing]:
-    """Microseconds of GPU time a call, which is expected to take some `us`: by PyTorch and by JAX, in turns."""
-    by_torch = replays(case.benchmark.ours, len(case.inputs))
-    calls = min(MOST_CALLS, max(1, len(case.inputs), round(PROGRAM_US / us)))
-    programs = min(MOST_PROGRAMS, max(2, round(PROGRAMS_US / (calls * us))))
-    start, busy = case.program(calls), _busy()
+def without_work(case: Case) -> Callable[[], Any]:
+    """A function that starts a program of the same arrays, donated alike, which computes one number."""
+    jitted = jax.jit(lambda updated, arrays: (arrays[0].ravel()[:1] + 1, updated), donate_argnums=0)
+
+    def start() -> Any:
+        result, case.updated = jitted(case.updated, case.inputs[0])
+        return [result, *case.updated]
+
+    return start
+
+
+def queued(start: Callable[[], Any], us: float) -> Callable[[], float]:
+    """A function that measures the microseconds of GPU time of a program, which is expected to take some `us`."""
+    programs = min(MOST_PROGRAMS, max(2, round(PROGRAMS_US / us)))
+    busy = _busy()
 
     def elapsed(count: int) -> float:
         """Microseconds of work queued before and so many programs."""
@@ -105,7 +114,15 @@ def gpu_times(case: Case, us: float) -> tuple[Timing, Timing]:
         return (time.perf_counter() - begun) * 1e6
 
     elapsed(2)
-    each = [(by_torch(), (elapsed(1 + programs) - elapsed(1)) / (programs * calls)) for _ in range(ROUNDS)]
+    return lambda: (elapsed(1 + programs) - elapsed(1)) / programs
+
+
+def gpu_times(case: Case, us: float) -> tuple[Timing, Timing]:
+    """Microseconds of GPU time a call, which is expected to take some `us`: by PyTorch and by JAX, in turns."""
+    by_torch = replays(case.benchmark.ours, len(case.inputs))
+    calls = min(MOST_CALLS, max(1, len(case.inputs), round(PROGRAM_US / us)))
+    by_jax = queued(case.program(calls), calls * us)
+    each = [(by_torch(), by_jax() / calls) for _ in range(ROUNDS)]
     torch_us, jax_us = map(Timing.of, zip(*each, strict=True))
     return torch_us, jax_us
 
@@ -147,8 +164,15 @@ def beside_torch(benchmark: Benchmark, us: float) -> dict[str, Any]:
     del by_torch, by_jax
     eager = waited(partial(case.benchmark.ours, 0), lambda _: torch.cuda.synchronize())
     jitted = waited(one, jax.block_until_ready)
+    without = waited(without_work(case), jax.block_until_ready)
     torch_us, jax_us = gpu_times(case, us)
     return {
         "torch": {"us": torch_us.rounded(), "host_us": eager[0], "waited_us": eager[1]},
-        "jax": {"us": jax_us.rounded(), "host_us": jitted[0], "waited_us": jitted[1], "same_bits": equal},
+        "jax": {
+            "us": jax_us.rounded(),
+            "host_us": jitted[0],
+            "waited_us": jitted[1],
+            "without_work_us": without[1],
+            "same_bits": equal,
+        },
     }
