@@ -16,8 +16,9 @@ call that is differentiated are named `<op>_<result>` for the policies of `jax.c
 An op that updates a cache takes it as an array and returns the new one, in place under `jit` with a donated argument,
 or as a `jax.Ref` (`jax.new_ref`), which it updates in place. A jitted step that is called once per token takes donated
 arrays: JAX calls a jitted function with Refs among its arguments by Python, at a cost for each Ref; Refs in a loop
-inside one jitted function cost the host nothing. Ops that read a cache also take a Ref and read it without a copy;
-`ref[...]` may copy the pool.
+inside one jitted function cost the host nothing. The caches of many layers are one array [L · P, R, ROW], whose pages
+follow one another: a part of a stack is updated, too, but XLA copies it before. Ops that read a cache also take a Ref
+and read it without a copy; `ref[...]` may copy the pool.
 
 On a GPU a call is one custom call of XLA, `xmla_launch`, of a library that is built once per machine and needs a C++
 compiler. A program that has been compiled names kernels of this process: one that is serialised is an export.
