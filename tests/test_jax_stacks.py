@@ -4,7 +4,8 @@ XLA takes slices and stores of parts into a fusion with a custom call, and ignor
 it makes of the programs without a GPU is looked at in tests/test_jax_programs.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -21,6 +22,7 @@ from xmla.core.call import plan_call
 from xmla.core.device import Device
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.jax_api import _launcher
 from xmla.jax_api._run import _spec, describe
 
 LAYERS = 3
@@ -50,6 +52,10 @@ def calling(op: Op, case: Case) -> Call:
 
 def part(stacks: Arrays, layer: Any) -> Arrays:
     return {name: stack[layer] for name, stack in stacks.items()}
+
+
+def of_names(arrays: Arrays, names: Iterable[str]) -> Arrays:
+    return {name: jnp.asarray(arrays[name]) for name in names}
 
 
 def slices(call: Call, read: Arrays, updated: Arrays) -> Any:
@@ -115,38 +121,176 @@ def beside_the_old(call: Call, read: Arrays, updated: Arrays) -> Any:
 FORMS = (slices, restacked, written_back, scanned, looped, prefixes, by_refs, beside_the_old)
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Inputs of every layer as stacks, and what a call on arrays of their own gives of each."""
+
+    op: Op
+    call: Call
+    read: Arrays
+    updated: Arrays
+    want: list[tuple[list[Any], Arrays]]
+
+    @classmethod
+    def of(cls, op: Op, case: Case, same: tuple[str, str] | None = None) -> "Layers":
+        """With `same`, two arguments are one array."""
+        layers = [{n: np.ascontiguousarray(a) for n, a in kit.make(case, seed).items()} for seed in range(LAYERS)]
+        if same is not None:
+            layers = [layer | {same[0]: layer[same[1]]} for layer in layers]
+        stacks = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+        updated = {name: stacks.pop(name) for name in op.mutates}
+        call = calling(op, case)
+        want = [call(of_names(layer, stacks), of_names(layer, updated)) for layer in layers]
+        return cls(op, call, stacks, updated, want)
+
+    def arguments(self) -> tuple[Arrays, Arrays]:
+        return jax.tree.map(jnp.asarray, (self.read, self.updated))
+
+    def compare(self, found: Any) -> None:
+        for layer, (results, new) in enumerate(self.want):
+            got = found[layer] if isinstance(found, list) else jax.tree.map(itemgetter(layer), found)
+            for name, value, right in zip(self.op.outputs, got[0], results, strict=True):
+                kit.assert_bits_equal(f"{name} of layer {layer}", value, right)
+            for name, right in new.items():
+                kit.assert_bits_equal(f"{name} of layer {layer}", got[1][name], right)
+
+
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
 @pytest.mark.usefixtures("device")
 def test_parts_of_stacks_have_the_bits_of_arrays_of_their_own(op: Op, form: Callable[..., Any], donated: bool) -> None:
-    case = fused_case(op)
-    call = calling(op, case)
-    layers = [kit.make(case, seed) for seed in range(LAYERS)]
-    stacks = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
-    updated = {name: stacks.pop(name) for name in op.mutates}
-    want = [
-        call({n: jnp.asarray(np.ascontiguousarray(a)) for n, a in layer.items() if n not in updated},
-             {n: jnp.asarray(np.ascontiguousarray(layer[n])) for n in updated})
-        for layer in layers
-    ]  # fmt: skip
-    arguments = jax.tree.map(jnp.asarray, (stacks, updated))
-    program = jax.jit(partial(form, call), donate_argnums=1 if donated else ())
-    found = jax.block_until_ready(program(*arguments))
+    layers = Layers.of(op, fused_case(op))
+    arguments = layers.arguments()
+    found = jax.block_until_ready(jax.jit(partial(form, layers.call), donate_argnums=1 if donated else ())(*arguments))
     if form is beside_the_old:
         found, old = found
-        for name, stack in updated.items():
+        for name, stack in layers.updated.items():
             kit.assert_bits_equal(name, old[name], stack)
-    for layer, (results, new) in enumerate(want):
-        got = found[layer] if isinstance(found, list) else jax.tree.map(itemgetter(layer), found)
-        for name, value, right in zip(op.outputs, got[0], results, strict=True):
-            kit.assert_bits_equal(f"{name} of layer {layer}", value, right)
-        for name, right in new.items():
-            kit.assert_bits_equal(f"{name} of layer {layer}", got[1][name], right)
-    for name, stack in updated.items():
+    layers.compare(found)
+    for name, stack in layers.updated.items():
         if not donated:
             kit.assert_bits_equal(f"the argument {name}", arguments[1][name], stack)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [slices, scanned, written_back, looped], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("way", ["export", "jaxlib"])
+@pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
+def test_other_ways_of_launching_have_the_same_bits(
+    op: Op, way: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of exports, and of machines without a C++ compiler, are jaxlib's own calls."""
+    layers = Layers.of(op, fused_case(op))
+    program = jax.jit(partial(form, layers.call))
+    if way == "export":
+        program = jax.export.export(program, disabled_checks=jax_api.EXPORT_CHECKS)(*layers.arguments()).call
+    else:
+        monkeypatch.setattr(_launcher, "library", lambda: None)
+    arguments = layers.arguments()
+    layers.compare(jax.block_until_ready(program(*arguments)))
+    for name, stack in layers.updated.items():
+        kit.assert_bits_equal(f"the argument {name}", arguments[1][name], stack)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("form", [slices, scanned], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
+def test_captured_graphs_take_other_addresses(op: Op, form: Callable[..., Any]) -> None:
+    """XLA captures calls as a CUDA graph and updates its addresses; each time here all arrays are elsewhere."""
+    layers = Layers.of(op, fused_case(op))
+    program = jax.jit(partial(form, layers.call), donate_argnums=1)
+    every = [program(*layers.arguments()) for _ in range(5)]
+    for found in every:
+        layers.compare(found)
+
+
+@pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
+@pytest.mark.usefixtures("device")
+def test_a_callback_beside_changes_nothing(op: Op) -> None:
+    layers = Layers.of(op, fused_case(op))
+
+    def with_callbacks(read: Arrays, updated: Arrays) -> Any:
+        found = []
+        for layer in range(LAYERS):
+            results, new = layers.call(part(read, layer), part(updated, layer))
+            shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in new.items()}
+            found.append((results, jax.pure_callback(lambda host: host, shapes, new)))
+        return found
+
+    layers.compare(jax.block_until_ready(jax.jit(with_callbacks)(*layers.arguments())))
+
+
+def alike(op: Op, case: Case, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of an argument and another one that is updated, of one shape and dtype."""
+    inputs = kit.make(case)
+    kinds = {name: (inputs[name].shape, inputs[name].dtype) for name in inputs}
+    return [(a, b) for b in names for a in kinds if a != b and kinds[a] == kinds[b]]
+
+
+TWICE = [(op, case, pair) for op, case in kit.all_cases() for pair in alike(op, case, op.mutates)]
+
+
+@pytest.mark.parametrize("form", [slices, written_back, looped], ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("op", "case", "pair"), TWICE, ids=kit.case_id)
+@pytest.mark.usefixtures("device")
+def test_one_part_for_two_arguments(op: Op, case: Case, pair: tuple[str, str], form: Callable[..., Any]) -> None:
+    """A call reads the part as it was, also where its new value is stored in the part's place."""
+    other, written = pair
+    layers = Layers.of(op, case, same=pair)
+    program = jax.jit(lambda read, updated: form(lambda r, u: layers.call(*moved(r, u)), read, updated))
+
+    def moved(read: Arrays, updated: Arrays) -> tuple[Arrays, Arrays]:
+        """The argument `other` is the very value of `written`."""
+        if other in updated:
+            return read, updated | {other: updated[written]}
+        return read | {other: updated[written]}, updated
+
+    layers.compare(jax.block_until_ready(program(*layers.arguments())))
+
+
+def stored_over(op: Op) -> tuple[str, str, Case] | None:
+    """A case of an op with an argument that is only read and a result of its shape and dtype."""
+    for case in op.cases:
+        inputs = kit.make(case)
+        results = op.bind(
+            {n: _spec(np.ascontiguousarray(inputs[n])) if n in inputs else None for n in op.tensors},
+            op.attributes(**case.attrs),
+        ).results
+        for name, array in inputs.items():
+            for result, spec in results.items():
+                if (
+                    name not in op.mutates
+                    and array.size
+                    and (spec.shape, spec.dtype) == (array.shape, array.dtype.name)
+                ):
+                    return name, result, case
+    return None
+
+
+OVER = [(op, *found) for op in registry().values() if (found := stored_over(op))]
+
+
+@pytest.mark.parametrize(("op", "name", "result", "case"), OVER, ids=kit.case_id)
+@pytest.mark.usefixtures("device")
+def test_a_result_stored_over_the_part_that_it_is_computed_from(op: Op, name: str, result: str, case: Case) -> None:
+    layers = Layers.of(op, case)
+    place = list(op.outputs).index(result)
+
+    def over(read: Arrays, updated: Arrays) -> jax.Array:
+        others = {n: stack for n, stack in read.items() if n != name}
+
+        def body(layer: Any, stack: jax.Array) -> jax.Array:
+            results, _ = layers.call(part(others, layer) | {name: stack[layer]}, part(updated, layer))
+            return stack.at[layer].set(results[place])
+
+        return jax.lax.fori_loop(0, LAYERS, body, read[name])
+
+    found = jax.jit(over)(*layers.arguments())
+    for layer, (results, _) in enumerate(layers.want):
+        kit.assert_bits_equal(f"{result} of layer {layer}", found[layer], results[place])
 
 
 def launched(function: Callable[[], Any], names: set[str]) -> int:
