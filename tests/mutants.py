@@ -263,6 +263,9 @@ MUTANTS = (
            f"{OPS}/resolve_slots/kernels.py", "../test_resolve_slots.py", "over_the_cache"),
     Mutant("if problem[\"PLACES\"] < (most := columns(problem)):", "if (most := 0):",
            f"{OPS}/resolve_slots/__init__.py", "test_8_wrong_arguments.py", "resolve_slots"),
+    Mutant("return tensor if tensor.stride(-1) == 1 else tensor.contiguous()", "return tensor",
+           "xmla/compat/_published.py", "../test_compat.py", "every_layout"),
+    Mutant("None, CalledAs(here, names))", "None)", "xmla/compat/_published.py", "../test_compat.py", "every_layout"),
 )  # fmt: skip
 
 

@@ -5,14 +5,17 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kit import as_tuple
 
 from xmla import ArgumentError, UnsupportedError
 from xmla.compat import deep_gemm, flash_mla
@@ -590,6 +593,131 @@ def test_blocks_that_a_row_cannot_have(device: str) -> None:
     assert (got[0] > -INF).any() and (got[1:, :4] == -INF).all()
 
 
+# How arguments lie in memory.
+
+
+def published_calls(device: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """A call of each function that takes tensors, or several where these go different ways: its name and arguments."""
+    p, r = decode_problem(device, v4_pool, 512), prefill_problem(device)
+    d, x = ragged_problem(device, False), ragged_problem(device, True)
+    blocks = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    ragged = lambda of: {
+        "q": of.q if of is x else of.q[0], "kv": of.kv, "weights": of.weights, "cu_seq_len_k_start": of.starts,
+        "cu_seq_len_k_end": of.ends,
+    }  # fmt: skip
+    paged = lambda of: {
+        "kv_cache": of.cache, "weights": of.weights, "context_lens": of.lengths, "block_table": of.block_table,
+        "schedule_meta": None, "max_context_len": of.width, "clean_logits": True,
+    }  # fmt: skip
+    one, two, mx = paged_problem(device, False, 1), paged_problem(device, False, 2), paged_problem(device, True, 1)
+    ranges = {
+        "cu_seq_len_k_start": x.starts, "cu_seq_len_k_end": x.ends, "num_kv_tokens": 37,
+        "sparse_kv_block_indices": blocks, "qk_dtype": torch.int8, "sparse_block_kv": 8,
+    }  # fmt: skip
+    pages = {
+        "context_lens": mx.lengths, "block_table": mx.block_table, "indices": blocks[:3, 0].contiguous(), "page_kv": 4,
+        "sparse_kv_block_indices": blocks[:3], "qk_dtype": torch.int8, "sparse_block_kv": 4,
+    }  # fmt: skip
+    of_blocks = {"num_max_sparse_blocks": 2}
+    return {
+        "decode": ("flash_mla_with_kvcache", {
+            "q": p.q, "k_cache": p.pool, "block_table": p.slots[0], "cache_seqlens": p.lengths, "head_dim_v": 512,
+            "tile_scheduler_metadata": None, "indices": p.slots, "attn_sink": p.sink, "extra_k_cache": p.extra,
+            "extra_indices_in_kvcache": p.extra_slots, "topk_length": p.lengths, "extra_topk_length": p.extra_lengths,
+            "out": torch.zeros_like(p.q),
+        }),
+        "schedule": ("get_mla_decoding_metadata", {
+            "seqlens_k": p.lengths, "num_q_tokens_per_head_k": 1, "h_k": 1, "topk": 8}),
+        "prefill": ("flash_mla_sparse_fwd", {
+            "q": r.q, "kv": r.kv, "indices": r.indices, "sm_scale": 0.5, "attn_sink": r.sink, "topk_length": r.lengths,
+            "out": torch.zeros_like(r.q[..., :512]),
+        }),
+        "prefill, int32": ("flash_mla_sparse_fwd", {
+            "q": r.q, "kv": r.kv, "indices": r.indices.clamp(-1, 99).int(), "sm_scale": 0.5}),
+        "fp8": ("fp8_mqa_logits", ragged(d)),
+        "MXFP4": ("fp8_fp4_mqa_logits", ragged(x)),
+        "compressed": ("fp8_fp4_mqa_logits", ragged(x) | {"max_seqlen_k": 28}),
+        "one token": ("fp8_paged_mqa_logits", {"q": one.q[0]} | paged(one)),
+        "two tokens": ("fp8_paged_mqa_logits", {"q": two.q[0]} | paged(two)),
+        "bfloat16": ("fp8_paged_mqa_logits", {"q": two.q[0]} | paged(two) | {"weights": two.weights.bfloat16()}),
+        "last lengths": ("fp8_paged_mqa_logits",
+            {"q": two.q[0]} | paged(two) | {"context_lens": two.lengths[:, -1].contiguous()}),
+        "MXFP4 pages": ("fp8_fp4_paged_mqa_logits", {"q": mx.q} | paged(mx)),
+        "paged schedule": ("get_paged_mqa_logits_metadata", {"context_lens": two.lengths, "block_kv": 4, "num_sms": 2}),
+        "ranges": ("get_sparse_mqa_logits_metadata", ranges),
+        "pages": ("get_paged_sparse_mqa_logits_metadata", pages),
+        "blocks": ("fp8_fp4_sparse_mqa_logits", {"q": x.q, "kv": x.kv, "weights": x.weights, "sparse_block_kv": 8,
+            "metadata": deep_gemm.get_sparse_mqa_logits_metadata(**ranges)} | of_blocks),
+        "paged blocks": ("fp8_fp4_paged_sparse_mqa_logits", {"q": mx.q, "kv_cache": mx.cache, "weights": mx.weights,
+            "metadata": deep_gemm.get_paged_sparse_mqa_logits_metadata(**pages), "sparse_block_kv": 4} | of_blocks),
+    }  # fmt: skip
+
+
+def in_a_wider_buffer(tensor: torch.Tensor, axis: int, step: int, before: int, behind: int) -> torch.Tensor:
+    """The same values, `step` elements of `axis` apart, between others that are all ones in bits."""
+    shape = list(tensor.shape)
+    shape[axis] = before + step * shape[axis] + behind
+    raw = torch.full((math.prod(shape) * tensor.element_size(),), 255, dtype=torch.uint8, device=tensor.device)
+    wide = raw.view(tensor.dtype).view(shape).narrow(axis, before, step * tensor.shape[axis])
+    return wide[(slice(None),) * axis + (slice(None, None, step),)].copy_(tensor)
+
+
+# Layouts of an argument along one of its axes; those are copied which are no dense last axis.
+LAID_OUT = {
+    "every other element": lambda tensor, axis: in_a_wider_buffer(tensor, axis, 2, 0, 0),
+    "the first of more": lambda tensor, axis: in_a_wider_buffer(tensor, axis, 1, 0, 3),
+    "behind another": lambda tensor, axis: in_a_wider_buffer(tensor, axis, 1, 1, 0),
+    "one repeated": lambda tensor, axis: tensor.narrow(axis, 0, 1).expand(tensor.shape),
+    "the first axis of memory": lambda tensor, axis: tensor.movedim(axis, 0).contiguous().movedim(0, axis),
+    "the last axis of memory": lambda tensor, axis: tensor.movedim(axis, -1).contiguous().movedim(-1, axis),
+}
+POOLS = ("k_cache", "extra_k_cache", "kv_cache")  # larger than what a call may copy
+
+
+def tensors_of(arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor, Callable[[torch.Tensor], dict[str, Any]]]]:
+    """Each tensor, also one of a pair, with its argument, and the arguments with another tensor in its place."""
+    every = []
+    for argument, value in arguments.items():
+        for place, part in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(part, torch.Tensor):
+
+                def replaced(other: Any, argument: str = argument, value: Any = value, place: int = place) -> Any:
+                    parts = (*value[:place], other, *value[place + 1 :]) if isinstance(value, tuple) else other
+                    return arguments | {argument: parts}
+
+                every.append((argument, part, replaced))
+    return every
+
+
+def bits_of(results: Any) -> list[torch.Tensor]:
+    return [each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in as_tuple(results)]
+
+
+@pytest.mark.parametrize("layout", LAID_OUT)
+def test_every_layout_of_every_argument(device: str, layout: str) -> None:
+    """It has the bits of a dense argument, or is refused by its own name: a pool's, or an out that is no memory."""
+    calls = published_calls(device)
+    functions = {name for name, _ in calls.values()}
+    assert functions == {name for *_, name in RELEASES} - {"get_mla_metadata", "get_num_sms", "set_num_sms"}
+    for title, (name, arguments) in calls.items():
+        function = getattr(flash_mla if hasattr(flash_mla, name) else deep_gemm, name)
+        for argument, tensor, replaced in tensors_of(arguments):
+            for axis in range(tensor.dim()):
+                laid_out = LAID_OUT[layout](tensor, axis)
+                if argument == "out" and layout == "one repeated":
+                    with pytest.raises(ArgumentError, match=f"^{name}: out stride of axis {axis} is 0, expected"):
+                        function(**replaced(laid_out))
+                    continue
+                want = bits_of(function(**replaced(laid_out.clone(memory_format=torch.contiguous_format))))
+                try:
+                    got = bits_of(function(**replaced(laid_out)))
+                except ArgumentError as error:
+                    refused = rf"{name}: {argument}\[:, :, 0\] stride of axis (R|ROW|EXTRA_ROW) \(.*\) is \d+, "
+                    assert argument in POOLS and re.match(refused, str(error)), (title, axis, error)
+                else:
+                    assert all(map(torch.equal, got, want)), (title, argument, axis)
+
+
 # Compiled code, errors, and what is left to the packages.
 
 
@@ -646,6 +774,10 @@ def test_errors_name_the_argument(device: str) -> None:
         ({"topk_length": p.lengths > 0}, f"{here}: topk_length dtype is bool, expected int32 or int64"),
         ({"extra_indices_in_kvcache": p.slots.float()},
          f"{here}: extra_indices_in_kvcache dtype is float32, expected int32 or int64"),
+        ({"attn_sink": p.sink.double()}, f"{here}: attn_sink dtype is float64, expected float32"),
+        ({"extra_k_cache": p.pool.short(), "extra_indices_in_kvcache": p.slots},
+         f"{here}: extra_k_cache[:, :, 0] dtype is int16, expected "
+         "uint8 or int8 or float8_e4m3fn or bfloat16 or float16"),
         ({"out": torch.empty(*p.q.shape[:2], 512, p.q.shape[2], device=device).transpose(2, 3)},
          f"{here}: out is torch.float32 on {p.q.device}, expected {p.q.dtype} on {p.q.device}, as q"),
     ):  # fmt: skip
@@ -691,6 +823,10 @@ def test_errors_of_ranks_and_axes_name_the_function_and_the_argument_that_was_ca
          "flash_mla_sparse_fwd: indices is list, expected torch.Tensor"),
         (lambda: ragged(kv=keys), "fp8_mqa_logits: kv is Tensor, expected a pair: keys [N, D], scales [N]"),
         (lambda: ragged(kv=(keys, scales[:, None])), "fp8_mqa_logits: kv[1] rank is 2, expected 1 (N)"),
+        (lambda: ragged(kv=(keys, scales.double())),
+         "fp8_mqa_logits: kv[1] dtype is float64, expected float32 or int32"),
+        (lambda: ragged(weights=d.weights.to_sparse()),
+         "fp8_mqa_logits: weights has no strides, expected a strided tensor"),
         (lambda: ragged(weights=d.weights[..., None]), "fp8_mqa_logits: weights rank is 3, expected 2 (M, H)"),
         (lambda: ragged(starts=d.starts[:2]),
          "fp8_mqa_logits: cu_seq_len_k_start axis M (axis 0) is 2, expected 5, as q"),

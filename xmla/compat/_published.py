@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from xmla import torch_api
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.problem import CalledAs
+from xmla.core.registry import registry
+from xmla.torch_api._arrays import spec_of
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -83,6 +87,8 @@ def check_axes(
         labels = axes.split()
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{here}: {name} is {type(tensor).__name__}, expected torch.Tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise ArgumentError(f"{here}: {name} has no strides, expected a strided tensor")
         if tensor.dim() != len(labels):
             raise ArgumentError(f"{here}: {name} rank is {tensor.dim()}, expected {len(labels)} ({', '.join(labels)})")
         for axis, (label, size) in enumerate(zip(labels, tensor.shape, strict=True)):
@@ -97,11 +103,36 @@ def check_axes(
                 )
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one whose last axis is strided: the ops take every other stride."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def as_int32(here: str, name: str, integers: torch.Tensor) -> torch.Tensor:
     """As the ops take integers, the argument `name` of `here`; what int32 does not hold stays out of every range."""
     dtype = integers.dtype
     if dtype == torch.int32:
-        return integers
+        return dense(integers)
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise ArgumentError(f"{here}: {name} dtype is {str(dtype).removeprefix('torch.')}, expected int32 or int64")
-    return integers.clamp(INT32.min, INT32.max).to(torch.int32)
+    return dense(integers.clamp(INT32.min, INT32.max).to(torch.int32))
+
+
+def serve(
+    here: str, name: str, names: Mapping[str, str], *tensors: torch.Tensor | None, out: Any = None, **attrs: Any
+) -> Any:
+    """A call of the op `name`, which refuses what is wrong under the names that callers of `here` know.
+
+    Args:
+        names: The arguments of `here`, by the op's names of them; others have one name.
+    """
+    try:
+        return getattr(torch_api, name)(*tensors, out=out, **attrs)
+    except (ArgumentError, UnsupportedError):
+        op = registry()[name]
+        specs = {n: None if t is None else spec_of(t) for n, t in zip(op.tensors, tensors, strict=False)}
+        try:
+            op.bind(specs, op.attributes(**attrs), None, CalledAs(here, names))
+        except (ArgumentError, UnsupportedError) as error:
+            raise error from None
+        raise

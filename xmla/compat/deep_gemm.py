@@ -7,12 +7,12 @@ vLLM's process also the copy that vLLM has).
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 
-from xmla import torch_api
-from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes
+from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes, dense, serve
 from xmla.core.errors import ArgumentError
 from xmla.core.plan import cdiv
 from xmla.core.selection import GRANULARITIES
@@ -26,6 +26,11 @@ ROW_MULTIPLE = 256  # elements from row to row of the logits, as DeepGEMM's cons
 SPARSE_ROW_MULTIPLE = 512  # the same of logits of selected blocks, which are bfloat16
 DENSE_BYTES = 1 << 26  # of logits over all keys that compressed ones are gathered from, at a time
 MXFP4_BLOCK = 32
+# The arguments of functions over contiguous keys and over pages, by the ops' names of them.
+RAGGED_NAMES = {
+    "q8": "q", "keys": "kv[0]", "key_scales": "kv[1]", "starts": "cu_seq_len_k_start", "ends": "cu_seq_len_k_end",
+}  # fmt: skip
+PAGED_NAMES = {"q8": "q.flatten(0, 1)", "cache": "kv_cache[:, :, 0]", "lengths": "context_lens"}
 
 _num_sms: int | None = None
 
@@ -118,18 +123,18 @@ def _ragged(
         raise ArgumentError(f"{here}: max_seqlen_k is {max_seqlen_k}, expected at least 0")
     if logits_dtype not in (torch.float32, torch.bfloat16):
         raise ArgumentError(f"{here}: logits_dtype is {logits_dtype}, expected torch.float32 or torch.bfloat16")
-    weights, count = weights.float(), len(keys)
+    query, weights, keys, scales, count = dense(query), dense(weights.float()), dense(keys), dense(scales), len(keys)
+    logits_of = partial(serve, here, "indexer_logits", RAGGED_NAMES)
     if max_seqlen_k == 0:
         keys, scales = _more_rows(keys), _more_rows(scales)
-        dtype = _name(logits_dtype)
-        return torch_api.indexer_logits(query, weights, keys, scales, starts, ends, logits_dtype=dtype)[:, :count]
+        return logits_of(query, weights, keys, scales, starts, ends, logits_dtype=_name(logits_dtype))[:, :count]
     logits = weights.new_empty((len(query), row_stride(max_seqlen_k)), dtype=logits_dtype)[:, :max_seqlen_k]
     column = torch.arange(max_seqlen_k, device=query.device)
     step = max(1, DENSE_BYTES // (4 * max(1, count)))
     for first in range(0, len(query) if count else 0, step):
         rows = slice(first, first + step)
-        dense = torch_api.indexer_logits(query[rows], weights[rows], keys, scales, starts[rows], ends[rows])
-        logits[rows] = dense.gather(1, (starts[rows, None] + column).clamp(0, count - 1))
+        every = logits_of(query[rows], weights[rows], keys, scales, starts[rows], ends[rows])
+        logits[rows] = every.gather(1, (starts[rows, None] + column).clamp(0, count - 1))
     seen = ends.clamp(max=count) - starts
     return logits.masked_fill_(column >= seen[:, None], -torch.inf) if clean_logits else logits
 
@@ -201,10 +206,11 @@ def _paged(
     lengths = as_int32(here, "context_lens", context_lens)
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device, dtype=torch.int32)
-    lengths, cache = lengths.reshape(-1), kv_cache[:, :, 0]
-    logits = torch_api.indexer_logits_paged(
-        query.flatten(0, 1), weights.float(), cache, as_int32(here, "block_table", block_table), lengths,
-        max_len=row_stride(max_context_len), logits_dtype=_name(logits_dtype),
+    lengths, cache = dense(lengths.reshape(-1)), kv_cache[:, :, 0]
+    logits = serve(
+        here, "indexer_logits_paged", PAGED_NAMES, dense(query.flatten(0, 1)), dense(weights.float()), cache,
+        as_int32(here, "block_table", block_table), lengths, max_len=row_stride(max_context_len),
+        logits_dtype=_name(logits_dtype),
     )[:, :max_context_len]  # fmt: skip
     if not clean_logits:
         return logits
@@ -274,9 +280,9 @@ def fp8_fp4_sparse_mqa_logits(
         "q": (query, "M H D"), "kv[0]": (keys, "N ROW"), "kv[1]": (scales, "N"), "weights": (weights, "M H"),
     })  # fmt: skip
     blocks, starts, ends = _unpacked(here, metadata, len(query), num_max_sparse_blocks, 2)
-    logits, _ = torch_api.indexer_block_logits(
-        query, weights.float(), keys, scales, starts, ends, blocks, granularity=sparse_block_kv,
-        logits_dtype="bfloat16",
+    logits, _ = serve(
+        here, "indexer_block_logits", RAGGED_NAMES, query, dense(weights.float()), dense(keys), dense(scales), starts,
+        ends, blocks, granularity=sparse_block_kv, logits_dtype="bfloat16",
     )  # fmt: skip
     return _as_sparse_rows(logits)
 
@@ -311,9 +317,8 @@ def get_paged_sparse_mqa_logits_metadata(
     lengths = as_int32(here, "context_lens", context_lens).flatten().clamp(0, block_table.shape[1] * page_kv)
     blocks = _first_blocks(as_int32(here, "sparse_kv_block_indices", sparse_kv_block_indices), lengths, sparse_block_kv)
     entries = (lengths[:, None] - blocks * sparse_block_kv).clamp(0, sparse_block_kv).masked_fill(blocks < 0, 0)
-    places, _ = torch_api.map_slots(
-        blocks, as_int32(here, "block_table", block_table), page_size=page_kv // sparse_block_kv
-    )
+    table = as_int32(here, "block_table", block_table)
+    places, _ = serve(here, "map_slots", {}, blocks, table, page_size=page_kv // sparse_block_kv)
     return _packed(places, entries.sum(1, dtype=torch.int32))
 
 
@@ -346,9 +351,10 @@ def fp8_fp4_paged_sparse_mqa_logits(
     pages, page = kv_cache.shape[:2]
     # Blocks by their places in the cache are those of one request, which has all pages in order.
     block_table, lengths = torch.arange(pages, device=query.device, dtype=torch.int32), pages * page
-    logits, _ = torch_api.indexer_block_logits_paged(
-        query[:, 0], weights.float(), kv_cache[:, :, 0], block_table[None], torch.full_like(widths, lengths), places,
-        granularity=sparse_block_kv, logits_dtype="bfloat16",
+    logits, _ = serve(
+        here, "indexer_block_logits_paged", PAGED_NAMES, query[:, 0], dense(weights.float()), kv_cache[:, :, 0],
+        block_table[None], torch.full_like(widths, lengths), places, granularity=sparse_block_kv,
+        logits_dtype="bfloat16",
     )  # fmt: skip
     columns = torch.arange(logits.shape[1], device=logits.device)
     return _as_sparse_rows(logits.masked_fill_(columns >= widths[:, None], -torch.inf))
@@ -391,6 +397,9 @@ def _unpacked(here: str, metadata: Tensor, rows: int, blocks: int, numbers: int)
             f"{here}: metadata is {metadata.dtype} [{len(metadata)}], expected torch.uint8 [{expected}] of {made_by} "
             f"for {rows} queries and {blocks} blocks"
         )
+    metadata = metadata.contiguous()
+    if not torch.compiler.is_compiling() and metadata.storage_offset() % 4:  # a trace knows no offset
+        metadata = metadata.clone()
     integers = metadata.view(torch.int32).view(rows, blocks + numbers)
     return integers[:, :blocks], *integers[:, blocks:].t().contiguous()
 

@@ -5,13 +5,13 @@ cache is skipped. There is no schedule: what stands for it is never read. Other 
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from xmla import torch_api
-from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes
+from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes, dense, serve
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.support import supports
@@ -22,6 +22,13 @@ Tensor = torch.Tensor
 
 # `xmla.compat.install` sets it.
 computes_max_logits = True
+# The arguments of both functions, by `sparse_mla`'s names of them.
+NAMES = {
+    "slots": "indices", "lengths": "topk_length", "sink": "attn_sink", "extra_slots": "extra_indices_in_kvcache",
+    "extra_lengths": "extra_topk_length", "cache_format": "kv_format", "extra_cache_format": "kv_format",
+}  # fmt: skip
+DECODE_NAMES = NAMES | {"q": "q.flatten(0, 1)", "cache": "k_cache[:, :, 0]", "extra_cache": "extra_k_cache[:, :, 0]"}
+PREFILL_NAMES = NAMES | {"cache": "kv", "softmax_scale": "sm_scale"}
 # With β = 2**20, ln Σ exp(β s) / β is max s, or more by at most ln K / β.
 SHARPNESS = 2.0**20
 
@@ -124,7 +131,7 @@ def flash_mla_with_kvcache(
     extra_slots = extra_indices_in_kvcache
     cache_format, extra_format = _formats(here, kv_format, use_legacy, k_cache, extra_k_cache)
     result, lse = _attend(
-        here, out, q, k_cache[:, :, 0], _slots(here, "indices", indices),
+        here, DECODE_NAMES, out, q, k_cache[:, :, 0], _slots(here, "indices", indices),
         _each_token(here, "topk_length", topk_length, q), attn_sink,
         None if extra_k_cache is None else extra_k_cache[:, :, 0],
         None if extra_slots is None else _slots(here, "extra_indices_in_kvcache", extra_slots),
@@ -169,30 +176,44 @@ def flash_mla_sparse_fwd(
     slots = _slots(here, "indices", indices)
     lengths = None if topk_length is None else as_int32(here, "topk_length", topk_length)
     lse_base = "2" if return_log2_lse else "e"
-    result, lse = _attend(here, out, q, kv, slots, lengths, attn_sink, softmax_scale=sm_scale, lse_base=lse_base)
+    q, kv = dense(q), dense(kv)
+    result, lse = _attend(
+        here, PREFILL_NAMES, out, q, kv, slots, lengths, attn_sink, softmax_scale=sm_scale, lse_base=lse_base
+    )
     if return_log2_lse is False:
         return result, None, None
     if not computes_max_logits:
         return result, None, lse
-    _, sharp = torch_api.sparse_mla(q, kv, slots, lengths, softmax_scale=sm_scale * SHARPNESS, lse_base=lse_base)
+    sharp_scale = sm_scale * SHARPNESS
+    _, sharp = serve(
+        here, "sparse_mla", PREFILL_NAMES, q, kv, slots, lengths, softmax_scale=sharp_scale, lse_base=lse_base
+    )
     return result, sharp / SHARPNESS, lse
 
 
 def _attend(
-    here: str, out: Tensor | None, q: Tensor, cache: Tensor, slots: Tensor, *others: Tensor | None, **attrs: Any
-) -> tuple[Tensor, Tensor]:
+    here: str, names: Mapping[str, str], out: Tensor | None, q: Tensor, cache: Tensor, slots: Tensor,
+    lengths: Tensor | None, sink: Tensor | None, *extra: Tensor | None, **attrs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`sparse_mla` with FlashMLA's lse of empty rows: [..., H, V] of q [..., H, D], in `out` if given; lse [T, H]."""
-    shape, rows = (*q.shape[:-1], VALUE_DIMS), q.flatten(0, -3)
-    if out is not None and out.is_contiguous():
-        lse = q.new_empty(rows.shape[:-1], dtype=torch.float32)
-        torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", out=(out.flatten(0, -3), lse), **attrs)
-        return out, lse
-    if out is not None and (out.dtype, out.device) != (q.dtype, q.device):
+    shape, rows = (*q.shape[:-1], VALUE_DIMS), dense(q.flatten(0, -3))
+    tensors = rows, cache, slots, lengths, None if sink is None else dense(sink), *extra
+    attrs |= {"empty_lse": "+inf"}
+    if out is None:
+        result, lse = serve(here, "sparse_mla", names, *tensors, **attrs)
+        return result.view(shape), lse
+    if (out.dtype, out.device) != (q.dtype, q.device):
         got, expected = f"{out.dtype} on {out.device}", f"{q.dtype} on {q.device}"
         raise ArgumentError(f"{here}: out is {got}, expected {expected}, as q")
-    result, lse = torch_api.sparse_mla(rows, cache, slots, *others, empty_lse="+inf", **attrs)
-    result = result.view(shape)
-    return (result if out is None else out.copy_(result)), lse
+    for axis, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            raise ArgumentError(f"{here}: out stride of axis {axis} is 0, expected elements of their own")
+    if out.is_contiguous():
+        lse = q.new_empty(rows.shape[:-1], dtype=torch.float32)
+        serve(here, "sparse_mla", names, *tensors, out=(out.flatten(0, -3), lse), **attrs)
+        return out, lse
+    result, lse = serve(here, "sparse_mla", names, *tensors, **attrs)
+    return out.copy_(result.view(shape)), lse
 
 
 def _slots(here: str, name: str, indices: Tensor) -> Tensor:
