@@ -2,6 +2,7 @@
 
 import pickle
 from functools import partial
+from typing import Any
 
 import kit
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import EVERYTHING
 
-from xmla import jax_api, torch_api
+from xmla import UnsupportedError, jax_api, torch_api
 from xmla.core.documents import TORCH, document
 from xmla.core.op import Op
 from xmla.core.registry import registry
@@ -198,19 +199,80 @@ def test_is_found_again_in_another_process(op: Op, api: object) -> None:
         assert pickle.loads(pickle.dumps(function.plan)) is function.plan
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_calls_an_op_for_each_element_and_refuses_one_that_updates(device: str) -> None:
-    logits, ends = torch.randn(2, 3, 8, device=device), torch.full((2, 3), 8, dtype=torch.int32, device=device)
+def mapped(op: Op, device: str, size: int) -> tuple[Any, list[torch.Tensor], list[str]]:
+    """A call of the op's smallest case that returns what it updates, too, a batch of its arguments and their names."""
+    case = kit.smallest(op)
+    inputs = {name: array.copy() for name, array in kit.make(case).items()}
+    names = list(inputs)
+
+    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        by_name = dict(zip(names, tensors, strict=True))
+        results = getattr(torch_api, op.name)(*[by_name.get(name) for name in op.tensors], **case.attrs)
+        return *kit.as_tuple(results), *(by_name[name] for name in op.mutates if name in by_name)
+
+    arrays = [kit.to_torch(array, device)[None] for array in inputs.values()]
+    batch = [torch.cat([array] * size) if size else array[:0] for array in arrays]
+    return call, batch, names
+
+
+@by_name
+def test_vmap_calls_an_op_for_each_element(op: Op, device: str) -> None:
+    """An op that updates an argument updates each element's own."""
+    call, batch, names = mapped(op, device, 3)
+    for array in batch:  # elements differ
+        array[1] = array[1].view(torch.uint8).flip(0).view(array.dtype)
+    copies = [array.clone() for array in batch]
+    results = torch.func.vmap(call)(*batch)
+    for element in range(3):
+        arguments = {name: copy[element] for name, copy in zip(names, copies, strict=True)}
+        want = call(*arguments.values())
+        where = defined(op, [arguments.get(name) for name in op.tensors], dict(kit.smallest(op).attrs))
+        for got, one in zip(results, want, strict=True):
+            kit.assert_bits_equal("result", got[element], one, where)
+
+
+@by_name
+def test_vmap_over_none(op: Op, device: str) -> None:
+    """A batch of no calls has no elements, of the shapes that a call's results have; in JAX likewise."""
+    call, batch, _ = mapped(op, device, 0)
+    _, ones, _ = mapped(op, device, 1)
+    got, want = torch.func.vmap(call)(*batch), call(*(array[0] for array in ones))
+    assert [(a.shape, a.dtype) for a in got] == [((0, *a.shape), a.dtype) for a in want]
+
+
+def test_vmap_over_none_is_differentiated(device: str) -> None:
+    op = registry()["sparse_mla"]
+    call, batch, names = mapped(op, device, 0)
+    q = batch[names.index("q")].requires_grad_()
+    out, lse = torch.func.vmap(call)(*batch)
+    (out.sum() + lse.sum()).backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+
+
+def test_vmap_twice_and_over_an_axis_between(device: str) -> None:
+    logits, ends = torch.randn(2, 3, 4, 8, device=device), torch.full((2, 3, 4), 8, dtype=torch.int32, device=device)
     select = partial(torch_api.select_topk, k=2)
-    mapped = torch.func.vmap(select)(logits, ends)
-    for got, *arguments in zip(mapped, logits, ends, strict=True):
-        kit.assert_bits_equal("indices", got, select(*arguments))
+    twice = torch.func.vmap(torch.func.vmap(select))(logits, ends)
+    between = torch.func.vmap(select, in_dims=(1, 1))(logits[0].transpose(0, 1), ends[0].transpose(0, 1))
+    kit.assert_bits_equal("indices", twice[0], between)
+    kit.assert_bits_equal("indices", twice[1, 2], select(logits[1, 2], ends[1, 2]))
+    assert torch.func.vmap(torch.func.vmap(select))(logits[:, :0], ends[:, :0]).shape == (2, 0, 4, 2)
+
+
+def test_vmap_refuses_to_update_what_calls_share(device: str) -> None:
     op = registry()["write_indexer_cache"]
-    arguments = [torch.stack([each, each]) for each in kit.torch_inputs(op, kit.make(op.cases[0]), device)]
-    before = arguments[-1].clone()
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for xmla::write_indexer_cache"):
-        torch.func.vmap(torch_api.write_indexer_cache)(*arguments)
-    assert torch.equal(arguments[-1], before)
+    call, batch, names = mapped(op, device, 2)
+    place = names.index("cache")
+    before = batch[place].clone()
+    for cache, axis, message in (
+        (batch[place][0], None, "cache is updated without a batch axis under vmap, supported: with one"),
+        (batch[place][0].expand(2, -1, -1, -1), 0, "cache has elements that share memory under vmap, supported: none"),
+    ):
+        arguments = [*batch[:place], cache, *batch[place + 1 :]]
+        in_dims = tuple(axis if array is cache else 0 for array in arguments)
+        with pytest.raises(UnsupportedError, match=f"^write_indexer_cache: {message}$"):
+            torch.func.vmap(call, in_dims=in_dims)(*arguments)
+    assert torch.equal(batch[place], before)
 
 
 @by_name

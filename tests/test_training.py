@@ -209,7 +209,6 @@ def test_a_rank_without_tokens_or_keys(device: str) -> None:
                 assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # one call after the other
 def test_gradients_of_a_batch_of_calls(device: str) -> None:
     """`vmap` of `grad`, and `jacrev`, which is one: the bits of each call's own."""
     rng = np.random.default_rng(2)

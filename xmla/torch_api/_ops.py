@@ -17,6 +17,7 @@ from xmla.core.plan import Plan
 from xmla.core.spec import Spec
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, to_numpy
+from xmla.torch_api._batching import call_each, results_of_none
 from xmla.torch_api._memory import refuse_shared, spaces
 from xmla.torch_api._run import (
     Tensors,
@@ -140,6 +141,16 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         torch.library.register_fake(f"xmla::{name}", abstract, lib=_library)
     packet = getattr(torch.ops.xmla, op.name)
     overloads = (packet.default, packet.out if results else None)
+
+    def batched(info: Any, dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if info.batch_size:
+            returned = call_each(op, overloads[0], info.batch_size, args, dims, kwargs)
+        else:
+            _, attrs = unpack(args, kwargs)
+            returned = results_of_none(op, args, dims, op.attributes(*attrs), kwargs.get("implementation"))
+        return _single(returned), _single([0] * len(returned))
+
+    torch.library.register_vmap(f"xmla::{op.name}", batched, lib=_library)
     for (name, implementation, _), overload in zip(variants, overloads if _private.AUTOGRAD else (), strict=False):
         _library.impl(name, _autograd(op, overload, implementation, unpack), "Autograd", with_keyset=True)
     return overloads
