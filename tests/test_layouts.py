@@ -221,3 +221,26 @@ def test_convert_refuses() -> None:
         layouts.convert(pool_of(V32), "indexer_fp8_d64")
     with pytest.raises(ArgumentError, match="scale_floor is 'none', expected 'scale' or 'amax'"):
         layouts.convert(pool_of(V32), "nvfp4", scale_floor="none")
+
+
+class UsersTensor(torch.Tensor):
+    """As engines derive for what a weight or a pool has besides."""
+
+
+class UsersArray(np.ndarray):
+    """Likewise."""
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_pool_of_a_users_class(kind: str, device: str) -> None:
+    """`inspect` and `convert` take it for the array that it is."""
+    pool = pool_of(V32, pages=8, entries=4)
+    users = kit.to_torch(pool, device).as_subclass(UsersTensor) if kind == "torch" else pool.view(UsersArray)
+    assert layouts.inspect(users).format == layouts.inspect(pool).format == "v32"
+    got = layouts.convert(users, "plain", source_format="v32")
+    assert isinstance(got, torch.Tensor if kind == "torch" else np.ndarray)
+    kit.assert_bits_equal("pool", got, layouts.convert(pool, "plain", source_format="v32"))
+    keys = np.zeros((2, 4, UE8M0_KEYS.row), np.uint8)
+    users = kit.to_torch(keys, device).as_subclass(UsersTensor) if kind == "torch" else keys.view(UsersArray)
+    got = layouts.convert(users, "indexer_fp8_d128", source_format=UE8M0_KEYS.name)
+    kit.assert_bits_equal("keys", got, layouts.convert(keys, "indexer_fp8_d128", source_format=UE8M0_KEYS.name))

@@ -201,7 +201,9 @@ def _named(argument: str, name: str, layouts: tuple[Layout, ...]) -> Layout:
 
 
 def _framework(pool: Any) -> str:
-    return type(pool).__module__.partition(".")[0].replace("jaxlib", "jax")
+    """The package of its class, or of the one that a user's class is derived from."""
+    packages = [each.__module__.partition(".")[0].replace("jaxlib", "jax") for each in type(pool).__mro__]
+    return next((package for package in packages if package in ("torch", "jax", "numpy")), packages[0])
 
 
 def _spec_of(pool: Any) -> Spec:
