@@ -265,6 +265,10 @@ MUTANTS = (
            f"{OPS}/resolve_slots/__init__.py", "test_8_wrong_arguments.py", "resolve_slots"),
     Mutant("return tensor if tensor.stride(-1) == 1 else tensor.contiguous()", "return tensor",
            "xmla/compat/_published.py", "../test_compat.py", "every_layout"),
+    Mutant("if getattr(_thread, \"interprets\", False):", "if False:", "xmla/core/interpreter.py",
+           "../core/test_interpreter.py", "interrupts"),
+    Mutant("_lock = threading.RLock()", "_lock = threading.Lock()", "xmla/core/interpreter.py",
+           "../core/test_interpreter.py", "interrupts"),
     Mutant("if not _is_apart(tensor):", "if False:", "xmla/torch_api/_batching.py", "../test_torch.py", "vmap_refuses"),
     Mutant("None, CalledAs(here, names))", "None)", "xmla/compat/_published.py", "../test_compat.py", "every_layout"),
 )  # fmt: skip

@@ -126,7 +126,7 @@ def test_every_op_has_the_same_results(op: Op, case: Case) -> None:
     for context in (nullcontext(), in_integers()):
         inputs = kit.copies(kit.make(case))
         with context:
-            results = interpreter.run(plan, inputs)
+            results = interpreter.run(op.name, plan, inputs)
         found.append({**inputs, **dict(zip(plan.results, results, strict=True))})
     for name, want in found[0].items():
         got = found[1][name]

@@ -291,3 +291,65 @@ def test_a_fork_beside_an_op() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "0\n", done.stderr
+
+
+# A handler of signals and a finaliser interrupt the thread that is in the interpreter: an op that they call is refused,
+# and the interrupted one goes on. The handler forks, too.
+INTERRUPTED = """
+import gc, os, signal, sys
+import numpy as np
+import torch
+from triton.runtime import interpreter as tritons
+from xmla import UnsupportedError, torch_api
+from xmla.core import interpreter
+
+signal.alarm(60)
+original, interpret, refusals = tritons._convert_float, interpreter._interpret, []
+logits, ends = torch.arange(9.0)[None], torch.tensor([9], dtype=torch.int32)
+
+def call(*_):
+    try:
+        torch_api.select_topk(logits, ends, k=2)
+    except UnsupportedError as error:
+        refusals.append(str(error))
+
+def fork(*_):
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        os._exit(0)
+
+class Finalised:
+    __del__ = call
+
+def interrupted(*args):
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR2)
+    Finalised()
+    interpret(*args)
+
+signal.signal(signal.SIGUSR1, call)
+signal.signal(signal.SIGUSR2, fork)
+interpreter._interpret = interrupted
+selected = torch_api.select_topk(logits, ends, k=2)
+assert selected.tolist() == [[7, 8]] and tritons._convert_float is original, selected
+interpreter._interpret = interpret
+count = len(refusals)
+call()
+assert len(refusals) == count and count % 2 == 0
+print(*{*refusals})
+"""
+REFUSED = (
+    "select_topk: called while this thread interprets an op, as by a handler of signals or a finaliser, supported: one "
+    "op after the other"
+)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+def test_what_interrupts_an_op() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout == f"{REFUSED}\n", done

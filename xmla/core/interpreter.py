@@ -36,8 +36,10 @@ _NUMPY = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
     tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
 }
-# The interpreter patches triton.language while it runs, so one plan runs at a time.
-_lock = threading.Lock()
+# The interpreter patches triton.language while it runs, so one plan runs at a time. What interrupts a thread, a handler
+# of signals or a finaliser, is in the same thread: it may fork there, and is refused an op, for which it would wait.
+_lock = threading.RLock()
+_thread = threading.local()
 # A fork waits for it: the child would inherit it locked, and the interpreter and the language patched.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
@@ -101,9 +103,21 @@ def require(op: str, plan: Plan) -> None:
         )
 
 
-def run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Run `plan` on NumPy arrays by name; arrays a kernel updates in place are updated in place."""
-    arrays = dict(arrays)
+def run(op: str, plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Run `plan` of a call of `op` on NumPy arrays by name; arrays a kernel updates in place are updated in place."""
+    if getattr(_thread, "interprets", False):
+        raise UnsupportedError(
+            f"{op}: called while this thread interprets an op, as by a handler of signals or a finaliser, supported: "
+            "one op after the other"
+        )
+    _thread.interprets = True
+    try:
+        return _run(plan, dict(arrays))
+    finally:
+        _thread.interprets = False
+
+
+def _run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
     for name, spec in plan.buffers.items():
         # Uninitialised memory on a GPU holds anything; 0xFF bytes are NaN in every float dtype and -1 in every integer.
         poison = np.full(spec.nbytes, 0xFF, np.uint8)

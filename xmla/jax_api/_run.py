@@ -88,7 +88,7 @@ def host_function(op: Op, names: Sequence[str], attrs: Attributes, implementatio
             from xmla.core import interpreter
 
             plan, results = plan_call(op, tuple(specs.values()), attrs, INTERPRETER, implementation)
-            outputs = interpreter.run(plan, host)
+            outputs = interpreter.run(op.name, plan, host)
         rounded = (np.asarray(a).astype(DTYPES[s.dtype][0], copy=False) for a, s in zip(outputs, results, strict=True))
         return *rounded, *(host[name] for name in op.mutates)
 

@@ -463,4 +463,4 @@ def _interpret(
         for name, offset in plan.workspace.items():
             spec = plan.buffers[name]
             arrays[name] = space[offset : offset + spec.nbytes].view(DTYPES[spec.dtype][0]).reshape(spec.shape)
-    interpreter.run(plan, arrays)
+    interpreter.run(op.name, plan, arrays)

@@ -47,4 +47,4 @@ def run(
     with mock.patch.object(interpreter, "_interpret", interpret), mock.patch.object(
         TritonSemantic, "to_tensor", unwrapped
     ):  # fmt: skip
-        return interpreter.run(plan, arrays)
+        return interpreter.run("gluon_cpu", plan, arrays)

@@ -27,7 +27,7 @@ ROUNDED_ONCE = 5e-6  # cosine difference of exact results: the reference does no
 MAX_DRIFT_AFTER_SWAP = 1e-3
 
 _random = np.random.default_rng(0)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a handler of signals may call an op while its thread holds it
 _worst: dict[tuple[str, str], float] = {}
 _rows: Counter[str] = Counter()
 
