@@ -5,9 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import chosen, compare, largest_error
 from xmla.command import app, main
 from xmla.core.device import H200, KNOWN_DEVICES
+from xmla.core.op import Op
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
@@ -99,6 +100,53 @@ def test_verify_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "DIFFERS" in result.output
     cases = len(registry()["map_slots"].cases)
     assert f"{cases} of {cases} cases DIFFER\n" in result.output
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, framework: str, result: str, change: Callable[[np.ndarray], None]) -> None:
+    """Have a front-end give one result of each call otherwise."""
+    real = calls.FRONT_ENDS[framework]
+
+    def call(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> calls.Arrays:
+        results = {name: array.copy() for name, array in real(op, arrays, attrs).items()}
+        change(results[result])
+        return results
+
+    monkeypatch.setitem(calls.FRONT_ENDS, framework, call)  # pyrefly: ignore
+
+
+def double(result: np.ndarray) -> None:
+    result *= 2
+
+
+def next_number(result: np.ndarray) -> None:
+    """A unit in the last place of the first element."""
+    result.reshape(-1).view(f"u{result.itemsize}")[0] += 1
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("name", "result"), [("sparse_mla", "out"), ("sparse_mla", "lse"), ("dsa_step", "mla_cache")])
+def test_verify_notices_one_result_of_several(name: str, result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both front-ends alike, so that they agree with each other."""
+    op = registry()[name]
+    monkeypatch.setattr("xmla.cli.verify.chosen", lambda *_: {name: (op, op.cases[:1])})
+    for framework in [*calls.FRONT_ENDS]:
+        spoil(monkeypatch, framework, result, double)
+    done = CliRunner().invoke(app, ["verify"], env=WIDE)
+    assert done.exit_code == 1 and "1 of 1 cases DIFFER" in done.output
+    assert done.output.count("DIFFERS") == 1 and "identical" in done.output
+    assert name == "dsa_step" or "1.0e+00" in done.output, "the worst of the results' errors"
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("framework", calls.FRONT_ENDS)
+def test_verify_compares_the_front_ends(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit between them, within the reference's bounds."""
+    op = registry()["sparse_mla"]
+    monkeypatch.setattr("xmla.cli.verify.chosen", lambda *_: {op.name: (op, op.cases[:1])})
+    spoil(monkeypatch, framework, "out", next_number)
+    done = CliRunner().invoke(app, ["verify"], env=WIDE)
+    assert done.exit_code == 1 and "1 of 1 cases DIFFER" in done.output
+    assert done.output.count("DIFFERS") == 1 and "agrees" in done.output
 
 
 @pytest.mark.usefixtures("device")
