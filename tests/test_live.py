@@ -165,6 +165,37 @@ def test_shadow_reports_a_wrong_result(
     assert [s // a.itemsize for a in [call.arrays["q"]] for s in a.strides] == head["arrays"][0]["strides"]
 
 
+def test_drift_is_bounded_by_one_rounding_but_after_a_swap() -> None:
+    """A factor of 1.0064 is a drift of 2e-5. Where another key was selected attention may differ more."""
+    for name, bound in (("sparse_mla", 5e-6), ("dsa_attention", 1e-3)):
+        op = registry()[name]
+        (case,) = [case for case in op.cases if case is op.cases[1]]
+        inputs, attrs = kit.make(case), kit.attributes(op, case)
+        with np.errstate(all="ignore"):
+            right = dict(zip(op.outputs, map(np.asarray, op.reference(**inputs, **attrs)), strict=True))
+        wrong = right | {"out": right["out"] * 1.0064}
+        if "indices" in right:
+            (drift,) = [drift for drift in shadow.drifts(op, inputs, attrs, wrong) if drift.result == "out"]
+            assert drift.bound == 5e-6 and not drift.ok, "the same keys"
+            wrong["indices"] = right["indices"].copy()
+            wrong["indices"][0, 0] += 1
+        (drift,) = [drift for drift in shadow.drifts(op, inputs, attrs, wrong) if drift.result == "out"]
+        assert (drift.bound, drift.ok) == (bound, bound > 2e-5)
+        assert drift.value == pytest.approx(2e-5, rel=0.03)
+
+
+def test_drift_of_infinities_is_infinite_but_in_their_places() -> None:
+    op = registry()["sparse_mla"]
+    inputs, attrs = kit.make(op.cases[1]), kit.attributes(op, op.cases[1])
+    with np.errstate(all="ignore"):
+        out, lse = map(np.asarray, op.reference(**inputs, **attrs))
+    empty = np.isneginf(lse)
+    assert empty.any() and not empty.all()
+    for wrong in (np.where(empty, 0.0, lse), np.where(empty, np.inf, lse), np.where(empty, lse, -np.inf)):
+        (drift,) = [d for d in shadow.drifts(op, inputs, attrs, {"out": out, "lse": wrong}) if d.result == "lse"]
+        assert drift.value == np.inf and not drift.ok
+
+
 def test_a_reference_that_fails_is_told_not_raised(
     device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
