@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -136,6 +137,21 @@ def test_a_program_of_another_process_is_refused(noting: Noting, monkeypatch: py
     monkeypatch.setattr(_launcher, "_number", other)
     op = registry()["map_slots"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="another process has compiled the program"):
+        run(op, kit.make(op.cases[1]), op.cases[1].attrs, H100)
+
+
+@pytest.mark.parametrize("facts", [{"global_scratch_size": 8}, {"num_ctas": 2}], ids=str)
+def test_a_kernel_that_needs_scratch_memory_or_a_cluster_is_refused(
+    facts: dict[str, int], noting: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(*given: Any) -> SimpleNamespace:
+        kernel = noting.compiled(*given)
+        vars(kernel.metadata).update(facts)
+        return kernel
+
+    monkeypatch.setattr(_launcher, "compiled", compiled)
+    op = registry()["map_slots"]
+    with pytest.raises(RuntimeError, match="map_slots_kernel needs scratch memory or a cluster, which JAX's launcher "):
         run(op, kit.make(op.cases[1]), op.cases[1].attrs, H100)
 
 

@@ -18,7 +18,7 @@ from xmla.core.device import H100
 from xmla.core.op import Case, Op
 from xmla.core.plan import Launch, Plan
 from xmla.core.spec import Spec
-from xmla.torch_api import _launch
+from xmla.torch_api import _launch, _private, _run
 
 DEVICE, STREAM, WARPS, SHARED = 3, 7, 4, 100
 PLAIN = SimpleNamespace(
@@ -87,6 +87,25 @@ def test_launches_are_those_made_one_after_the_other(op: Op, case: Case, noting:
     assert noting.noted() == wanted
     together(STREAM, tuple(inputs), tuple(results), space)
     assert noting.noted() == wanted and noting.library.noted_device() == DEVICE
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_launches_are_on_the_current_stream_of_the_calls_gpu(
+    profiled: bool, noting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, specs = plan_of(*kit.all_cases()[0])
+    streams: list[int] = []
+    prepared: Any = SimpleNamespace(
+        ordinal=DEVICE,
+        launch=lambda stream, *_: streams.append(stream),
+        together=_launch.together(DEVICE, compiled(plan.active), [*specs], plan.results, plan.workspace),
+    )
+    monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
+    monkeypatch.setattr(_run, "profiler_hooks", lambda: (print, print) if profiled else (None, None))
+    space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
+    _run._launch(prepared, [0 for _ in specs], [torch.empty(1) for _ in plan.results], space)
+    lines = noting.noted()
+    assert [*streams, *(line[5] for line in lines)] == [STREAM] * (1 if profiled else len(plan.active))
 
 
 @pytest.mark.parametrize(
