@@ -170,6 +170,16 @@ def v41_pool(pages: int, entries: int, footer: bool) -> tuple[torch.Tensor, torc
     return page.reshape(pages, entries, 1, 528), dense.flatten(0, 1)
 
 
+def v41_fp4_pool(pages: int, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[P, R, 1, 288]: 512 e2m1, the even dim in the low nibble, and 32 e4m3 scales of an entry."""
+    codes = torch.randint(0, 16, (pages, entries, 512), dtype=torch.uint8)
+    scales = torch.rand(pages, entries, 32).to(torch.float8_e4m3fn)
+    cache = torch.cat([codes[..., ::2] | codes[..., 1::2] << 4, scales.view(torch.uint8)], -1)
+    values = E2M1[(codes & 7).long()].double() * torch.where(codes > 7, -1, 1)
+    dense = (values.unflatten(-1, (32, 16)) * scales.double()[..., None]).flatten(-2)
+    return cache[:, :, None], dense.flatten(0, 1)
+
+
 def attention(
     q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, scale: float, sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -208,10 +218,10 @@ OUT, STATISTICS = (2**-8, 2.01 / 128), (5e-6, 8.01 / 65536)  # FlashMLA's, but p
 REQUESTS, TOKENS, HEADS = 2, 2, 3
 
 
-def decode_problem(device: str, make: Any, dims: int) -> SimpleNamespace:
-    """Two sources of one format; a token without keys; −1, and garbage past the lengths."""
+def decode_problem(device: str, make: Any, dims: int, make_extra: Any = None) -> SimpleNamespace:
+    """Two sources, of one format by default; a token without keys; −1, and garbage past the lengths."""
     torch.manual_seed(0)
-    (pool, rows), (extra, extra_rows) = make(3, 4), make(2, 5)
+    (pool, rows), (extra, extra_rows) = make(3, 4), (make_extra or make)(2, 5)
     rows_t = REQUESTS * TOKENS
     slots, extra_slots = (torch.randint(0, len(r), (rows_t, 8), dtype=torch.int32) for r in (rows, extra_rows))
     slots[0, 3] = slots[1, 0] = -1
@@ -278,6 +288,18 @@ def test_v41_rows_are_read_as_the_kernels_that_are_asked_for_read_them(device: s
         p.q, p.pool, None, None, 512, flash_mla.get_mla_metadata()[0], softmax_scale=0.05, indices=p.slots.long(),
         attn_sink=p.sink, extra_k_cache=p.extra, extra_indices_in_kvcache=p.extra_slots, topk_length=p.lengths,
         extra_topk_length=p.extra_lengths, use_legacy=footer, enable_batch_invariant=not footer,
+    )  # fmt: skip
+    check_decode(p, got, 0.05, two=True)
+
+
+@pytest.mark.parametrize("kv_format", [None, "V41"])
+def test_v41_rows_beside_its_compressed_ones(device: str, kv_format: str | None) -> None:
+    """The released pair: a window of MXFP8 and compressed entries of NVFP4, each source with its own format."""
+    p = decode_problem(device, lambda *size: v41_pool(*size, False), 512, v41_fp4_pool)
+    got = flash_mla.flash_mla_with_kvcache(
+        p.q, p.pool, None, None, 512, flash_mla.get_mla_metadata()[0], softmax_scale=0.05, indices=p.slots,
+        attn_sink=p.sink, extra_k_cache=p.extra, extra_indices_in_kvcache=p.extra_slots, topk_length=p.lengths,
+        extra_topk_length=p.extra_lengths, kv_format=kv_format,
     )  # fmt: skip
     check_decode(p, got, 0.05, two=True)
 
@@ -484,6 +506,20 @@ def test_one_length_a_request(device: str) -> None:
     assert torch.equal(got.cpu() == -INF, ~p.seen)
 
 
+def test_lengths_past_the_block_table_end_with_it(device: str) -> None:
+    """Columns that no page holds are −inf if they are cleaned, though the length counts them."""
+    p = paged_problem(device, False, 1)
+    for lengths in (p.lengths.clone(), p.lengths[:, 0].clone()):
+        lengths[0] = p.width + 7
+        got = deep_gemm.fp8_paged_mqa_logits(
+            p.q[0], p.cache, p.weights, lengths, p.block_table, None, p.width + 9, True
+        )  # fmt: skip
+        seen = p.seen.clone()
+        seen[0] = True
+        assert torch.equal(got.cpu()[:, : p.width] == -INF, ~seen)
+        assert (got[:, p.width :] == -INF).all()
+
+
 # The indexer's logits of keys in selected blocks.
 
 
@@ -571,6 +607,19 @@ def test_paged_logits_of_blocks(device: str, size: int, count: int, column: bool
     assert got.dtype == torch.bfloat16 and got.stride() == (512, 1)
     assert torch.equal(got.cpu() == -INF, ~seen)
     same_logits(got, want, seen, bound=3e-5)
+
+
+def test_blocks_of_ranges_beyond_the_keys(device: str) -> None:
+    """A range starts with the first key and ends with the last: so do its blocks, and their numbering."""
+    p = ragged_problem(device, True)
+    blocks = torch.arange(3, dtype=torch.int32, device=device).expand(5, 3)
+    for first, given, inside in ((0, (-3, 21), (0, 21)), (3, (24, 99), (24, 37))):
+        both = []
+        for start, end in (given, inside):
+            starts, ends = torch.full_like(p.starts, start), torch.full_like(p.ends, end)
+            metadata = deep_gemm.get_sparse_mqa_logits_metadata(starts, ends, 37, blocks + first, torch.int8, 8)
+            both.append(deep_gemm.fp8_fp4_sparse_mqa_logits(p.q, p.kv, p.weights, metadata, 3, 8))
+        assert torch.equal(*both) and (both[0] > -INF).sum() == 5 * (inside[1] - inside[0])
 
 
 def test_blocks_that_a_row_cannot_have(device: str) -> None:
