@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -315,6 +316,11 @@ MISTAKES = [
     Mistake("dsa_attention", "dsa_attention: q axis T (axis 0) is 2, expected a multiple of B = 0 "
             "(or pass request_ids)",
             lambda a: {"block_table": a["block_table"][:0]}),
+    Mistake("dsa_step", "dsa_step: k value is 0, expected at least 1", attrs={"k": 0}),
+    Mistake("dsa_step", "dsa_step: q axis T (axis 0) is 2, expected a multiple of B = 0 (or pass request_ids)",
+            lambda a: {"block_table": a["block_table"][:0]}),
+    Mistake("dsa_step", "dsa_step: scale_floor value is 'half', expected 'scale' or 'amax'",
+            attrs={"scale_floor": "half"}),
     # a dtype is that of the array as it was given: JAX would make 32 bits of NumPy's 64
     Mistake("sparse_mla", f"sparse_mla: slots dtype is int64, expected int32 {TO_INT32}",
             lambda a: {"slots": a["slots"].astype(np.int64)}),
@@ -383,6 +389,25 @@ def test_message(mistake: Mistake, device: str, no_launch: None) -> None:
     assert str(by_jax.value) == mistake.message
     name, rest = mistake.message.split(": ", 1)
     assert name == op.name and rest.split()[0] in {*op.tensors, *op.defaults}, "the caller's own names"
+
+
+# Rules of a composed op's steps come with its plan, which takes no symbolic sizes.
+OF_STEPS = tuple(f"dsa_attention: {rule}" for rule in ("index_q axis I", "q axis H", "workspace_bytes value"))
+AT_ONCE = [mistake for mistake in MISTAKES if not mistake.message.startswith(OF_STEPS)]
+
+
+@pytest.mark.parametrize("mistake", AT_ONCE, ids=lambda m: f"{m.op}-{m.message.split(': ')[1][:28]}")
+def test_message_under_fake_tensors(mistake: Mistake, device: str, no_launch: None) -> None:
+    """As torch.compile traces a call: not when the compiled one runs."""
+    op = registry()[mistake.op]
+    case = op.cases[mistake.case]
+    inputs = kit.make(case)
+    inputs |= mistake.change(inputs)
+    with FakeTensorMode() as mode:
+        tensors = [t if t is None else mode.from_tensor(t) for t in kit.torch_inputs(op, inputs, device)]
+        with pytest.raises(mistake.error) as refused:
+            getattr(torch_api, op.name)(*tensors, **{**case.attrs, **(mistake.attrs or {})})
+    assert str(refused.value) == mistake.message
 
 
 def test_strides(device: str, no_launch: None) -> None:
@@ -495,7 +520,13 @@ def test_indices_of_64_bits(op: Op, name: str, device: str, no_launch: None) -> 
         assert str(refused.value) == f"{op.name}: {name} dtype is int64, expected int32 {TO_INT32}"
 
 
-def test_out(device: str, no_launch: None) -> None:
+@pytest.mark.parametrize("fake", [False, True])
+def test_out(fake: bool, device: str, no_launch: None) -> None:
+    with FakeTensorMode() if fake else nullcontext():
+        refuses_out(device)
+
+
+def refuses_out(device: str) -> None:
     logits, ends = torch.zeros(2, 8, device=device), torch.zeros(2, device=device, dtype=torch.int32)
 
     def out(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
