@@ -5,6 +5,7 @@ from dataclasses import replace
 import kit
 import numpy as np
 import pytest
+import tiles
 
 from xmla.core.attribute import Attributes
 from xmla.core.call import plan_call
@@ -65,6 +66,11 @@ def test_every_choice_among_implementations_is_told(op: Op, device: Device) -> N
         names = [each.name for each in registry()[choice.op].implementations if not each.by_name]
         passed = [name for name, _, _ in choice.passed_over]
         assert names[: len(passed)] == passed and names[len(passed)] == choice.implementation
+
+
+def test_serving_calls_are_planned_as_before() -> None:
+    """Of parts that are not here, too: tiles, bounds of registers, splits."""
+    assert tiles.text() == tiles.FILE.read_text(), "if the plans are to change: python tests/core/tiles.py"
 
 
 def test_implementations_have_names_of_their_own() -> None:
