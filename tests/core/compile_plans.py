@@ -1,13 +1,14 @@
 """Compiles every kernel configuration that the planner emits for one device and prints a JSON line each.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
-    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE [--some I/N]]
+    python tests/core/compile_plans.py 90 [--hash] [--as 100] [--but FILE [--some I/N]] [--digests]
 --hash      Each line has the SHA-256 of the kernel's instructions, for tests/core/same_code.py.
 --as ARCH   Takes the PTX of kernels that are planned for ARCH too from there and assembles it. One kernel of each name
             is compiled besides, and its PTX compared.
 --but FILE  Leaves out the kernels whose digests FILE has, but for a sample. The first line has all digests.
 --some I/N  Of each function that FILE has not, one kernel: of every N-th function, from the I-th, and of those for ARCH
             alone. The I of different architectures share the functions among them.
+--digests   The digests alone: nothing is compiled.
 `python tests/core/support_matrix.py` makes docs/support.md of these lines for every architecture.
 """
 
@@ -352,11 +353,15 @@ def main() -> None:
     parser.add_argument("--as", dest="source", type=int, choices=DEVICES)
     parser.add_argument("--but", type=Path)
     parser.add_argument("--some")
+    parser.add_argument("--digests", action="store_true")
     given = parser.parse_args()
     knobs.nvidia.dump_ptxas_log = True
     calls = list(plans(DEVICES[given.arch]))
     kernels = all_of(calls)
     chosen = set(kernels)
+    if given.digests:
+        print(json.dumps({"digests": digests(chosen, given.arch)}))
+        return
     theirs = set(all_of(plans(DEVICES[given.source]))) if given.source else set()
     if given.but:
         now = digests(chosen, given.arch)

@@ -1,13 +1,17 @@
 """A kernel's digest changes with its code, and with nothing else: what it spares is not compiled again."""
 
 import importlib.util
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import support_matrix
+import triton
 from compile_plans import identity, source
+from kept import file_of
 from triton import knobs
 
 from xmla.core.compile import Specialization
@@ -131,3 +135,16 @@ def test_a_property_of_a_constant_counts(
     before = identity(made, 90)
     monkeypatch.setattr(of, name, property(lambda it: 3))
     assert (identity(made, 90) != before) == (of is MlaLayout or value is not V32)
+
+
+@pytest.mark.parametrize("arch", support_matrix.ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+def test_the_committed_digests_are_of_this_tree(arch: int) -> None:
+    """`make test` compiles a sample of what has changed; a kernel is committed with the digests of all of it."""
+    file = file_of(f"triton-{triton.__version__}-sm_{arch}")
+    (line,) = support_matrix.lines_of(support_matrix.SCRIPT, str(arch), "--digests")
+    now, committed = line["digests"], json.loads(file.read_text())
+    others = sorted(name for name in {*now, *committed} if now.get(name) != committed.get(name))
+    assert not others, (
+        f"{file.name} has other digests of {', '.join(others)}: run `make matrix`, which compiles what has changed, "
+        "and commit tests/core/compiled"
+    )
