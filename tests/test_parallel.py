@@ -9,13 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kit
 import numpy as np
 import pytest
 from conftest import EVERYTHING, HAS_GPU
+from jax.sharding import PartitionSpec as P
 
 from xmla import ArgumentError
 from xmla.core.parallel import Ownership, heads_of, query_format, received_bytes
 from xmla.core.registry import registry
+from xmla.core.spec import Spec
+from xmla.jax_api import _sharding
 
 FOLDER = Path(__file__).parent / "parallel"
 
@@ -136,6 +140,22 @@ def test_jax_gradients() -> None:
     assert set(found) == {"tokens", "heads", "context", "heads of the target", "tokens of the loss"}
     assert {"all-gather", "reduce-scatter"} <= set(found["context"])
     assert all({"all-reduce", "reduce-scatter"} & set(collectives) for collectives in found.values()), found
+
+
+def test_a_mesh_axis_serves_one_axis() -> None:
+    """Of heads over x and tokens over x the first that is met is shared out; the other is whole."""
+    op = registry()["sparse_mla"]
+    case = next(case for case in op.cases if {*kit.make(case)} == {"q", "cache", "slots"})
+    specs = {name: Spec.of_numpy(array) for name, array in kit.make(case).items()}
+    problem = op.bind(specs, op.attributes(**case.attrs))
+    heads, tokens = P(None, "x"), P("x")
+    for q, slots, results in (
+        (heads, tokens, [P(None, "x", None), P(None, "x")]),
+        (tokens, heads, [P("x", None, None), P("x", None)]),
+        (heads, P("y"), [P("y", "x", None), P("y", "x")]),
+        (heads, P(("x", "y")), [P(None, "x", None), P(None, "x")]),
+    ):
+        assert _sharding.result_specs(op, problem, [q, P(), slots]) == results, (q, slots)
 
 
 @pytest.mark.slow

@@ -151,7 +151,8 @@ def legal(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any]) -> di
     problem = op.bind({n: Spec.of_numpy(a) for n, a in inputs.items()}, op.attributes(**attrs))
     for limit in op.limits(problem, inputs):
         array = inputs[limit.argument]
-        array[(array < limit.low) | (array > limit.high)] = limit.low
+        wrong = (array < limit.low) | (array > limit.high)
+        array[wrong if limit.where is None else wrong & limit.where] = limit.low
     return inputs
 
 
