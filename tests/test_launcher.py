@@ -1,9 +1,11 @@
 """JAX's launcher (xmla/jax_api/launcher.cc) above a driver that notes launches: no GPU is needed."""
 
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +56,50 @@ def noting(request: pytest.FixtureRequest, registered: Noting, monkeypatch: pyte
     monkeypatch.setattr(_launcher, "compiled", registered.compiled)
     monkeypatch.setattr(_launcher, "library", lambda: registered.library)
     return registered
+
+
+@pytest.fixture
+def building(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], object]]:
+    """What `library` gives with CXX, as on a machine with CUDA's driver whose cache is empty."""
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: "the driver" if name == "libcuda.so.1" else load(name))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    monkeypatch.setattr(_launcher, "SOURCE", "../../tests/launcher_on_host.cc")  # which has a driver of its own
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def build(compiler: str) -> object:
+        monkeypatch.setenv("CXX", compiler)
+        _launcher.library.cache_clear()
+        return _launcher.library()
+
+    yield build
+    _launcher.library.cache_clear()
+
+
+@pytest.mark.parametrize("options", ["", " -O1", " '-DNAME=two words'"])
+def test_cxx_may_have_options(options: str, building: Callable[[str], object]) -> None:
+    if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
+        pytest.skip("no C++ compiler")
+    assert building(compiler + options) is not None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("/nowhere/g++", "No such file or directory: '/nowhere/g++'"),
+        ("ccache-that-is-not-there g++", "No such file or directory: 'ccache-that-is-not-there'"),
+        ("false -O1", "false -O1 failed on "),
+        ("true", "No such file or directory: "),
+        ("g++ 'unclosed", "No closing quotation"),
+    ],
+)
+def test_a_compiler_that_fails_is_told_once(
+    compiler: str, reason: str, building: Callable[[str], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that is missing: JAX then launches by jaxlib, and no later call tries it again."""
+    assert building(compiler) is None and _launcher.library() is None
+    (warning,) = caplog.messages
+    assert "JAX launches every kernel by itself, which is slower: " in warning and reason in warning
 
 
 def run(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any], device: Device) -> tuple[Plan, dict[str, int]]:

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,22 +35,23 @@ log = logging.getLogger("xmla")
 
 TARGET = "xmla_launch"
 SOURCE = "launcher.cc"
+COMPILERS = ("c++", "g++", "clang++")  # in this order, where CXX names none
 
 
-def _build(compiler: str) -> str:
-    """The path of the library, from Triton's cache on disk or the compiler."""
+def _build(compiler: Sequence[str]) -> str:
+    """The path of the library, from Triton's cache on disk or the compiler, a program and its options."""
     source = files("xmla.jax_api") / SOURCE
-    versions = [compiler, jaxlib.__version__, triton.__version__]
+    versions = [*compiler, jaxlib.__version__, triton.__version__]
     manager = get_cache_manager(hashlib.sha256(repr([source.read_text(), versions]).encode()).hexdigest())
     if (path := manager.get_file("launcher.so")) is not None:
         return path
     headers = [jax.ffi.include_dir(), str(files("triton.backends.nvidia") / "include")]
     with as_file(source) as text, tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "launcher.so")
-        command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *(f"-I{path}" for path in headers)]
+        command = [*compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *(f"-I{path}" for path in headers)]
         done = subprocess.run([*command, str(text), "-o", str(output)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise CompileError(f"{compiler} failed on {SOURCE}, which launches kernels from JAX:\n{done.stderr}")
+            raise CompileError(f"{shlex.join(compiler)} failed on {SOURCE}:\n{done.stderr}")
         return manager.put(output.read_bytes(), "launcher.so", binary=True)
 
 
@@ -61,18 +63,20 @@ def declare(library: ctypes.CDLL) -> None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, built and registered with XLA; None without CUDA's driver or (with a warning) a compiler."""
+    """The library, built and registered with XLA; None without CUDA's driver or (with a warning) a compiler of it."""
     try:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # the library takes the driver's functions from there
     except OSError:
         return None
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
-        log.warning(
-            "no C++ compiler is installed, nor named by CXX: JAX launches every kernel by itself, which is slower"
-        )
+    try:
+        # As make takes it, CXX may have options, or be a program that calls the compiler.
+        compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(None, map(shutil.which, COMPILERS))][:1]
+        if not compiler:
+            raise CompileError("no C++ compiler is installed, nor named by CXX")
+        launcher = ctypes.CDLL(_build(compiler))
+    except (CompileError, OSError, ValueError) as error:
+        log.warning("%s is not built, so that JAX launches every kernel by itself, which is slower: %s", SOURCE, error)
         return None
-    launcher = ctypes.CDLL(_build(compiler))
     declare(launcher)
     stages = {stage: jax.ffi.pycapsule(launcher[f"xmla_{stage}"]) for stage in ("initialize", "execute")}
     jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
