@@ -299,6 +299,29 @@ def test_what_a_write_through_a_ref_returned_is_no_cache() -> None:
             call()
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_a_view_of_a_ref_is_refused_by_name(op: Op) -> None:
+    """Whichever argument it is, as the others are arrays; what the error names instead is taken."""
+    case = op.cases[min(1, len(op.cases) - 1)]
+    arrays = dict(zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True))
+    given = [name for name, array in arrays.items() if array is not None]
+
+    def of(name: str, part: Callable[[jax.Ref], object]) -> object:
+        def call(stack: jax.Array) -> object:
+            return getattr(jax_api, op.name)(*(arrays | {name: part(jax.new_ref(stack))}).values(), **case.attrs)
+
+        return jax.eval_shape(call, arrays[name][None])
+
+    for name in given:
+        of(name, lambda stack: stack[0])
+        with pytest.raises(ArgumentError) as caught:
+            of(name, lambda stack: stack.at[0])
+        part = "ref[i], whose new value is to be assigned to ref[i]" if name in op.mutates else "ref[i]"
+        assert str(caught.value) == (
+            f"{op.name}: {name} is a view of a Ref (ref.at[i]), expected the Ref itself, or a jax.Array: {part}"
+        )
+
+
 def test_pallas_kernels_around_an_op_in_one_jit() -> None:
     """A Pallas kernel (RMSNorm and rope of the query) feeds sparse_mla, another consumes its output."""
     op = registry()["sparse_mla"]

@@ -16,6 +16,7 @@ from xmla.core.live import shadow
 from xmla.core.live.checks import check_values
 from xmla.core.op import Op
 from xmla.core.spec import Spec
+from xmla.jax_api import _private
 from xmla.jax_api._primitive import call, is_ref
 from xmla.jax_api._run import describe
 
@@ -67,6 +68,11 @@ def public(op: Op) -> Callable[..., Any]:
         for name, value in zip(op.tensors, tensors, strict=True):
             if value is None and name in op.optional:
                 continue
+            if isinstance(value, _private.RefView):
+                part = "ref[i], whose new value is to be assigned to ref[i]" if name in op.mutates else "ref[i]"
+                raise ArgumentError(
+                    f"{op.name}: {name} is a view of a Ref (ref.at[i]), expected the Ref itself, or a jax.Array: {part}"
+                )
             if not _is_array(value):
                 written = value is None and (name in op.pools or name in op.mutates)
                 remedy = "; a write through a Ref returns None, and the Ref is the cache" if written else ""

@@ -4,7 +4,7 @@
   REFS False: a cache is passed as an array, whose new value is returned; a Ref is refused, since it is not an array.
   MESHES False: `jit` over several devices replicates every op; `shard_map` still partitions them.
 Without `ManualAxisType` a result inside a `shard_map` does not say over which axes it varies, which asks for
-`check_vma=False`.
+`check_vma=False`. Without `TransformedRef` JAX refuses a view of a Ref, `ref.at[i]`, in words of its own.
 """
 
 import logging
@@ -32,6 +32,8 @@ _discharge = _attributes("state.discharge", "register_discharge_rule")
 REFS = _types is not None and _discharge is not None
 _refs: tuple[Any, ...] = _types if REFS and _types else ((), None, None)  # isinstance(x, ()) is False
 AbstractRef, ReadEffect, WriteEffect = _refs
+_views = _attributes("state.types", "TransformedRef")
+RefView: Any = _views[0] if _views else ()
 
 
 def register_discharge_rule(primitive: Any, rule: Callable[..., Any]) -> None:
