@@ -180,6 +180,8 @@ MUTANTS = (
            "../test_memory.py", "lie_apart"),
     Mutant("if name != written and array is arrays[written] and is_ref(array):", "if False:", "xmla/jax_api/_ops.py",
            "../test_memory.py", "stands_once"),
+    Mutant("if jax.typeof(gradient).sharding.spec == aval.sharding.spec:", "if True:", "xmla/jax_api/_primitive.py",
+           "../test_parallel.py", "gradients_and_vmap"),
     Mutant("if isinstance(value, _private.RefView):", "if False:", "xmla/jax_api/_ops.py", "../test_jax.py",
            "view_of_a_ref"),
     Mutant("elif size == 0:", "elif False:", "xmla/jax_api/_primitive.py", "../test_jax_transforms.py", "over_none"),

@@ -189,6 +189,28 @@ def test_jit() -> None:
         assert not any(found[call]["specs"][-1]), found[call]
 
 
+@pytest.mark.slow
+def test_jit_of_gradients_and_vmap() -> None:
+    """A gradient is sharded as its argument: each device computes its part, and of sums over tokens they are added."""
+    devices = 4 if EVERYTHING and (not HAS_GPU or visible_gpus() >= 4) else 2
+    if HAS_GPU and visible_gpus() < devices:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, str(FOLDER / "jax_explicit.py"), str(devices)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {line.pop("call"): line for line in map(json.loads, done.stdout.splitlines())}
+    for kind in ("auto", "explicit"):
+        for name, place in (("attention, tokens", 0), ("attention, heads", 1), ("scores, tokens", 0)):
+            call = found[f"{name}: {kind}, {devices}"]
+            assert call["collectives"] == ["all-reduce"] and call["specs"][0][place] == "x", (name, call)
+    for op in registry().values():
+        axes = {axis for tensor in op.tensors.values() for axis in tensor.names}
+        own_keys = op.batch is not None  # whose calls are made one by one, or of pages
+        if "T" in axes and not op.mutates and not op.sums_over_tokens and not own_keys:
+            call = found[f"vmap of {op.name} over (None, 'x')"]
+            assert all(spec[1] == "x" for spec in call["specs"]), (op.name, call)
+
+
 @pytest.mark.usefixtures("device", "one_rank")
 @pytest.mark.parametrize(("index_format", "at_once"), [("fp8", None), ("mxfp4", None), ("fp8", 5)])
 def test_the_model_lists_the_calls_of_a_step(

@@ -82,9 +82,9 @@ def comparison(op: Op, case: Case, arrays: Mapping[str, np.ndarray]) -> Callable
 
 
 def even(op: Op, case: Case, axis: str) -> dict[str, np.ndarray] | None:
-    """A case's inputs with an even number of tokens; None if `axis` is not shared out."""
+    """A case's inputs with an even number of tokens; None if `axis` is not shared out, or summed (jax_explicit.py)."""
     arrays = kit.make(case)
-    if axis not in shared_axes(op, list(arrays)):
+    if axis not in shared_axes(op, list(arrays)) or op.sums_over_tokens:
         return None
     if axis == "T":
         for name, array in arrays.items():

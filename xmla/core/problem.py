@@ -60,6 +60,7 @@ class Result:
         sizes: Sizes of the axes that no argument has.
         agreement: How it may differ from the reference; None: not at all.
         partial: Whether the op leaves elements unwritten; the reference has NaN there.
+        sum_over: The axes of arguments that it is a sum over: those of calls with parts of such an axis add up to it.
     """
 
     axes: str
@@ -67,6 +68,7 @@ class Result:
     sizes: "Mapping[str, Callable[[Problem], int]]" = field(default_factory=dict)
     agreement: Agreement | None = None
     partial: bool = False
+    sum_over: str = ""
 
     @property
     def names(self) -> list[str]:

@@ -5,11 +5,14 @@ prefill) with a batch axis becomes one larger pool, and the indices into it are 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Op
@@ -50,16 +53,50 @@ def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
     return batched
 
 
-def fold(op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], size: int) -> dict[str, Any]:
-    """The arguments of `size` calls as those of one call; `dims` has each argument's batch axis, or None."""
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How explicit axes of a mesh, of these names, divide the tokens of each call of a batch; none of an op that writes
+    a cache, whose calls every device makes whole."""
+
+    over: tuple[str, ...] = ()
+    parts: int = 1
+
+    @classmethod
+    def of(cls, op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> "Division":
+        for name, array in arrays.items():
+            names: list[str | None] = [*op.tensors[name].names]
+            if (batch := dims[name]) is not None:
+                names.insert(batch, None)
+            sharding = jax.typeof(array).sharding
+            if "T" in names and not op.mutates and (over := _names(sharding.spec[names.index("T")])):
+                return cls(over, prod(sharding.mesh.shape[axis] for axis in over))
+        return cls()
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def fold(
+    op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], size: int, division: Division
+) -> dict[str, Any]:
+    """The arguments of `size` calls as those of one call; `dims` has each argument's batch axis, or None.
+
+    Tokens that a mesh divides stay where they are: those of the one call are the first part of each element, then the
+    second, and so on. So a token's request, if it follows from the token's number, has to be named.
+    """
     pools = batched_pools(op, dims)
     axes: dict[str, int] = {}
     for name, array in arrays.items():
         shape = [n for axis, n in enumerate(array.shape) if axis != dims[name]]
         axes |= zip(op.tensors[name].names, shape, strict=True)
+    if division.parts > 1 and "request_ids" in op.tensors and "request_ids" not in arrays:
+        ids = jnp.arange(axes["T"], dtype=jnp.int32) // max(axes["T"] // max(axes["B"], 1), 1)
+        arrays, dims = {**arrays, "request_ids": ids}, {**dims, "request_ids": None}
     folded = {}
-    for name, array in arrays.items():
-        tensor = op.tensors[name]
+    for name in (name for name in op.tensors if name in arrays):
+        array, tensor = arrays[name], op.tensors[name]
         row = row_axis(tensor)
         if row is None and dims[name] is None:
             folded[name] = array
@@ -73,9 +110,39 @@ def fold(op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], size
         counted = (tensor.index_of or tensor.bound_of).split()
         if pools.union(ROWS).intersection(counted[:1]):
             array = _shift(op, name, array, place, prod(axes[axis] for axis in counted))
-        shape = array.shape
-        folded[name] = array.reshape(*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
+        folded[name] = _merge(array, place, division if row == "T" else Division())
     return folded
+
+
+def _merge(array: jax.Array, place: int, division: Division) -> jax.Array:
+    """The batch, which is axis `place`, and the rows beside it as one axis; rows are divided so, or replicated."""
+    before, (size, rows), after = array.shape[:place], array.shape[place : place + 2], array.shape[place + 2 :]
+    spec = jax.typeof(array).sharding.spec
+    first, (batch, over), last = spec[:place], spec[place : place + 2], spec[place + 2 :]
+    if over and _names(over) != division.over:
+        array, over = _reshard(array, P(*first, batch, None, *last)), None
+    if division.parts > 1:
+        each = rows // division.parts
+        shape = (*before, size, division.parts, each, *after)
+        array = move(_reshape(array, shape, P(*first, batch, over, None, *last)), place + 1, place)
+    merged = (*_names(over), *_names(batch)) or None
+    return _reshape(array, (*before, size * rows, *after), P(*first, merged, *last))
+
+
+def replicate(array: jax.Array, *axes: int) -> jax.Array:
+    """The array with these of its axes on every device whole, where explicit axes of a mesh shard them."""
+    spec = [None if axis in axes else entry for axis, entry in enumerate(jax.typeof(array).sharding.spec)]
+    return array if P(*spec) == jax.typeof(array).sharding.spec else _reshard(array, P(*spec))
+
+
+def _reshard(array: jax.Array, spec: P) -> jax.Array:
+    return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, spec))
+
+
+def _reshape(array: jax.Array, shape: tuple[int, ...], spec: P) -> jax.Array:
+    """The array in another shape, so sharded; JAX itself does not know how where explicit axes of a mesh shard it."""
+    mesh = jax.typeof(array).sharding.mesh
+    return jax.lax.reshape(array, shape, out_sharding=NamedSharding(mesh, spec) if any(spec) else None)
 
 
 def _shift(op: Op, name: str, array: jax.Array, place: int, total: int) -> jax.Array:
@@ -91,6 +158,13 @@ def _shift(op: Op, name: str, array: jax.Array, place: int, total: int) -> jax.A
     return jnp.where((array >= 0) & (array < total), array + first, -1)
 
 
-def unfold(array: jax.Array, size: int) -> jax.Array:
+def unfold(array: jax.Array, size: int, division: Division) -> jax.Array:
     """A result of the folded call with the batch as its first axis."""
-    return array.reshape(size, array.shape[0] // size, *array.shape[1:])
+    rows, after = array.shape[0] // size, array.shape[1:]
+    sharded, *last = jax.typeof(array).sharding.spec
+    over = tuple(name for name in _names(sharded) if name in division.over) or None
+    batch = tuple(name for name in _names(sharded) if name not in division.over) or None
+    if division.parts > 1:
+        shape = (division.parts, size, rows // division.parts, *after)
+        array = move(_reshape(array, shape, P(over, batch, None, *last)), 0, 1)
+    return _reshape(array, (size, rows, *after), P(batch, over, *last))

@@ -126,23 +126,34 @@ def _launch(context: mlir.LoweringRuleContext) -> Callable[..., Any] | None:
 
 
 def _lower(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(_compute)(context, *operands, **_on(platform, context, params), launch=_launch(context))
+    """A call that each device makes whole."""
+    several = platform == "cpu" and _sharding.over_devices(context.module_context)
+    callback = _callback(context, **params) if several else None
+    params = _on(platform, context, params)
+    return mlir.lower_fun(_compute)(context, *operands, **params, callback=callback, launch=_launch(context))
+
+
+def _callback(
+    context: mlir.LoweringRuleContext, op: Op, names: tuple[str, ...], attrs: Attributes, implementation: str | None,
+    **_: Any,
+) -> Callable[..., Any]:  # fmt: skip
+    """A callback that every device makes; of `jax.pure_callback` JAX 0.12 leaves the results on the first alone."""
+    return _sharding.callback_of(context.module_context, host_function(op, names, attrs, implementation))
 
 
 def _lower_in_parts(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     if params["implementation"] == "reference" or not _sharding.over_a_mesh(context.module_context):
         return _lower(platform, context, *operands, **params)
     params = _on(platform, context, params)
-    op, names, attrs, implementation = (params[name] for name in ("op", "names", "attrs", "implementation"))
+    op, names, attrs = (params[name] for name in ("op", "names", "attrs"))
     launch = _launch(context)
 
     def function_of(names: tuple[str, ...]) -> Callable[..., Any]:
-        callback = None
-        if params["device"] == INTERPRETER:
-            callback = _sharding.callback_of(context.module_context, host_function(op, names, attrs, implementation))
+        its = params | {"names": names}
+        callback = _callback(context, **its) if params["device"] == INTERPRETER else None
 
         def compute(*parts: Any) -> tuple[Any, ...]:
-            return _compute(*parts, **params | {"names": names}, callback=callback, launch=launch)
+            return _compute(*parts, **its, callback=callback, launch=launch)
 
         return compute
 
@@ -174,8 +185,10 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
         for name in op.mutates:
             if dims[name] is None:
                 arrays[name], dims[name] = jnp.broadcast_to(arrays[name], (size, *arrays[name].shape)), 0
-        folded = _batching.fold(op, arrays, dims, size)
-        outputs = [_batching.unfold(r, size) for r in bind(*folded.values(), op=op, names=names, **params)]
+        division = _batching.Division.of(op, arrays, dims)
+        folded = _batching.fold(op, arrays, dims, size, division)
+        results = bind(*folded.values(), op=op, names=tuple(folded), **params)
+        outputs = [_batching.unfold(result, size, division) for result in results]
     results, updated = outputs[: len(op.outputs)], dict(zip(op.mutates, outputs[len(op.outputs) :], strict=True))
     for name, ref in refs.items():
         if name in updated:
@@ -198,7 +211,11 @@ def _batch_of_none(
 
 def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]) -> list[Any]:
     """One call after another, of an op that sums over rows: folded, the sums would be those of the whole batch."""
-    moved = {name: _batching.move(arrays[name], dim, 0) for name, dim in dims.items() if dim is not None}
+    moved = {
+        name: _batching.replicate(_batching.move(arrays[name], dim, 0), 0)
+        for name, dim in dims.items()
+        if dim is not None
+    }
 
     def one(element: dict[str, Any]) -> list[Any]:
         operands = arrays | element
@@ -213,7 +230,7 @@ def _batch_apart(
     """A batch whose calls have separate pools, computed as `Op.batch` declares."""
 
     def first(name: str) -> jax.Array:
-        array, dim = arrays[name], dims[name]
+        array, dim = _batching.replicate(arrays[name], *range(arrays[name].ndim)), dims[name]
         return jnp.broadcast_to(array, (size, *array.shape)) if dim is None else _batching.move(array, dim, 0)
 
     def call_op(name: str, operands: dict[str, Any], **attrs: Any) -> list[Any]:
@@ -272,7 +289,15 @@ def _transpose(
         implementation=its.implementation, derivative_of=op,
     )  # fmt: skip
     computed = dict(zip(its.op.outputs, outputs, strict=True))
-    return [*[None] * len(saved), *[computed[op.gradients[name]] for name in moving]]
+    primals = zip(moving, operands[len(saved) :], strict=True)
+    return [*[None] * len(saved), *[_placed_as(primal.aval, computed[op.gradients[name]]) for name, primal in primals]]
+
+
+def _placed_as(aval: Any, gradient: jax.Array) -> jax.Array:
+    """The gradient with its argument's sharding over explicit axes of a mesh, a part of the type that JAX asks for."""
+    if jax.typeof(gradient).sharding.spec == aval.sharding.spec:
+        return gradient
+    return jax.sharding.reshard(gradient, aval.sharding)
 
 
 tangent_p.multiple_results = True

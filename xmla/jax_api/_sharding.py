@@ -1,5 +1,6 @@
 """`jit` over several devices: if tokens or heads are sharded, each device computes its own, without an exchange.
 
+Of results that are sums over them, the gradients of a derivative, each device computes a part, and these are added.
 All other axes are replicated. So are all axes of an op that writes a cache, since every copy of the cache needs every
 token. Tokens without request_ids get them, because on one device a token's request follows from its number.
 """
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xmla.core.op import Op
-from xmla.core.problem import Problem
+from xmla.core.problem import Problem, Result
+from xmla.core.spec import Spec
 from xmla.jax_api._private import ShardingContext
 from xmla.jax_api._run import HostFunction
 
@@ -24,17 +26,26 @@ Axes = Sequence[str | None]  # of an array; None for an axis of a result that is
 
 
 def shared_axes(op: Op, operands: Sequence[str]) -> list[str]:
-    """The axes that can be sharded in a call with these operands: not one that no result has, a sum over it."""
+    """The axes that can be sharded in a call with these operands: those of a result, if parts of others add up."""
     names = {axis for name in operands for axis in op.tensors[name].names}
-    names &= {axis for result in op.outputs.values() for axis in result.names}
-    whole = op.mutates or op.sums_over_tokens
-    return [axis for axis in ("T", "H") if axis in names and not whole]
+    results = op.outputs.values()
+
+    def divides(axis: str) -> bool:
+        parts = all(axis in (*result.names, *result.sum_over.split()) for result in results)
+        return any(axis in result.names for result in results) and (parts or not op.sums_over_tokens)
+
+    return [axis for axis in ("T", "H") if axis in names and divides(axis) and not op.mutates]
 
 
 def _result_axes(op: Op, problem: Problem) -> list[Axes]:
-    """The axes of each result that can be sharded; None for others."""
+    """The axes of each result that can be sharded; None for others, and for those of a result that is empty."""
     shared = shared_axes(op, list(problem.specs))
-    return [[axis if axis in shared else None for axis in result.names] for result in op.outputs.values()]
+
+    def axes_of(result: Result, spec: Spec) -> Axes:
+        sizes = zip(result.names, spec.shape, strict=True)
+        return [axis if axis in shared and size == problem[axis] else None for axis, size in sizes]
+
+    return list(map(axes_of, op.outputs.values(), problem.results.values()))
 
 
 def _mesh_axes(op: Op, problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
@@ -61,15 +72,18 @@ def result_specs(op: Op, problem: Problem, specs: Sequence[P]) -> list[P]:
     return [_spec(axes, mesh_axes) for axes in _result_axes(op, problem)]
 
 
-def over_a_mesh(module: mlir.ModuleContext) -> bool:
-    """Whether `jit` lowers `module` over several devices of a known mesh, outside a `shard_map`.
+def over_devices(module: mlir.ModuleContext) -> bool:
+    """Whether `jit` lowers `module` over several devices, outside a `shard_map`."""
+    where = module.axis_context
+    return isinstance(where, ShardingContext) and where.num_devices > 1
 
-    An export cannot name its partitioning.
-    """
+
+def over_a_mesh(module: mlir.ModuleContext) -> bool:
+    """Whether these are of a known mesh; an export cannot name its partitioning."""
     where = module.axis_context
     return (
-        isinstance(where, ShardingContext)
-        and where.num_devices > 1
+        over_devices(module)
+        and isinstance(where, ShardingContext)
         and where.abstract_mesh is not None
         and not module.lowering_parameters.for_export
         and jax.config.jax_use_shardy_partitioner
@@ -77,10 +91,10 @@ def over_a_mesh(module: mlir.ModuleContext) -> bool:
 
 
 def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[..., Any]:
-    """`jax.pure_callback` of `function` in a part of `module` that XLA partitions.
+    """`jax.pure_callback` of `function` by every device of a `module` over several.
 
-    The part is lowered as a separate module, whose callbacks are lost: XLA takes their numbers for those of `module`.
-    Therefore the function is registered in `module` and called by its number.
+    A part that XLA partitions is lowered as a separate module, whose callbacks are lost: XLA takes their numbers for
+    those of `module`. Therefore the function is registered in `module` and called by its number.
     """
     number = np.uint64(len(module.host_callbacks))
     module.add_host_callback(function)
@@ -89,6 +103,17 @@ def callback_of(module: mlir.ModuleContext, function: HostFunction) -> Callable[
         return jax.ffi.ffi_call("xla_ffi_python_cpu_callback", types)(*operands, index=number)
 
     return callback
+
+
+def _summed_over(result: Result, mesh_axes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The mesh axes along which devices have parts of a sum."""
+    entries = (mesh_axes.get(axis, ()) for axis in result.sum_over.split())
+    return tuple(name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry))
+
+
+def _add_parts(part: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """The sum of the devices' parts, in float32: rounded once more than those are."""
+    return jax.lax.psum(part.astype(jnp.float32), over).astype(part.dtype) if over and part.size else part
 
 
 def partitioned(
@@ -124,7 +149,13 @@ def partitioned(
         def place(arrays: Sequence[Axes]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, _spec(axes, mesh_axes)) for axes in arrays)
 
-        local = function if "T" in mesh_axes else lambda *arrays: replicated(*arrays[: len(names)])
+        def local(*arrays: Any) -> tuple[Any, ...]:
+            # They have no mesh: XLA would take an operation on parts for one that it has yet to partition.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                parts = function(*arrays) if "T" in mesh_axes else replicated(*arrays[: len(names)])
+                return tuple(map(_add_parts, parts, over))
+
+        over = [_summed_over(result, mesh_axes) for result in op.outputs.values()]
         return mesh, local, place(results), place(operands)
 
     divided = custom_partitioning(function)

@@ -77,7 +77,7 @@ OP = Op(
     },
     outputs={
         "dq": Result("T I D", lambda p: p.specs["q"].dtype, agreement=GRADIENT),
-        "dk": Result("N D", lambda p: p.specs["k"].dtype, agreement=GRADIENT),
+        "dk": Result("N D", lambda p: p.specs["k"].dtype, agreement=GRADIENT, sum_over="T"),
         "dweights": Result("T I", "float32", agreement=GRADIENT),
     },
     check=check,

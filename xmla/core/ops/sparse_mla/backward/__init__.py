@@ -120,8 +120,10 @@ OP = Op(
     },
     outputs={
         "dq": Result("T H L+E", lambda p: p.specs["q"].dtype, agreement=GRADIENT),
-        "dcache": Result("P R ROW", lambda p: p.specs["cache"].dtype, agreement=GRADIENT),
-        "dsink": Result("H", "float32", sizes={"H": lambda p: p["H"] if p.has("sink") else 0}, agreement=GRADIENT),
+        "dcache": Result("P R ROW", lambda p: p.specs["cache"].dtype, agreement=GRADIENT, sum_over="T H"),
+        "dsink": Result(
+            "H", "float32", sizes={"H": lambda p: p["H"] if p.has("sink") else 0}, agreement=GRADIENT, sum_over="T"
+        ),
         "dextra_cache": Result(
             "EXTRA_P EXTRA_R EXTRA_ROW",
             lambda p: p.specs["cache"].dtype,
@@ -130,6 +132,7 @@ OP = Op(
                 for axis in ("EXTRA_P", "EXTRA_R", "EXTRA_ROW")
             },
             agreement=GRADIENT,
+            sum_over="T H",
         ),
     },
     check=check,
