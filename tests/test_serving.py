@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from torch.fx.passes.split_module import split_module
 
 from xmla import ArgumentError, jax_api, torch_api
+from xmla.core.call import plan_call
 from xmla.core.registry import registry
 
 OPS = registry()
@@ -379,6 +382,45 @@ def test_threads_plan_and_launch_at_once(device: str) -> None:
     for a, b in zip(got, want, strict=True):
         kit.assert_bits_equal("out", a[0], b[0])
         kit.assert_bits_equal("indices", a[2], b[2])
+
+
+def calls_of_sizes(api: Any, zeros: Callable[..., Any], sizes: Iterable[int]) -> None:
+    """Calls of no rows, which launch nothing: two of each size, and one of a size that all threads call."""
+    for size in sizes:
+        for columns in (size, 3, size):
+            ends, pool = zeros((0,), "int32"), zeros((columns, 1, 132), "uint8")
+            api.select_topk(zeros((0, columns), "float32"), ends, k=1)
+            api.map_slots(zeros((0, columns), "int32"), zeros((0, 1), "int32"), page_size=64)
+            api.write_indexer_cache(zeros((0, 128), "bfloat16"), ends, pool)
+
+
+@pytest.mark.parametrize(("api", "rounds"), [("torch", 60), ("jax", 3)])
+def test_threads_share_what_the_process_keeps(
+    api: str, rounds: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of new and of old sizes from threads that interrupt each other everywhere, with room for four of them."""
+    few = lru_cache(maxsize=4)(plan_call.__wrapped__)
+    monkeypatch.setattr(torch_api._run, "plan_call", few)
+    monkeypatch.setattr(jax_api._run, "plan_call", few)
+    monkeypatch.setattr(jax_api._ops, "plan_call", few)
+    monkeypatch.setattr(torch_api._run, "kept", torch_api._run.Kept())
+    monkeypatch.setattr(torch_api._run.Kept, "MOST", 4)
+    front_end, zeros = {
+        "torch": (torch_api, lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)),
+        "jax": (jax_api, jnp.zeros),
+    }[api]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            own = [range(100 + thread, 100 + thread + 4 * rounds, 4) for thread in range(4)]
+            [*threads.map(partial(calls_of_sizes, front_end, zeros), own)]
+    finally:
+        sys.setswitchinterval(interval)
+    assert few.cache_info().currsize == 4
+    if api == "torch":
+        assert len(torch_api._run.kept.prepared) == 4
+        assert all(len(calls) <= torch_api._run.Kept.RECENT for calls in torch_api._run.kept.recent.values())
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
 """Runs plans on torch tensors. A call is prepared once, and the result is kept for calls of the same shapes."""
 
 import os
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -112,25 +113,29 @@ class Kept:
 
     Of many the ones stay that came last: a server's prompts have sizes that seldom come again, and a full collection of
     garbage looks at some forty objects of each call.
+
+    Threads share them without a lock, for which a signal handler, or a forked process, could wait for ever: each step
+    is one method of a container, which no other thread interrupts.
     """
 
     MOST = 1 << 11
     RECENT = 8  # a model's layers differ in a few ways
 
     def __init__(self) -> None:
-        self.prepared: dict[Any, Prepared] = {}
+        self.prepared: OrderedDict[Any, Prepared] = OrderedDict()
         self.recent: dict[Op, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
     def find(self, key: Any) -> Prepared | None:
-        prepared = self.prepared.pop(key, None)
+        prepared = self.prepared.get(key)
         if prepared is not None:
-            self.prepared[key] = prepared  # behind all others
+            with suppress(KeyError):  # another thread has dropped it
+                self.prepared.move_to_end(key)
         return prepared
 
     def add(self, key: Any, prepared: Prepared) -> None:
-        if len(self.prepared) >= self.MOST:
-            self.prepared.pop(next(iter(self.prepared)), None)
         self.prepared[key] = prepared
+        while len(self.prepared) > self.MOST:
+            self.prepared.popitem(last=False)
 
     def clear(self) -> None:
         self.prepared.clear()
