@@ -201,7 +201,7 @@ MUTANTS = (
            "test_8_wrong_arguments.py"),
     Mutant("if not spec.has_stride(-1, 1):", "if False:", "xmla/core/op.py",
            "test_8_wrong_arguments.py"),
-    Mutant("if None not in (spec.device, leading.device) and spec.device != leading.device:", "if False:",
+    Mutant("if None not in (device, expected) and device != expected:", "if False:",
            "xmla/core/op.py", "test_8_wrong_arguments.py"),
     Mutant("packed = tl.load(packed_ptrs, mask=ok[:, None], other=0)", "packed = tl.load(packed_ptrs)",
            "xmla/core/lang/indexer.py", "test_1_every_kernel_ends.py", "indexer_logits_paged"),

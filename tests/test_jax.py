@@ -15,6 +15,7 @@ from conftest import HAS_GPU
 from jax.experimental import pallas as pl
 
 from xmla import ArgumentError, UnsupportedError, jax_api
+from xmla.core.call import plan_call
 from xmla.core.device import B200, H200, assume_device
 from xmla.core.op import Op
 from xmla.core.registry import registry
@@ -416,3 +417,22 @@ def test_gpu_kernels_without_jaxs_cuda_plugin(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr("jaxlib.gpu_triton.TritonKernel")
     with pytest.raises(UnsupportedError, match=r"GPU kernels under JAX need JAX's CUDA plugin, .*: pip install 'xmla"):
         _jax_triton._import.__wrapped__()
+
+
+def test_a_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager, or lowered before: what a call is planned by does not tell where its arrays are."""
+    made: list[str] = []
+    bind = Op.bind
+    monkeypatch.setattr(Op, "bind", lambda op, *given: [made.append(op.name), bind(op, *given)][1])
+    op = registry()["dsa_attention"]
+    arrays = {name: jnp.asarray(array) for name, array in kit.make(op.cases[0]).items()}
+    calls = jax_api.dsa_attention, jax.jit(jax_api.dsa_attention, static_argnames=list(op.defaults))
+    for first, second in (calls, calls[::-1]):
+        plan_call.cache_clear()
+        jax.clear_caches()
+        first(**arrays, **op.cases[0].attrs)
+        assert made.count("sparse_mla") == 1
+        made.clear()
+        second(**arrays, **op.cases[0].attrs)
+        assert {*made} == {"dsa_attention"}  # for the shapes of a trace
+        made.clear()

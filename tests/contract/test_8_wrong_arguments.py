@@ -25,7 +25,6 @@ from xmla.core.ops.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.problem import INDEX, LARGEST_SIZE
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
 
 Arrays = dict[str, np.ndarray]
 
@@ -481,16 +480,13 @@ def test_calls_of_the_same_shapes_differ_by_address(device: str) -> None:
         torch_api.read_indexer_cache(beside(pool, 2), slots)
 
 
-def test_devices() -> None:
-    """Arrays on several devices are refused by the declaration itself, so alike in both front-ends."""
-    op = registry()["select_topk"]
-    specs = {
-        "logits": Spec((2, 8), "float32", None, "cuda:0"),
-        "ends": Spec((2,), "int32", None, "cpu"),
-        "starts": None,
-    }
-    with pytest.raises(ArgumentError, match=r"^select_topk: ends device is cpu, expected cuda:0, as logits$"):
-        op.bind(specs, op.attributes(k=1))
+def test_devices_of_a_call_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with two devices."""
+    devices = iter(("cuda:0", "cuda:1"))
+    monkeypatch.setattr(jax_api._ops, "_devices", lambda _: next(devices))
+    with pytest.raises(ArgumentError) as refused:
+        jax_api.select_topk(jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32), k=1)
+    assert str(refused.value) == "select_topk: ends device is cuda:1, expected cuda:0, as logits"
 
 
 def test_devices_of_a_call_in_torch() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from xmla.core.attribute import Attr, Attributes
 from xmla.core.device import INTERPRETER, Device
-from xmla.core.errors import UnsupportedError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats import Format
 from xmla.core.implementation import Implementation, choose
 from xmla.core.plan import Choice, Plan
@@ -55,7 +55,7 @@ class Op:
     Attributes:
         prototype: The public signature and docstring: tensors positional (optional ones default to None), attributes
             keyword-only.
-        tensors: The arguments. Rank, dtype, axes, density, devices and formats are checked from them.
+        tensors: The arguments. Rank, dtype, axes, density and formats are checked from them.
         outputs: The results, in order.
         reference: NumPy in float64; every implementation is compared with it. Gives a tuple of results; updates arrays
             in place.
@@ -262,9 +262,6 @@ class Op:
                 apart = "pages" if len(spec.shape) > 2 else "rows"
                 expected = f"at least {page}: {apart} that are written lie apart"
                 problem.refuse(name, f"stride of axis {tensor.names[0]} (axis 0)", spec.strides[0], expected)
-        other, leading = next(iter(problem.specs.items()))
-        if None not in (spec.device, leading.device) and spec.device != leading.device:
-            problem.refuse(name, "device", spec.device, f"{leading.device}, as {problem.called(other)}")
 
     def _refuse_axis(self, problem: Problem, label: str, earlier: str, later: str) -> NoReturn:
         """Refuse one of two arguments with other sizes of an axis: the later one, unless more have its size."""
@@ -290,6 +287,13 @@ class Op:
         """The results that are not constants of a call that is differentiated."""
         taken = () if self.derivative is None else self.derivative.tensors
         return tuple(name for name in self.outputs if f"d{name}" in taken)
+
+    def check_devices(self, devices: Mapping[str, str | None]) -> None:
+        """Refuse an argument on another device than the first one's; None is a device that is not known."""
+        leading, expected = next(iter(devices.items()))
+        for name, device in devices.items():
+            if None not in (device, expected) and device != expected:
+                raise ArgumentError(f"{self.name}: {name} device is {device}, expected {expected}, as {leading}")
 
     def check_implementation(self, implementation: str | None) -> None:
         choices = (None, *self.choices, "reference")

@@ -1,4 +1,4 @@
-"""What a plan knows about an array: shape, dtype, strides, device, alignment. Never its values."""
+"""What a plan knows about an array: shape, dtype, strides, alignment. Never its values, nor its device."""
 
 from dataclasses import dataclass
 from math import gcd, prod
@@ -36,12 +36,11 @@ def alignment_of(address: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape, dtype, strides in elements (None: row-major), device name (None: not known) and alignment of one array."""
+    """Shape, dtype, strides in elements (None: row-major) and alignment of one array."""
 
     shape: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] | None = None
-    device: str | None = None
     alignment: int = 16  # of the first element, in bytes, as `alignment_of` has it
 
     def stride(self, axis: int) -> int:
@@ -103,4 +102,4 @@ class Spec:
     def of_numpy(cls, array: np.ndarray) -> "Spec":
         # NumPy leaves zeros for the strides of an array without elements.
         strides = tuple(step // array.itemsize for step in array.strides) if array.size else None
-        return cls(array.shape, array.dtype.name, strides, "cpu", alignment_of(array.ctypes.data))
+        return cls(array.shape, array.dtype.name, strides, alignment_of(array.ctypes.data))

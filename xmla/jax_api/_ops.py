@@ -32,11 +32,15 @@ def _spec(op: Op, name: str, array: Any) -> Spec:
             raise UnsupportedError(
                 f"{op.name}: {name} axis {label} (axis {axis}) is {size}, supported: sizes that are numbers"
             )
-    device = None
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not is_ref(array):
-        device = ", ".join(sorted(str(d) for d in array.devices()))
     dtype = array.dtype.name if getattr(array.dtype, "isnative", True) else str(array.dtype)  # ">f4" is no float32
-    return Spec(tuple(array.shape), dtype, None, device)
+    return Spec(tuple(array.shape), dtype)
+
+
+def _devices(array: Any) -> str | None:
+    """The devices of an array, if it is a value."""
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or is_ref(array):
+        return None
+    return ", ".join(sorted(str(device) for device in array.devices()))
 
 
 def _known_device(arrays: Mapping[str, Any]) -> Device | None:
@@ -82,6 +86,7 @@ def public(op: Op) -> Callable[..., Any]:
         _refuse_arrays(op, attrs)
         attrs = op.attributes(*attrs)
         # Checked here, so that an error names the user's line, and of arrays as they are given.
+        op.check_devices({name: _devices(array) for name, array in arrays.items()})
         device = _known_device(arrays)
         specs = {name: _spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
         if device is None or implementation == "reference":

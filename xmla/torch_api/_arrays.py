@@ -18,7 +18,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
         address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()  # a meta tensor's is 0 too
     except RuntimeError:  # a wrapper that a transformation or a trace passes has none
         address = 0
-    return Spec(tuple(tensor.shape), name, tensor.stride(), str(tensor.device), alignment_of(address))
+    return Spec(tuple(tensor.shape), name, tensor.stride(), alignment_of(address))
 
 
 @lru_cache

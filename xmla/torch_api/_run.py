@@ -101,6 +101,7 @@ def plan_tensors(
 
 
 def specs_of(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
+    op.check_devices({n: str(t.device) for n, t in zip(op.tensors, tensors, strict=True) if t is not None})
     return {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
 
 
