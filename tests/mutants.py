@@ -340,6 +340,9 @@ MUTANTS = (
     Mutant("whole = op.mutates or op.sums_over_tokens", "whole = op.mutates", "xmla/jax_api/_sharding.py",
            "../test_parallel.py", "test_jit"),
     Mutant("over and not over & taken", "over", "xmla/jax_api/_sharding.py", "../test_parallel.py", "serves_one_axis"),
+    Mutant("tl.exp2((greatest - top) * LOG2E)",
+           "tl.exp2((tl.where(greatest == float(\"-inf\"), 0.0, greatest) - top) * LOG2E)",
+           f"{OPS}/indexer_loss/kernels.py", "../test_magnitudes.py", "indexer"),
 )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def measure_kernel(
     first_token,
     num_keys,  # N
     num_columns,  # K or N
-    total_ptr,  # [T] f32: the binary logarithm of the denominator of the prediction's softmax
+    total_ptr,  # [T] f32: the logarithm of the denominator of the prediction's softmax
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
     C: tl.constexpr,  # Loss
 ):
@@ -135,14 +135,15 @@ def measure_kernel(
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
         mass += tl.load(target_ptr + column, mask=ok, other=0.0)
         _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
-        scores = tl.where(ok, scores * LOG2E, float("-inf"))
+        scores = tl.where(ok, scores, float("-inf"))
         before, greatest = greatest, tl.maximum(greatest, scores)
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
-        total = total * tl.exp2(before - base) + tl.exp2(scores - base)
+        # Differences are multiplied, not scores: those beyond 2.3e38 would overflow.
+        total = total * tl.exp2((before - base) * LOG2E) + tl.exp2((scores - base) * LOG2E)
     top = tl.max(greatest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(total * tl.exp2(tl.where(greatest == float("-inf"), 0.0, greatest) - top), 0)
-    tl.store(total_ptr + token, top + tl.log2(total))
+    total = tl.sum(total * tl.exp2((greatest - top) * LOG2E), 0)  # of a lane without columns: 0 times 0
+    tl.store(total_ptr + token, top + tl.log2(total) * LN2)
     tl.store(mass_ptr + token, tl.sum(mass, 0))
 
 
@@ -201,12 +202,12 @@ def indexer_loss_kernel(
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
         target = tl.load(target_ptr + column, mask=ok, other=0.0)
         keys, dots, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
-        log2_prediction = scores * LOG2E - total
-        prediction = tl.exp2(log2_prediction)
+        log_prediction = scores - total
+        prediction = tl.exp2(log_prediction * LOG2E)
         target = target / mass
         log_target = tl.log(tl.maximum(target, LEAST, tl.PropagateNan.ALL))
         # The target is 0 where not ok. 0 times the logarithm of 0 is 0.
-        loss += tl.where(target == 0.0, 0.0, target * (log_target - log2_prediction * LN2))
+        loss += tl.where(target == 0.0, 0.0, target * (log_target - log_prediction))
         apart = tl.where(ok, prediction - target, 0.0)
         right = tl.where(tl.abs(apart) <= GREATEST_DIFFERENCE, finite, False)
         dq, dweights = differentiate(

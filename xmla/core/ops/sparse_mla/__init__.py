@@ -89,7 +89,7 @@ def sparse_mla(
     holds packed entries in float16, relative to the entry's largest scale, for V4 also to 2**-8 of the largest roped
     dim. With 16 heads or fewer the weights that multiply the entries are held that way, not the entries. Either way
     values 2**-20 smaller than that lose bits. Results over parts of a row's keys are rounded to float16 too, relative
-    to the largest of 256 dims, before they are added.
+    to the largest of 256 dims, before they are added. Scores and sinks beyond ±2.3e38 count as infinite.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
