@@ -343,6 +343,8 @@ MUTANTS = (
     Mutant("tl.exp2((greatest - top) * LOG2E)",
            "tl.exp2((tl.where(greatest == float(\"-inf\"), 0.0, greatest) - top) * LOG2E)",
            f"{OPS}/indexer_loss/kernels.py", "../test_magnitudes.py", "indexer"),
+    Mutant("tl.where(tl.sum(tl.abs(out), 1) == 0.0, 0.0, delta)", "delta", f"{OPS}/sparse_mla/backward/kernels.py",
+           "test_4_unreferenced_memory.py", "without_effect and sparse_mla_backward"),
 )  # fmt: skip
 
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import EVERYTHING
-from garbage import DEVICE, OPS, run
+from garbage import DEVICE, OPS, integers, run
 
 from xmla import torch_api
 from xmla.core import cases
-from xmla.core.op import Op
+from xmla.core.op import Case, Op
 
 PAGED = [(op, name) for op in OPS.values() for name in op.pools if len(op.tensors[name].names) == 3]
 READ = [(op, name) for op, name in PAGED if name not in op.mutates]
@@ -128,3 +128,112 @@ def test_states_outside_the_windows_do_not_matter(byte: int) -> None:
         other = kit.make(case)
         other["state"].view(np.uint32)[untouched] = byte * 0x01010101
         kit.assert_bits_equal("cache", run(op, other, case.attrs)[1], want)
+
+
+FORWARD = {op.derivative.name: op for op in OPS.values() if op.derivative is not None}
+NOTHING = {"starts": 2**31 - 1}  # any other integer of a token that is −1 leaves it nothing
+Place = tuple[object, ...]
+
+
+def floats(op: Op, inputs: dict[str, np.ndarray], axis: str) -> list[str]:
+    """The arguments of floats that have the axis, but for results of an earlier call."""
+    wide = [name for name in inputs if inputs[name].dtype.kind not in "iu" and not name.startswith("forward_")]
+    return [name for name in wide if axis in op.tensors[name].names]
+
+
+def at_last(op: Op, name: str, axis: str) -> Place:
+    return (..., -1, *[slice(None)] * (len(op.tensors[name].names) - 1 - op.tensors[name].names.index(axis)))
+
+
+def without_keys(op: Op, inputs: dict[str, np.ndarray]) -> dict[str, Place]:
+    """Leave the last token nothing to see and nothing to write; where its floats stand, which do not matter then."""
+    named = [name for name in integers(op) if name in inputs and "T" in op.tensors[name].names]
+    for name in named:
+        inputs[name][at_last(op, name, "T")] = NOTHING.get(name, -1)
+    return {name: at_last(op, name, "T") for name in floats(op, inputs, "T")} if named else {}
+
+
+def without_a_column(op: Op, inputs: dict[str, np.ndarray]) -> dict[str, Place]:
+    """Leave the last of a token's indices out; where other arguments' columns of it stand."""
+    places: dict[str, Place] = {}
+    for name in integers(op):
+        if name in inputs and inputs[name].ndim > 1 and "T" in op.tensors[name].names:
+            inputs[name][..., -1] = -1
+            columns = floats(op, inputs, op.tensors[name].names[-1]) + floats(op, inputs, "COLUMNS")
+            places |= {n: (..., -1) for n in columns if inputs[n].shape == inputs[name].shape}
+    return places
+
+
+def without_a_key(op: Op, inputs: dict[str, np.ndarray]) -> dict[str, Place]:
+    """Leave the last key to no token; where it and its columns stand."""
+    bounds = [name for name in inputs if op.tensors[name].bound_of == "N" or name == "ends"]
+    named = [name for name in inputs if op.tensors[name].index_of == "N"]
+    places = {name: at_last(op, name, "N") for name in floats(op, inputs, "N")}
+    if not places or not ("ends" in bounds or named):
+        return {}
+    (count,) = {inputs[name].shape[op.tensors[name].names.index("N")] for name in places}
+    for name in bounds:
+        inputs[name][...] = np.minimum(inputs[name], count - 1)
+    for name in named:
+        inputs[name][inputs[name] >= count - 1] = -1
+    return places | {name: (..., -1) for name in floats(op, inputs, "COLUMNS") if inputs[name].shape[-1] == count}
+
+
+def without_a_part(op: Op, inputs: dict[str, np.ndarray]) -> dict[str, Place]:
+    """Leave heads, or parts of keys, without any by their lse."""
+    places: dict[str, Place] = {}
+    for marks, marked in (("lse", "q"), ("lses", "outs")):
+        if marks in inputs and marked in inputs and op.tensors[marks].names == op.tensors[marked].names[:-1]:
+            inputs[marks][..., -1] = -np.inf
+            places[marked] = (..., -1, slice(None))
+    return places
+
+
+MASKS = {"row": without_keys, "column": without_a_column, "key": without_a_key, "part": without_a_part}
+
+
+def masked(op: Op, mask: str) -> list[tuple[Case, dict[str, np.ndarray], dict[str, Place]]]:
+    """Cases of a mask, their inputs, and where these do not matter."""
+    found = []
+    for case in op.cases:
+        inputs = kit.make(case)
+        places = MASKS[mask](op, inputs)
+        if places and (forward := FORWARD.get(op.name)) and "forward_out" in inputs:
+            arguments = {name: inputs[name] for name in forward.tensors if name in inputs}
+            for name, result in zip(forward.outputs, forward.reference(**arguments, **case.attrs), strict=True):
+                inputs[f"forward_{name}"][...] = result
+        if case.attrs.get("lse_sink"):
+            places.pop("dlse", None)  # the lse of a row without keys is the sink
+        if places:
+            found.append((case, inputs, places))
+    return found
+
+
+MASKED = [(mask, op) for mask in MASKS for op in OPS.values() if masked(op, mask)]
+
+
+@pytest.mark.parametrize(("mask", "op"), MASKED, ids=lambda value: getattr(value, "name", value))
+def test_floats_without_effect_may_be_nan_or_infinite(mask: str, op: Op) -> None:
+    """No result has other bits, nor has the reference; in derivatives no sum over tokens, either."""
+    for case, inputs, places in masked(op, mask):
+        attrs = kit.attributes(op, case)
+        defined = op.reference(**kit.copies(inputs), **attrs)
+        where = kit.written(op, defined) if op.partial else None
+        want = run(op, kit.copies(inputs), case.attrs)
+        for value in (np.nan, np.inf):
+            broken = kit.copies(inputs)
+            for name, place in places.items():
+                broken[name][place] = value  # of e4m3, which has no infinity, NaN
+            words = f"{case.name}: {value} in {', '.join(places)}"
+            with np.errstate(all="ignore"):
+                found = op.reference(**kit.copies(broken), **attrs)
+            for a, b in zip(found, defined, strict=True):
+                assert np.array_equal(a, b, equal_nan=True), f"reference of {words}"
+            for a, b in zip(run(op, broken, case.attrs), want, strict=True):
+                kit.assert_bits_equal(words, a, b, where)
+
+
+def test_every_op_with_floats_of_a_token_is_masked() -> None:
+    """All of the others' floats have an effect."""
+    with_floats = {op.name for op in OPS.values() for case in op.cases if floats(op, kit.make(case), "T")}
+    assert with_floats - {op.name for _, op in MASKED} == {"quantize_indexer_query"}

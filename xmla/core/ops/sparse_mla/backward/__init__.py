@@ -47,7 +47,8 @@ def sparse_mla_backward(
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
         dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names.
-        dsink: [H] float32; [0] without sink.
+        dsink: [H] float32; [0] without sink. A head whose forward_out is 0 has Δ = 0 in it, whatever its dout is: so
+            has a row without valid keys.
         dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW]; [0, 0, 0] without extra_cache.
 
     Raises:

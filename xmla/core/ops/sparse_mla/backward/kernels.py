@@ -205,7 +205,10 @@ def prepare_kernel(
             total = base + tl.log2(tl.exp2(total - base) + tl.exp2(sink - base))
         weight = tl.where(sink == total, 1.0, tl.exp2(sink - total))
         weight = tl.where(sink == float("-inf"), 0.0, weight)
-        moved = delta - dlse if C.LSE_SINK else delta
+        # Without keys dout does not matter, whatever it is. The lse is then the sink's, out is 0 in all dims.
+        moved = tl.where(tl.sum(tl.abs(out), 1) == 0.0, 0.0, delta)
+        if C.LSE_SINK:
+            moved -= dlse
         tl.store(dsinks_ptr + row, -weight * moved, mask=head_ok)
     if C.LSE_SINK or not C.HAS_SINK:  # the derivative of lse is the probability, as in out
         delta -= dlse

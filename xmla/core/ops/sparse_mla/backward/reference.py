@@ -42,7 +42,8 @@ def reference(
                 if not lse_sink:
                     total = np.logaddexp(total, sink.astype(np.float64))
                 weight = np.where(sink == -np.inf, 0.0, np.where(sink == total, 1.0, np.exp(sink - total)))
-                dsink -= weight * (delta - (dlog if lse_sink else 0.0))
+                moved = np.where(np.any(forward_out[token], axis=1), delta, 0.0)  # without keys dout does not matter
+                dsink -= weight * (moved - (dlog if lse_sink else 0.0))
             found = [source.entries(token) for source in sources]
             values = np.concatenate([keys[:, :VALUE_DIMS] for _, keys in found])
             reach = np.linalg.norm(np.where(np.isfinite(values), values, 0.0), axis=1).max(initial=0) * deterministic
