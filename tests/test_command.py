@@ -168,13 +168,13 @@ def test_demo_without_jax(tmp_path: Path) -> None:
     done = run(tmp_path, *words, without="jax jaxlib jax_triton")
     assert done.returncode == 0, done.stderr
     (told,) = (line for line in done.stdout.splitlines() if line.startswith("left out:"))
-    assert told.endswith(" torch = JAX, since xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'")
+    assert told.endswith(" torch = JAX, since xmla.jax_api needs jax and jax-triton: pip install 'xmla-kernels[jax]'")
     names = {figure["name"] for figure in json.loads((tmp_path / "figures.json").read_text())}
     assert "attention, same caches" in names and not any("JAX" in name for name in names)
 
 
-TORCH = "xmla.torch_api needs torch: pip install 'xmla[torch]'"
-BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'"
+TORCH = "xmla.torch_api needs torch: pip install 'xmla-kernels[torch]'"
+BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla-kernels[jax]'"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_front_end_without_its_framework(framework: str, without: str, package
     of_torch = ["xmla.compat"] if framework == "torch" else []
     for module in (f"xmla.{framework}_api", f"xmla.{framework}_api.parallel", *of_torch):
         done = run(tmp_path, "-c", f"import {module}", without=without)
-        message = f"ImportError: xmla.{framework}_api needs {packages}: pip install 'xmla[{framework}]'"
+        message = f"ImportError: xmla.{framework}_api needs {packages}: pip install 'xmla-kernels[{framework}]'"
         assert lines(done.stderr)[-1] == message, done.stderr
 
 

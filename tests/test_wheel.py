@@ -11,6 +11,7 @@ from shutil import copy, copytree, ignore_patterns
 import pytest
 
 import xmla
+from xmla._frameworks import DISTRIBUTION
 from xmla.core.registry import registry
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +49,7 @@ def test_it_has_the_files_of_the_package(wheel: Path) -> None:
         packed = {name for name in archive.namelist() if name.startswith("xmla/")}
     files = {str(file.relative_to(ROOT)) for file in (ROOT / "xmla").rglob("*") if file.is_file()}
     assert packed == {name for name in files if "__pycache__" not in name}
-    assert wheel.name == f"xmla-{xmla.__version__}-py3-none-any.whl"
+    assert wheel.name == f"{DISTRIBUTION.replace('-', '_')}-{xmla.__version__}-py3-none-any.whl"
 
 
 def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
@@ -69,3 +70,13 @@ def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
 def test_the_newest_version_of_the_changes_is_the_packages() -> None:
     versions = re.findall(r"^## (\d+\.\d+\.\d+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == xmla.__version__ and versions == sorted(versions, reverse=True)
+
+
+def test_nobody_is_told_to_install_another_project() -> None:
+    """The package index's "xmla" is not this one."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = [ROOT / name for name in files if name.endswith((".py", ".md", ".toml", ".yml", ".cc", ".c", "Makefile"))]
+    command = re.compile(r"(?:install|download|add)\b[^\n]*?[\s'\"]xmla(?=[\[\s'\"=<>~]|$)", re.MULTILINE)
+    told = {f"{file.relative_to(ROOT)}: {found[0]}" for file in texts for found in command.finditer(file.read_text())}
+    assert {line for line in told if "pip" in line} == set()
+    assert command.search("pip install 'xmla[jax]'") and not command.search("pip install 'xmla-kernels[jax]'")

@@ -1,8 +1,16 @@
-"""Which frameworks are installed, and the extra that installs a missing one."""
+"""Which frameworks are installed, and the command that installs a missing one."""
 
 from importlib.util import find_spec
 
 PACKAGES = {"torch": ("torch",), "jax": ("jax", "jax_triton")}  # by framework, which is also the extra's name
+
+
+DISTRIBUTION = "xmla-kernels"  # what pip knows the package by: its "xmla" is another project
+
+
+def install(extra: str) -> str:
+    """The command that installs what an extra has."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def _is_installed(package: str) -> bool:
@@ -20,4 +28,4 @@ def missing(framework: str) -> list[str]:
 def needed(framework: str) -> str:
     """The message if `missing` is not empty."""
     packages = " and ".join(missing(framework)).replace("_", "-")
-    return f"xmla.{framework}_api needs {packages}: pip install 'xmla[{framework}]'"
+    return f"xmla.{framework}_api needs {packages}: {install(framework)}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from xmla._frameworks import install
 from xmla.core.compile import Specialization, compiled, specialize
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
@@ -40,7 +41,7 @@ def _import() -> Any:
         import jax_triton
         from jax_triton import triton_lib
     except ImportError as error:
-        raise UnsupportedError("GPU kernels under JAX need jax-triton 0.4.x: pip install 'xmla[jax]'") from error
+        raise UnsupportedError(f"GPU kernels under JAX need jax-triton 0.4.x: {install('jax')}") from error
     finally:
         if cache_dir is not None:
             os.environ["TRITON_CACHE_DIR"] = cache_dir
@@ -48,9 +49,7 @@ def _import() -> Any:
     if theirs is None:
         raise UnsupportedError(f"xmla knows jax-triton 0.4.x, this is {jax_triton.__version__}")
     if not hasattr(triton_lib.triton_kernel_call_lib, "TritonKernel"):
-        raise UnsupportedError(
-            "GPU kernels under JAX need JAX's CUDA plugin, also where no GPU is: pip install 'xmla[cuda]'"
-        )
+        raise UnsupportedError(f"GPU kernels under JAX need JAX's CUDA plugin, also where no GPU is: {install('cuda')}")
 
     def compile_kernel(function: Any, spec: Any, target: Any, backend: Any, options: Mapping[str, Any]) -> Any:
         if _SPECIALIZATION in options:
