@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import kit
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +18,10 @@ from conftest import HAS_GPU
 from xmla import torch_api
 from xmla.core import interpreter
 from xmla.core.lang.numbers import load_e4m3
+from xmla.core.op import Op
+from xmla.core.registry import registry
 from xmla.core.spec import DTYPES
+from xmla.machine.calls import by_reference, by_torch
 
 # Without the shim: a dot of two bf16 tiles of ones, and casts that round up into the next exponent and to even.
 UPSTREAM = """
@@ -256,6 +260,21 @@ def test_products_by_shortcuts_change_no_bit(dtype: type, monkeypatch: pytest.Mo
 
     ours, theirs = with_and_without_shortcuts(run, monkeypatch)
     assert np.isfinite(theirs).all() and np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+@pytest.mark.parametrize("op", registry().values(), ids=kit.case_id)
+def test_ops_by_shortcuts_change_no_bit(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own types and shapes: every other test takes the shortcuts' word for them."""
+    case = op.cases[0]
+
+    def run() -> dict[str, np.ndarray]:
+        return by_torch(op, kit.make(case), case.attrs)
+
+    ours, theirs = with_and_without_shortcuts(run, monkeypatch)
+    for name, want in by_reference(op, kit.make(case), case.attrs).items():
+        written = op.outputs[name].written(want) if name in op.outputs else None
+        kit.assert_bits_equal(name, ours[name], theirs[name], written)
 
 
 # A process forks, as a loader of data does, while another thread is in the interpreter.
