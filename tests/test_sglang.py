@@ -20,7 +20,7 @@ from xmla.core.device import Device, find_device
 from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
 from xmla.core.spec import Spec
-from xmla.core.tolerance import LOGITS
+from xmla.core.tolerance import ATTENTION_OUT, LOGITS, difference
 from xmla.sglang import attention, indexer, scratch, warmup
 
 PAGE, PAGES, HEADS, DIM, ENTRY, LATENT, K = 64, 6, 3, 128, 576, 512, 8
@@ -190,7 +190,7 @@ def test_flashmla_sparse(cache_format: str, lengths: tuple[int, ...] | None, dev
         None, q_all=q, kv_cache=pool, page_table_1=chosen, sm_scale=0.05, v_head_dim=LATENT,
         topk_length=None if lengths is None else ints(*lengths, device=device), attn_sink=None,
     )  # fmt: skip
-    np.testing.assert_allclose(got.cpu().double(), attended(q, rows, chosen), rtol=0.02, atol=0.02)
+    assert difference(got.cpu().double().numpy(), attended(q, rows, chosen), ATTENTION_OUT) is None
 
 
 def test_flashmla_sparse_with_a_sink(device: str) -> None:
@@ -221,7 +221,7 @@ def test_flashmla_kv(cache_format: str, lengths: tuple[int, ...], device: str) -
         layer=SimpleNamespace(tp_q_head_num=HEADS, head_dim=dims),
     )  # fmt: skip
     assert got.shape == (3, 1, HEADS, LATENT)
-    np.testing.assert_allclose(got[:, 0].cpu().double(), attended(q, rows, chosen), rtol=0.02, atol=0.02)
+    assert difference(got[:, 0].cpu().double().numpy(), attended(q, rows, chosen), ATTENTION_OUT) is None
 
 
 def test_the_log_says_whose_backends_run(caplog: pytest.LogCaptureFixture) -> None:
