@@ -348,6 +348,15 @@ MUTANTS = (
 )  # fmt: skip
 
 
+def copy_tree(folder: Path) -> None:
+    """What tests run and read: the code as a copy, which may be changed."""
+    for part in ("xmla", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for part in ("benchmarks", "docs", "examples", "README.md"):
+        (folder / part).symlink_to(ROOT / part)
+
+
 def run_tests(test: str, keyword: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     command += [f"tests/contract/{test}", *(["-k", keyword] if keyword else [])]
@@ -366,11 +375,7 @@ def run(mutant: Mutant) -> str:
         return "FAILS UNCHANGED"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("xmla", "tests"):
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        for part in ("benchmarks", "docs", "examples", "README.md"):  # which tests read
-            (folder / part).symlink_to(ROOT / part)
+        copy_tree(folder)
         file = folder / mutant.file
         text = file.read_text()
         if mutant.guard not in text:
