@@ -22,6 +22,8 @@ PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/f
 
 RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
+# Other numbers are other cases.
+FIRST ?= 0
 VLLM ?= 0.26.0 0.33.0
 SGLANG ?= 0.5.23
 MAXTEXT ?= 0.2.5
@@ -34,13 +36,18 @@ OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast jax vllm sglang maxtext fuzz matrix mutants lint types docs pages report wheel clean
+.PHONY: demo test test-fast test-plain jax vllm sglang maxtext fuzz matrix mutants planted lint types docs pages report wheel clean
 test: $(READY)
-	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
+	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(if $(ALL),--timeout 7200)
 
 # A minute: declarations, plans, layouts, formats, wrong arguments, and a case of every op under torch and JAX.
 test-fast: $(READY)
 	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --one-case $(FAST)
+
+# What tells of values, by Triton's interpreter without xmla's shortcuts through it: six times as long.
+test-plain: $(READY)
+	$(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --no-shortcuts tests/test_ops.py tests/test_parity.py \
+	  tests/test_training.py tests/contract
 
 # vLLM's engine on xmla, in the interpreter, with each tested release in an environment of its own (1 GB each).
 vllm: $(VLLM:%=build/vllm/%/ready)
@@ -80,15 +87,19 @@ build/jax/%/ready: $(READY)
 	touch $@
 
 fuzz: $(READY)
-	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS)
+	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS) --first $(FIRST)
 
 mutants: $(READY)
 	$(ENV) $(PYTHON) tests/mutants.py
 
+# Simple faults in the host's code, by cosmic-ray, in an environment of its own (100 MB).
+planted: $(READY)
+	$(ENV) $(PYTHON) tests/planted.py
+
 # Every kernel of the functions that have another digest than tests/core/compiled says, of which `make test` compiles one
 # each, and what is read from their code; then their digests are written.
 matrix: $(READY)
-	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/core/test_compile.py \
+	XMLA_MATRIX=1 $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --timeout 7200 tests/core/test_compile.py \
 	    tests/test_lowering.py tests/contract/test_5_offsets.py tests/contract/test_7_same_bits.py \
 	    -k "compiles or launches or product or addresses"
 

@@ -32,18 +32,25 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from xmla import torch_api  # noqa: E402
+from xmla.core import interpreter  # noqa: E402
 
-# Interpreted kernels take too long to shrink and explain a failure.
-PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
+# Other inputs in every run, of which a failure prints the line that repeats it: the same few would be all that is ever
+# tried. Interpreted kernels take too long to shrink and explain one.
 hypothesis.settings.register_profile(
-    "xmla", derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(hypothesis.HealthCheck),
-    phases=PHASES,
+    "xmla", print_blob=True, database=None, deadline=None, max_examples=25,
+    suppress_health_check=list(hypothesis.HealthCheck), phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
 )  # fmt: skip
 hypothesis.settings.load_profile("xmla")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="of tests that take every case of every op, the first")
+    parser.addoption("--no-shortcuts", action="store_true", help="interpret kernels by Triton's own code alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.no_shortcuts:
+        interpreter.SHORTCUTS = ()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

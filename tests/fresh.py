@@ -40,7 +40,7 @@ def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:
 
 
 def try_extras(extras: str) -> None:
-    """One environment: install, run each program whose framework is there, print what `xmla info` says."""
+    """One environment: install, run each program whose framework is there, and `xmla info` and `xmla plan`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run([sys.executable, "-m", "venv", "env"], folder)
@@ -55,7 +55,8 @@ def try_extras(extras: str) -> None:
                 # As docs/install.md says; the README's programs say it themselves.
                 interpreted = {} if name.startswith("README") or gpu else {"TRITON_INTERPRET": "1"}
                 print(f"{extras}: {name} took {run([python, 'program.py'], folder, **more, **interpreted):.0f} s")
-        run([folder / "env/bin/xmla", "info"], folder, **more)
+        for words in (("info",), ("plan", "--device", "H200")):
+            run([folder / "env/bin/xmla", *words], folder, **more)
         size = sum(file.stat().st_size for file in (folder / "env").rglob("*") if file.is_file())
         print(f"{extras}: installed in {installed:.0f} s, {size / 1e9:.1f} GB", flush=True)
 

@@ -14,11 +14,8 @@ from hypothesis import given, settings
 
 from xmla import torch_api
 
-HANGS = 1800  # seconds: a kernel that does not end fails, rather than the run; one that ends takes some
-
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # a maximum in the interpreter
-@pytest.mark.timeout(HANGS)
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_arbitrary_bytes_give_the_reference(name: str) -> None:
     """A slice of `make fuzz`: calls return, agree with the reference and write nothing besides their outputs."""
@@ -33,11 +30,12 @@ def test_arbitrary_bytes_give_the_reference(name: str) -> None:
 
 
 def test_the_watchdog_of_the_fuzzer_reads_processor_time() -> None:
-    assert fuzz.processor_time(os.getpid()) == pytest.approx(time.process_time(), abs=1)
+    ticks = 0.1  # of a hundredth of a second, of each thread
+    before, counted, after = time.process_time(), fuzz.processor_time(os.getpid()), time.process_time()
+    assert before - ticks <= counted <= after + ticks
     assert fuzz.processor_time(2**30) == 0  # no process has such a number
 
 
-@pytest.mark.timeout(HANGS)
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_arrays_of_one_byte(name: str, byte: int) -> None:
