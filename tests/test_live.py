@@ -2,7 +2,12 @@
 
 import json
 import logging
+import os
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +18,14 @@ import torch
 from conftest import HAS_GPU
 from typer.testing import CliRunner
 
-from xmla import ArgumentError, jax_api, torch_api
+from xmla import ArgumentError, UnsupportedError, __version__, jax_api, torch_api
 from xmla.command import app
 from xmla.core import config
 from xmla.core.config import settings
 from xmla.core.live import reproducer, shadow
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.spec import DTYPES, Spec
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +165,8 @@ def test_shadow_reports_a_wrong_result(
     assert repeated.exit_code == 0, repeated.output
     assert repeated.output.endswith("the call does not fail here: its results are within limits\n")
     head = json.loads(file.read_bytes().split(b"\n")[0])
-    assert list(head) == ["op", "by", "failure", "attrs", "versions", "arrays"] and head["op"] == "sparse_mla"
+    assert list(head) == ["op", "by", "failure", "attrs", "device", "versions", "arrays"]
+    assert head["op"] == "sparse_mla"
     call = reproducer.load(file)
     assert [s // a.itemsize for a in [call.arrays["q"]] for s in a.strides] == head["arrays"][0]["strides"]
 
@@ -258,24 +264,185 @@ def test_a_failed_check_leaves_a_small_file(device: str, folder: Path, monkeypat
     assert again.output.endswith("the call FAILS here: the lines in red\n")
 
 
-def test_a_folder_that_cannot_be_written_is_told(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.parent.joinpath("calls").write_text("a file")
-    assert reproducer.save("XMLA_CHECK", "map_slots", {}, {}, "x", {}).startswith("no reproducer: ")
+def saved(by: str = "XMLA_CHECK", **attrs: object) -> str:
+    """What `save` returns of a call of map_slots without arrays, which is told by its attributes."""
+    return reproducer.save(by, "map_slots", {}, attrs, "x", {}, "a GPU")
+
+
+def test_a_folder_that_cannot_be_written_is_told(folder: Path) -> None:
+    folder.write_text("a file")
+    assert saved().startswith("no reproducer: ")
     folder.unlink()
     folder.mkdir()
     for i in range(reproducer.MAX_FILES):
-        assert reproducer.save("XMLA_CHECK", "map_slots", {}, {"page_size": i}, "x", {}).startswith("xmla replay ")
-    assert "holds 16 already" in reproducer.save("XMLA_CHECK", "map_slots", {}, {"page_size": -1}, "x", {})
+        assert saved(page_size=i).startswith("xmla replay ")
+    assert "holds 16 already" in saved(page_size=-1)
+    assert saved(page_size=3).startswith("xmla replay ")  # one of the 16
 
 
-def test_what_is_no_reproducer(tmp_path: Path) -> None:
-    for content in (b"", b"{}\n", b"\x93NUMPY", b'{"op": "a", "arrays": [{"dtype": "float32"}]}\n'):
-        file = tmp_path / "x"
+def test_files_are_nobody_elses(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold users' activations: nobody else reads them, makes their folder or leads them elsewhere by a link."""
+    before = os.umask(0)
+    try:
+        file = Path(saved().split()[-1])
+    finally:
+        os.umask(before)
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    content, elsewhere = file.read_bytes(), tmp_path / "elsewhere"
+    file.unlink()
+    file.symlink_to(elsewhere)
+    assert saved() == f"xmla replay {file}" and not file.is_symlink() and not elsewhere.exists()
+    assert file.read_bytes() == content and os.listdir(folder) == [file.name]
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.setattr(settings, "reproducer_dir", tmp_path / "link")
+    assert saved(page_size=1) == f"no reproducer: {tmp_path}/link is a link, expected a folder"
+    monkeypatch.setattr(settings, "reproducer_dir", folder)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    owner = folder.stat().st_uid
+    assert saved(page_size=1) == f"no reproducer: {folder} belongs to user {owner}, expected one's own"
+    assert os.listdir(folder) == [file.name]
+    assert str(config.Settings().reproducer_dir).endswith(f"/xmla-reproducers-{os.getuid()}")
+
+
+def test_a_file_that_is_not_written_whole_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    assert saved() == "no reproducer: [Errno 28] No space left on device" and not os.listdir(folder)
+
+
+def test_a_file_names_the_machine(folder: Path) -> None:
+    call = reproducer.load(reproduce("select_topk", 0, "some GPU"))
+    assert call.device == "some GPU"
+    assert call.versions["xmla"] == __version__ and call.versions["torch"] == version("torch")
+    assert {"python", "triton", "numpy", "jax", "jaxlib"} < call.versions.keys()
+
+
+def reproduce(name: str, case: int = 0, device: str = "a GPU") -> Path:
+    """The file of a case's call."""
+    op = registry()[name]
+    arrays, attrs = kit.make(op.cases[case]), kit.attributes(op, op.cases[case])
+    strides = {argument: Spec.of_numpy(array).strides for argument, array in arrays.items()}
+    small = {argument: np.ascontiguousarray(array) for argument, array in arrays.items()}
+    return Path(reproducer.save("XMLA_CHECK", name, small, attrs, "x", strides, device).split(maxsplit=2)[-1])
+
+
+def edited(file: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """A file with another first line."""
+    head, _, content = file.read_bytes().partition(b"\n")
+    facts = json.loads(head)
+    edit(facts)
+    other = file.parent / "edited.xmla"
+    other.write_bytes(json.dumps(facts).encode() + b"\n" + content)
+    return other
+
+
+def test_what_is_no_reproducer(folder: Path) -> None:
+    """The message names what of a file is wrong."""
+    file = reproduce("select_topk")
+    ends = next(place for place, entry in enumerate(json.loads(file.read_bytes().partition(b"\n")[0])["arrays"])
+                if entry["name"] == "ends")  # fmt: skip
+    of_arrays = lambda key, value: lambda facts: facts["arrays"][ends].update({key: value})
+    head = "its first line is {}, expected a JSON object of what XMLA_CHECK or XMLA_SHADOW saw"
+    known = ", ".join(registry()["select_topk"].tensors)
+    for edit, message in (
+        (lambda facts: facts.pop("failure"), "failure is None, expected printable text"),
+        (lambda facts: facts.update(failure="a\x1b]0;b\x07"), r"failure is 'a\x1b]0;b\x07', expected printable text"),
+        (lambda facts: facts.update(by=[1]), "by is [1], expected printable text"),
+        (lambda facts: facts.update(by="me"), "by is 'me', expected XMLA_CHECK or XMLA_SHADOW"),
+        (lambda facts: facts.update(op=3), "op is 3, expected printable text"),
+        (lambda facts: facts.update(device=None), "device is None, expected printable text"),
+        (lambda facts: facts.update(attrs=[1]), "attrs is [1], expected an object"),
+        (lambda facts: facts["attrs"].update(zz=1), "a name in attrs is 'zz', expected one of select_topk: k"),
+        (lambda facts: facts.update(versions=[1]), "versions is [1], expected an object"),
+        (lambda facts: facts["versions"].update(torch=2), "versions torch is 2, expected printable text"),
+        (lambda facts: facts.update(arrays={}), "arrays is {}, expected a list"),
+        (lambda facts: facts["arrays"].append(1), "an entry of arrays is 1, expected an object"),
+        (of_arrays("name", 3), "a name in arrays is 3, expected printable text"),
+        (of_arrays("name", "zz"), f"a name in arrays is 'zz', expected one of select_topk: {known}"),
+        (lambda facts: facts["arrays"].append(facts["arrays"][ends]),
+         "arrays is 'two of ends', expected one of each name"),
+        (of_arrays("dtype", "int99"), f"ends dtype is 'int99', expected {' or '.join(DTYPES)}"),
+        (of_arrays("dtype", [1]), f"ends dtype is [1], expected {' or '.join(DTYPES)}"),
+        (of_arrays("shape", [1, 1]), "ends shape is [1, 1], expected 1 numbers from 0 on"),
+        (of_arrays("shape", [-1]), "ends shape is [-1], expected 1 numbers from 0 on"),
+        (of_arrays("shape", [True]), "ends shape is [True], expected 1 numbers from 0 on"),
+        (of_arrays("strides", None), "ends strides is None, expected 1 numbers from 0 on"),
+        (of_arrays("strides", [1.0]), "ends strides is [1.0], expected 1 numbers from 0 on"),
+        (of_arrays("shape", [2**62]), f"what is left for ends is '4 bytes', expected {2**64} of its shape"),
+        (of_arrays("shape", [0]), "what follows the arrays is '4 bytes', expected nothing"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as raised:
+            reproducer.load(edited(file, edit))
+        assert str(raised.value) == f"replay: {folder}/edited.xmla is no reproducer: {message}"
+    for content in (b"", b"\x93NUMPY", b"[1]", b'{"a":' + b"[" * 100000, b"\xff\n", b"1" * 9999):
         file.write_bytes(content)
-        with pytest.raises(ArgumentError, match=r"is no reproducer: not what XMLA_CHECK or XMLA_SHADOW writes$"):
+        with pytest.raises(ArgumentError) as raised:
             reproducer.load(file)
+        got = shortened([1] if content == b"[1]" else content.strip(b"\n"))
+        assert str(raised.value) == f"replay: {file} is no reproducer: {head.format(got)}"
     with pytest.raises(ArgumentError, match=r"replay: .*nowhere cannot be read: No such file or directory$"):
-        reproducer.load(tmp_path / "nowhere")
+        reproducer.load(folder / "nowhere")
+    with pytest.raises(ArgumentError, match=r"^replay: op is 'select_top', expected .*; did you mean select_topk"):
+        reproducer.load(edited(reproduce("select_topk"), lambda facts: facts.update(op="select_top")))
+
+
+ODD = (None, True, -1, 2**70, 1.5, "", "[/red]", "\x1b[2J", [], [1], {}, {"a": 1}, [[0]])
+
+
+def damage(rng: np.random.Generator, facts: Any) -> Any:
+    """A value somewhere in it is another, taken away, or there once more under another name."""
+    if not isinstance(facts, dict | list) or not facts or rng.random() < 0.15:
+        return ODD[rng.integers(len(ODD))]
+    places = list(facts) if isinstance(facts, dict) else list(range(len(facts)))
+    place = places[rng.integers(len(places))]
+    kind = rng.random()
+    if kind < 0.1:
+        del facts[place]
+    elif kind < 0.2 and isinstance(facts, dict):
+        facts["[/red]"] = facts[place]
+    elif kind < 0.2:
+        facts.append(facts[place])
+    else:
+        facts[place] = damage(rng, facts[place])
+    return facts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_refused_or_replayed(seed: int, folder: Path) -> None:
+    """Whatever is wrong, in the first line or in the bytes, the error is one of xmla."""
+    rng, messages = np.random.default_rng(seed), set()
+    for name in sorted(registry()):
+        content = reproduce(name).read_bytes()
+        head, _, bytes_of_arrays = content.partition(b"\n")
+        for turn in range(24):
+            if turn % 3:
+                other = json.dumps(damage(rng, json.loads(head))).encode() + b"\n" + bytes_of_arrays
+            else:
+                other = bytearray(content if turn % 2 else head)
+                for place in rng.integers(len(other), size=rng.integers(1, 6)):
+                    other[place] = rng.integers(256)
+                other = other[: rng.integers(len(other)) if turn % 4 == 0 else None]
+            file = folder / "damaged"
+            file.write_bytes(other)
+            try:
+                call = reproducer.load(file)
+                specs = {argument: Spec.of_numpy(array) for argument, array in call.arrays.items()}
+                call.op.bind(specs, call.op.attributes(**call.attrs))
+            except (ArgumentError, UnsupportedError) as error:
+                messages.add(str(error))
+        for file in folder.iterdir():
+            file.unlink()
+    assert len(messages) > 200
+
+
+@pytest.mark.usefixtures("device")
+def test_replay_takes_names_for_what_they_are(folder: Path) -> None:
+    """Square brackets are no colours."""
+    file = edited(reproduce("select_topk"), lambda facts: facts["versions"].update({"[/red]": "[bold]"}))
+    done = CliRunner().invoke(app, ["replay", str(file)])
+    assert done.exit_code == 0 and "[/red]" in done.output and "[bold]" in done.output and "a GPU" in done.output
 
 
 @pytest.mark.parametrize("value", ["2", "-1", "half"])

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from xmla.core.live.checks import find_violation
 from xmla.core.live.reproducer import load
 from xmla.core.live.shadow import drifts
-from xmla.core.registry import find_op
 from xmla.machine import calls
 
 
@@ -18,19 +18,19 @@ def run(file: Path) -> bool:
     Each installed front-end repeats the call.
 
     Raises:
-        ArgumentError: The file is no reproducer, or its op is not known.
+        ArgumentError: The file is no reproducer, or the call is none of its op.
         UnsupportedError: No front-end is installed.
     """
     console = Console(width=150)
     front_ends = calls.installed("replay", console)
     call = load(file)
-    op = find_op(call.op, "replay")
+    op = call.op
     console.print(f"{call.by}: {call.failure}", soft_wrap=True, markup=False)
-    table = Table(call.op, "")
+    table = Table(op.name, "")
     for name, array in call.arrays.items():
         table.add_row(name, f"{array.dtype.name}{list(array.shape)}")
-    for name, value in (*call.attrs.items(), *call.versions.items()):
-        table.add_row(name, str(value))
+    for name, value in (*call.attrs.items(), ("device", call.device), *call.versions.items()):
+        table.add_row(escape(name), escape(str(value)))
     console.print(table)
     violation = find_violation(op, call.arrays, op.attributes(**call.attrs))
     well = violation is None or call.by != "XMLA_CHECK"  # the kernels take any values

@@ -67,11 +67,12 @@ class Settings:
     )
     reproducer_dir: Path = field(
         default_factory=lambda: Path(
-            os.environ.get("XMLA_REPRODUCER_DIR") or Path(tempfile.gettempdir()) / "xmla-reproducers"
+            os.environ.get("XMLA_REPRODUCER_DIR") or Path(tempfile.gettempdir(), f"xmla-reproducers-{os.getuid()}")
         ),
         metadata={
             "variable": "XMLA_REPRODUCER_DIR",
-            "meaning": "folder for calls that failed a check, for `xmla replay`; by default one for temporary files",
+            "meaning": "folder of one's own for calls that failed a check, for `xmla replay`; "
+            "by default in that of temporary files",
         },
     )
     print_plans: bool = field(

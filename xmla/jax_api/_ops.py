@@ -96,7 +96,7 @@ def public(op: Op) -> Callable[..., Any]:
         arrays = {name: _as_jax(array) for name, array in arrays.items()}
         if settings.check:
             read = {name: array[...] if is_ref(array) else array for name, array in arrays.items()}
-            jax.debug.callback(lambda host: check_values(op, _to_host(host), attrs), read)
+            jax.debug.callback(lambda host: check_values(op, _to_host(host), attrs, _default_device()), read)
         taken = _sample(op, arrays, attrs) if settings.shadow and implementation != "reference" else None
         results = call(op, arrays, attrs, implementation, device)
         if taken is not None:
@@ -142,7 +142,13 @@ def _sample(op: Op, arrays: Mapping[str, Any], attrs: Attributes) -> shadow.Samp
     """
     if any(isinstance(array, jax.core.Tracer) for array in (*arrays.values(), jnp.zeros(()))):
         return None
-    return shadow.sample(op, arrays, {name: _spec(op, name, array) for name, array in arrays.items()}, attrs, _take)
+    specs = {name: _spec(op, name, array) for name, array in arrays.items()}
+    return shadow.sample(op, arrays, specs, attrs, _take, _default_device())
+
+
+def _default_device() -> Device:
+    """The device that calls run on, for reports."""
+    return describe(jax.local_devices()[0])
 
 
 def _is_array(value: Any) -> bool:

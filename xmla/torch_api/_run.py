@@ -437,12 +437,13 @@ def _before(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None
     """XMLA_CHECK's validation of a call, and XMLA_SHADOW's sample of it; neither works while a graph is captured."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    present = _by_name(op, tensors)
+    present, device = _by_name(op, tensors), device_of(tensors[0].device)
     if settings.check:
-        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in present.items()}, attrs)
+        check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in present.items()}, attrs, device)
     if not settings.shadow:
         return None
-    return shadow.sample(op, present, {name: spec_of(tensor) for name, tensor in present.items()}, attrs, take)
+    specs = {name: spec_of(tensor) for name, tensor in present.items()}
+    return shadow.sample(op, present, specs, attrs, take, device)
 
 
 def _launch(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xmla.core.attribute import Attributes
+from xmla.core.device import Device
 from xmla.core.errors import ArgumentError
 from xmla.core.live.reproducer import has_tokens, save, shrink
 from xmla.core.op import Op
@@ -41,8 +42,8 @@ def find_violation(op: Op, arrays: Arrays, attrs: Attributes) -> Violation | Non
     return None
 
 
-def check_values(op: Op, arrays: Arrays, attrs: Attributes) -> None:
-    """Refuse a call with a value out of its limits, and save the call to a file.
+def check_values(op: Op, arrays: Arrays, attrs: Attributes, device: Device) -> None:
+    """Refuse a call on `device` with a value out of its limits, and save the call to a file.
 
     Raises:
         ArgumentError: A value is out of its limits; the message ends with the command that repeats the call.
@@ -51,5 +52,5 @@ def check_values(op: Op, arrays: Arrays, attrs: Attributes) -> None:
     if violation is not None:
         small, _ = shrink(op, arrays, violation.rows, lambda array, places: array if places is None else array[places])
         strides = {name: Spec.of_numpy(array).strides for name, array in arrays.items()}
-        repeat = save("XMLA_CHECK", op.name, small, attrs._asdict(), violation.message, strides)
+        repeat = save("XMLA_CHECK", op.name, small, attrs._asdict(), violation.message, strides, device.name)
         raise ArgumentError(f"{violation.message}; {repeat}")

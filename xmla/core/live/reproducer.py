@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
+from math import prod
 from pathlib import Path
+from reprlib import repr as shortened
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,13 @@ import numpy as np
 from xmla.core.config import settings
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op
+from xmla.core.registry import find_op
 from xmla.core.requests import requests_of
 from xmla.core.spec import DTYPES, row_major
+from xmla.core.versions import installed
 
+CHECKS = ("XMLA_CHECK", "XMLA_SHADOW")
+PACKAGES = ("triton", "numpy", "torch", "jax", "jaxlib", "jax-triton")
 MAX_FILES = 16  # in the folder: a call that fails once fails in every layer and step
 LARGEST_SPAN = 1 << 28  # the most bytes that a strided array may span
 
@@ -26,13 +34,14 @@ Take = Callable[[Any, np.ndarray | None], np.ndarray]
 
 @dataclass(frozen=True)
 class Reproducer:
-    """One call that failed, with the package versions it failed with."""
+    """One call that failed, with the device and the package versions it failed with."""
 
     by: str
-    op: str
+    op: Op
     arrays: Mapping[str, np.ndarray]
     attrs: Mapping[str, Any]
     failure: str
+    device: str
     versions: Mapping[str, str]
 
 
@@ -109,6 +118,7 @@ def save(
     attrs: Mapping[str, Any],
     failure: str,
     strides: Mapping[str, tuple[int, ...] | None],
+    device: str,
 ) -> str:
     """Save a call that failed XMLA_CHECK or XMLA_SHADOW; return the command that repeats it, or why there is none.
 
@@ -118,19 +128,48 @@ def save(
         {"name": n, "dtype": a.dtype.name, "shape": a.shape, "strides": strides[n] or row_major(a.shape)}
         for n, a in arrays.items()
     ]
-    versions = {"python": platform.python_version(), **{name: version(name) for name in ("triton", "numpy")}}
-    head = {"op": op, "by": by, "failure": failure, "attrs": dict(attrs), "versions": versions, "arrays": entries}
+    packages = {name: version for name in PACKAGES if (version := installed(name)) is not None}
+    own = import_module("xmla").__version__  # which imports this module
+    head = {
+        "op": op, "by": by, "failure": failure, "attrs": dict(attrs), "device": device,
+        "versions": {"xmla": own, "python": platform.python_version(), **packages}, "arrays": entries,
+    }  # fmt: skip
     content = json.dumps(head).encode() + b"\n" + b"".join(array.tobytes() for array in arrays.values())
-    folder = settings.reproducer_dir
-    file = folder / f"{op}-{hashlib.sha256(content).hexdigest()[:12]}.xmla"
+    name = f"{op}-{hashlib.sha256(content).hexdigest()[:12]}.xmla"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not file.exists() and len(list(folder.glob("*.xmla"))) >= MAX_FILES:
-            return f"no reproducer: {folder} holds {MAX_FILES} already"
-        file.write_bytes(content)
+        _write(settings.reproducer_dir, name, content)
     except OSError as error:
         return f"no reproducer: {error}"
-    return f"xmla replay {file}"
+    return f"xmla replay {settings.reproducer_dir / name}"
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
+    """Write a file that nobody else reads, whole or not at all, in a folder that nobody else has made.
+
+    The folder may be one for temporary files, where anybody makes folders and links of any name.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a link, expected a folder")
+    inside = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if (owner := os.fstat(inside).st_uid) != os.geteuid():
+            raise PermissionError(f"{folder} belongs to user {owner}, expected one's own")
+        names = [other for other in os.listdir(inside) if other.endswith(".xmla")]
+        if name not in names and len(names) >= MAX_FILES:
+            raise OSError(f"{folder} holds {MAX_FILES} already")
+        partial = f".{name}.{os.getpid()}.{get_ident()}"
+        opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=inside)
+        try:
+            with open(opened, "wb") as file:
+                file.write(content)
+            os.rename(partial, name, src_dir_fd=inside, dst_dir_fd=inside)
+        except OSError:
+            os.unlink(partial, dir_fd=inside)
+            raise
+    finally:
+        os.close(inside)
 
 
 def _with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
@@ -148,20 +187,59 @@ def load(file: Path) -> Reproducer:
     """Read a file that `save` wrote.
 
     Raises:
-        ArgumentError: The file is not a reproducer.
+        ArgumentError: The file is not a reproducer, or one of an op, argument or attribute that there is not; the
+            message names what of it is wrong.
     """
+
+    def require(right: bool, what: str, got: object, expected: str) -> None:
+        if not right:
+            raise ArgumentError(f"replay: {file} is no reproducer: {what} is {shortened(got)}, expected {expected}")
+
+    def text(what: str, got: object) -> str:
+        require(isinstance(got, str) and got.isprintable(), what, got, "printable text")
+        return str(got)
+
     try:
         head, _, content = file.read_bytes().partition(b"\n")
-        facts = json.loads(head)
-        arrays, at = {}, 0
-        for entry in facts["arrays"]:
-            dtype = DTYPES[entry["dtype"]][0]
-            nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * dtype.itemsize
-            dense = np.frombuffer(content[at : at + nbytes], dtype).reshape(entry["shape"])
-            arrays[entry["name"]] = _with_strides(dense, entry["strides"])
-            at += nbytes
-        return Reproducer(facts["by"], facts["op"], arrays, facts["attrs"], facts["failure"], facts["versions"])
     except OSError as error:
         raise ArgumentError(f"replay: {file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ArgumentError(f"replay: {file} is no reproducer: not what XMLA_CHECK or XMLA_SHADOW writes") from None
+    try:
+        facts = json.loads(head)
+    except (ValueError, RecursionError):
+        facts = head
+    require(isinstance(facts, dict), "its first line", facts, "a JSON object of what XMLA_CHECK or XMLA_SHADOW saw")
+    by, failure, device = (text(name, facts.get(name)) for name in ("by", "failure", "device"))
+    require(by in CHECKS, "by", by, " or ".join(CHECKS))
+    op = find_op(text("op", facts.get("op")), "replay")
+    for name, kind, expected in (
+        ("attrs", dict, "an object"), ("versions", dict, "an object"), ("arrays", list, "a list")
+    ):  # fmt: skip
+        require(isinstance(facts.get(name), kind), name, facts.get(name), expected)
+    for name, value in facts["attrs"].items():
+        require(name in op.defaults, "a name in attrs", name, f"one of {op.name}: {', '.join(op.defaults)}")
+        require(not isinstance(value, str) or value.isprintable(), f"attrs {name}", value, "printable text")
+    attrs = op.attributes(**facts["attrs"])._asdict()
+    versions = {text("a name in versions", name): text(f"versions {name}", v) for name, v in facts["versions"].items()}
+    arrays: dict[str, np.ndarray] = {}
+    for entry in facts["arrays"]:
+        require(isinstance(entry, dict), "an entry of arrays", entry, "an object")
+        name = text("a name in arrays", entry.get("name"))
+        require(name in op.tensors, "a name in arrays", name, f"one of {op.name}: {', '.join(op.tensors)}")
+        require(name not in arrays, "arrays", f"two of {name}", "one of each name")
+        kind, shape, strides = (entry.get(key) for key in ("dtype", "shape", "strides"))
+        require(isinstance(kind, str) and kind in DTYPES, f"{name} dtype", kind, " or ".join(DTYPES))
+        for what, numbers in (("shape", shape), ("strides", strides)):
+            rank = len(op.tensors[name].names)
+            right = isinstance(numbers, list) and len(numbers) == rank and all(type(n) is int for n in numbers)
+            require(right and min(numbers, default=0) >= 0, f"{name} {what}", numbers, f"{rank} numbers from 0 on")
+        dtype = DTYPES[kind][0]
+        nbytes = prod(shape) * dtype.itemsize
+        require(nbytes <= len(content), f"what is left for {name}", f"{len(content)} bytes", f"{nbytes} of its shape")
+        try:
+            dense = np.frombuffer(content[:nbytes], dtype).reshape(shape)
+            arrays[name] = _with_strides(dense, strides)
+        except (ValueError, OverflowError) as error:  # of no elements, but more than NumPy counts
+            require(False, f"{name} shape", shape, f"one of an array: {error}")
+        content = content[nbytes:]
+    require(not content, "what follows the arrays", f"{len(content)} bytes", "nothing")
+    return Reproducer(by, op, arrays, attrs, failure, device, versions)

@@ -15,6 +15,7 @@ import numpy as np
 
 from xmla.core.attribute import Attributes
 from xmla.core.config import settings
+from xmla.core.device import Device
 from xmla.core.live.reproducer import Take, has_tokens, save, shrink
 from xmla.core.op import Op
 from xmla.core.spec import Spec
@@ -41,6 +42,11 @@ class Sample:
     arrays: dict[str, np.ndarray]
     rows: np.ndarray | None
     strides: Mapping[str, tuple[int, ...] | None]
+    device: str
+
+    def save(self, failure: str) -> str:
+        """Save the call; return the command that repeats it, or why there is none."""
+        return save("XMLA_SHADOW", self.op.name, self.arrays, self.attrs, failure, self.strides, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,9 @@ class Drift:
 
 
 def sample(
-    op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Attributes, take: Take
+    op: Op, arrays: Mapping[str, Any], specs: Mapping[str, Spec], attrs: Attributes, take: Take, device: Device
 ) -> Sample | None:
-    """Choose rows of a call before it runs, or None.
+    """Choose rows of a call on `device` before it runs, or None.
 
     A call that updates a cache or sums over tokens is sampled as a whole.
     """
@@ -73,7 +79,8 @@ def sample(
     elif _random.random() >= settings.shadow:
         return None
     small, rows = shrink(op, arrays, rows, take)
-    return Sample(op, attrs._asdict(), small, rows, {name: spec.strides for name, spec in specs.items()})
+    strides = {name: spec.strides for name, spec in specs.items()}
+    return Sample(op, attrs._asdict(), small, rows, strides, device.name)
 
 
 def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], take: Take) -> list[Drift]:
@@ -90,8 +97,7 @@ def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], ta
     try:
         all_drifts = drifts(op, taken.arrays, taken.attrs, got)
     except Exception as error:
-        repeat = save("XMLA_SHADOW", op.name, taken.arrays, taken.attrs, f"reference: {error!r}", taken.strides)
-        log.error("shadow %s: the reference raised %r; %s", op.name, error, repeat)
+        log.error("shadow %s: the reference raised %r; %s", op.name, error, taken.save(f"reference: {error!r}"))
         return []
     with _lock:
         _rows[op.name] += 1 if taken.rows is None else len(taken.rows)
@@ -105,8 +111,7 @@ def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], ta
     log.info("shadow %s: %s; %d rows so far", op.name, summary, count)
     if wrong := [drift for drift in all_drifts if not drift.ok]:
         failure = "; ".join(f"{d.result}: {d.kind} {d.value:.3g}, at most {d.bound:g}" for d in wrong)
-        repeat = save("XMLA_SHADOW", op.name, taken.arrays, taken.attrs, failure, taken.strides)
-        log.error("shadow %s: %s; %s", op.name, failure, repeat)
+        log.error("shadow %s: %s; %s", op.name, failure, taken.save(failure))
     return all_drifts
 
 
