@@ -45,6 +45,56 @@ def test_print_plans_once_each() -> None:
     assert loud.stderr.count("select_topk on ") == 1 and "topk_candidates_kernel × 1" in loud.stderr
 
 
+LOGGED = """
+import logging
+{before}
+import xmla.core.config
+{after}
+logging.getLogger("xmla").info("a line")
+"""
+ROOT_LOGGER = "logging.basicConfig(level=logging.INFO, format='root: %(message)s')"
+OWN_LOGGER = "logging.getLogger('xmla').addHandler(logging.StreamHandler())"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "want"),
+    [
+        ("", "", " xmla INFO a line"), (ROOT_LOGGER, "", "root: a line"), ("", ROOT_LOGGER, "root: a line"),
+        ("", OWN_LOGGER, "a line"),
+    ],
+)  # fmt: skip
+def test_a_line_is_logged_once(before: str, after: str, want: str) -> None:
+    """Where the program, such as an engine, has set up logging, by its handlers alone."""
+    done = run_python(LOGGED.format(before=before, after=after), XMLA_LOG="info")
+    assert done.stderr.count("a line") == 1 and done.stderr.endswith(f"{want}\n"), done.stderr
+
+
+def test_plans_go_where_the_program_logs() -> None:
+    done = run_python(f"import logging; {ROOT_LOGGER}\n{SELECT}", XMLA_PRINT_PLANS="1")
+    assert done.stderr.count("select_topk on ") == done.stderr.count("root: select_topk on ") == 1, done.stderr
+    assert "select_topk on " in run_python(SELECT, XMLA_LOG="DEBUG").stderr
+    assert "select_topk on " not in run_python(SELECT, XMLA_LOG="INFO").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("XMLA_FORBIDJIT", "XMLA_FORBID_JIT"), ("xmla_log", "XMLA_LOG"), ("XMLA_LOG_LEVEL", "XMLA_LOG"),
+        ("XMLA_SHADOWS", "XMLA_SHADOW"), ("XMLA_PRINT_PLAN", "XMLA_PRINT_PLANS"),
+        ("XMLA_REPRODUCERS_DIR", "XMLA_REPRODUCER_DIR"), ("XMLA_SGLANG_REQUIRE", "XMLA_SGLANG_REQUIRED"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_variable_is_warned_of(name: str, meant: str) -> None:
+    done = run_python("import xmla.core.config", **{name: "1"})
+    assert done.returncode == 0
+    assert done.stderr == f"the environment has {name}, which is not read; did you mean {meant}?\n"
+
+
+def test_a_variable_of_others_is_not() -> None:
+    others = {"XMLA_SERVICE_HOST": "10.0.0.1", "XMLA_PORT": "tcp://", "XMLA_VERSION": "1", "XMLA_ALL": "1"}
+    assert run_python("import xmla.core.config", **others, **{name: "" for name, _, _ in variables()}).stderr == ""
+
+
 COMPILED = """
 from dataclasses import replace
 import xmla

@@ -1,16 +1,17 @@
 """The plan of a call, once for all calls of the same specs, attributes and device."""
 
-import sys
+import logging
 from functools import lru_cache
 
 from xmla.core.attribute import Attributes
-from xmla.core.config import settings
 from xmla.core.device import INTERPRETER, MIN_ARCH, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.problem import LARGEST_SIZE, Problem
 from xmla.core.spec import Spec
+
+log = logging.getLogger("xmla.plans")
 
 
 @lru_cache(maxsize=1 << 11)  # a full collection of garbage looks at some twenty objects of each plan
@@ -29,8 +30,7 @@ def plan_call(
             if size > LARGEST_SIZE:
                 supported = f"sizes and strides in elements up to {LARGEST_SIZE}"
                 raise UnsupportedError(f"{op.name}: {name} of {launch.name} is {size}, supported: {supported}")
-    if settings.print_plans:
-        print(f"{op.name} on {device.name}: {plan}", file=sys.stderr)
+    log.debug("%s on %s: %s", op.name, device.name, plan)
     return plan, tuple(problem.results.values())
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ class Settings:
     live: bool = field(default=False, init=False)
     log: str = field(
         default_factory=lambda: _level("XMLA_LOG"),
-        metadata={"variable": "XMLA_LOG", "meaning": "level of the `xmla` logger, on stderr: INFO tells each compile"},
+        metadata={
+            "variable": "XMLA_LOG",
+            "meaning": "level of the `xmla` logger, on stderr or where the program's own logging goes: INFO tells each "
+            "compile, DEBUG each new plan too",
+        },
     )
     forbid_jit: bool = field(
         default_factory=lambda: _flag("XMLA_FORBID_JIT"),
@@ -77,7 +82,17 @@ class Settings:
     )
     print_plans: bool = field(
         default_factory=lambda: _flag("XMLA_PRINT_PLANS"),
-        metadata={"variable": "XMLA_PRINT_PLANS", "meaning": "1: each new plan is printed once, on stderr"},
+        metadata={
+            "variable": "XMLA_PRINT_PLANS",
+            "meaning": "1: each new plan is told once, by the logger `xmla.plans`, whatever XMLA_LOG is",
+        },
+    )
+    sglang_required: bool = field(
+        default_factory=lambda: _flag("XMLA_SGLANG_REQUIRED"),
+        metadata={
+            "variable": "XMLA_SGLANG_REQUIRED",
+            "meaning": "1: a process of SGLang that cannot have xmla ends, where it would serve with its own kernels",
+        },
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -87,14 +102,39 @@ class Settings:
 
 
 settings = Settings()
-if settings.log:
-    _handler = logging.StreamHandler()
-    _handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    logging.getLogger("xmla").addHandler(_handler)
-    logging.getLogger("xmla").setLevel(settings.log.upper())
 
 
 def variables() -> list[tuple[str, str, object]]:
     """Each variable with its meaning and the value in force."""
     public_fields = [f for f in fields(Settings) if f.metadata]
     return [(f.metadata["variable"], f.metadata["meaning"], getattr(settings, f.name)) for f in public_fields]
+
+
+def _start_logging() -> None:
+    """Tell on stderr what is asked for, as long as the program has set up no logging that tells it."""
+    log, plans = logging.getLogger("xmla"), logging.getLogger("xmla.plans")
+    if settings.log:
+        log.setLevel(settings.log.upper())
+    if settings.print_plans:
+        plans.setLevel(logging.DEBUG)
+    if settings.log or settings.print_plans:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        handler.addFilter(lambda record: [*logging.getLogger().handlers, *log.handlers] == [handler])
+        log.addHandler(handler)
+
+
+def _warn_of_misspelt() -> None:
+    """Warn of a variable that is none of xmla's, but nearly; others may be anybody's, such as those of a service."""
+    prefix = "XMLA_"
+    known = [variable.removeprefix(prefix) for variable, _, _ in variables()]
+    for name in os.environ:
+        word = name.upper().removeprefix(prefix)
+        if name.upper().startswith(prefix) and name.removeprefix(prefix) not in known:
+            for near in get_close_matches(word, known, n=1, cutoff=0.5):
+                message = "the environment has %s, which is not read; did you mean %s%s?"
+                logging.getLogger("xmla").warning(message, name, prefix, near)
+
+
+_start_logging()
+_warn_of_misspelt()

@@ -30,6 +30,7 @@ def register() -> None:
     try:
         install()
     except Exception as error:
+        # Not from the settings, whose import may be what goes wrong.
         if os.environ.get("XMLA_SGLANG_REQUIRED", "") in ("", "0"):
             raise
         raise SystemExit(f"XMLA_SGLANG_REQUIRED is set and xmla cannot serve: {error}") from error
