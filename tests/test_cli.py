@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 from conftest import HAS_GPU
 from kit import all_cases, assert_bits_equal
 from typer.models import OptionInfo
@@ -21,6 +22,7 @@ from xmla.bench import parallel, picture, record, run
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import chosen, compare, largest_error
 from xmla.command import app, main
+from xmla.core.config import settings, variables
 from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.op import Op
 from xmla.core.parallel import received_bytes
@@ -44,6 +46,48 @@ def test_info() -> None:
         ]  # fmt: skip
     assert found["xmla"] == __version__ and found["kernels"] == ("compiled" if HAS_GPU else "interpreted")
     assert found["triton"] in plain.output and len(found["devices"]) >= 1
+
+
+def test_info_tells_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By nvidia-smi, which may fail or hang."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert facts._driver() == ["not known: there is no nvidia-smi"]
+    program = tmp_path / "nvidia-smi"
+    program.touch(0o755)
+    for script, want in (
+        ("echo 'NVIDIA H200, GPU-1-2, 580.65'\necho 'NVIDIA H200, GPU-3-4, 580.65'",
+         ["NVIDIA H200, GPU-1-2, 580.65", "NVIDIA H200, GPU-3-4, 580.65"]),
+        ("echo 'No devices were found'; exit 6", ["not known: nvidia-smi says No devices were found"]),
+        ("exit 0", ["not known: nvidia-smi says nothing"]),
+    ):  # fmt: skip
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        assert facts._driver() == want
+    program.write_text("no program")
+    assert facts._driver()[0].startswith("not known: ")
+
+
+def test_info_tells_tritons_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
+    missing = ["torch's launcher: not compiled yet", "JAX's launcher: not compiled yet"]
+    assert facts._triton_cache() == [str(tmp_path / "none"), "0.0 MiB in 0 files", *missing]
+    for name, nbytes in (
+        ("a/xmla_launcher.cpython-312.so", 1 << 20),
+        ("b/kernel.cubin", 1 << 19),
+        ("b/launcher.so", 0),
+    ):
+        (tmp_path / "none" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "none" / name).write_bytes(bytes(nbytes))
+    compiled = ["torch's launcher: compiled", "JAX's launcher: compiled"]
+    assert facts._triton_cache()[1:] == ["1.5 MiB in 3 files", *compiled]
+
+
+def test_info_tells_every_setting_and_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "log", "")
+    told = facts.collect()
+    assert [line.partition("=")[0] for line in told["settings"]] == [variable for variable, _, _ in variables()]
+    assert "XMLA_LOG=" in told["settings"]
+    if torch.version.cuda is not None:
+        assert any(line.startswith(f"torch's: CUDA {torch.version.cuda}, cuDNN ") for line in told["CUDA"])
 
 
 def test_info_names_extras(monkeypatch: pytest.MonkeyPatch) -> None:

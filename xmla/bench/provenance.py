@@ -14,7 +14,7 @@ def provenance(command: str, commit: str | None = None) -> dict[str, Any]:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = done.stdout.strip() if done.returncode == 0 else "unknown"
     facts = collect()
-    apart = ("supported", "untested", "settings", "your programs must set")
+    apart = ("supported", "untested", "settings", "your programs must set", "driver", "Triton's cache", "compilers")
     versions = {name: value for name, value in facts.items() if name not in apart}
     return {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": versions}
 
