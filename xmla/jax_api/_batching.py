@@ -55,20 +55,24 @@ def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How explicit axes of a mesh, of these names, divide the tokens of each call of a batch; none of an op that writes
-    a cache, whose calls every device makes whole."""
+    """How explicit axes of a mesh, of the names `over`, divide the tokens of each call of a batch into `parts`.
+
+    Those of an op that writes a cache are not divided: every device makes its calls whole.
+    """
 
     over: tuple[str, ...] = ()
     parts: int = 1
 
     @classmethod
     def of(cls, op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> "Division":
-        for name, array in arrays.items():
-            names: list[str | None] = [*op.tensors[name].names]
+        for name in () if op.mutates else arrays:
+            if "T" not in op.tensors[name].names:
+                continue
+            axes: list[str | None] = [*op.tensors[name].names]
             if (batch := dims[name]) is not None:
-                names.insert(batch, None)
-            sharding = jax.typeof(array).sharding
-            if "T" in names and not op.mutates and (over := _names(sharding.spec[names.index("T")])):
+                axes.insert(batch, None)
+            sharding = jax.typeof(arrays[name]).sharding
+            if over := _names(sharding.spec[axes.index("T")]):
                 return cls(over, prod(sharding.mesh.shape[axis] for axis in over))
         return cls()
 

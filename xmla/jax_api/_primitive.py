@@ -127,9 +127,10 @@ def _launch(context: mlir.LoweringRuleContext) -> Callable[..., Any] | None:
 
 def _lower(platform: str | None, context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     """A call that each device makes whole."""
-    several = platform == "cpu" and _sharding.over_devices(context.module_context)
-    callback = _callback(context, **params) if several else None
     params = _on(platform, context, params)
+    interpreted = platform == "cpu" and params["device"] == INTERPRETER
+    several = interpreted and _sharding.over_devices(context.module_context)
+    callback = _callback(context, **params) if several else None
     return mlir.lower_fun(_compute)(context, *operands, **params, callback=callback, launch=_launch(context))
 
 
