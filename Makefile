@@ -75,10 +75,13 @@ build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/maxtext/$* maxtext==$* --requirement $<
 	touch $@
 
-# The tests that take JAX, with each release that is served, in an environment of its own (800 MB each).
+# The tests that take JAX, and its programs in documents and examples, with each release that is served, in an
+# environment of its own (800 MB each).
 jax: $(JAX:%=build/jax/%/ready)
 	set -e; for release in $(JAX); do \
 	  $(ENV) PYTHONPATH=build/jax/$$release $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(OF_JAX); \
+	  $(ENV) PYTHONPATH=build/jax/$$release $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m jax \
+	    tests/test_documents.py tests/test_examples.py; \
 	done
 
 build/jax/%/ready: $(READY)

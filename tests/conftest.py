@@ -1,6 +1,7 @@
 """Chooses the interpreter where there is no GPU, before NumPy, Triton, JAX or torch are imported."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 from collections.abc import Iterator  # noqa: E402
 from importlib.metadata import PackageNotFoundError, version  # noqa: E402
+from typing import Any  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -122,6 +124,11 @@ def require_tool(distribution: str) -> None:
         if not HAS_GPU:
             raise
         pytest.skip(f"text alone, checked where CI runs: needs {distribution}")
+
+
+def marked_jax(file: Path, code: str) -> Any:
+    """A file as a test's parameter, which has the mark `jax` if its program takes JAX."""
+    return pytest.param(file, marks=[pytest.mark.jax] if re.search(r"\bimport jax\b|\bjax_api\b", code) else [])
 
 
 @pytest.fixture(scope="session")

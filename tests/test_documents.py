@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import require_tool
+from conftest import marked_jax, require_tool
 
 import xmla
 from xmla.bench import (
@@ -46,18 +46,18 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def with_blocks(language: str) -> list[Path]:
-    return [page for page in PAGES if blocks(page, language)]
+PROGRAMS = {page: "\n".join(blocks(page, "python")) for page in PAGES if page.name != "README.md"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in with_blocks("python") if page.name != "README.md"], ids=name_of)
+@pytest.mark.parametrize("page", [marked_jax(page, code) for page, code in PROGRAMS.items() if code], ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The blocks of a page are one program."""
-    printed_by("\n".join(blocks(page, "python")), tmp_path)
+    printed_by(PROGRAMS[page], tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.jax
 def test_the_readmes_programs_print_the_same(tmp_path: Path) -> None:
     """As it says: one in each framework, with equal inputs."""
     printed = [printed_by(code, tmp_path) for code in blocks(ROOT / "README.md", "python")]

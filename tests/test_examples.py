@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import EVERYTHING, HAS_GPU
+from conftest import EVERYTHING, HAS_GPU, marked_jax
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # What an example that needs a process of its own has: settings and devices of the process, or ranks.
@@ -16,7 +16,9 @@ OF_A_PROCESS = ("XMLA_", "jax.config", "torch.distributed")
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example", [marked_jax(path, path.read_text()) for path in EXAMPLES], ids=lambda path: path.stem
+)
 def test_example(
     example: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
