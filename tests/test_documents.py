@@ -3,10 +3,12 @@
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Set
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -113,6 +115,24 @@ def test_installations_in_prose_name_extras() -> None:
     assert found
     for command in found:
         check_installation(command)
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+def test_what_xla_fuses_is_what_the_page_says() -> None:
+    """A release that prints something else has mended a fault, or has another."""
+    import jax
+
+    if shutil.which("c++") is None or find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip("needs a C++ compiler and JAX's CUDA plugin")
+    done = run([sys.executable, str(ROOT / "docs/xla_dynamic_slice_fusion.py")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = ROOT / "docs/xla_dynamic_slice_fusion.md"
+    (row,) = re.findall(rf"^\| {re.escape(jax.__version__)} \| yes \| (yes|no) \|$", page.read_text(), re.MULTILINE)
+    told = next(code for code in blocks(page, "text") if code.startswith("JAX "))
+    assert done.stdout == told.replace("0.11.2", jax.__version__).replace(
+        "calls 2", "calls 2" if row == "yes" else "calls 1"
+    )
 
 
 def test_no_block_is_of_another_language() -> None:
