@@ -1,6 +1,8 @@
 """Install xmla as the README says, in environments with nothing else, and run the README's and the documents' programs.
 
 python tests/fresh.py [extras …]       (torch jax torch,jax jax,cuda torch,jax,cuda: minutes and gigabytes)
+
+tests/test_wheel.py runs them in CI from the wheel and links to what it requires of the environment that is there.
 """
 
 import os
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+GPU = Path("/dev/nvidiactl").exists()
 
 
 def blocks(page: Path) -> list[str]:
@@ -39,6 +42,16 @@ def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:
     return time.perf_counter() - start
 
 
+def programs(extras: str) -> dict[str, str]:
+    """Those whose frameworks are there."""
+    return {name: code for name, code in PROGRAMS.items() if frameworks(code) <= set(extras.split(","))}
+
+
+def interpreted(name: str) -> dict[str, str]:
+    """What to set for a program without a GPU, as docs/install.md says; the README's set it themselves."""
+    return {} if name.startswith("README") or GPU else {"TRITON_INTERPRET": "1"}
+
+
 def try_extras(extras: str) -> None:
     """One environment: install, run each program whose framework is there, and `xmla info` and `xmla plan`."""
     with tempfile.TemporaryDirectory() as name:
@@ -47,14 +60,10 @@ def try_extras(extras: str) -> None:
         python = folder / "env/bin/python"
         installed = run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[{extras}]"], folder)
         # JAX's CUDA plugin looks for a GPU (docs/install.md).
-        gpu = Path("/dev/nvidiactl").exists()
-        more = {"JAX_PLATFORMS": "cpu"} if "cuda" in extras and not gpu else {}
-        for name, code in PROGRAMS.items():
-            if frameworks(code) <= set(extras.split(",")):
-                (folder / "program.py").write_text(code)
-                # As docs/install.md says; the README's programs say it themselves.
-                interpreted = {} if name.startswith("README") or gpu else {"TRITON_INTERPRET": "1"}
-                print(f"{extras}: {name} took {run([python, 'program.py'], folder, **more, **interpreted):.0f} s")
+        more = {"JAX_PLATFORMS": "cpu"} if "cuda" in extras and not GPU else {}
+        for name, code in programs(extras).items():
+            (folder / "program.py").write_text(code)
+            print(f"{extras}: {name} took {run([python, 'program.py'], folder, **more, **interpreted(name)):.0f} s")
         for words in (("info",), ("plan", "--device", "H200")):
             run([folder / "env/bin/xmla", *words], folder, **more)
         size = sum(file.stat().st_size for file in (folder / "env").rglob("*") if file.is_file())

@@ -5,10 +5,14 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 
+import fresh
 import pytest
+from conftest import HAS_GPU
+from packaging.requirements import Requirement
 
 import xmla
 from xmla._frameworks import DISTRIBUTION
@@ -52,10 +56,51 @@ def test_it_has_the_files_of_the_package(wheel: Path) -> None:
     assert wheel.name == f"{DISTRIBUTION.replace('-', '_')}-{xmla.__version__}-py3-none-any.whl"
 
 
-def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
+def unpack(wheel: Path, site: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
     subprocess.run(install, check=True)
+
+
+def link_required(site: Path, extras: str) -> None:
+    """Links in `site`, which has xmla, to each installed distribution that it requires with `extras`, and so on."""
+    (xmla_itself,) = distributions(path=[str(site)])
+    linked: set[tuple[str, frozenset[str]]] = set()
+    waiting = [(xmla_itself, frozenset(extras.split(",")))]
+    while waiting:
+        of, wanted = waiting.pop()
+        for text in of.requires or ():
+            requirement = Requirement(text)
+            marker = requirement.marker
+            if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in (*wanted, "")):
+                continue
+            installed, key = distribution(requirement.name), (requirement.name, frozenset(requirement.extras))
+            assert requirement.specifier.contains(installed.version, prereleases=True), (text, installed.version)
+            if key not in linked:
+                linked.add(key)
+                waiting.append((installed, key[1]))
+            for name in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
+                if not (site / name).exists() and not name.endswith(".pth"):
+                    (site / name).symlink_to(installed.locate_file(name))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU JAX needs another extra; the packages are the same")
+@pytest.mark.parametrize("extras", ["torch", "jax"])
+def test_programs_of_the_documents_need_no_more_than_it_requires(wheel: Path, tmp_path: Path, extras: str) -> None:
+    """As after `pip install 'xmla-kernels[…]'` alone: what is not declared, or not packed, is missing here."""
+    site = tmp_path / "site"
+    unpack(wheel, site)
+    link_required(site, extras)
+    alone = [sys.executable, "-S"]  # without the environment's own packages
+    fresh.run([*alone, "-m", "xmla", "info"], tmp_path, PYTHONPATH=str(site))
+    for name, code in fresh.programs(extras).items():
+        (tmp_path / "program.py").write_text(code)
+        fresh.run([*alone, "program.py"], tmp_path, PYTHONPATH=str(site), **fresh.interpreted(name))
+
+
+def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    unpack(wheel, site)
     environment = os.environ | {"PYTHONPATH": str(site)}
     call = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
