@@ -253,19 +253,46 @@ def test_residuals_have_names(device: str) -> None:
     assert calls == [2, 1]
 
 
-def test_gradients_of_the_loss_are_constants(device: str) -> None:
+@pytest.mark.parametrize("name", [name for name in LOSS.outputs if name not in LOSS.differentiable])
+def test_a_derivative_of_the_losss_gradients_is_refused(name: str, device: str) -> None:
+    """However it is asked for; beside the loss's own it would be left out silently. A detached result is a constant."""
     given = draw(device)
-    moving = given | {name: given[name].clone().requires_grad_() for name in LOSS.gradients}
-    loss, *gradients = torch_api.indexer_loss(**moving, softmax_scale=SCALE)
-    assert loss.requires_grad and not any(gradient.requires_grad for gradient in gradients)
+    place = list(LOSS.outputs).index(name)
+
+    def penalised(weights: Any, given: Given = given, api: Any = torch_api) -> Any:
+        results = api.indexer_loss(**given | {"index_weights": weights}, softmax_scale=SCALE)
+        return results[0][0] + (results[place] ** 2).sum()
+
+    def detached(weights: torch.Tensor) -> torch.Tensor:
+        results = torch_api.indexer_loss(**given | {"index_weights": weights}, softmax_scale=SCALE)
+        return results[0][0] + (results[place].detach() ** 2).sum()
+
+    def gradient(function: Callable[..., Any]) -> torch.Tensor:
+        weights = given["index_weights"].clone().requires_grad_()
+        return torch.autograd.grad(function(weights), weights)[0]
+
+    compiled = torch.compile(penalised, fullgraph=True, backend="aot_eager")
     arrays = {name: kit.torch_to_jax(tensor) for name, tensor in given.items()}
+    under_jax = jax.grad(partial(penalised, given=arrays, api=jax_api))
+    for refused in (
+        lambda: gradient(penalised),
+        lambda: gradient(lambda weights: penalised(weights) - by_loss(given, *leaves_of(given)[:2], weights)),
+        lambda: torch.func.grad(penalised)(given["index_weights"]),
+        lambda: under_jax(arrays["index_weights"]),
+        lambda: jax.jit(under_jax)(arrays["index_weights"]),
+    ):
+        with pytest.raises(UnsupportedError, match=refused_result(name)):
+            refused()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=refused_result(name)):
+        gradient(compiled)
+    torch._dynamo.reset()
+    want = gradient(lambda weights: by_loss(given, *leaves_of(given)[:2], weights))
+    for way in (detached, torch.compile(detached, fullgraph=True, backend="aot_eager")):
+        np.testing.assert_allclose(gradient(way).cpu() * 3.0 * COEFF, want.cpu(), rtol=1e-6)
 
-    def second(weights: jax.Array) -> jax.Array:
-        return jax_api.indexer_loss(**arrays | {"index_weights": weights}, softmax_scale=SCALE)[3].sum()
 
-    message = "indexer_loss: the result dindex_weights is differentiated, supported: derivatives of loss"
-    with pytest.raises(UnsupportedError, match=message):
-        jax.grad(second)(arrays["index_weights"])
+def refused_result(name: str) -> str:
+    return f"indexer_loss: the result {name} is differentiated, supported: derivatives of loss"
 
 
 @WAYS

@@ -72,7 +72,7 @@ class Op:
             as `forward_<result>` and their gradients as `d<result>`; its results are the gradients `d<argument>` of
             the arguments that have one, empty for one that is not given. It takes attributes of the same names. One
             that takes any of this op's arguments does not serve calls with others; one of the results alone does. A
-            result whose gradient it does not take is a constant.
+            result whose gradient it does not take is not differentiable, and a gradient of it is refused.
         batch: Computes several calls at once under vmap if a pool has a batch axis and folding it into one larger pool
             would compute unwanted elements. Takes (array module, call of an op by name, arrays with the batch as first
             axis, attributes).
@@ -284,7 +284,7 @@ class Op:
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """The results that are not constants of a call that is differentiated."""
+        """The results whose gradients the derivative takes."""
         taken = () if self.derivative is None else self.derivative.tensors
         return tuple(name for name in self.outputs if f"d{name}" in taken)
 

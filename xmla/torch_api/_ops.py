@@ -193,8 +193,7 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
         _, context.implementation, context.attrs, *tensors = inputs
         results = output if isinstance(output, tuple) else (output,)
         context.save_for_backward(*tensors, *results)
-        constant = [result for name, result in zip(op.outputs, results, strict=True) if name not in op.differentiable]
-        context.mark_non_differentiable(*constant)
+        # No result is marked as a constant: `derivative_call` refuses the gradient of one that has no derivative.
         context.set_materialize_grads(False)
 
     def backward(context: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
