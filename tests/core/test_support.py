@@ -5,7 +5,7 @@ import pytest
 import support_matrix
 
 from xmla import ArgumentError, Device, supports
-from xmla.core.device import A100, H200, KNOWN_DEVICES
+from xmla.core.device import A100, H200, KNOWN_DEVICES, PEAKS, find_device
 from xmla.core.registry import registry
 
 
@@ -35,10 +35,33 @@ def test_questions_that_make_no_sense() -> None:
         supports("sparse_mla", KNOWN_DEVICES[0], Z=3)
     with pytest.raises(ArgumentError, match=r"^supports: H type is float, expected int$"):
         supports("sparse_mla", KNOWN_DEVICES[0], H=1.5)
-    with pytest.raises(ArgumentError, match=r"^supports: device is int, expected a Device or a part of its name$"):
+    with pytest.raises(ArgumentError, match=r"^supports: device is int, expected a Device or the name of one$"):
         supports("sparse_mla", 90)
-    with pytest.raises(ArgumentError, match=r"^device is 'V2', expected a part of the name of one of: NVIDIA H100, N"):
+    with pytest.raises(ArgumentError, match=r"^device is 'V2', expected one of H100, H200, B200, "):
         supports("sparse_mla", "V2")
+
+
+# As drivers and data sheets name GPUs that are none of the known ones, whatever those are called.
+OTHERS = (
+    "H20", "NVIDIA H20", "GH200", "NVIDIA GH200 480GB", "H100 PCIe", "H200 NVL", "B20", "B100", "GB200", "GB300",
+    "L4", "L40", "L20", "A10", "A10G", "A30", "A40", "A800", "A100X", "RTX 6000", "RTX 6000 Ada", "RTX A6000",
+    "RTX PRO 5000 Blackwell", "RTX 5090", "6000", "Blackwell", "RTX", "NVIDIA", "NVIDIA ", "200", "H", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_name_of_another_gpu_is_none_of_the_known(name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^device is '{name}', expected one of H100, H200, B200, B300, RTX PRO "):
+        find_device(name)
+    device = Device.of(name, 90, 132)
+    assert device not in KNOWN_DEVICES and device.name not in PEAKS  # no figure is that of a known one
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_a_known_device_is_found_by_its_names(device: Device) -> None:
+    short = device.name.removeprefix("NVIDIA ")
+    names = {device.name, short, short.removesuffix(" Blackwell")}
+    assert {find_device(each) for name in names for each in (name, name.lower(), name.upper())} == {device}
 
 
 def test_the_format_of_a_cache_and_the_dtype_of_an_argument() -> None:

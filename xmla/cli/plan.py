@@ -11,7 +11,7 @@ from rich.table import Table
 
 from xmla._warmup import present_device
 from xmla.core.device import KNOWN_DEVICES, Device, find_device
-from xmla.core.errors import ArgumentError, UnsupportedError, meant
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.models.base import Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
@@ -107,7 +107,7 @@ def show_plan(config: Model, device_name: str | None) -> None:
 
 
 def show_support(op: str, words: list[str], devices: list[str] | None = None) -> bool:
-    """Print the answer for every known device, or those whose names contain one of `devices`; True if one is yes.
+    """Print the answer for every known device, or for `devices`; True if one is yes.
 
     Raises:
         ArgumentError: There is no such op, axis, argument, format or device, or a size is none.
@@ -120,15 +120,8 @@ def show_support(op: str, words: list[str], devices: list[str] | None = None) ->
         if name in asked:
             raise ArgumentError(f"asked is {word!r} after {name}={asked[name]}, expected each name once")
         asked[name] = int(value) if value.isdecimal() else value
-    parts = devices or [""]
-    named = {part: [device for device in KNOWN_DEVICES if part.lower() in device.name.lower()] for part in parts}
-    for part, matches in named.items():
-        if not matches:
-            names = [device.name for device in KNOWN_DEVICES]
-            raise ArgumentError(
-                f"device is {part!r}, expected a part of the name of one of: {', '.join(names)}{meant(part, names)}"
-            )
-    answers = {d: supports(op, d, **asked) for d in KNOWN_DEVICES if any(d in matches for matches in named.values())}
+    answers = {d: supports(op, d, **asked) for d in map(find_device, devices or [])}
+    answers = answers or {d: supports(op, d, **asked) for d in KNOWN_DEVICES}
     table = Table("device", "compute capability", "", "implementation")
     for device, answer in answers.items():
         table.add_row(device.name, f"{device.arch / 10}", "yes" if answer.ok else "[red]no", answer.implementation)

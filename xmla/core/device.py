@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from xmla.core.errors import ArgumentError
+from xmla.core.errors import ArgumentError, meant
 
 # Shared memory that one CTA may use, in bytes, by compute capability (CUDA programming guide, table of technical
 # specifications per compute capability; 10.7, which it lacks: CUDA 13.4's cuda_occupancy.h, which tells no 10.x apart).
@@ -100,16 +100,20 @@ PEAKS = {
 
 
 def find_device(name: str) -> Device:
-    """The known device whose name contains `name`.
+    """The known device of that name, whole, in any case: "NVIDIA RTX PRO 6000 Blackwell", or "RTX PRO 6000".
+
+    A part of a name is that of another GPU: "H20", "L40", "A10".
 
     Raises:
-        ArgumentError: There is none, or several.
+        ArgumentError: There is none.
     """
-    matches = [device for device in KNOWN_DEVICES if name.lower() in device.name.lower()]
-    if len(matches) != 1:
-        names = ", ".join(device.name for device in matches or KNOWN_DEVICES)
-        raise ArgumentError(f"device is {name!r}, expected a part of the name of one of: {names}")
-    return matches[0]
+    short = {device: device.name.removeprefix("NVIDIA ").removesuffix(" Blackwell") for device in KNOWN_DEVICES}
+    for device in KNOWN_DEVICES:
+        names = device.name, device.name.removeprefix("NVIDIA "), short[device]
+        if name.lower() in [each.lower() for each in names]:
+            return device
+    known = short.values()
+    raise ArgumentError(f"device is {name!r}, expected one of {', '.join(known)}{meant(name, known)}")
 
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)

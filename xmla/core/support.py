@@ -35,8 +35,8 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
-        device: One of `xmla.core.device.KNOWN_DEVICES`, any other `Device`, or a part of the name of a device in that
-            list, such as "H200".
+        device: One of `xmla.core.device.KNOWN_DEVICES`, any other `Device`, or the name of a device in that list, such
+            as "H200".
         asked: Sizes by the declaration's axis names; by the name of a cache its format, and of any argument its dtype.
             Everything else, attributes too, is that of the op's first case, among those with the caches asked for.
 
@@ -47,7 +47,7 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
     if isinstance(device, str):
         device = find_device(device)
     elif not isinstance(device, Device):
-        raise ArgumentError(f"supports: device is {type(device).__name__}, expected a Device or a part of its name")
+        raise ArgumentError(f"supports: device is {type(device).__name__}, expected a Device or the name of one")
     declared = find_op(op, "supports")
     named = {name: kind for name, kind in asked.items() if name in declared.tensors}
     kinds = {name: Attr(name, str, False, None).plain("supports", kind) for name, kind in named.items()}
