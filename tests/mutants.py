@@ -95,6 +95,8 @@ MUTANTS = (
            f"{OPS}/compress_kv/kernels.py", "test_5_offsets.py", "many_states"),
     Mutant("if (page >= 0) & (page < state_pages):", "if page >= 0:", f"{OPS}/compress_kv/kernels.py",
            "test_1_every_kernel_ends.py", "arbitrary and compress_kv"),
+    Mutant("(entry * C.RATIO < num_angles)", "(entry * C.RATIO <= num_angles)", f"{OPS}/compress_kv/kernels.py",
+           "../test_ops.py", "compress_kv and angles"),
     Mutant("tl.where(page < num_pages, page, -1)", "page", f"{OPS}/compress_kv/kernels.py",
            "../test_compression.py", "are_left_out"),
     Mutant("if before % parts == parts - 1:", "if before == 0:", f"{OPS}/compress_kv/kernels.py",

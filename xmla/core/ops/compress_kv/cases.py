@@ -17,9 +17,12 @@ def angles(positions: int, rope: int = 64) -> np.ndarray:
 def make_case(
     starts: tuple[int, ...], new: int, ratio: int, layout: MlaLayout | IndexerLayout, entries: int, state_entries: int,
     dtype: np.dtype = BF16, padding: int = 0, with_ids: bool = False, ring: bool = False, rope: int = 64,
-    series: int | None = None, **attrs: object,
+    series: int | None = None, known: int | None = None, **attrs: object,
 ) -> Case:  # fmt: skip
-    """Requests that have `starts` tokens each and get `new` more; by default two series at ratio 4 and below."""
+    """Requests that have `starts` tokens each and get `new` more; by default two series at ratio 4 and below.
+
+    `known`: positions that have angles, by default all. The entry that begins past them is not written.
+    """
     packed = isinstance(layout, IndexerLayout) or layout.packed
     dim = layout.dim if isinstance(layout, IndexerLayout) else layout.dims
     series = series or (2 if ratio <= 4 else 1)
@@ -47,7 +50,7 @@ def make_case(
             "score": normal(rng, len(positions), width, dtype=dtype, scale=2.0),
             "ape": normal(rng, ratio, width, dtype=F32),
             "norm_weight": normal(rng, dim, dtype=dtype, scale=0.3) + dtype.type(1),
-            "cos_sin": angles(longest, rope).astype(F32 if rope == 64 else dtype),
+            "cos_sin": angles(known or longest, rope).astype(F32 if rope == 64 else dtype),
             "positions": positions.astype(np.int32),
             "state": state,
             "state_table": state_table,
@@ -64,7 +67,8 @@ def make_case(
 
     name = layout.name if isinstance(layout, MlaLayout) else f"keys{dim}-{layout.format}"
     kind = "ring" if ring else "pages"
-    return Case(f"{name}-b{len(starts)}-new{new}-ratio{ratio}-page{entries}-{kind}", make, attrs)
+    least = "" if known is None else f"-angles{known}"
+    return Case(f"{name}-b{len(starts)}-new{new}-ratio{ratio}-page{entries}-{kind}{least}", make, attrs)
 
 
 CASES = (
@@ -79,4 +83,6 @@ CASES = (
     make_case((3,), 3, 2, V41_FOOTER, 3, 2, padding=5, cache_format="v41_footer"),
     make_case((4,), 3, 2, V41_FP4_FOOTER, 53, 2, cache_format="v41_fp4_footer"),
     make_case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),
+    make_case((1,), 7, 4, V4, 3, 4, known=4),
+    make_case((3, 17), 7, 4, IndexerLayout(64), 5, 4, rope=32, known=20),
 )
