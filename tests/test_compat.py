@@ -642,6 +642,17 @@ def test_blocks_that_a_row_cannot_have(device: str) -> None:
     assert (got[0] > -INF).any() and (got[1:, :4] == -INF).all()
 
 
+def test_more_keys_than_int32_counts_are_left_to_deep_gemm(device: str) -> None:
+    """A length of all of them is one more than int32 holds."""
+    q, scales = (torch.zeros(1, 1, 64, size, dtype=torch.int8, device=device) for size in (32, 4))
+    cache = torch.zeros(1, 1, 1, 36, dtype=torch.uint8, device=device).expand(2**25, 64, 1, 36)
+    metadata = torch.zeros(12, dtype=torch.uint8, device=device)
+    with pytest.raises(UnsupportedError, match=rf"^fp8_fp4_paged_sparse_mqa_logits: kv_cache has {2**31} keys, suppo"):
+        deep_gemm.fp8_fp4_paged_sparse_mqa_logits(
+            (q, scales.view(torch.int32)[..., 0]), cache, torch.ones(1, 64, device=device), metadata, 2, 64
+        )
+
+
 # How arguments lie in memory.
 
 

@@ -183,6 +183,36 @@ def select() -> Callable[..., jax.Array]:
     return jax.jit(lambda logits, ends: jax_api.select_topk(logits, ends, k=3))
 
 
+WIDE = [(op, name) for op in registry().values() for name, tensor in op.tensors.items() if "int64" in tensor.dtypes]
+
+
+@pytest.mark.parametrize(("op", "name"), WIDE, ids=kit.case_id)
+def test_indices_that_jax_truncates_name_nothing_or_are_refused(op: Op, name: str) -> None:
+    """2**32 + n is n in 32 bits; in a pool of 2**31 entries and more the greatest index of 32 bits is another's."""
+    case = kit.smallest(op)
+    inputs = kit.make(case)
+    inputs[name] = inputs[name].astype(np.int64)
+    wide = inputs[name] + np.where(inputs[name] >= 0, 2**32, -(2**32))
+    function = getattr(jax_api, op.name)
+    want, found = (
+        kit.as_tuple(function(*({**inputs, name: indices}.get(n) for n in op.tensors), **case.attrs))
+        for indices in (np.full_like(wide, -1), wide)
+    )
+    for got, expected in zip(found, want, strict=True):
+        kit.assert_bits_equal(op.name, got, expected)
+    page, *_ = [n for n, tensor in op.tensors.items() if tensor.names[:2] == op.tensors[name].index_of.split()]
+    sizes = dict(zip(op.tensors[page].names, inputs[page].shape, strict=True)) | {op.tensors[page].names[0]: 2**31}
+    for pool, tensor in op.tensors.items():
+        if pool in inputs and set(tensor.names[:1]) & sizes.keys() and len(tensor.names) == 3:
+            shape = (2**31, *inputs[pool].shape[1:])
+            inputs[pool] = np.broadcast_to(inputs[pool][:1], shape)
+    inputs[name][:1] = 2**31 + 5
+    message = f"{op.name}: {name} has an index of {2**31 + 5}, supported: indices below 2**31, or jax_enable_x64"
+    with pytest.raises(UnsupportedError) as caught:
+        function(*(inputs.get(n) for n in op.tensors), **case.attrs)
+    assert str(caught.value) == message
+
+
 def test_a_function_traced_for_another_device_runs_here() -> None:
     """And the other way round: JAX keeps what it traced, and calls on either side must not find it."""
     first, second = select(), select()

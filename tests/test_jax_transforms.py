@@ -12,7 +12,7 @@ import kit
 import numpy as np
 import pytest
 
-from xmla import ArgumentError, UnsupportedError, jax_api
+from xmla import UnsupportedError, jax_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 
@@ -234,8 +234,12 @@ def test_what_vmap_refuses() -> None:
         "sparse_mla", {"q": 0, "sink": 0}, case=1,
     )  # fmt: skip
     refused(
-        ArgumentError, "dsa_attention: indexer_cache has no batch axis under vmap, expected one, as mla_cache",
+        UnsupportedError, "dsa_attention: indexer_cache has no batch axis under vmap, supported: one, as mla_cache",
         "dsa_attention", {"q": 0, "mla_cache": 0},
+    )  # fmt: skip
+    refused(
+        UnsupportedError, "indexer_logits: key_scales has no batch axis under vmap, supported: one, as keys",
+        "indexer_logits", {"keys": 0},
     )  # fmt: skip
     refused(
         UnsupportedError, "split_batch: vmap is given, supported: ops with an axis T", "split_batch", {"lengths": 0}

@@ -84,6 +84,31 @@ def test_an_empty_row_is_not_turned() -> None:
         assert not kit.as_numpy(out).view(np.uint16).any()
 
 
+OF_REQUESTS = [op for op in OPS.values() if {"request_ids", "lengths"} <= op.tensors.keys()]
+
+
+@pytest.mark.parametrize("request_id", [-1, 2**31 - 1])
+@pytest.mark.parametrize("op", OF_REQUESTS, ids=kit.case_id)
+def test_a_token_whose_request_does_not_exist(op: Op, request_id: int) -> None:
+    """No key is read for it; a selection has the first positions of its length, as among equal logits."""
+    given = [case for case in op.cases if "request_ids" in kit.make(case)]
+    assert given
+    for case in given:
+        inputs = kit.make(case)
+        inputs["request_ids"][:] = request_id
+        results = run(op, kit.copies(inputs), case.attrs)[: len(op.outputs)]
+        with np.errstate(all="ignore"):
+            want = op.reference(**kit.copies(inputs), **kit.attributes(op, case))
+        for (name, right), value in zip(kit.results(op, want), results, strict=True):
+            found = kit.as_numpy(value)
+            if name == "indices" and op.tensors.keys().isdisjoint({"blocks"}) and "newest" not in op.defaults:
+                column = np.arange(found.shape[1])
+                assert (found == np.where(column < inputs["lengths"][:, None], column, -1)).all()
+            constant = {"out": 0, "lse": -np.inf, "slots": -1, "counts": 0}.get(name)
+            assert constant is None or (found == constant).all(), name
+            kit.assert_close(name, value, right, op.outputs[name].agreement, op.outputs[name].written(right))
+
+
 @pytest.mark.parametrize("axis", ["T", "K"])
 def test_empty_axes(axis: str) -> None:
     """No tokens or no keys: no launch reads anything, results are empty or those of empty rows."""

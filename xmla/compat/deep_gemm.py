@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xmla.compat._published import NotReplacedError, Published, as_int32, check_axes, dense, serve
+from xmla.compat._published import INT32, NotReplacedError, Published, as_int32, check_axes, dense, serve
 from xmla.core.errors import ArgumentError
 from xmla.core.plan import cdiv
 from xmla.core.selection import GRANULARITIES
@@ -215,7 +215,8 @@ def _paged(
     if not clean_logits:
         return logits
     column = torch.arange(max_context_len, device=lengths.device)
-    return logits.masked_fill_(column >= lengths.clamp(max=block_table.shape[1] * cache.shape[1])[:, None], -torch.inf)
+    seen = lengths.clamp(max=min(block_table.shape[1] * cache.shape[1], INT32.max))
+    return logits.masked_fill_(column >= seen[:, None], -torch.inf)
 
 
 @_package.otherwise()
@@ -314,7 +315,8 @@ def get_paged_sparse_mqa_logits_metadata(
         "context_lens": (context_lens, "T" if getattr(context_lens, "ndim", 2) == 1 else "T 1"),
         "indices": (indices, "T"),
     })  # fmt: skip
-    lengths = as_int32(here, "context_lens", context_lens).flatten().clamp(0, block_table.shape[1] * page_kv)
+    lengths = as_int32(here, "context_lens", context_lens).flatten()
+    lengths = lengths.clamp(0, min(block_table.shape[1] * page_kv, INT32.max))
     blocks = _first_blocks(as_int32(here, "sparse_kv_block_indices", sparse_kv_block_indices), lengths, sparse_block_kv)
     entries = (lengths[:, None] - blocks * sparse_block_kv).clamp(0, sparse_block_kv).masked_fill(blocks < 0, 0)
     table = as_int32(here, "block_table", block_table)
@@ -349,6 +351,8 @@ def fp8_fp4_paged_sparse_mqa_logits(
     )  # fmt: skip
     places, widths = _unpacked(here, metadata, len(query), num_max_sparse_blocks, 1)
     pages, page = kv_cache.shape[:2]
+    if pages * page > INT32.max:
+        raise NotReplacedError(f"{here}: kv_cache has {pages * page} keys, supported: at most {INT32.max}")
     # Blocks by their places in the cache are those of one request, which has all pages in order.
     block_table, lengths = torch.arange(pages, device=query.device, dtype=torch.int32), pages * page
     logits, _ = serve(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
 from xmla.core.problem import Tensor
 
@@ -34,8 +34,8 @@ def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
     """The leading axes, such as P, of the pools that have a batch axis; refuses arguments that cannot be folded.
 
     Raises:
-        UnsupportedError: The op has no rows, or an argument that is the same for all rows has a batch axis.
-        ArgumentError: Of several arguments over one pool axis, some have a batch axis and some do not.
+        UnsupportedError: The op has no rows, an argument that is the same for all rows has a batch axis, or of several
+            arguments over one pool axis some have a batch axis and some do not.
     """
     if not any("T" in tensor.names for tensor in op.tensors.values()):
         raise UnsupportedError(f"{op.name}: vmap is given, supported: ops with an axis T")
@@ -49,7 +49,7 @@ def batched_pools(op: Op, dims: Mapping[str, int | None]) -> set[str]:
             )
         if dims[name] is None and axis in batched:
             other = next(n for n, a in pools.items() if a == axis and dims[n] is not None)
-            raise ArgumentError(f"{op.name}: {name} has no batch axis under vmap, expected one, as {other}")
+            raise UnsupportedError(f"{op.name}: {name} has no batch axis under vmap, supported: one, as {other}")
     return batched
 
 

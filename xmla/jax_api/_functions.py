@@ -435,7 +435,8 @@ def dsa_attention(
             and page size.
         block_table: [B, M] int32, page ids; page ids past a token's length are never read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
-        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens. A
+            token whose id is outside [0, B) has no keys: its out is 0, its lse −inf, its indices 0, 1, … below lengths.
         sink: [H] float32 or None.
         k: Keys selected for each token; all visible keys if there are at most k.
         softmax_scale: Factor of q · k.
@@ -640,7 +641,8 @@ def dsa_step(
             caches share page ids and page size.
         block_table: [B, M] int32, page ids; page ids past a token's length are never read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
-        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens. A
+            token whose id is outside [0, B) has no keys: its out is 0, its lse −inf, its indices 0, 1, … below lengths.
         sink: [H] float32 or None.
         k: Keys selected for each token; all visible keys if there are at most k.
         softmax_scale: Factor of q · k.
@@ -1136,7 +1138,8 @@ def indexer_blocks_paged(
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
-        indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end.
+        indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
+            is outside [0, B), and so has logits of −inf, the blocks that `select_blocks` takes of equal ones.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
@@ -1705,7 +1708,8 @@ def indexer_topk_paged(
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
-        indices: [T, K] int32, positions within the request, ascending, −1 padded at the end.
+        indices: [T, K] int32, positions within the request, ascending, −1 padded at the end. Of a token whose request
+            id is outside [0, B), and so has logits of −inf, positions 0, 1, … below its length: `map_slots` gives −1.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; k < 1.
@@ -2640,7 +2644,8 @@ def sparse_mla_paged(
             −1 may stand anywhere in a row. A duplicate counts twice.
         block_table: [B, M] int32, page ids. Only page ids that an index refers to are read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
-        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens. A
+            token whose id is outside [0, B) has no keys: its out is 0, its lse −inf.
         sink: [H] float32 or None, as in `sparse_mla`.
         softmax_scale: Factor of q · k.
         cache_format: As in `sparse_mla`.

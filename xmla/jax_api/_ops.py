@@ -1,6 +1,7 @@
 """Derives the public functions from the declarations."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -55,12 +56,28 @@ def _known_device(arrays: Mapping[str, Any]) -> Device | None:
 
 
 def _as_jax(value: Any) -> Any:
-    """A NumPy array as JAX's. An index that JAX would truncate to 32 bits is out of range before and after."""
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.dtype == np.int64 and not jax.config.jax_enable_x64:
-        value = np.clip(value, -1, np.iinfo(np.int32).max).astype(np.int32)
-    return jnp.asarray(value)
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def _narrow(op: Op, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays; NumPy's indices that JAX would truncate to 32 bits as −1, since they name nothing.
+
+    Raises:
+        UnsupportedError: One of them names something.
+    """
+    narrow = dict(arrays)
+    for name, indices in arrays.items():
+        if not isinstance(indices, np.ndarray) or indices.dtype != np.int64 or jax.config.jax_enable_x64:
+            continue
+        sizes = {
+            axis: n for a, array in arrays.items() for axis, n in zip(op.tensors[a].names, array.shape, strict=True)
+        }
+        wide = indices > np.iinfo(np.int32).max
+        if (wide & (indices < prod(sizes[axis] for axis in op.tensors[name].index_of.split()))).any():
+            got, supported = int(indices[wide].min()), "indices below 2**31, or jax_enable_x64"
+            raise UnsupportedError(f"{op.name}: {name} has an index of {got}, supported: {supported}")
+        narrow[name] = np.where((indices < 0) | wide, -1, indices).astype(np.int32)
+    return narrow
 
 
 def public(op: Op) -> Callable[..., Any]:
@@ -93,7 +110,7 @@ def public(op: Op) -> Callable[..., Any]:
             op.bind(specs, attrs, implementation)
         else:
             plan_call(op, tuple(specs.values()), attrs, device, implementation)
-        arrays = {name: _as_jax(array) for name, array in arrays.items()}
+        arrays = {name: _as_jax(array) for name, array in _narrow(op, arrays).items()}
         if settings.check:
             read = {name: array[...] if is_ref(array) else array for name, array in arrays.items()}
             jax.debug.callback(lambda host: check_values(op, _to_host(host), attrs, _default_device()), read)

@@ -42,7 +42,8 @@ def dsa_attention(
             and page size.
         block_table: [B, M] int32, page ids; page ids past a token's length are never read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
-        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens. A
+            token whose id is outside [0, B) has no keys: its out is 0, its lse −inf, its indices 0, 1, … below lengths.
         sink: [H] float32 or None.
         k: Keys selected for each token; all visible keys if there are at most k.
         softmax_scale: Factor of q · k.

@@ -31,7 +31,8 @@ def indexer_blocks_paged(
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
-        indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end.
+        indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
+            is outside [0, B), and so has logits of −inf, the blocks that `select_blocks` takes of equal ones.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.

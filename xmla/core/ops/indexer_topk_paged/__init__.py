@@ -28,7 +28,8 @@ def indexer_topk_paged(
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
-        indices: [T, K] int32, positions within the request, ascending, −1 padded at the end.
+        indices: [T, K] int32, positions within the request, ascending, −1 padded at the end. Of a token whose request
+            id is outside [0, B), and so has logits of −inf, positions 0, 1, … below its length: `map_slots` gives −1.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; k < 1.

@@ -33,7 +33,8 @@ def sparse_mla_paged(
             −1 may stand anywhere in a row. A duplicate counts twice.
         block_table: [B, M] int32, page ids. Only page ids that an index refers to are read.
         lengths: [T] int32, keys visible to each token, itself included; 0 or less marks a padding token.
-        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens.
+        request_ids: [T] int32, each token's row of block_table; without it every request has T / B adjacent tokens. A
+            token whose id is outside [0, B) has no keys: its out is 0, its lse −inf.
         sink: [H] float32 or None, as in `sparse_mla`.
         softmax_scale: Factor of q · k.
         cache_format: As in `sparse_mla`.
