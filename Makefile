@@ -30,7 +30,8 @@ MAXTEXT ?= 0.2.5
 JAX ?= 0.11.2 0.12.0.1
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py tests/core/test_imports.py \
-  tests/test_docstrings.py tests/test_indexer_training.py tests/test_interop.py tests/test_layouts.py tests/test_live.py \
+  tests/test_docstrings.py tests/test_flax_model.py tests/test_indexer_training.py tests/test_interop.py \
+  tests/test_layouts.py tests/test_live.py \
   tests/test_lowering.py tests/test_maxtext.py tests/test_parallel.py tests/test_parity.py tests/test_private.py \
   tests/test_settings.py tests/test_training.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \

@@ -173,6 +173,22 @@ def test_demo_without_jax(tmp_path: Path) -> None:
     assert "attention, same caches" in names and not any("JAX" in name for name in names)
 
 
+SHORT_FLAX_DEMO = SHORT_DEMO.replace("deepseek_v32, shell", "curves").replace(
+    "deepseek_v32.PROMPT, shell.DECODED = 40, 2",
+    "curves.SIZES['cpu'] = curves.SIZES['cuda'] = curves.Sizes(2, 12, 4, {curves.WARM_UP: 3, curves.JOINT: 2})\n"
+    "    from xmla.demo.in_jax import decoding\n    decoding.PROMPTS, decoding.DECODED = (40, 12, 5), 5",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--train",)], ids=["decoded", "trained"])
+def test_flax_demo_without_torch(options: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("-c", SHORT_FLAX_DEMO, "demo", "--framework", "jax", *options)
+    done = run(tmp_path, *words, without="torch transformers")
+    assert done.returncode == 0, done.stderr
+    assert "Agrees: " in done.stdout
+
+
 TORCH = "xmla.torch_api needs torch: pip install 'xmla-kernels[torch]'"
 BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla-kernels[jax]'"
 
@@ -185,6 +201,9 @@ BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla-kerne
         (["bench"], "torch jax jax_triton", f"bench: {BOTH}"),
         (["demo"], "torch", f"demo: the model is one of PyTorch, and {TORCH}"),
         (["demo"], "torch jax jax_triton", f"demo: the model is one of PyTorch, and {TORCH}"),
+        (["demo", "--framework", "jax"], "jax jax_triton",
+         "demo: xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'"),
+        (["demo", "--framework", "jax"], "flax", "demo: No module named 'flax': pip install 'flax>=0.12'"),
         (["demo"], "transformers", "demo: No module named 'transformers': pip install 'transformers>=5.17'"),
         (["demo", "--model", "deepseek_v4"], "transformers",
          "demo: No module named 'transformers': pip install 'transformers>=5.17'"),

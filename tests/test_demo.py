@@ -17,10 +17,10 @@ import xmla.demo
 from xmla import torch_api
 from xmla.command import app
 from xmla.core.registry import registry
-from xmla.demo import deepseek_v4, deepseek_v32, glm5_next, shell, training
+from xmla.demo import curves, deepseek_v4, deepseek_v32, glm5_next, shell
 from xmla.demo.comparisons import against_model
+from xmla.demo.curves import JOINT, WARM_UP
 from xmla.demo.passes import Run, run_as_shipped
-from xmla.demo.trained import JOINT, WARM_UP
 
 # transformers warns of its own deprecations.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -245,7 +245,7 @@ def test_the_glm_model_has_its_geometry() -> None:
 def train_little(
     monkeypatch: pytest.MonkeyPatch, device: str, tokens: int, warm_up: int, joint: int, *options: str
 ) -> Any:
-    monkeypatch.setitem(training.SIZES, device, training.Sizes(2, tokens, 4, {WARM_UP: warm_up, JOINT: joint}))
+    monkeypatch.setitem(curves.SIZES, device, curves.Sizes(2, tokens, 4, {WARM_UP: warm_up, JOINT: joint}))
     return demo("--train", *options)
 
 
@@ -298,7 +298,7 @@ def test_training_notices_a_wrong_gradient(
     op: str, mistake: Callable[..., Any], where: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first step of a stage, and nothing is wrong with the rest."""
-    monkeypatch.setattr(training, "REPEATED", 1)
+    monkeypatch.setattr(curves, "REPEATED", 1)
     monkeypatch.setattr(torch_api, op, mistake(getattr(torch_api, op)))
     result = train_little(monkeypatch, device, 8, 1, 1, "--json", str(tmp_path / "figures.json"))
     assert result.exit_code == 1 and "DISAGREES" in result.output, result.output

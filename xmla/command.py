@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from xmla import __version__
-from xmla.demo import Model
+from xmla.demo import Framework, Model
 from xmla.machine import environment
 from xmla.machine.files import drawable, writable
 
@@ -49,8 +49,12 @@ def demo(
     model: Annotated[
         Model, typer.Option("--model", metavar="MODEL", help=f"Whose attention is replaced: {', '.join(Model)}.")
     ] = Model.V32,
+    framework: Annotated[
+        Framework,
+        typer.Option(metavar="FRAMEWORK", help="What the model is written in: torch, which is transformers', or jax."),
+    ] = Framework.TORCH,
     details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
-    train: Annotated[bool, typer.Option("--train", help="Train the model, and as shipped beside it.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train the model, and without xmla beside it.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="With --train: draw its curves into this file.", callback=drawable)
     ] = None,
@@ -60,11 +64,12 @@ def demo(
 ) -> None:
     """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX.
 
-    Some minutes where kernels are interpreted, most of them with --train.
+    With --framework jax a model in Flax, without PyTorch. Some minutes where kernels are interpreted, most of them with
+    --train.
     """
     from xmla.demo import run
 
-    figures = run(model, details, train, picture)
+    figures = run(model, details, train, picture, framework)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)

@@ -1,4 +1,4 @@
-"""`xmla demo`: a model of transformers with its attention replaced by xmla, and how far the two agree."""
+"""`xmla demo`: a model of transformers with its attention replaced by xmla, or one in Flax, and how far each agrees."""
 
 from enum import StrEnum
 from importlib import import_module
@@ -9,6 +9,13 @@ from packaging.version import Version
 
 from xmla._frameworks import missing, needed
 from xmla.core.versions import installed
+
+
+class Framework(StrEnum):
+    """What the model is written in; with JAX it needs neither PyTorch nor transformers."""
+
+    TORCH = "torch"
+    JAX = "jax"
 
 
 class Model(StrEnum):
@@ -30,33 +37,53 @@ class Model(StrEnum):
         return release if release is not None and Version(release) < Version(self.since) else None
 
 
-def run(model: Model, details: bool = False, train: bool = False, picture: Path | None = None) -> list[dict[str, Any]]:
+def run(
+    model: Model, details: bool = False, train: bool = False, picture: Path | None = None,
+    framework: Framework = Framework.TORCH,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run the model's demo, tell it and return its figures; each says whether it keeps its bound.
 
     With `train` the model is trained, and `picture` gets the curves.
 
     Raises:
         ArgumentError: A picture of a demo that does not train.
-        UnsupportedError: PyTorch is missing, or transformers is missing or too old for the model; only deepseek_v32 is
-            trained.
+        UnsupportedError: A package is missing, or transformers is too old for the model; only deepseek_v32 is trained,
+            and written in Flax.
     """
     from xmla.core.errors import ArgumentError, UnsupportedError
 
     if picture is not None and not train:
         raise ArgumentError("demo: --picture is given without --train, expected with it: it is of curves")
-    if train and model is not Model.V32:
-        raise UnsupportedError(f"demo: --train of --model {model}, supported is {Model.V32}")
-    if missing("torch"):
-        raise UnsupportedError(f"demo: the model is one of PyTorch, and {needed('torch')}")
-    install = f"pip install 'transformers>={model.since}'"
-    if model.too_old:
+    for option, asked in (("--train", train), ("--framework jax", framework is Framework.JAX)):
+        if asked and model is not Model.V32:
+            raise UnsupportedError(f"demo: {option} of --model {model}, supported is {Model.V32}")
+    if missing(framework):
+        what = "the model is one of PyTorch, and " if framework is Framework.TORCH else ""
+        raise UnsupportedError(f"demo: {what}{needed(framework)}")
+    package, install = "transformers", f"pip install 'transformers>={model.since}'"
+    if framework is Framework.JAX:
+        package, install = "flax", "pip install 'flax>=0.12'"
+    elif model.too_old:
         raise UnsupportedError(f"demo: transformers {model.too_old} is too old for {model}: {install}")
     try:
-        module: Any = import_module(f"xmla.demo.{model}")
+        module: Any = import_module(f"xmla.demo.{module_of(model, framework, train)}")
     except ImportError as error:
-        if "transformers" not in str(error):
+        if package not in str(error):
             raise
         raise UnsupportedError(f"demo: {error}: {install}") from None
-    from xmla.demo.shell import show, show_training
+    if train:
+        from xmla.demo.telling import show_training
 
-    return show_training(details, picture) if train else show(module, details)
+        return show_training(module, details, picture)
+    if framework is Framework.JAX:
+        return module.show(details)
+    from xmla.demo.shell import show
+
+    return show(module, details)
+
+
+def module_of(model: Model, framework: Framework, train: bool) -> str:
+    """The module of a demo."""
+    if framework is Framework.JAX:
+        return f"in_jax.{'training' if train else 'decoding'}"
+    return "training" if train else str(model)

@@ -9,9 +9,10 @@ from rich.table import Table
 
 from xmla import interop, torch_api
 from xmla.core.registry import registry
-from xmla.demo.figures import Figure, errors, figure, identical, overlap
+from xmla.demo.figures import Figure, figure
 from xmla.demo.paged import Call, PagedAttention
 from xmla.demo.passes import Run
+from xmla.demo.tensors import errors, identical, overlap
 from xmla.machine.calls import as_tuple
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V32, MlaLayout
 from xmla.core.registry import registry
 from xmla.demo.comparisons import Comparison, against_model, against_reference, by_jax, flatten, written_by_jax
-from xmla.demo.figures import Figure, errors, identical
+from xmla.demo.figures import Figure
 from xmla.demo.paged import PagedAttention, Pool
 from xmla.demo.passes import Run, attentions, run_with
+from xmla.demo.tensors import errors, identical
 
 TITLE = "DeepSeek-V3.2 of transformers, attention by xmla"
 STORY = {

@@ -14,9 +14,10 @@ from xmla.core.formats import stored_values
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN_V4, V4, MlaLayout
 from xmla.demo.comparisons import Comparison, against_jax, against_model, against_reference, written_by_reference
-from xmla.demo.figures import Figure, figure, identical, relative_error
+from xmla.demo.figures import Figure, figure
 from xmla.demo.paged import PagedAttention, Pool
 from xmla.demo.passes import Run, attentions, run_with
+from xmla.demo.tensors import identical, relative_error
 from xmla.torch_api._arrays import to_numpy
 
 TITLE = "DeepSeek-V4 of transformers, attention by xmla"

@@ -13,9 +13,9 @@ from xmla._frameworks import missing
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import NOPE, PLAIN, MlaLayout
 from xmla.demo.comparisons import Comparison, against_jax, against_model, against_reference, written_by_reference
-from xmla.demo.figures import identical
 from xmla.demo.paged import PagedAttention, Pool
 from xmla.demo.passes import Run, attentions, run_with
+from xmla.demo.tensors import identical
 
 TITLE = "GLM-5.3-Flash of transformers, attention by xmla"
 STORY = {

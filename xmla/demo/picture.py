@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from xmla.demo.trained import Runs
+from xmla.demo.curves import Runs
 
 PANELS = {
     "loss": "loss (nats a token)",

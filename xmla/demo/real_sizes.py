@@ -10,7 +10,8 @@ from rich.table import Table
 
 from xmla import interop, torch_api
 from xmla._frameworks import missing
-from xmla.demo.figures import Figure, figure, identical, relative_error
+from xmla.demo.figures import Figure, figure
+from xmla.demo.tensors import identical, relative_error
 
 HEADS, INDEX_HEADS, K, CONTEXT, PAGE, MAX_BATCH = 128, 64, 2048, 32768, 64, 64
 SCALE = 0.1352  # DeepSeek-V3.2's, YaRN included

@@ -6,30 +6,20 @@ everything, over the selected keys. The indexer learns from its own loss alone, 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
 
 from xmla import torch_api as xt
+from xmla.demo.curves import Curve, Stage
 from xmla.demo.deepseek_v32 import Rope, build, index, project, project_back
 from xmla.demo.passes import attentions
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of the training. While it is `dense` the indexer learns alone, and every key is attended to."""
-
-    name: str
-    dense: bool
-    rate: float
-
-
-WARM_UP, JOINT = Stage("warm-up", dense=True, rate=1e-3), Stage("joint", dense=False, rate=3e-4)
 
 
 def build_sharp(device: str, topk: int) -> DeepseekV32ForCausalLM:
@@ -109,7 +99,7 @@ class EagerAttention(Attention):
     would otherwise part the two models.
     """
 
-    selections: Iterator[torch.Tensor] = field(kw_only=True)
+    selections: Iterator[np.ndarray] = field(kw_only=True)
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Rope, **others: Any
@@ -119,7 +109,8 @@ class EagerAttention(Attention):
         if self.dense:
             allowed = causal.expand(texts, -1, -1)
         else:
-            allowed = mask_of(next(self.selections), tokens).unflatten(0, (texts, tokens))
+            keys = torch.from_numpy(next(self.selections)).to(hidden_states.device)
+            allowed = mask_of(keys, tokens).unflatten(0, (texts, tokens))
         inputs: list[torch.Tensor] = []
 
         def select(hidden_states: torch.Tensor, q_resid: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
@@ -162,22 +153,8 @@ def overlap(selected: torch.Tensor, weights: torch.Tensor) -> float:
     return float((mask_of(selected, tokens) & best)[late].sum() / (k * late.sum()))
 
 
-@dataclass
-class Curve:
-    """What a stage went through: a number for each step, each layer's selection, the gradients of the first step."""
-
-    loss: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)  # the layers' mean, as overlap
-    overlap: list[float] = field(default_factory=list)
-    selected: list[list[torch.Tensor]] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-Runs = Mapping[str, Mapping[Stage, Curve]]  # each run's stages, by its name
-
-
 def train(
-    model: Any, stage: Stage, batch: torch.Tensor, steps: int, over: Curve | None = None, half: bool = False,
+    model: Any, stage: Stage, steps: int, *, batch: torch.Tensor, over: Curve | None = None, half: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Curve:  # fmt: skip
     """Train the model on texts [B, T+1] of tokens: by xmla, or as shipped `over` the keys that xmla selected.
@@ -205,12 +182,12 @@ def train(
         optimizer.zero_grad()
         (loss + kl).backward()
         if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in learned.items() if p.grad is not None}
+            curve.gradients = {n: p.grad.cpu().numpy().copy() for n, p in learned.items() if p.grad is not None}
         optimizer.step()
         curve.loss.append(loss.item())
         curve.kl.append(kl.item())
         curve.overlap.append(sum(layer.overlap for layer in layers) / len(layers))
-        curve.selected.append([layer.selected for layer in layers])
+        curve.selected.append([layer.selected.cpu().numpy() for layer in layers])
         advance()
     for module in modules:
         del module.forward

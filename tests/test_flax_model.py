@@ -1,0 +1,236 @@
+"""The demo's model in Flax NNX: transformers' tokens, one program for all steps, its training, no PyTorch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from test_demo import agreeing, demo
+
+from xmla import jax_api
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.demo import curves, deepseek_v32, trained
+from xmla.demo.curves import JOINT, WARM_UP, against_shipped, texts_of
+from xmla.demo.in_jax import decoding, training
+from xmla.demo.in_jax.model import Config, Model, load
+from xmla.demo.in_jax.serving import Caches, Requests, decode, prefill
+from xmla.demo.passes import run_as_shipped
+
+# transformers warns of its own deprecations.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("device")]
+
+PROMPT = 11
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: value.float().cpu().numpy() for name, value in module.state_dict().items()}
+
+
+def test_tokens_are_those_of_transformers_and_of_the_torch_demo(device: str) -> None:
+    """Greedy ones of one request, from the weights of the demo's model; others only where the two best all but tie."""
+    shipped = deepseek_v32.build(device, index_topk=8)
+    model = load(shipped.config.to_dict(), weights_of(shipped))
+    prompt = np.arange(3, 3 + PROMPT, dtype=np.int32)
+    start = jnp.array([64], jnp.int32), jnp.zeros(1), jax.random.key(0)
+    first, *rest = prefill(model, prompt[None], Caches.empty(model.config, 1, 64), *start)
+    tokens, *_ = decode(model, *rest, jax.random.split(jax.random.key(1), 5))
+    text = torch.tensor([*prompt, *first, *tokens[0]], dtype=torch.long, device=device)
+    for run in (run_as_shipped, deepseek_v32.run_replaced):
+        best = run(shipped, text, PROMPT).logits[PROMPT - 1 : -1].float().topk(2)
+        same = best.indices[:, 0] == text[PROMPT:]
+        tied = best.values[:, 0] - best.values[:, 1] < 0.1  # a sixth of the logits' standard deviation
+        assert (same | tied).all() and same.sum() >= 3, (best, text)
+
+
+@cache
+def small() -> Model:
+    return Model(Config(index_topk=8), nnx.Rngs(0))
+
+
+def begin(end: int = 64, eos: int = -1) -> tuple[jax.Array, Requests, Caches]:
+    """Three requests, the last of which is none, after their prefill; `end` is the first one's."""
+    prompts = np.full((3, PROMPT), -1, np.int32)
+    prompts[0], prompts[1, :4] = np.arange(PROMPT), np.arange(4) + 40
+    ends, temperature = jnp.array([end, 64, 64], jnp.int32), jnp.array([0.0, 1.0, 0.0])
+    return prefill(small(), prompts, Caches.empty(small().config, 3, 64), ends, temperature, jax.random.key(2), eos=eos)
+
+
+KEYS = jax.random.split(jax.random.key(3), 5)
+
+
+def bits(caches: Caches) -> list[np.ndarray]:
+    return [np.asarray(pool) for pool in (caches.mla, caches.indexer)]
+
+
+def test_steps_in_one_program_are_those_one_by_one() -> None:
+    """Tokens, what would decode next, and both caches; drawn tokens too."""
+    _, *rest = begin()
+    tokens, *after = decode(small(), *rest, KEYS)
+    _, *rest = begin()
+    for step in range(len(KEYS)):
+        token, *rest = decode(small(), *rest, KEYS[step : step + 1])
+        assert (token[:, 0] == tokens[:, step]).all()
+    jax.tree.map(np.testing.assert_array_equal, after, rest)
+    assert (tokens[:2] >= 0).all() and (tokens[2] == -1).all()
+
+
+@pytest.mark.parametrize("how", ["length", "eos"])
+def test_an_ended_request_writes_nothing_while_others_go_on(how: str) -> None:
+    _, *rest = begin()
+    tokens, *_ = decode(small(), *rest, KEYS)
+    eos = int(tokens[0, 1]) if how == "eos" else -1
+    kept = np.asarray(tokens).copy()
+    for row in kept:  # what comes after a token that ends a request
+        if (ends := np.flatnonzero(row == eos)).size and eos >= 0:
+            row[ends[0] + 1 :] = -1
+    if how == "length":
+        kept[0, 2:] = -1
+    options: dict[str, Any] = {"eos": eos} if how == "eos" else {}
+    _, *rest = begin(end=64 if how == "eos" else PROMPT + 3, **options)
+    _, *rest = decode(small(), *rest, KEYS[:2], **options)
+    assert rest[0].position[0] == -1 and rest[0].position[1] >= 0
+    own, before = np.asarray(rest[1].block_table[0]), bits(rest[1])
+    more, _, caches = decode(small(), *rest, KEYS[2:], **options)
+    assert (np.asarray(more) == kept[:, 2:]).all() and (more[1] >= 0).any()
+    layers = np.arange(small().config.num_hidden_layers)[:, None] * caches.block_table.size
+    pages = (layers + own).ravel()
+    for pool, earlier in zip(bits(caches), before, strict=True):
+        assert (pool[pages] == earlier[pages]).all(), "the ended request's"
+        assert (pool != earlier).any()
+
+
+def test_a_request_ends_with_its_pages() -> None:
+    _, requests, _ = begin(end=1000)
+    assert requests.end.tolist() == [64, 64, 64]
+    last = replace(requests, position=jnp.array([62, 4, -1], jnp.int32))
+    _, after, _ = decode(small(), last, begin()[2], KEYS[:1])
+    assert after.position.tolist() == [-1, 5, -1]
+
+
+@pytest.mark.slow
+def test_training_is_that_of_transformers(device: str) -> None:
+    """Its gradients, curves and selection, from its weights, at the bounds of `xmla demo --train`."""
+    sizes = curves.Sizes(2, 8, 3, {WARM_UP: 2, JOINT: 2})
+    shipped, rounded = (trained.build_sharp(device, sizes.topk) for _ in range(2))
+    model = load(shipped.config.to_dict(), weights_of(shipped), dtype=jnp.float32)
+    by_torch = partial(trained.train, batch=torch.tensor(texts_of(sizes), device=device))
+    figures = []
+    for stage, steps in sizes.steps.items():
+        ours = training.train(model, stage, steps, batch=texts_of(sizes))
+        ours.gradients = dict(in_one(ours.gradients))
+        # As shipped it attends to the keys that JAX selected: trainings that each select their own part at the first
+        # two that all but tie.
+        exact, half = by_torch(shipped, stage, steps, over=ours), by_torch(rounded, stage, steps, over=ours, half=True)
+        assert set(exact.gradients) == set(ours.gradients)
+        figures += against_shipped(stage, ours, exact, half)
+    assert all(figure["ok"] for figure in figures), figures
+
+
+def in_one(gradients: dict[str, np.ndarray]) -> Any:
+    """Those of the two up-projections as that of transformers' kv_b_proj."""
+    for name, gradient in gradients.items():
+        if name.endswith(".up_key"):
+            both = np.concatenate([gradient, gradients[name.replace("up_key", "up_value")]], axis=1)
+            yield name.replace("up_key", "kv_b_proj.weight"), both.reshape(-1, both.shape[-1])
+        elif not name.endswith(".up_value"):
+            yield name, gradient
+
+
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo on fewer tokens, though more than are selected."""
+    monkeypatch.setattr(decoding, "PROMPTS", (40, 12, 5))
+    monkeypatch.setattr(decoding, "DECODED", 5)
+
+
+def test_demo_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer(monkeypatch)
+    result, figures = agreeing(tmp_path / "figures.json", "--framework", "jax")
+    assert {(figure["name"], figure["where"]) for figure in figures} == {
+        ("decode, tokens", ""), ("logits, same step", "prefill"), ("logits, same step", "decode"),
+        ("logits, dense", "prefill"), ("logits, dense", "decode"),
+    }  # fmt: skip
+    subjects = [line.split(":")[0] for line in result.output.splitlines() if ":" in line]
+    assert subjects[:3] == ["model", "by xmla", "text"] and subjects[-2:] == [
+        "decoded",
+        "Every figure beside its bound",
+    ]
+
+
+def wrong_scale(step: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arrays: jax.Array, softmax_scale: float, implementation: str | None, **attrs: Any) -> Any:
+        wrong = softmax_scale if implementation == "reference" else softmax_scale * 1.5
+        return step(*arrays, softmax_scale=wrong, implementation=implementation, **attrs)
+
+    return call
+
+
+def another_layers_pages(step: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arrays: jax.Array, implementation: str | None, **attrs: Any) -> Any:
+        table = 9 if implementation is None else None  # of block_table
+        moved = [array - array.size if place == table else array for place, array in enumerate(arrays)]
+        return step(*moved, implementation=implementation, **attrs)
+
+    return call
+
+
+@pytest.mark.parametrize("mistake", [wrong_scale, another_layers_pages])
+def test_demo_notices_a_mistake(mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer(monkeypatch)
+    jax.clear_caches()  # of the steps that were traced without it
+    monkeypatch.setattr(jax_api, "dsa_step", mistake(jax_api.dsa_step))
+    result = demo("--framework", "jax")
+    jax.clear_caches()
+    assert result.exit_code == 1 and "DISAGREES" in result.output, result.output
+
+
+@pytest.mark.slow
+def test_training_demo_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The loss of its last step is lower than that of the first, too."""
+    monkeypatch.setitem(curves.SIZES, device, curves.Sizes(2, 12, 4, {WARM_UP: 3, JOINT: 2}))
+    picture = tmp_path / "curves.png"
+    result, figures = agreeing(tmp_path / "figures.json", "--framework", "jax", "--train", "--picture", str(picture))
+    places = {(figure["name"], figure["where"]) for figure in figures}
+    assert {
+        ("gradient", "joint, rest"),
+        ("second run, first 2 steps", "joint"),
+        ("KL, last step / first", "warm-up"),
+    } <= places
+    first, last = next(line for line in result.output.splitlines() if line.startswith("joint")).split()[7:10:2]
+    assert float(last.strip(",")) < float(first)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_k_dense_replace": 1},
+         "load: first_k_dense_replace is 1 of 2 layers, supported is a dense MLP in every layer"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "load: rope_type is yarn, supported is default"),
+    ],
+)  # fmt: skip
+def test_weights_of_another_model_are_refused(changes: dict[str, Any], message: str) -> None:
+    settings = {
+        "first_k_dense_replace": 2, "num_hidden_layers": 2, "rope_parameters": {"rope_type": "default"}, **changes
+    }  # fmt: skip
+    with pytest.raises(UnsupportedError) as refused:
+        load(settings, {})
+    assert str(refused.value) == message
+
+
+def test_a_prompt_that_its_pages_do_not_hold_is_refused() -> None:
+    caches, settings = Caches.empty(small().config, 1, 64), (jnp.array([70]), jnp.zeros(1), jax.random.key(0))
+    with pytest.raises(ArgumentError) as refused:
+        prefill(small(), jnp.zeros((1, 65), jnp.int32), caches, *settings)
+    assert str(refused.value) == "prefill: prompts has 65 tokens of a request, expected at most 64: its pages"
+
+
+def test_a_model_that_is_not_in_flax_is_refused() -> None:
+    message = "demo: --framework jax of --model deepseek_v4, supported is deepseek_v32"
+    assert str(demo("--framework", "jax", "--model", "deepseek_v4").exception) == message
