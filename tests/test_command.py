@@ -202,7 +202,7 @@ BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla-kerne
         (["demo"], "torch", f"demo: the model is one of PyTorch, and {TORCH}"),
         (["demo"], "torch jax jax_triton", f"demo: the model is one of PyTorch, and {TORCH}"),
         (["demo", "--framework", "jax"], "jax jax_triton",
-         "demo: xmla.jax_api needs jax and jax-triton: pip install 'xmla[jax]'"),
+         "demo: xmla.jax_api needs jax and jax-triton: pip install 'xmla-kernels[jax]'"),
         (["demo", "--framework", "jax"], "flax", "demo: No module named 'flax': pip install 'flax>=0.12'"),
         (["demo"], "transformers", "demo: No module named 'transformers': pip install 'transformers>=5.17'"),
         (["demo", "--model", "deepseek_v4"], "transformers",

@@ -242,6 +242,10 @@ def test_what_vmap_refuses() -> None:
         "indexer_logits", {"keys": 0},
     )  # fmt: skip
     refused(
+        UnsupportedError, "dsa_attention: mla_cache has no batch axis under vmap, supported: one, as indexer_cache",
+        "dsa_attention", {"q": 0, "indexer_cache": 0},
+    )  # fmt: skip
+    refused(
         UnsupportedError, "split_batch: vmap is given, supported: ops with an axis T", "split_batch", {"lengths": 0}
     )
     op = OPS["write_mla_cache"]
