@@ -486,7 +486,7 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
             # With few valid slots an entry sums terms of order 1 of all heads: errors grow as the largest sum does.
             agreement = replace(agreement, absolute=agreement.absolute * terms + 2 * ROUNDED * largest(value))
         if op.outputs[name].agreement in CANCELLING and largest(got.astype(np.float64) - value) < ROUNDED * terms:
-            agreement = replace(agreement, cosine=np.inf, in_bfloat16=None)
+            agreement = replace(agreement, cosine=np.inf, in_bfloat16=None, factor=np.inf)
         kit.assert_close(name, got, value, agreement, where)
 
 

@@ -159,7 +159,7 @@ def test_shifted_scores(name: str, device: str) -> None:
                 agreement = op.outputs[result].agreement
                 assert isinstance(agreement, Tolerance)
                 many = shift.roundings if by in NEAR else np.inf
-                loose = replace(agreement, absolute=many * agreement.absolute, cosine=np.inf)
+                loose = replace(agreement, absolute=many * agreement.absolute, cosine=np.inf, factor=np.inf)
                 kit.assert_close(f"{case.name}, {by}: {result}", value, right, loose)
             for mutated in op.mutates:
                 got = arguments[list(op.tensors).index(mutated)]

@@ -8,6 +8,8 @@ import torch
 from xmla import jax_api, torch_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.core.spec import DTYPES, Spec
+from xmla.core.tolerance import Tolerance, difference
 
 CASES = kit.all_cases()
 
@@ -55,6 +57,38 @@ def test_reference_implementation(name: str, device: str) -> None:
     for label, updated in zip(op.mutates, under_jax[len(op.outputs) :], strict=True):
         kit.assert_bits_equal(label, arguments[list(op.tensors).index(label)], inputs[label])
         kit.assert_bits_equal(label, updated, inputs[label])
+
+
+FLOATS = [op for op in registry().values() if any(isinstance(r.agreement, Tolerance) for r in op.outputs.values())
+          or any(op.updates.values())]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", FLOATS, ids=kit.case_id)
+@pytest.mark.parametrize("factor", [0.997, 1.003])
+def test_a_factor_is_refused(op: Op, factor: float) -> None:
+    """Of each computed result, in a case of it. The reference itself, rounded to the result's dtype, agrees."""
+    refused, every = set(), set()
+    for case in op.cases:
+        inputs, attrs = kit.make(case), kit.attributes(op, case)
+        specs = {name: Spec.of_numpy(array) for name, array in inputs.items()}
+        results = op.bind(specs, op.attributes(**case.attrs)).results
+        with np.errstate(all="ignore"):
+            reference = op.reference(**inputs, **attrs)
+            given = [(name, want, op.outputs[name].agreement, DTYPES[results[name].dtype][0])
+                     for name, want in kit.results(op, reference)]  # fmt: skip
+            given += [(name, updated.values(inputs[name], inputs, attrs),
+                       updated.agreement(inputs[name], inputs, attrs), np.dtype(np.float64))
+                      for name, updated in op.updates.items() if updated is not None]  # fmt: skip
+            for name, want, agreement, dtype in given:
+                written = op.outputs[name].written(want) if name in op.outputs else None
+                right = np.asarray(want, np.float64)[... if written is None else written]
+                if not isinstance(agreement, Tolerance) or not np.nan_to_num(right, posinf=0, neginf=0).any():
+                    continue
+                every.add(name)
+                assert difference(right.astype(dtype), right, agreement) is None, (case.name, name)
+                if difference((factor * right).astype(dtype), right, agreement) is not None:
+                    refused.add(name)
+    assert every and refused == every
 
 
 def test_paged_logits_leave_columns_past_a_length_untouched(device: str) -> None:

@@ -8,15 +8,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """An element agrees by absolute or relative error; the array by 1 − 2Σab / Σ(a² + b²).
+    """An element agrees by absolute or relative error; the array by 1 − 2Σab / Σ(a² + b²) and by Σab / Σb² − 1.
 
     `in_bfloat16`: the array's bound where a result that is float32 by default is bfloat16; None: `cosine`.
+    `factor`: the bound on a factor common to the array, as a wrong scale is: the cosine has half of its square alone.
     """
 
     absolute: float
     relative: float
     cosine: float
     in_bfloat16: float | None = None
+    factor: float = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,34 @@ def difference(got: np.ndarray, want: np.ndarray, agreement: Agreement | None) -
     if bad.any():
         worst = np.unravel_index(np.argmax(np.where(bad, error, -1)), b.shape)
         return f"{int(bad.sum())} of {b.size} off; at {worst} got {a[worst]}, expected {b[worst]}"
-    apart = cosine_difference(a[finite], b[finite])
+    a, b = a[finite], b[finite]
+    apart = cosine_difference(a, b)
     limit = bound.in_bfloat16 if got.dtype == ml_dtypes.bfloat16 else None
     limit = bound.cosine if limit is None else limit
-    return None if apart <= limit else f"cosine difference {apart:.2e}"
+    if not apart <= limit:
+        return f"cosine difference {apart:.2e}"
+    factor, by_chance = factor_difference(a, b, limit)
+    return None if abs(factor) <= bound.factor + by_chance else f"a factor of {1 + factor:.5f}"
 
 
 def cosine_difference(a: np.ndarray, b: np.ndarray) -> float:
     """|1 − 2Σab / Σ(a² + b²)| of finite float64 arrays: FlashMLA's and DeepGEMM's measure."""
     total = float((a * a + b * b).sum())
     return abs(1 - 2 * float((a * b).sum()) / total) if total else 0.0
+
+
+def factor_difference(a: np.ndarray, b: np.ndarray, cosine: float) -> tuple[float, float]:
+    """f = Σab / Σb² − 1 of finite float64 arrays, and what it may be by chance, if errors of elements are independent.
+
+    That is three standard deviations: errors ‖a − (1 + f) b‖ / ‖b‖ of an element, times s = √Σb⁴ / Σb², which is 1 of
+    one element and √(3 / n) of n normal ones. Few elements show no error beside f; they have what `cosine` admits,
+    √(2 · cosine), times s².
+    """
+    squares = b * b
+    total = float(squares.sum())
+    if not total:
+        return 0.0, 0.0
+    factor = float(((a - b) * b).sum()) / total
+    spread = float(np.linalg.norm(squares)) / total
+    error = float(np.linalg.norm(a - (1 + factor) * b)) / total**0.5
+    return factor, 3 * error * spread + (2 * cosine) ** 0.5 * spread**2
