@@ -365,11 +365,11 @@ def test_what_is_no_reproducer(folder: Path) -> None:
          "arrays is 'two of ends', expected one of each name"),
         (of_arrays("dtype", "int99"), f"ends dtype is 'int99', expected {' or '.join(DTYPES)}"),
         (of_arrays("dtype", [1]), f"ends dtype is [1], expected {' or '.join(DTYPES)}"),
-        (of_arrays("shape", [1, 1]), "ends shape is [1, 1], expected 1 numbers from 0 on"),
-        (of_arrays("shape", [-1]), "ends shape is [-1], expected 1 numbers from 0 on"),
-        (of_arrays("shape", [True]), "ends shape is [True], expected 1 numbers from 0 on"),
-        (of_arrays("strides", None), "ends strides is None, expected 1 numbers from 0 on"),
-        (of_arrays("strides", [1.0]), "ends strides is [1.0], expected 1 numbers from 0 on"),
+        (of_arrays("shape", [1, 1]), "ends shape is [1, 1], expected 1 numbers from 0 to 2**63 - 1"),
+        (of_arrays("shape", [-1]), "ends shape is [-1], expected 1 numbers from 0 to 2**63 - 1"),
+        (of_arrays("shape", [True]), "ends shape is [True], expected 1 numbers from 0 to 2**63 - 1"),
+        (of_arrays("strides", None), "ends strides is None, expected 1 numbers from 0 to 2**63 - 1"),
+        (of_arrays("strides", [1.0]), "ends strides is [1.0], expected 1 numbers from 0 to 2**63 - 1"),
         (of_arrays("shape", [2**62]), f"what is left for ends is '4 bytes', expected {2**64} of its shape"),
         (of_arrays("shape", [0]), "what follows the arrays is '4 bytes', expected nothing"),
     ):  # fmt: skip
@@ -388,7 +388,7 @@ def test_what_is_no_reproducer(folder: Path) -> None:
         reproducer.load(edited(reproduce("select_topk"), lambda facts: facts.update(op="select_top")))
 
 
-ODD = (None, True, -1, 2**70, 1.5, "", "[/red]", "\x1b[2J", [], [1], {}, {"a": 1}, [[0]])
+ODD = (None, True, -1, 2**70, 10**4000, 1.5, "", "[/red]", "\x1b[2J", [], [1], {}, {"a": 1}, [[0]])
 
 
 def damage(rng: np.random.Generator, facts: Any) -> Any:

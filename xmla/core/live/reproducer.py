@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -203,10 +204,9 @@ def load(file: Path) -> Reproducer:
         head, _, content = file.read_bytes().partition(b"\n")
     except OSError as error:
         raise ArgumentError(f"replay: {file} cannot be read: {error.strerror}") from None
-    try:
+    facts: Any = head  # told as it is if it is no JSON
+    with suppress(ValueError, RecursionError):
         facts = json.loads(head)
-    except (ValueError, RecursionError):
-        facts = head
     require(isinstance(facts, dict), "its first line", facts, "a JSON object of what XMLA_CHECK or XMLA_SHADOW saw")
     by, failure, device = (text(name, facts.get(name)) for name in ("by", "failure", "device"))
     require(by in CHECKS, "by", by, " or ".join(CHECKS))
@@ -231,7 +231,8 @@ def load(file: Path) -> Reproducer:
         for what, numbers in (("shape", shape), ("strides", strides)):
             rank = len(op.tensors[name].names)
             right = isinstance(numbers, list) and len(numbers) == rank and all(type(n) is int for n in numbers)
-            require(right and min(numbers, default=0) >= 0, f"{name} {what}", numbers, f"{rank} numbers from 0 on")
+            right = right and all(0 <= n < 1 << 63 for n in numbers)
+            require(right, f"{name} {what}", numbers, f"{rank} numbers from 0 to 2**63 - 1")
         dtype = DTYPES[kind][0]
         nbytes = prod(shape) * dtype.itemsize
         require(nbytes <= len(content), f"what is left for {name}", f"{len(content)} bytes", f"{nbytes} of its shape")
