@@ -201,6 +201,28 @@ def test_a_kernel_that_needs_scratch_memory_or_a_cluster_is_refused(
         run(op, kit.make(op.cases[1]), op.cases[1].attrs, H100)
 
 
+@pytest.mark.parametrize("noting", ["small"], indirect=True)
+@pytest.mark.parametrize(
+    ("aliases", "places", "message"),
+    [
+        ({}, [0], "operand 0, which is updated in place, and its new value two places in memory"),
+        ({0: 0}, [0, 0], "operands 0 and 0, which are both updated in place, one place in memory"),
+    ],
+)
+def test_places_that_no_kernel_bears_are_refused(
+    noting: Noting, aliases: dict[int, int], places: list[int], message: str
+) -> None:
+    """By a call that tells XLA another thing than the launcher."""
+    call = jax.ffi.ffi_call(_launcher.TARGET, [jax.ShapeDtypeStruct((8,), np.float32)], input_output_aliases=aliases)
+    nothing = {name: np.zeros(0, np.int32) for name in ("programs", "early", "counts", "places")}
+    nothing |= {name: np.zeros(0, np.int64) for name in ("kernels", "values")}
+    updated = np.array(places, np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(
+            jax.jit(lambda a: call(a, mutated=updated, updated=updated, **nothing))(np.zeros(8, "f4"))
+        )
+
+
 def test_programs_of_every_kind_are_taken(library: Path) -> None:
     """Over one device a call is made once; unused ones are dropped; over several devices XLA partitions it."""
     script = Path(__file__).parent / "parallel/jax_launcher.py"

@@ -133,6 +133,14 @@ ffi::Error execute(CUstream stream, int32_t device, ffi::RemainingArgs operands,
                                   ", which is updated in place, and its new value two places in memory; please report "
                                   "the program");
     }
+    for (size_t j = 0; j < i; ++j) {
+      if (addresses[mutated[i]] == addresses[mutated[j]]) {
+        return ffi::Error::Internal("xmla: XLA has given operands " + std::to_string(mutated[j]) + " and " +
+                                    std::to_string(mutated[i]) +
+                                    ", which are both updated in place, one place in memory; please report the "
+                                    "program");
+      }
+    }
   }
   std::vector<int64_t> arguments(values.begin(), values.end());  // of a size the kernel reads the low 32 bits
   std::vector<void*> parameters;
