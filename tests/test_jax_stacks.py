@@ -16,6 +16,23 @@ import kit
 import numpy as np
 import pytest
 import torch
+from stacked import (
+    FUSED,
+    LAYERS,
+    Arrays,
+    Call,
+    beside_the_old,
+    by_refs,
+    calling,
+    looped,
+    part,
+    prefixes,
+    restacked,
+    scanned,
+    scanned_and_used,
+    slices,
+    written_back,
+)
 
 from xmla import jax_api
 from xmla.core.call import plan_call
@@ -25,11 +42,6 @@ from xmla.core.registry import registry
 from xmla.jax_api import _launcher
 from xmla.jax_api._run import _spec, describe
 
-LAYERS = 3
-FUSED = 256  # bytes: XLA fuses slices of multiples of it
-
-Arrays = dict[str, Any]
-Call = Callable[[Arrays, Arrays], tuple[list[Any], Arrays]]  # read and updated arguments → results, new values
 UPDATING = [op for op in registry().values() if op.mutates]
 
 
@@ -41,81 +53,8 @@ def fused_case(op: Op) -> Case:
     return min(cases, key=lambda case: sum(array.nbytes for array in kit.make(case).values()))
 
 
-def calling(op: Op, case: Case) -> Call:
-    def call(read: Arrays, updated: Arrays) -> tuple[list[Any], Arrays]:
-        arrays = read | updated
-        returned = kit.as_tuple(getattr(jax_api, op.name)(*map(arrays.get, op.tensors), **case.attrs))
-        return list(returned[: len(op.outputs)]), dict(zip(op.mutates, returned[len(op.outputs) :], strict=True))
-
-    return call
-
-
-def part(stacks: Arrays, layer: Any) -> Arrays:
-    return {name: stack[layer] for name, stack in stacks.items()}
-
-
 def of_names(arrays: Arrays, names: Iterable[str]) -> Arrays:
     return {name: jnp.asarray(arrays[name]) for name in names}
-
-
-def slices(call: Call, read: Arrays, updated: Arrays) -> Any:
-    return [call(part(read, layer), part(updated, layer)) for layer in range(LAYERS)]
-
-
-def restacked(call: Call, read: Arrays, updated: Arrays) -> Any:
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *slices(call, read, updated))
-
-
-def written_back(call: Call, read: Arrays, updated: Arrays) -> Any:
-    results = []
-    for layer in range(LAYERS):
-        result, new = call(part(read, layer), part(updated, layer))
-        results.append(result)
-        updated = {name: updated[name].at[layer].set(value) for name, value in new.items()}
-    return [(result, part(updated, layer)) for layer, result in enumerate(results)]
-
-
-def scanned(call: Call, read: Arrays, updated: Arrays) -> Any:
-    def body(_: int, layer: tuple[Arrays, Arrays]) -> tuple[int, Any]:
-        return 0, call(*layer)
-
-    return jax.lax.scan(body, 0, (read, updated))[1]
-
-
-def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """By a dynamic index, each part written back."""
-    shapes = jax.eval_shape(call, part(read, 0), part(updated, 0))[0]
-
-    def body(layer: Any, carry: Any) -> Any:
-        stacks, updated = carry
-        results, new = call(part(read, layer), part(updated, layer))
-        stacks = [stack.at[layer].set(result) for stack, result in zip(stacks, results, strict=True)]
-        return stacks, {name: updated[name].at[layer].set(value) for name, value in new.items()}
-
-    return jax.lax.fori_loop(0, LAYERS, body, ([jnp.zeros((LAYERS, *s.shape), s.dtype) for s in shapes], updated))
-
-
-def prefixes(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """Of each layer's arrays, which stand at the start of larger ones."""
-    wide = {name: jnp.concatenate([stack, stack], 1) for name, stack in updated.items()}
-    wide = jax.lax.optimization_barrier(wide)
-    return slices(call, read, {name: wide[name][:, : updated[name].shape[1]] for name in wide})
-
-
-def by_refs(call: Call, read: Arrays, updated: Arrays) -> Any:
-    refs = {name: jax.new_ref(stack) for name, stack in updated.items()}
-    results = []
-    for layer in range(LAYERS):
-        result, new = call(part(read, layer), part(refs, layer))
-        results.append(result)
-        for name, value in new.items():
-            refs[name][layer] = value
-    return [(result, part(refs, layer)) for layer, result in enumerate(results)]
-
-
-def beside_the_old(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """The parts as they were are results, too."""
-    return slices(call, read, updated), updated
 
 
 FORMS = (slices, restacked, written_back, scanned, looped, prefixes, by_refs, beside_the_old)
@@ -139,7 +78,7 @@ class Layers:
             layers = [layer | {same[0]: layer[same[1]]} for layer in layers]
         stacks = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
         updated = {name: stacks.pop(name) for name in op.mutates}
-        call = calling(op, case)
+        call = calling(op, case.attrs)
         want = [call(of_names(layer, stacks), of_names(layer, updated)) for layer in layers]
         return cls(op, call, stacks, updated, want)
 
@@ -305,16 +244,6 @@ def launched(function: Callable[[], Any], names: set[str]) -> int:
     return sum(event.name in names for event in events)
 
 
-def scanned_and_used(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """A layer's results are stacked, and the next layer depends on them."""
-
-    def body(sums: jax.Array, layer: tuple[Arrays, Arrays]) -> tuple[jax.Array, Any]:
-        outputs = call(*layer)
-        return sums + sum(leaf.reshape(-1)[:8].astype(jnp.float32).sum() for leaf in jax.tree.leaves(outputs)), outputs
-
-    return jax.lax.scan(body, jnp.float32(0), (read, updated))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [slices, scanned_and_used, looped], ids=lambda form: form.__name__)
 @pytest.mark.parametrize("op", registry().values(), ids=lambda op: op.name)
@@ -326,6 +255,6 @@ def test_a_program_launches_what_its_calls_launch(op: Op, form: Callable[..., An
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs), device)
     stacks = {name: jnp.stack([jnp.asarray(array)] * LAYERS) for name, array in inputs.items()}
     updated = {name: stacks.pop(name) for name in op.mutates}
-    program = jax.jit(partial(form, calling(op, case)))
+    program = jax.jit(partial(form, calling(op, case.attrs)))
     want = LAYERS * len(plan.active)
     assert launched(lambda: program(stacks, updated), {launch.name for launch in plan.active}) == want

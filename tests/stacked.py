@@ -1,0 +1,102 @@
+"""Forms in which a jitted function calls an op on parts of stacks, as models hold the weights and caches of layers.
+
+A form is a function of the call, the arrays that it reads and those that it updates, all with a leading axis of layers.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xmla import jax_api
+from xmla.core.op import Op
+
+LAYERS = 3
+FUSED = 256  # bytes: XLA fuses slices of multiples of it
+
+Arrays = dict[str, Any]
+Call = Callable[[Arrays, Arrays], tuple[list[Any], Arrays]]  # read and updated arguments → results, new values
+
+
+def calling(op: Op, attrs: Mapping[str, Any]) -> Call:
+    def call(read: Arrays, updated: Arrays) -> tuple[list[Any], Arrays]:
+        arrays = read | updated
+        returned = jax.tree.leaves(getattr(jax_api, op.name)(*map(arrays.get, op.tensors), **attrs))
+        return returned[: len(op.outputs)], dict(zip(op.mutates, returned[len(op.outputs) :], strict=True))
+
+    return call
+
+
+def part(stacks: Arrays, layer: Any) -> Arrays:
+    return {name: stack[layer] for name, stack in stacks.items()}
+
+
+def slices(call: Call, read: Arrays, updated: Arrays) -> Any:
+    return [call(part(read, layer), part(updated, layer)) for layer in range(LAYERS)]
+
+
+def restacked(call: Call, read: Arrays, updated: Arrays) -> Any:
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *slices(call, read, updated))
+
+
+def written_back(call: Call, read: Arrays, updated: Arrays) -> Any:
+    results = []
+    for layer in range(LAYERS):
+        result, new = call(part(read, layer), part(updated, layer))
+        results.append(result)
+        updated = {name: updated[name].at[layer].set(value) for name, value in new.items()}
+    return [(result, part(updated, layer)) for layer, result in enumerate(results)]
+
+
+def scanned(call: Call, read: Arrays, updated: Arrays) -> Any:
+    def body(_: int, layer: tuple[Arrays, Arrays]) -> tuple[int, Any]:
+        return 0, call(*layer)
+
+    return jax.lax.scan(body, 0, (read, updated))[1]
+
+
+def scanned_and_used(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """A layer's results are stacked, and the next layer depends on them."""
+
+    def body(sums: jax.Array, layer: tuple[Arrays, Arrays]) -> tuple[jax.Array, Any]:
+        outputs = call(*layer)
+        return sums + sum(leaf.reshape(-1)[:8].astype(jnp.float32).sum() for leaf in jax.tree.leaves(outputs)), outputs
+
+    return jax.lax.scan(body, jnp.float32(0), (read, updated))
+
+
+def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """By a dynamic index, each part written back."""
+    shapes = jax.eval_shape(call, part(read, 0), part(updated, 0))[0]
+
+    def body(layer: Any, carry: Any) -> Any:
+        stacks, updated = carry
+        results, new = call(part(read, layer), part(updated, layer))
+        stacks = [stack.at[layer].set(result) for stack, result in zip(stacks, results, strict=True)]
+        return stacks, {name: updated[name].at[layer].set(value) for name, value in new.items()}
+
+    return jax.lax.fori_loop(0, LAYERS, body, ([jnp.zeros((LAYERS, *s.shape), s.dtype) for s in shapes], updated))
+
+
+def prefixes(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """Of each layer's arrays, which stand at the start of larger ones."""
+    wide = {name: jnp.concatenate([stack, stack], 1) for name, stack in updated.items()}
+    wide = jax.lax.optimization_barrier(wide)
+    return slices(call, read, {name: wide[name][:, : updated[name].shape[1]] for name in wide})
+
+
+def by_refs(call: Call, read: Arrays, updated: Arrays) -> Any:
+    refs = {name: jax.new_ref(stack) for name, stack in updated.items()}
+    results = []
+    for layer in range(LAYERS):
+        result, new = call(part(read, layer), part(refs, layer))
+        results.append(result)
+        for name, value in new.items():
+            refs[name][layer] = value
+    return [(result, part(refs, layer)) for layer, result in enumerate(results)]
+
+
+def beside_the_old(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """The parts as they were are results, too."""
+    return slices(call, read, updated), updated
