@@ -27,9 +27,10 @@ FIRST ?= 0
 VLLM ?= 0.26.0 0.33.0
 SGLANG ?= 0.5.23
 MAXTEXT ?= 0.2.5
-JAX ?= 0.11.2 0.12.0.1
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
-OF_JAX = $(wildcard tests/test_jax*.py) tests/contract/test_8_wrong_arguments.py tests/core/test_imports.py \
+# tests/test_jax_programs.py takes each release by itself.
+OF_JAX = $(filter-out tests/test_jax_programs.py,$(wildcard tests/test_jax*.py)) \
+  tests/contract/test_8_wrong_arguments.py tests/core/test_imports.py \
   tests/test_docstrings.py tests/test_flax_model.py tests/test_indexer_training.py tests/test_interop.py \
   tests/test_layouts.py tests/test_live.py \
   tests/test_lowering.py tests/test_maxtext.py tests/test_parallel.py tests/test_parity.py tests/test_private.py \
@@ -76,19 +77,14 @@ build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/maxtext/$* maxtext==$* --requirement $<
 	touch $@
 
-# The tests that take JAX, and its programs in documents and examples, with each release that is served, in an
-# environment of its own (800 MB each).
-jax: $(JAX:%=build/jax/%/ready)
-	set -e; for release in $(JAX); do \
-	  $(ENV) PYTHONPATH=build/jax/$$release $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(OF_JAX); \
-	  $(ENV) PYTHONPATH=build/jax/$$release $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m jax \
+# The tests that take JAX, and its programs in documents and examples, with each release that is served, or those that
+# JAX names.
+jax: $(READY)
+	set -e; folders=$$($(PYTHON) tests/jaxes.py $(JAX)); for folder in $$folders; do \
+	  $(ENV) PYTHONPATH=$$folder $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(OF_JAX); \
+	  $(ENV) PYTHONPATH=$$folder $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m jax \
 	    tests/test_documents.py tests/test_examples.py; \
 	done
-
-build/jax/%/ready: $(READY)
-	$(PYTHON) -m pip install --quiet --no-deps --target build/jax/$* jax==$* jaxlib==$* jax-cuda13-plugin==$* \
-	  jax-cuda13-pjrt==$*
-	touch $@
 
 fuzz: $(READY)
 	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS) --first $(FIRST)
@@ -151,11 +147,12 @@ types: $(READY)
 	  sys.exit("xmla needs Python 3.12 or newer, $(BOOTSTRAP) is %d.%d: make BOOTSTRAP=/path/to/python3.12" % v[:2])'
 	$(BOOTSTRAP) -m venv .venv
 
-.venv/ready: pyproject.toml tests/core/tritons.py | .venv/bin/python
-	@echo "Installing torch, Triton, JAX and what tests need into .venv: 8.4 GB, some minutes, once."
+.venv/ready: pyproject.toml tests/core/tritons.py tests/jaxes.py | .venv/bin/python
+	@echo "Installing torch, Triton, JAX and what tests need into .venv: 9.2 GB, some minutes, once."
 	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
 	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
 	.venv/bin/python tests/core/tritons.py
+	.venv/bin/python tests/jaxes.py
 	touch .venv/demo $@
 
 .venv/demo: pyproject.toml | .venv/bin/python
