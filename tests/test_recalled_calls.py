@@ -1,5 +1,6 @@
 """Torch calls like the last ones are found without their key; calls that differ in any way are not."""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -180,3 +181,56 @@ def test_of_many_sizes_the_ones_that_come_again_are_kept(arguments: Arguments, m
             torch_api.sparse_mla(**arguments | {"slots": slots})
     assert len(_run.kept.prepared) == 4
     assert prepared == [3, 1, 2, *range(4, 11), 1]
+
+
+def test_calls_of_new_sizes_are_planned_once_and_kept_in_few_objects(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that a collection of garbage looks at; each of thousands of sizes has so many."""
+    table = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    traced: list[object] = []
+    trace_call = _run.trace_call
+    monkeypatch.setattr(_run, "trace_call", lambda *given: [traced.append(given), trace_call(*given)][1])
+    monkeypatch.setattr(_run, "run", lambda *_: ((), ()))
+    monkeypatch.setattr(_run, "kept", _run.Kept())
+
+    def call(columns: int) -> None:
+        indices = torch.zeros(2, columns, dtype=torch.int32, device=device)
+        _run.look_up(registry()["map_slots"], [indices, table, None, None], (64, False))
+
+    for columns in range(65, 97):
+        call(columns)
+    families = len(traced)
+    assert families <= 3
+    gc.collect()
+    before = len(gc.get_objects())
+    for columns in range(101, 1001, 4):
+        call(columns)
+    gc.collect()
+    sizes, new = len(range(101, 1001, 4)), len(traced) - families
+    assert new <= 3 and len(_run.kept.prepared) == 32 + sizes
+    assert len(gc.get_objects()) - before <= 5 * sizes + 1000 * new
+
+
+def test_a_family_that_comes_again_stays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many kinds of calls the ones that came last, and of a kind the families that did."""
+    monkeypatch.setattr(_run, "kept", _run.Kept())
+    monkeypatch.setattr(_run.Kept, "MOST_KINDS", 1)
+    monkeypatch.setattr(_run.Kept, "FAMILIES", 2)
+    made: list[int] = []
+    make_family = _run.make_family
+
+    def counted(op: Any, tensors: Any, *rest: Any) -> Any:
+        made.append(tensors[0].shape[1])
+        return make_family(op, tensors, *rest)
+
+    monkeypatch.setattr(_run, "make_family", counted)
+    table = torch.zeros(0, 4, dtype=torch.int32, device=device)
+    for columns in (4, 516, 8, 520, 2052, 12):  # tiles of three sizes, of which two are kept
+        torch_api.map_slots(torch.zeros(0, columns, dtype=torch.int32, device=device), table, page_size=64)
+    assert made == [4, 516, 2052, 12]
+    for page_size in (1, 2):  # constants of a kernel
+        torch_api.map_slots(table, table, page_size=page_size, compact=True)
+    assert made[4:] == [4, 4]
+    (families,) = _run.kept.families.values()  # without those of another kind
+    assert len(families) == 2

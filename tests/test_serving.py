@@ -400,11 +400,11 @@ def test_threads_share_what_the_process_keeps(
 ) -> None:
     """Calls of new and of old sizes from threads that interrupt each other everywhere, with room for four of them."""
     few = lru_cache(maxsize=4)(plan_call.__wrapped__)
-    monkeypatch.setattr(torch_api._run, "plan_call", few)
     monkeypatch.setattr(jax_api._run, "plan_call", few)
     monkeypatch.setattr(jax_api._ops, "plan_call", few)
     monkeypatch.setattr(torch_api._run, "kept", torch_api._run.Kept())
-    monkeypatch.setattr(torch_api._run.Kept, "MOST", 4)
+    for bound in ("MOST", "MOST_KINDS", "FAMILIES"):
+        monkeypatch.setattr(torch_api._run.Kept, bound, 4)
     front_end, zeros = {
         "torch": (torch_api, lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)),
         "jax": (jax_api, jnp.zeros),
@@ -417,10 +417,13 @@ def test_threads_share_what_the_process_keeps(
             [*threads.map(partial(calls_of_sizes, front_end, zeros), own)]
     finally:
         sys.setswitchinterval(interval)
-    assert few.cache_info().currsize == 4
-    if api == "torch":
-        assert len(torch_api._run.kept.prepared) == 4
-        assert all(len(calls) <= torch_api._run.Kept.RECENT for calls in torch_api._run.kept.recent.values())
+    if api == "jax":
+        assert few.cache_info().currsize == 4
+    else:
+        kept = torch_api._run.kept
+        assert len(kept.prepared) == 4 and 0 < len(kept.families) <= 4
+        assert max(map(len, kept.families.values())) <= 4
+        assert all(len(calls) <= kept.RECENT for calls in kept.recent.values())
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from threading import Thread
@@ -17,7 +18,8 @@ from xmla.core.call import plan_call
 from xmla.core.device import H100
 from xmla.core.op import Case, Op
 from xmla.core.plan import Launch, Plan
-from xmla.core.spec import Spec
+from xmla.core.spec import Spec, row_major
+from xmla.core.template import sizes_of, trace_call
 from xmla.torch_api import _launch, _private, _run
 
 DEVICE, STREAM, WARPS, SHARED = 3, 7, 4, 100
@@ -71,18 +73,20 @@ def test_launches_are_those_made_one_after_the_other(op: Op, case: Case, noting:
     kernels = compiled(plan.active)
     wanted: list[list[int]] = []
 
-    def starter(place: int, launch: Launch, early: bool) -> Any:
-        facts = [place, launch.grid[0], 32 * WARPS, SHARED, int(early), STREAM]
-        return lambda stream, enter, leave, arguments: wanted.append([*facts, *arguments])
+    def starter(place: int, early: bool) -> Any:
+        facts = [32 * WARPS, SHARED, int(early), STREAM]
+        return lambda programs, stream, enter, leave, arguments: wanted.append([place, programs, *facts, *arguments])
 
-    starters = [(starter(place, launch, early), launch) for place, (_, launch, early) in enumerate(kernels)]
+    starters = [(starter(place, early), launch) for place, (_, launch, early) in enumerate(kernels)]
     inputs = [1 << 40 | place << 20 for place, _ in enumerate(specs)]
     results = [torch.empty(1) for _ in plan.results]
     space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
     arrays = [*specs], plan.results, plan.workspace
-    _launch.sequence(starters, *arrays)(STREAM, None, None, inputs, results, space)
-    together = _launch.together(DEVICE, kernels, *arrays)
-    assert together is not None
+    sequence, numbers = _launch.sequence(starters, *arrays)
+    sequence(numbers, STREAM, None, None, inputs, results, space)
+    descriptions = _launch.described(kernels, *arrays)
+    assert descriptions is not None
+    together = _launch.together(DEVICE, descriptions)
     together(STREAM, inputs, results, space)
     assert noting.noted() == wanted
     together(STREAM, tuple(inputs), tuple(results), space)
@@ -108,19 +112,36 @@ def test_launches_are_on_the_current_stream_of_the_calls_gpu(
     assert [*streams, *(line[5] for line in lines)] == [STREAM] * (1 if profiled else len(plan.active))
 
 
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_launches_by_a_template_are_those_of_the_plan(op: Op, case: Case, noting: Any) -> None:
+    plan, specs = plan_of(op, case)
+    specs = {name: replace(spec, strides=row_major(spec.shape)) for name, spec in specs.items()}
+    given, attrs = tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs)
+    template = trace_call(op, given, attrs, H100, None)
+    arrays = [*specs], template.plan.results, template.workspace
+    kernels = compiled(template.active)
+    starters = [(starter, launch) for starter, (_, launch, _) in enumerate(kernels)]
+    made = _launch.described(kernels, *arrays), _launch.sequence(starters, *arrays)[1]
+    wanted = compiled(plan.active)
+    want = _launch.described(wanted, [*specs], plan.results, plan.workspace)
+    in_turn = [(starter, launch) for starter, (_, launch, _) in enumerate(wanted)]
+    numbers = _launch.sequence(in_turn, [*specs], plan.results, plan.workspace)[1]
+    assert template.trace.function(made)(*sizes_of(given, attrs)) == (want, numbers)
+
+
 @pytest.mark.parametrize(
     "change", [{"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"gsan_enabled": True}], ids=str
 )
 def test_another_launcher_is_left_alone(change: dict[str, Any]) -> None:
     plan, specs = plan_of(*kit.all_cases()[0])
     other = SimpleNamespace(**vars(PLAIN) | change)
-    assert _launch.together(DEVICE, compiled(plan.active, other), [*specs], plan.results, plan.workspace) is None
+    assert _launch.described(compiled(plan.active, other), [*specs], plan.results, plan.workspace) is None
 
 
 def test_without_the_extension_launches_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, specs = plan_of(*kit.all_cases()[0])
     monkeypatch.setattr(_launch, "_extension", lambda: None)
-    assert _launch.together(DEVICE, compiled(plan.active), [*specs], plan.results, plan.workspace) is None
+    assert _launch.described(compiled(plan.active), [*specs], plan.results, plan.workspace) is None
 
 
 def test_an_extension_that_cannot_be_compiled_is_told(

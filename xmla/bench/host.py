@@ -1,5 +1,9 @@
 """Host time of eager torch calls: what the CPU spends before the GPU can start."""
 
+import gc
+import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +11,9 @@ import torch
 from xmla import torch_api
 from xmla.bench import problems
 from xmla.bench.host_time import host_us
+from xmla.torch_api import _run
+
+WARM_UP, CALLS = 500, 2000  # calls of new sizes: before and in a measurement, as many as are kept
 
 
 def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
@@ -35,6 +42,82 @@ def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
     }
 
 
+def of_new_sizes() -> dict[str, Callable[[random.Random], tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
+    """What makes arguments of a size that seldom comes again, as a server's batches and prompts have them."""
+    pages, heads = 64, 16
+    mla, indexer = problems.latent_pool(pages * 64), problems.indexer_pool(pages * 64)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, device=problems.DEVICE, dtype=dtype)
+
+    def batch(source: random.Random) -> tuple[int, torch.Tensor, torch.Tensor]:
+        tokens, width = source.randint(1, 256), source.randint(2, 512)
+        return tokens, empty(tokens, width, dtype=torch.int32), empty(tokens, dtype=torch.int32)
+
+    def write(source: random.Random) -> Any:
+        tokens = source.randint(1, 8192)
+        slots = torch.full((tokens,), -1, device=problems.DEVICE, dtype=torch.int64)
+        return (empty(tokens, 512), empty(tokens, 64), slots, mla), {}
+
+    def slots(source: random.Random) -> Any:
+        tokens, table, _ = batch(source)
+        return (empty(tokens, source.randint(1, 2048), dtype=torch.int32), table), {"page_size": 64}
+
+    def select(source: random.Random) -> Any:
+        tokens, table, lengths = batch(source)
+        q8, weights = empty(tokens, 64, 128, dtype=torch.float8_e4m3fn), empty(tokens, 64, dtype=torch.float32)
+        return (q8, weights, indexer, table, lengths), {"k": 2048}
+
+    def attend(source: random.Random) -> Any:
+        tokens, table, lengths = batch(source)
+        indices = empty(tokens, source.randint(1, 2048), dtype=torch.int32)
+        return (empty(tokens, heads, 576), mla, indices, table, lengths), {"softmax_scale": 0.1}
+
+    def step(source: random.Random) -> Any:
+        tokens, table, lengths = batch(source)
+        weights = empty(tokens, 64, dtype=torch.float32)
+        arrays = empty(tokens, heads, 576), empty(tokens, 64, 128), weights, mla, indexer, table, lengths
+        return arrays, {"k": 2048, "softmax_scale": 0.1}
+
+    return {
+        "write_mla_cache": write, "map_slots": slots, "indexer_topk_paged": select, "sparse_mla_paged": attend,
+        "dsa_attention": step,
+    }  # fmt: skip
+
+
+def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, Any]:
+    """Calls of ever new sizes: how long the median and the slowest take, and what garbage collection sees of them."""
+    function, source = getattr(torch_api, name), random.Random(0)
+
+    def seconds() -> float:
+        tensors, attrs = make(source)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function(*tensors, **attrs)
+        return time.perf_counter() - start
+
+    def collection() -> float:
+        start = time.perf_counter()
+        gc.collect()
+        return time.perf_counter() - start
+
+    _run.kept.clear()
+    for _ in range(WARM_UP):
+        seconds()
+    collection()
+    objects = len(gc.get_objects())
+    times = sorted(1e6 * seconds() for _ in range(CALLS))
+    collection()
+    objects, kept = len(gc.get_objects()) - objects, collection()
+    _run.kept.clear()
+    collection()
+    return {
+        "op": name, "case": "host time of an eager torch call of new sizes", "host_us": round(times[CALLS // 2], 2),
+        "host_us_of_99.9_percent": round(times[-1 - CALLS // 1000], 2),
+        "objects_a_size": round(objects / CALLS, 2), "collection_ms": round(1e3 * (kept - collection()), 2),
+    }  # fmt: skip
+
+
 def lines() -> list[dict[str, Any]]:
     """A line per op, allocating its results and with `out` and `workspace`; `torch.add` beside it as the floor."""
     a = torch.randn(1, 64, device=problems.DEVICE)
@@ -58,4 +141,5 @@ def lines() -> list[dict[str, Any]]:
                     torch.cuda.synchronize,
                 )
             measurements.append(line)
+        measurements += [new_size_line(name, make) for name, make in of_new_sizes().items()]
     return measurements

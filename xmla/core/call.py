@@ -1,4 +1,4 @@
-"""The plan of a call, once for all calls of the same specs, attributes and device."""
+"""The plan of a call: `plan_call` has it once for all calls of the same specs, attributes and device."""
 
 import logging
 from functools import lru_cache
@@ -14,11 +14,10 @@ from xmla.core.spec import Spec
 log = logging.getLogger("xmla.plans")
 
 
-@lru_cache(maxsize=1 << 11)  # a full collection of garbage looks at some twenty objects of each plan
-def plan_call(
+def make_plan(
     op: Op, specs: tuple[Spec | None, ...], attrs: Attributes, device: Device, implementation: str | None = None
 ) -> tuple[Plan, tuple[Spec, ...]]:
-    """Bind and plan a call, memoised: the plan and the specs of its results, in order. `specs` follow `op.tensors`."""
+    """Bind and plan a call: the plan and the specs of its results, in order. `specs` follow `op.tensors`."""
     op.check_implementation(implementation)
     if implementation == "reference":
         raise UnsupportedError(f"{op.name}: implementation 'reference' is the function's alone; a plan has kernels")
@@ -32,6 +31,10 @@ def plan_call(
                 raise UnsupportedError(f"{op.name}: {name} of {launch.name} is {size}, supported: {supported}")
     log.debug("%s on %s: %s", op.name, device.name, plan)
     return plan, tuple(problem.results.values())
+
+
+# A full collection of garbage looks at some twenty objects of each plan.
+plan_call = lru_cache(maxsize=1 << 11)(make_plan)
 
 
 def _check_architecture(problem: Problem, device: Device) -> None:

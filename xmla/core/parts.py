@@ -6,12 +6,25 @@ the rows from there on.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from xmla.core.plan import Plan, all_choices, cdiv
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
 
 MAX_PARTS = 1024  # each has two to six launches
+
+
+class Rows(NamedTuple):
+    """Some rows after one another. Unlike a `range`, these may be sizes of a trace (core/sizes.py)."""
+
+    first: int
+    count: int
+
+
+def divided(rows: int, size: int) -> list[Rows]:
+    """So many rows, `size` at a time."""
+    return [Rows(n * size, min(size, rows - n * size)) for n in range(cdiv(rows, size))]
 
 
 def in_parts(
@@ -40,14 +53,18 @@ def in_parts(
 def join_parts(problem: Problem, part: Callable[[int], Plan], size: int, whole: tuple[str, ...] = ()) -> Plan:
     """The plan that computes `size` tokens at a time."""
     tokens = problem["T"]
-    counts = {row: min(size, tokens - row) for row in range(0, tokens, size)}
+    count = cdiv(tokens, size)
+    rest = tokens - (count - 1) * size
     # All parts are alike but for the last.
-    parts = {n: part(n) for n in sorted(set(counts.values()))}
-    launches = [launch.with_sizes(first_row=row) for row, count in counts.items() for launch in parts[count].launches]
+    parts = [part(rest)] if count else []
+    if count > 1 and rest != size:
+        parts.append(part(size))
+    in_turn = [parts[0] if n == count - 1 else parts[-1] for n in range(count)]
+    launches = [launch.with_sizes(first_row=n * size) for n, plan in enumerate(in_turn) for launch in plan.launches]
     buffers: dict[str, Spec] = {}
-    for name, spec in (item for part in parts.values() for item in part.buffers.items()):
+    for name, spec in (item for part in parts for item in part.buffers.items()):
         buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
     for name in whole:
         buffers[name] = replace(buffers[name], shape=(tokens, *buffers[name].shape[1:]))
-    results, chosen = tuple(problem.results), all_choices(parts.values())
+    results, chosen = tuple(problem.results), all_choices(parts)
     return Plan(tuple(launches), {**buffers, **problem.results}, results, chosen)

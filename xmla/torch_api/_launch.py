@@ -21,16 +21,16 @@ from triton.runtime.build import compile_module_from_src
 from xmla.core.plan import Launch
 from xmla.core.signature import generated
 
-# (stream, the hooks of profilers, runtime arguments): pointers as integers, then sizes, then pointers.
-Start = Callable[[int, Any, Any, tuple[int, ...]], None]
+# (programs, stream, the hooks of profilers, runtime arguments): pointers as integers, then sizes, then pointers.
+Start = Callable[[int, int, Any, Any, tuple[int, ...]], None]
 
 NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
 
 log = logging.getLogger("xmla")
 
 
-def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], early: bool) -> Start:
-    """Load `kernel` onto the current device; return a function that launches `programs` of it.
+def starter(kernel: CompiledKernel, constexprs: tuple[Any, ...], early: bool) -> Start:
+    """Load `kernel` onto the current device; return a function that launches it.
 
     `early`: it may start before the launch before it has ended.
     """
@@ -39,7 +39,7 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
     function, packed = kernel.function, kernel.packed_metadata
     if not _is_plain(run):
 
-        def start(stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+        def start(programs: int, stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
             metadata = enter and kernel.launch_metadata((programs, 1, 1), stream, *arguments)
             run(programs, 1, 1, stream, function, packed, metadata, enter, leave, *arguments, *constexprs)
 
@@ -49,7 +49,7 @@ def starter(kernel: CompiledKernel, programs: int, constexprs: tuple[Any, ...], 
     cooperative = run.launch_cooperative_grid
     annotations = run.arg_annotations[: len(run.arg_annotations) - len(constexprs)]
 
-    def start(stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
+    def start(programs: int, stream: int, enter: Any, leave: Any, arguments: tuple[int, ...]) -> None:
         metadata = enter and kernel.launch_metadata((programs, 1, 1), stream, *arguments)
         launch(
             programs, 1, 1, stream, function, cooperative, early, packed, metadata, enter, leave, None, None,
@@ -78,13 +78,13 @@ def _extension() -> Any:
         return None
 
 
-def together(
-    device: int, launches: Sequence[tuple[CompiledKernel, Launch, bool]], inputs: Sequence[str],
-    results: Sequence[str], workspace: Mapping[str, int],
-) -> Callable[..., None] | None:  # fmt: skip
-    """The function that makes launches of kernels, loaded by `starter`, in one call: that of `sequence` without hooks.
+def described(
+    launches: Sequence[tuple[CompiledKernel, Launch, bool]], inputs: Sequence[str], results: Sequence[str],
+    workspace: Mapping[str, int],
+) -> list[Any] | None:  # fmt: skip
+    """What `together` takes for launches of kernels that `starter` has loaded, each with whether it may start early.
 
-    Each comes with whether it may start early. None where the extension or Triton's launcher does not serve them.
+    None where the extension or Triton's launcher does not serve them.
     """
     runs: list[Any] = [kernel.run for kernel, _, _ in launches]
     if not all(_is_plain(run) and not run.launch_cooperative_grid for run in runs) or _extension() is None:
@@ -97,42 +97,53 @@ def together(
         arguments = [*(places[name] for name in launch.reads), *((-1, size) for size in launch.size_values),
                      *(places[name] for name in launch.writes)]  # fmt: skip
         descriptions.append((kernel.function, launch.grid[0], warps, shared, early, arguments))
+    return descriptions
+
+
+def together(device: int, descriptions: list[Any]) -> Callable[..., None]:
+    """The function that makes launches in one call: that of `sequence` without numbers and hooks."""
     return _extension().Launches(device, descriptions)
 
 
 def sequence(
     launches: Sequence[tuple[Start, Launch]], inputs: Sequence[str], results: Sequence[str],
     workspace: Mapping[str, int],
-) -> Callable[..., None]:  # fmt: skip
-    """The function that makes launches one after the other.
+) -> tuple[Callable[..., None], tuple[Any, ...]]:  # fmt: skip
+    """The function that makes launches one after the other, and the numbers that it takes: programs, sizes, offsets.
 
-    Its arguments: a stream, profilers' hooks, the pointers of a call's `inputs`, its `results` and its workspace,
+    Its other arguments: a stream, profilers' hooks, the pointers of a call's `inputs`, its `results` and its workspace,
     where buffers start at the offsets in `workspace`. It is generated: picking the arguments of a launch from a list
     costs as much as all other Python of the launch. For two launches it reads
 
-        def sequence(stream, enter, leave, inputs, results, workspace):
+        def sequence(numbers, stream, enter, leave, inputs, results, workspace):
+            n0, n1, n2, n3, n4, n5, = numbers
             a0, a1, = inputs
             a2 = results[0].data_ptr()
             start = 0 if workspace is None else workspace.data_ptr()
-            a3 = start + offset_a3
-            start0(stream, enter, leave, (a0, a1, size0_0, a3, ))
-            start1(stream, enter, leave, (a3, size1_0, size1_1, a2, ))
+            a3 = start + n0
+            start0(n1, stream, enter, leave, (a0, a1, n2, a3, ))
+            start1(n3, stream, enter, leave, (a3, n4, n5, a2, ))
     """
     names = {name: f"a{place}" for place, name in enumerate([*inputs, *results, *workspace])}
-    scope: dict[str, Any] = {}
+    numbers: list[Any] = []
+
+    def number(value: Any) -> str:
+        numbers.append(value)
+        return f"n{len(numbers) - 1}"
+
     lines = [f"{''.join(f'{names[name]}, ' for name in inputs)} = inputs"]
     lines += [f"{names[name]} = results[{place}].data_ptr()" for place, name in enumerate(results)]
     lines.append("start = 0 if workspace is None else workspace.data_ptr()")
-    for name, offset in workspace.items():
-        lines.append(f"{names[name]} = start + offset_{names[name]}")
-        scope[f"offset_{names[name]}"] = offset
-    for place, (start, launch) in enumerate(launches):
-        sizes = {f"size{place}_{which}": value for which, value in enumerate(launch.size_values)}
+    lines += [f"{names[name]} = start + {number(offset)}" for name, offset in workspace.items()]
+    for place, (_, launch) in enumerate(launches):
+        programs, sizes = number(launch.grid[0]), [number(size) for size in launch.size_values]
         arguments = [*[names[name] for name in launch.reads], *sizes, *[names[name] for name in launch.writes]]
-        lines.append(f"start{place}(stream, enter, leave, ({''.join(f'{argument}, ' for argument in arguments)}))")
-        scope |= sizes | {f"start{place}": start}
-    head = "def sequence(stream, enter, leave, inputs, results, workspace):"
-    return generated("\n    ".join([head, *lines]), "sequence", **scope)
+        values = "".join(f"{argument}, " for argument in arguments)
+        lines.append(f"start{place}({programs}, stream, enter, leave, ({values}))")
+    head = "def sequence(numbers, stream, enter, leave, inputs, results, workspace):"
+    taken = f"{''.join(f'n{place}, ' for place, _ in enumerate(numbers)) or '()'} = numbers"
+    scope = {f"start{place}": start for place, (start, _) in enumerate(launches)}
+    return generated("\n    ".join([head, taken, *lines]), "sequence", **scope), tuple(numbers)
 
 
 def profiler_hooks() -> tuple[Any, Any]:

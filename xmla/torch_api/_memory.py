@@ -34,42 +34,51 @@ def _pairs(op: Op, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     return chain(*pairs, product(space, names))
 
 
-def distances(op: Op, specs: Mapping[str, Spec]) -> Callable[..., bool]:
-    """The function that tells by the addresses of `spaces` that they lie apart; it may not see it of a few that do.
+# Of two places among a call's addresses whether pages of one length are compared.
+Pair = tuple[int, int, bool]
 
-    Pages of one length that lie between each other's are seen. The function is generated, since it runs before
-    launches: for an argument that is updated and two that are read
 
-        def apart(a0, a1, a2):
-            return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
-    """
+def distances(op: Op, specs: Mapping[str, Spec]) -> tuple[tuple[Pair, ...], tuple[int, ...]]:
+    """Which of `spaces` have to lie apart, and the numbers by which `apart` tells it. Sizes may be symbols."""
     places = {name: place for place, name in enumerate(specs)}
     spans = {name: spec.span for name, spec in specs.items()}  # once, not for each pair
     pages = {name: _page(spec) for name, spec in specs.items()}
-    scope: dict[str, int] = {}
-    tests = []
-    for number, (written, other) in enumerate(_pairs(op, specs)):
-        first, second = specs[written], specs[other]
+    pairs, numbers = [], []
+    for written, other in _pairs(op, specs):
         if not (spans[written] and spans[other]):
             continue
-        scope |= {f"low{number}": -spans[other], f"high{number}": spans[written]}
+        numbers += [-spans[other], spans[written]]
         page = pages[written]
         paged = page is not None and page == pages[other]
         if paged:
-            near, far = _inner(first), page - _inner(second)
-            scope |= {f"page{number}": page, f"near{number}": near, f"far{number}": far}
-        tests.append((number, places[written], places[other], paged))
-    return generated(_text(len(places), tuple(tests)), "apart", **scope)
+            numbers += [page, _inner(specs[written]), page - _inner(specs[other])]
+        pairs.append((places[written], places[other], paged))
+    return tuple(pairs), tuple(numbers)
 
 
 @cache
-def _text(count: int, tests: tuple[tuple[int, int, int, bool], ...]) -> str:
-    near = [
-        f"low{n} < a{other} - a{written} < high{n}"
-        + f" and not near{n} <= (a{other} - a{written}) % page{n} <= far{n}" * paged
-        for n, written, other, paged in tests
-    ]
-    return f"def apart({', '.join(f'a{n}' for n in range(count))}):\n    return not ({' or '.join(near) or False})"
+def apart(pairs: tuple[Pair, ...], count: int) -> Callable[..., bool]:
+    """The function that tells by the first `count` addresses of `spaces` that they lie apart.
+
+    It may not see it of a few that do; pages of one length that lie between each other's are seen. It is generated,
+    since it runs before launches: for an argument that is updated and two that are read
+
+        def apart(numbers, a0, a1, a2):
+            low0, high0, low1, high1, page1, near1, far1, = numbers
+            return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
+    """
+    names, tests = [], []
+    for n, (written, other, paged) in enumerate(pairs):
+        names += [f"low{n}", f"high{n}", *[f"page{n}", f"near{n}", f"far{n}"] * paged]
+        if max(written, other) < count:
+            distance = f"a{other} - a{written}"
+            between = f" and not near{n} <= ({distance}) % page{n} <= far{n}" * paged
+            tests.append(f"low{n} < {distance} < high{n}{between}")
+    addresses = "".join(f", a{place}" for place in range(count))
+    text = f"""def apart(numbers{addresses}):
+    {"".join(f"{name}, " for name in names) or "()"} = numbers
+    return not ({" or ".join(tests) or False})"""
+    return generated(text, "apart")
 
 
 def _page(spec: Spec) -> int | None:

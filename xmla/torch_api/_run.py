@@ -4,8 +4,8 @@ import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -21,46 +21,96 @@ from xmla.core.live.checks import check_values
 from xmla.core.op import Op
 from xmla.core.plan import Plan
 from xmla.core.signature import generated
-from xmla.core.spec import DTYPES, Spec, row_major
+from xmla.core.spec import DTYPES, Spec, alignment_of, row_major
+from xmla.core.template import Sizes, Template, trace_call
 from xmla.torch_api import _memory, _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
-from xmla.torch_api._launch import profiler_hooks, sequence, starter, together
+from xmla.torch_api._launch import described, profiler_hooks, sequence, starter, together
 
 # An op's tensor arguments in order; optional arguments may be None, the first never is.
 Tensors = Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a result is allocated, and what a result given by the caller must satisfy."""
+@dataclass(eq=False)
+class Family:
+    """Calls that differ in sizes alone, as far as they have one template: what is made of it once.
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A planned call: `launch` starts its kernels on a GPU; None on the CPU, where the interpreter runs `plan`.
-
-    `together` does so where no profiler looks on, in less time, or is None too. `mutated` is the op's. `same_out` and
-    `same_workspace` compare what callers give with what was accepted before; `apart` has what `_memory.distances` tells
-    of so many addresses.
+    Attributes:
+        calls: Of the sizes of a call its results, as `Prepared` has them, the bytes of its workspace, and what
+            `together` takes, or None if that does not serve the kernels; None of a call of another template.
+        sequence: Starts the kernels one after the other. None on the CPU, where the interpreter runs plans.
+        numbers: What it takes, of the template's sizes.
+        pairs: Which of a call's `_memory.spaces` have to lie apart.
+        distances: The numbers by which `_memory.apart` tells it, of the template's sizes.
     """
 
-    plan: Plan
-    results: tuple[Result, ...]
-    workspace_bytes: int
+    op: Op
+    template: Template
     ordinal: int  # −1 on the CPU
-    launch: Callable[..., None] | None
+    calls: Callable[..., tuple[Any, ...] | None]
+    sequence: Callable[..., None] | None
+    numbers: tuple[Any, ...]
+    pairs: tuple[_memory.Pair, ...]
+    distances: tuple[Any, ...]
+
+    def call_of(self, sizes: Sizes, attrs: tuple[Any, ...]) -> "Prepared | None":
+        """The call of these sizes and attributes, if it is of the template."""
+        numbers = self.calls(*sizes)
+        if numbers is None:
+            return None
+        results, workspace_bytes, launches = numbers
+        at_once = None if launches is None else together(self.ordinal, launches)
+        return Prepared(self, sizes, tuple(attrs), results, workspace_bytes, self.ordinal, at_once, self.op.mutated)
+
+    @cached_property
+    def numbers_of(self) -> Callable[..., tuple[int, ...]]:
+        return self.template.trace.function(self.numbers)
+
+    @cached_property
+    def distances_of(self) -> Callable[..., tuple[int, ...]]:
+        return self.template.trace.function(self.distances)
+
+    @cached_property
+    def plan_of(self) -> Callable[..., Plan]:
+        return self.template.at(self.template.plan)
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A call of certain sizes, of which as little is kept as makes the next one fast: there are many sizes.
+
+    Attributes:
+        sizes: As `core.template.sizes_of` has them.
+        results: Shape, strides and dtype of each.
+        together: Starts the kernels where no profiler looks on, in less time than the family's `sequence`; or None.
+        mutated: The op's.
+        numbers: What `sequence` takes, once it is called.
+        distances: What `_memory.apart` takes, likewise.
+        plan: What the interpreter runs, likewise.
+        same_out: Compares `out` with what was accepted before.
+        same_workspace: Likewise.
+    """
+
+    family: Family
+    sizes: Sizes
+    attrs: tuple[Any, ...]
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    workspace_bytes: int
+    ordinal: int
     together: Callable[..., None] | None
     mutated: tuple[int, ...]
-    attrs: Attributes
-    argument_specs: dict[str, Spec]
-    result_specs: tuple[Spec, ...]
-    apart: dict[int, Callable[..., bool]] = field(default_factory=dict)
+    numbers: tuple[int, ...] | None = None
+    distances: tuple[int, ...] | None = None
+    plan: Plan | None = None
     same_out: Callable[..., bool] | None = None
     same_workspace: Callable[..., bool] | None = None
+
+    @property
+    def specs(self) -> tuple[dict[str, Spec], tuple[Spec, ...]]:
+        """Of the arguments that are given, by name, and of the results."""
+        op, template = self.family.op, self.family.template
+        arguments, results = template.at((template.specs, template.results))(*self.sizes)
+        return {n: spec for n, spec in zip(op.tensors, arguments, strict=True) if spec is not None}, results
 
 
 def check_tensors(op: Op, tensors: Tensors) -> None:
@@ -112,8 +162,9 @@ Match = Callable[[Tensors, tuple[Any, ...], str | None], list[int] | None]
 class Kept:
     """The prepared calls of this process: by everything that they depend on, and the last ones of each op.
 
-    Of many the ones stay that came last: a server's prompts have sizes that seldom come again, and a full collection of
-    garbage looks at some forty objects of each call.
+    A call of new sizes is of a family of calls that differ from it in sizes alone, if there has been one. Of many calls
+    and families the ones stay that came last: a server's prompts have sizes that seldom come again, and a full
+    collection of garbage looks at some objects of each.
 
     Threads share them without a lock, for which a signal handler, or a forked process, could wait for ever: each step
     is one method of a container, which no other thread interrupts.
@@ -121,26 +172,53 @@ class Kept:
 
     MOST = 1 << 11
     RECENT = 8  # a model's layers differ in a few ways
+    MOST_KINDS, FAMILIES = 1 << 9, 16  # of a kind, whose tensors differ in sizes alone
 
     def __init__(self) -> None:
         self.prepared: OrderedDict[Any, Prepared] = OrderedDict()
+        self.families: OrderedDict[Any, tuple[Family, ...]] = OrderedDict()
         self.recent: dict[Op, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
     def find(self, key: Any) -> Prepared | None:
-        prepared = self.prepared.get(key)
-        if prepared is not None:
-            with suppress(KeyError):  # another thread has dropped it
-                self.prepared.move_to_end(key)
-        return prepared
+        return _newest(self.prepared, key)
 
     def add(self, key: Any, prepared: Prepared) -> None:
-        self.prepared[key] = prepared
-        while len(self.prepared) > self.MOST:
-            self.prepared.popitem(last=False)
+        _add(self.prepared, key, prepared, self.MOST)
+
+    def find_of_kind(self, kind: Any, sizes: Sizes, attrs: tuple[Any, ...]) -> Prepared | None:
+        """The call of these sizes, if it is of a family that is kept."""
+        families = _newest(self.families, kind) or ()
+        for place, family in enumerate(families):
+            prepared = family.call_of(sizes, attrs)
+            if prepared is not None:
+                if place:
+                    self.families[kind] = family, *families[:place], *families[place + 1 :]
+                return prepared
+        return None
+
+    def add_family(self, kind: Any, family: Family) -> None:
+        families = family, *self.families.get(kind, ())[: self.FAMILIES - 1]
+        _add(self.families, kind, families, self.MOST_KINDS)
 
     def clear(self) -> None:
         self.prepared.clear()
+        self.families.clear()
         self.recent.clear()
+
+
+def _newest[T](entries: OrderedDict[Any, T], key: Any) -> T | None:
+    """The entry, which is from now on the newest one."""
+    entry = entries.get(key)
+    if entry is not None:
+        with suppress(KeyError):  # another thread has dropped it
+            entries.move_to_end(key)
+    return entry
+
+
+def _add[T](entries: OrderedDict[Any, T], key: Any, entry: T, most: int) -> None:
+    entries[key] = entry
+    while len(entries) > most:
+        entries.popitem(last=False)
 
 
 kept = Kept()
@@ -229,37 +307,73 @@ def refuse_fork(op: Op) -> None:
 
 
 def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Prepared:
-    """Check, plan and compile the first call with given shapes."""
+    """The first call with given shapes, of a family that is kept or of a new one."""
     if tensors[0].is_cuda:
         refuse_fork(op)
-    plan, results, every = plan_tensors(op, tensors, attrs, implementation=implementation)
+    check_tensors(op, tensors)
+    kind, sizes = kind_of(op, tensors, attrs, implementation)
+    prepared = kept.find_of_kind(kind, sizes, attrs)
+    if prepared is None:
+        family = make_family(op, tensors, attrs, implementation)
+        kept.add_family(kind, family)
+        prepared = family.call_of(sizes, attrs)
+        assert prepared is not None
+    return prepared
+
+
+def kind_of(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> tuple[tuple[Any, ...], Sizes]:
+    """What a call depends on besides sizes, and these, as `core.template.sizes_of` has them."""
+    kind: list[Any] = [op, implementation]
+    sizes: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            kind.append(None)
+        else:
+            shape, address = tensor.shape, tensor.data_ptr()
+            kind += (len(shape), tensor.dtype, tensor.device, alignment_of(address), address != 0 or 0 in shape)
+            sizes += shape
+            sizes += tensor.stride()
+    for value in attrs:
+        if type(value) is int:
+            kind.append(int)
+            sizes.append(value)
+        else:
+            kind.append(value)
+    return tuple(kind), tuple(sizes)
+
+
+def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Family:
+    """Check, plan and compile a call, and all that differ from it in sizes alone."""
+    check_devices(op, tensors)
+    device = tensors[0].device
+    specs = specs_of(op, tensors)
+    template = trace_call(op, tuple(specs.values()), attrs, device_of(device), implementation)
     for name, tensor in _by_name(op, tensors).items():
         if not tensor.data_ptr() and tensor.numel():
             raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
-    allocated = tuple(Result(spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in results)
-    specs = {name: spec for name, spec in every.items() if spec is not None}
-    launch, together = (None, None) if tensors[0].device.type == "cpu" else _launches(plan, specs, tensors[0].device)
-    ordinal = tensors[0].get_device()
-    return Prepared(plan, allocated, plan.workspace_bytes, ordinal, launch, together, op.mutated, attrs, specs, results)
+    present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
+    pairs, distances = _memory.distances(op, _memory.spaces(op, present, template.results, template.workspace_bytes))
+    launches, sequenced, numbers = None, None, ()
+    if device.type == "cuda":
+        launches, sequenced, numbers = _launches(template, present, device)
+    results = tuple((spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in template.results)
+    calls = template.trace.function((results, template.workspace_bytes, launches))
+    return Family(op, template, tensors[0].get_device(), calls, sequenced, numbers, pairs, distances)
 
 
 def _launches(
-    plan: Plan, specs: Mapping[str, Spec], device: torch.device
-) -> tuple[Callable[..., None], Callable[..., None] | None]:
-    """Compile and load a plan's kernels; the functions that launch them, as `sequence` and `together` have them."""
+    template: Template, specs: Mapping[str, Spec], device: torch.device
+) -> tuple[list[Any] | None, Callable[..., None], tuple[Any, ...]]:
+    """Compile and load a template's kernels: what `described` has of the launches, and what `sequence` has."""
     starters, launches = [], []
-    for launch in plan.active:
-        kernel = compiled(specialize(launch, plan, specs), device_of(device).arch, device.index)
+    for launch in template.active:
+        kernel = compiled(specialize(launch, template.plan, specs), device_of(device).arch, device.index)
         constexprs = tuple(value for _, value in launch.constexpr_values)
         early = launch.waits and bool(launches)
-        starters.append((starter(kernel, launch.grid[0], constexprs, early), launch))
+        starters.append((starter(kernel, constexprs, early), launch))
         launches.append((kernel, launch, early))
-    arrays = [*specs], plan.results, plan.workspace
-    at_once = together(device.index, launches, *arrays)
-    if at_once is None:
-        return sequence(starters, *arrays), None
-    one_by_one = cache(lambda: sequence(starters, *arrays))  # when a profiler looks on first
-    return lambda *args: one_by_one()(*args), at_once
+    arrays = [*specs], template.plan.results, template.workspace
+    return described(launches, *arrays), *sequence(starters, *arrays)
 
 
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -280,14 +394,14 @@ def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device
 def fits(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
     """Whether `check_out` would accept `out`, in a tenth of its time, and its pointers are 16-byte aligned."""
     if prepared.same_out is None or not prepared.same_out(*out):
-        for tensor, result in zip(out, prepared.results, strict=True):
+        for tensor, (shape, strides, dtype) in zip(out, prepared.results, strict=True):
             if (
                 tensor.layout is not torch.strided
                 or tensor.is_nested
                 or tensor.is_meta
-                or tensor.shape != result.shape
-                or (tensor.stride() != result.strides and 0 not in result.shape)
-                or tensor.dtype is not result.dtype
+                or tensor.shape != shape
+                or (tensor.stride() != strides and 0 not in shape)
+                or tensor.dtype is not dtype
                 or tensor.get_device() != prepared.ordinal
             ):
                 return False
@@ -330,7 +444,8 @@ def look_up(
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """As `call`, where `recall` has found nothing.
 
-    The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches.
+    The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches, and
+    flat, since each object of it that holds others is kept with the call.
     """
     pointers: list[int] = []
     key: list[Any] = [op, implementation, *attrs, *map(type, attrs)]  # True is not 1
@@ -343,7 +458,9 @@ def look_up(
                 address = tensor.data_ptr()
                 pointers.append(address)
                 place = address % 16 if address else tensor.device  # −1 is a meta tensor's ordinal too
-                key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), place))
+                key += tensor.shape
+                key += tensor.stride()
+                key += (tensor.dtype, tensor.get_device(), place)
         elsewhere = ordinal >= 0 and ordinal != _private.current_device()
     except AttributeError:
         check_tensors(op, tensors)
@@ -376,15 +493,15 @@ def run(
     """Run a prepared call on tensors whose pointers are given."""
     taken = None
     if settings.live:
-        taken = _before(op, tensors, prepared.attrs)
+        taken = _before(op, tensors, op.Values(*prepared.attrs))
 
-    allocate = _private.empty_strided_cpu if prepared.launch is None else _private.empty_strided_cuda
+    allocate = _private.empty_strided_cpu if prepared.ordinal < 0 else _private.empty_strided_cuda
     try:
         results, space = out, workspace
         if not out:
-            results = [allocate(result.shape, result.strides, result.dtype) for result in prepared.results]
+            results = [allocate(*result) for result in prepared.results]
         elif not fits(prepared, out):
-            check_out(op, prepared.result_specs, out, tensors[0].device)
+            check_out(op, prepared.specs[1], out, tensors[0].device)
             misplaced = next(name for name, t in zip(op.outputs, out, strict=True) if t.data_ptr() % 16)
             raise ArgumentError(f"{op.name}: out {misplaced} does not start on a multiple of 16 bytes")
         if workspace is not None:
@@ -400,7 +517,9 @@ def run(
         _check_apart(op, prepared, pointers, out, workspace)
         # Autograd then refuses a backward that saved their old values.
         _private.increment_version([*(tensors[place] for place in prepared.mutated), *out])
-    if prepared.launch is None:
+    if prepared.ordinal < 0:
+        if prepared.plan is None:
+            prepared.plan = prepared.family.plan_of(*prepared.sizes)
         _interpret(op, prepared.plan, tensors, results, space)
     else:
         _launch(prepared, pointers, results, space)
@@ -416,17 +535,11 @@ def _check_apart(
     addresses = [*pointers, *[tensor.data_ptr() for tensor in out]]
     if workspace is not None and prepared.workspace_bytes:
         addresses.append(workspace.data_ptr())
-    apart = prepared.apart.get(len(addresses))
-    if apart is None:
-        apart = prepared.apart[len(addresses)] = _memory.distances(op, _spaces(op, prepared, len(addresses)))
-    if not apart(*addresses):
-        _memory.refuse_shared(op, _spaces(op, prepared, len(addresses)), addresses)
-
-
-def _spaces(op: Op, prepared: Prepared, count: int) -> dict[str, Spec]:
-    """The first `count` of a call's arguments, results and workspace: what a caller gives."""
-    every = _memory.spaces(op, prepared.argument_specs, prepared.result_specs, prepared.workspace_bytes)
-    return dict([*every.items()][:count])
+    if prepared.distances is None:
+        prepared.distances = prepared.family.distances_of(*prepared.sizes)
+    if not _memory.apart(prepared.family.pairs, len(addresses))(prepared.distances, *addresses):
+        spaces = _memory.spaces(op, *prepared.specs, prepared.workspace_bytes)
+        _memory.refuse_shared(op, dict([*spaces.items()][: len(addresses)]), addresses)
 
 
 def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -454,7 +567,10 @@ def _launch(
     if enter is None and prepared.together is not None:
         prepared.together(stream, pointers, out, workspace)
     else:
-        prepared.launch(stream, enter, leave, pointers, out, workspace)  # pyrefly: ignore
+        family = prepared.family
+        if prepared.numbers is None:
+            prepared.numbers = family.numbers_of(*prepared.sizes)
+        family.sequence(prepared.numbers, stream, enter, leave, pointers, out, workspace)  # pyrefly: ignore
 
 
 def _interpret(

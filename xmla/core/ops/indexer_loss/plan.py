@@ -16,6 +16,7 @@ from xmla.core.ops.indexer_scores.constants import Columns, Indexer
 from xmla.core.ops.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.ops.indexer_target.constants import Attention
 from xmla.core.ops.indexer_target.plan import target_launch
+from xmla.core.parts import Rows, divided
 from xmla.core.plan import ALIGNMENT, Launch, Plan, cdiv, log2_of, most_registers
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
@@ -43,7 +44,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     stand_ins = problem.stand_ins(ends="index_q", starts="index_q", indices="index_q")
     reading, (warps, block_n) = dict(stand_ins), differentiating(device, sparse)
     if own_target:
-        workspace["own_target"] = Spec((len(parts[0]), num_columns(problem)), "float32")
+        workspace["own_target"] = Spec((parts[0].count, num_columns(problem)), "float32")
         reading["target"] = "own_target"
     # The summands of one token add up to less than the bound, but for a target that is given.
     log2_parts = log2_of(tokens * (1 if own_target else problem["K"]))
@@ -64,29 +65,29 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={"C": replace(constants, BLOCK_N=1024)},
     )
 
-    def target(part: range) -> list[Launch]:
+    def target(part: Rows) -> list[Launch]:
         if not own_target:
             return []
         return [target_launch(problem, "own_target", part) if sparse else _range_target(problem, part)]
 
-    def measure(part: range) -> Launch:
+    def measure(part: Rows) -> Launch:
         return Launch(
             measure_kernel,
-            grid=(len(part),),
+            grid=(part.count,),
             outputs=("total", "mass"),
             arrays=reading,
-            sizes={"first_token": part.start, **sizes},
+            sizes={"first_token": part.first, **sizes},
             constexprs={"C": replace(constants, BLOCK_N=MEASURE_BLOCK_N)},
             num_warps=MEASURE_WARPS,
         )
 
-    def differentiate(part: range) -> Launch:
+    def differentiate(part: Rows) -> Launch:
         return Launch(
             indexer_loss_kernel,
-            grid=(len(part),),
+            grid=(part.count,),
             outputs=("marks", "sums", "losses", "dindex_q", "dindex_weights"),
             arrays=reading,
-            sizes={"first_token": part.start, "num_tokens": tokens, **sizes, "log2_parts": log2_parts},
+            sizes={"first_token": part.first, "num_tokens": tokens, **sizes, "log2_parts": log2_parts},
             constexprs={"C": constants},
             num_warps=warps,
             num_stages=1,
@@ -108,24 +109,24 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan(tuple(launches), {**workspace, **results}, tuple(results))
 
 
-def _range_target(problem: Problem, tokens: range) -> Launch:
+def _range_target(problem: Problem, tokens: Rows) -> Launch:
     """Write the target over the ranges of these tokens."""
     constants = RangeTarget(
         ATTENTION=Attention.of(problem), COLUMNS=Columns.of(problem), BLOCK_N=TARGET_BLOCK_N, TURN=TURN
     )
     return Launch(
         range_target_kernel,
-        grid=(cdiv(len(tokens), TURN) * TURN * cdiv(problem["N"], TARGET_BLOCK_N),),
+        grid=(cdiv(tokens.count, TURN) * TURN * cdiv(problem["N"], TARGET_BLOCK_N),),
         outputs=("target",),
         arrays={"target": "own_target"} | problem.stand_ins(ends="lse", starts="lse"),
-        sizes={"first_token": tokens.start, "part_tokens": len(tokens), "num_keys": problem["N"]},
+        sizes={"first_token": tokens.first, "part_tokens": tokens.count, "num_keys": problem["N"]},
         constexprs={"C": constants},
         num_warps=4 if problem["H"] <= 64 else 8,
         num_stages=TARGET_STAGES,
     )
 
 
-def _parts(problem: Problem, workspace: Mapping[str, Spec]) -> list[range]:
+def _parts(problem: Problem, workspace: Mapping[str, Spec]) -> list[Rows]:
     """The tokens whose target is stored at a time, in parts that fit the call's workspace; all of them if none is."""
     tokens, given = problem["T"], problem.attrs.workspace_bytes
     row = 0 if problem.has("target") else 4 * num_columns(problem)
@@ -135,7 +136,7 @@ def _parts(problem: Problem, workspace: Mapping[str, Spec]) -> list[range]:
     if needed > given:
         problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
     size = min(tokens, (given - fixed) // ALIGNMENT * ALIGNMENT // row) if row else tokens
-    return [range(first, min(first + size, tokens)) for first in range(0, tokens, max(size, 1))] or [range(0)]
+    return divided(tokens, max(size, 1)) or [Rows(0, 0)]
 
 
 IMPLEMENTATION = Implementation("triton", plan)

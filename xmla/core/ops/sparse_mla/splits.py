@@ -9,6 +9,7 @@ from xmla.core.ops.sparse_mla.constants import Attention, Combination, Epilogue,
 from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_power_of_2
 from xmla.core.problem import LARGEST_SIZE, Problem
+from xmla.core.sizes import arithmetic
 from xmla.core.spec import Spec
 
 INVARIANT_SPLIT_KEYS = 512
@@ -31,6 +32,7 @@ class Config:
     powers: int = 0
 
 
+@arithmetic
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
     """The number of key splits with the fewest sequential tile steps: full waves, but a split costs about four tiles.
 

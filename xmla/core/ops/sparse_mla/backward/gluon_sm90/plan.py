@@ -13,6 +13,7 @@ from xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, spars
 from xmla.core.ops.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
 from xmla.core.ops.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
+from xmla.core.parts import Rows, divided
 from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
 from xmla.core.problem import Problem
 from xmla.core.spec import Spec
@@ -91,8 +92,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_stages=1,
     )
     launches = [
-        replace(products, grid=(min(most, tokens - first) * constants.HEAD_BLOCKS,)).with_sizes(first_token=first)
-        for first in range(0, max(tokens, 1), most)
+        replace(products, grid=(rows.count * constants.HEAD_BLOCKS,)).with_sizes(first_token=rows.first)
+        for rows in divided(tokens, most) or [Rows(0, 0)]
     ]
     ordered = {"ordered": Spec(problem.specs["slots"].shape, "int32"), "ends": Spec((tokens,), "int32")}
     if not deterministic:

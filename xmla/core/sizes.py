@@ -1,0 +1,266 @@
+"""Sizes as symbols: what is computed of them is recorded, and becomes a function of other sizes.
+
+A `Trace` notes the arithmetic that is done with its sizes, and every answer that is taken from them: a comparison, a
+constant of a kernel, the length of a loop. Where other sizes give the same answers everything else is arithmetic, which
+`Trace.function` generates as one function.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial, wraps
+from math import ceil
+from typing import Any
+
+Number = int | float
+EQUAL = "{} == {}"
+
+
+class Size:
+    """A number that follows from a trace's sizes; `value` is that of the sizes it is traced with.
+
+    Where Python needs a number of its own (`__index__`, `__hash__`, …) it gets the value, which is then fixed: an
+    answer. Text has the value too, and is no answer: only messages have numbers in their text.
+    """
+
+    __slots__ = ("fixed", "form", "name", "operands", "trace", "value")
+
+    def __init__(self, trace: "Trace", name: str, value: Any, form: str = "", operands: tuple[Any, ...] = ()) -> None:
+        self.trace, self.name, self.value, self.form, self.operands = trace, name, value, form, operands
+        self.fixed = False
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __index__(self) -> int:
+        return self.trace.fix(self)
+
+    def __int__(self) -> int:
+        return int(self.trace.fix(self))
+
+    def __float__(self) -> float:
+        return float(self.trace.fix(self))
+
+    def __hash__(self) -> int:
+        return hash(self.trace.fix(self))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __format__(self, specification: str) -> str:
+        return format(self.value, specification)
+
+    def __neg__(self) -> Any:
+        return self.trace.compute("-{}", operator.neg, self)
+
+    def __ceil__(self) -> Any:
+        return self.trace.compute("ceil({})", ceil, self)
+
+    def bit_length(self) -> Any:
+        return self.trace.compute("{}.bit_length()", int.bit_length, self)
+
+
+def _define(name: str, sign: str) -> None:
+    """An operator of sizes."""
+    form, function = f"{{}} {sign} {{}}", getattr(operator, name)
+
+    def forward(self: Size, other: Any) -> Any:
+        return self.trace.compute(form, function, self, other) if isinstance(other, Size | Number) else NotImplemented
+
+    def backward(self: Size, other: Any) -> Any:
+        return self.trace.compute(form, function, other, self) if isinstance(other, Number) else NotImplemented
+
+    def compare(self: Size, other: Any) -> Any:
+        return self.trace.answer(form, function, self, other) if isinstance(other, Size | Number) else NotImplemented
+
+    if sign in ("==", "!=", "<", "<=", ">", ">="):
+        setattr(Size, f"__{name}__", compare)
+    else:
+        setattr(Size, f"__{name}__", forward)
+        setattr(Size, f"__r{name}__", backward)
+
+
+for _name, _sign in {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/", "pow": "**", "lshift": "<<",
+    "rshift": ">>", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+}.items():  # fmt: skip
+    _define(_name, _sign)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """Something taken from sizes that other sizes must give too: the value of `form` with these operands."""
+
+    form: str
+    operands: tuple[Any, ...]
+    value: Any
+
+
+class Trace:
+    """What is done with sizes, in order."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Size] = []
+        self._steps: list[Size | Answer] = []
+        self._known: dict[Any, Any] = {}  # by what they are computed of
+        self._lines: tuple[tuple[str | None, str, tuple[str, ...]], ...] | None = None  # name, text, names in it
+        self._scope: dict[str, Any] = {"ceil": ceil}
+
+    def input(self, value: int) -> Any:
+        """The next size."""
+        self.inputs.append(Size(self, f"s{len(self.inputs)}", value))
+        return self.inputs[-1]
+
+    def compute(self, form: str, function: Callable[..., Any], *operands: Any) -> Any:
+        """The number that `function` gives for the operands, as a size if one of them is."""
+        values, operands, key = self._read(form, operands)
+        if not any(isinstance(operand, Size) for operand in operands):
+            return function(*values)
+        if key not in self._known:
+            size = Size(self, f"n{len(self._steps)}", function(*values), form, operands)
+            self._add(size)
+            self._known[key] = size
+        size = self._known[key]
+        return size.value if size.fixed else size
+
+    def answer(self, form: str, function: Callable[..., Any], *operands: Any) -> Any:
+        """What `function` gives for the operands, which is an answer if one of them is a size."""
+        values, operands, key = self._read(form, operands)
+        if not any(isinstance(operand, Size) for operand in operands):
+            return function(*values)
+        if key not in self._known:
+            self._known[key] = value = function(*values)
+            if value is True and form == EQUAL and not isinstance(operands[1], Size):
+                self.fix(operands[0])
+            else:
+                self._add(Answer(form, operands, value))
+        return self._known[key]
+
+    def fix(self, size: Size) -> Any:
+        """The value of a size, which is an answer."""
+        if not size.fixed:
+            size.fixed = True
+            self._add(Answer("{}", (size,), size.value))
+        return size.value
+
+    def call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """What a function of sizes gives: a size if it is a number, else an answer."""
+        value = function(*(operand.value if isinstance(operand, Size) else operand for operand in operands))
+        form = f"{{}}({', '.join(['{}'] * len(operands))})"
+        take = self.compute if type(value) in (int, float) else self.answer
+        return take(form, lambda *_: value, function, *operands)
+
+    def _add(self, step: Size | Answer) -> None:
+        if self._lines is not None:
+            raise RuntimeError(f"the trace has ended: {step.form} is asked of {step.operands}")
+        self._steps.append(step)
+
+    def _read(self, form: str, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+        """Values of operands, the operands with values for sizes that are fixed, and a key of what they compute."""
+        values = tuple(operand.value if isinstance(operand, Size) else operand for operand in operands)
+        operands = tuple(o.value if isinstance(o, Size) and o.fixed else o for o in operands)
+        return values, operands, (form, *((id(o),) if isinstance(o, Size) else (type(o), o) for o in operands))
+
+    def function(self, made: Any) -> Callable[..., Any]:
+        """The function of other sizes, in the order of `inputs`: `made` of them, or None if an answer differs.
+
+        `made` is a tuple or list, of such and of sizes and other values, which stay as they are. The first function
+        ends the trace, which was one thread's until then: what is asked of its sizes later would be no part of it.
+        """
+        if self._lines is None:
+            self._close()
+        lines, needed, scope = [], {size.name for size in sizes_in(made)}, dict(self._scope)
+        for name, text, operands in reversed(self._lines or ()):
+            if name is None or name in needed:
+                lines.append(text)
+                needed.update(operands)
+        head = f"def sized({', '.join(size.name for size in self.inputs)}):"
+        text = "\n    ".join([head, *reversed(lines), f"return {_text(made, scope)}"])
+        exec(text, scope)
+        return scope["sized"]
+
+    def _close(self) -> None:
+        """Keep the steps as text, at which a collection of garbage does not look."""
+        fixed = [size for size in self.inputs if size.fixed]
+        lines: list[tuple[str | None, str, tuple[str, ...]]] = []
+        if fixed:
+            names, values = zip(*((size.name, size.value) for size in fixed), strict=True)
+            lines.append((None, f"if ({', '.join(names)},) != {values}: return None", ()))
+        constant = {id(size) for size in fixed}  # what follows from these alone is a constant too
+        for step in self._steps:
+            operands = [value for value in step.operands if isinstance(value, Size) and id(value) not in constant]
+            known = [o.value if isinstance(o, Size) and id(o) in constant else o for o in step.operands]
+            text = step.form.format(*(o.name if isinstance(o, Size) else _text(o, self._scope) for o in known))
+            names = tuple(size.name for size in operands)
+            if isinstance(step, Size) and not operands:
+                constant.add(id(step))
+                step.fixed = True
+            elif isinstance(step, Size):
+                lines.append((step.name, f"{step.name} = {text}", names))
+            elif operands and isinstance(step.value, bool):
+                lines.append((None, f"if {'not ' * step.value}({text}): return None", names))
+            elif operands:
+                lines.append((None, f"if {text} != {_text(step.value, self._scope)}: return None", names))
+        for size in [*self.inputs, *(step for step in self._steps if isinstance(step, Size))]:
+            size.operands = ()
+        self._steps.clear()
+        self._known.clear()
+        self._lines = tuple(lines)
+
+
+def _text(value: Any, scope: dict[str, Any]) -> str:
+    """A value in the text of a function; what has no text is a name in its scope."""
+    if isinstance(value, Size):
+        return _text(value.value, scope) if value.fixed else value.name
+    if type(value) is tuple:
+        return f"({''.join(f'{_text(each, scope)}, ' for each in value)})"
+    if type(value) is list:
+        return f"[{', '.join(_text(each, scope) for each in value)}]"
+    if value is None or type(value) in (bool, int, str):
+        return f"({value!r})"
+    name = f"c{len(scope)}"
+    scope[name] = value
+    return name
+
+
+def arithmetic[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a pure function of sizes be one step of a trace, whatever it asks of them. Other operands can be hashed."""
+
+    @wraps(function)
+    def of_sizes(*operands: P.args, **named: P.kwargs) -> Any:
+        for operand in operands:
+            if isinstance(operand, Size):
+                return operand.trace.call(partial(function, **named), operands)
+        return function(*operands, **named)
+
+    return of_sizes
+
+
+def sizes_in(value: Any) -> Iterator[Size]:
+    """The sizes in tuples, lists, mappings' values and dataclasses."""
+    if isinstance(value, Size):
+        yield value
+    else:
+        for part in _parts(value):
+            yield from sizes_in(part)
+
+
+def with_numbers(value: Any, number: Callable[[Size], Any]) -> Any:
+    """The same with a number for each of `sizes_in`."""
+    if isinstance(value, Size):
+        return number(value)
+    if not any(True for _ in sizes_in(value)):
+        return value
+    if isinstance(value, Mapping):
+        return {key: with_numbers(each, number) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(with_numbers(each, number) for each in value)
+    return replace(value, **{f.name: with_numbers(getattr(value, f.name), number) for f in fields(value)})
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    return [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else ()
