@@ -99,10 +99,13 @@ def test_launches_are_on_the_current_stream_of_the_calls_gpu(
 ) -> None:
     plan, specs = plan_of(*kit.all_cases()[0])
     streams: list[int] = []
+    descriptions = _launch.described(compiled(plan.active), [*specs], plan.results, plan.workspace)
+    assert descriptions is not None
     prepared: Any = SimpleNamespace(
         ordinal=DEVICE,
-        launch=lambda stream, *_: streams.append(stream),
-        together=_launch.together(DEVICE, compiled(plan.active), [*specs], plan.results, plan.workspace),
+        numbers=(),
+        family=SimpleNamespace(sequence=lambda _, stream, *__: streams.append(stream)),
+        together=_launch.together(DEVICE, descriptions),
     )
     monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
     monkeypatch.setattr(_run, "profiler_hooks", lambda: (print, print) if profiled else (None, None))
@@ -114,9 +117,9 @@ def test_launches_are_on_the_current_stream_of_the_calls_gpu(
 
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
 def test_launches_by_a_template_are_those_of_the_plan(op: Op, case: Case, noting: Any) -> None:
-    plan, specs = plan_of(op, case)
-    specs = {name: replace(spec, strides=row_major(spec.shape)) for name, spec in specs.items()}
+    specs = {name: replace(spec, strides=row_major(spec.shape)) for name, spec in plan_of(op, case)[1].items()}
     given, attrs = tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs)
+    plan, _ = plan_call(op, given, attrs, H100)
     template = trace_call(op, given, attrs, H100, None)
     arrays = [*specs], template.plan.results, template.workspace
     kernels = compiled(template.active)

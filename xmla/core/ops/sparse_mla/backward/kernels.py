@@ -180,6 +180,7 @@ def prepare_kernel(
     out = tl.load(out_row + offs_l, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_row + offs_l, mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
+    size = tl.sum(tl.abs(out), 1)  # 0 without keys: there dout does not matter, whatever it is
 
     lse = tl.load(lse_ptr + offset_of(token, C.LSE_STRIDE) + offs_h, mask=head_ok, other=0.0) * C.LSE_UNIT
     total = lse
@@ -205,8 +206,7 @@ def prepare_kernel(
             total = base + tl.log2(tl.exp2(total - base) + tl.exp2(sink - base))
         weight = tl.where(sink == total, 1.0, tl.exp2(sink - total))
         weight = tl.where(sink == float("-inf"), 0.0, weight)
-        # Without keys dout does not matter, whatever it is. The lse is then the sink's, out is 0 in all dims.
-        moved = tl.where(tl.sum(tl.abs(out), 1) == 0.0, 0.0, delta)
+        moved = tl.where(size == 0.0, 0.0, delta)
         if C.LSE_SINK:
             moved -= dlse
         tl.store(dsinks_ptr + row, -weight * moved, mask=head_ok)
