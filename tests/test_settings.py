@@ -1,10 +1,14 @@
 """The XMLA_* variables: each does what its line in docs/serving.md says, in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kit
@@ -14,6 +18,7 @@ import torch
 from conftest import HAS_GPU
 
 from xmla import ArgumentError, CompileError, UnsupportedError, _warmup, jax_api, torch_api
+from xmla.core import compile
 from xmla.core.compile import compiled, compiles, compiling_allowed, specialize
 from xmla.core.config import settings, variables
 from xmla.core.device import H200
@@ -314,6 +319,53 @@ def test_processes_of_an_engine_begin_with_kernels_of_their_own(gpus: int, monke
     assert all(sorted(each) == kernels for each in asked)
     for turn in range(len(kernels) // gpus):
         assert len({each[turn] for each in asked}) == gpus
+
+
+def test_warmup_loads_kernels_onto_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before the first call; for a device that is not there none, and no call is served."""
+    loaded: list[tuple[str, int]] = []
+    served: list[tuple[int, int]] = []
+
+    class Kernel(SimpleNamespace):
+        @property
+        def run(self) -> None:
+            loaded.append((self.name, self.ordinal))
+
+    kernels: Any = [SimpleNamespace(kernel=SimpleNamespace(__name__=name)) for name in ("one", "two", "three")]
+    monkeypatch.setattr(
+        _warmup, "compiled", lambda kernel, arch, ordinal: Kernel(name=kernel.kernel.__name__, ordinal=ordinal)
+    )
+    monkeypatch.setattr(_warmup, "serving_begins", lambda arch, ordinal: served.append((arch, ordinal)))
+    _warmup.make_ready(kernels, H200, None, workers=2, progress=False)
+    assert loaded == served == []
+    _warmup.make_ready(kernels, H200, 3, workers=2, progress=False)
+    assert loaded == [("one", 3), ("two", 3), ("three", 3)] and served == [(90, 3)]
+
+
+def test_a_kernel_that_a_call_compiles_after_warmup_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the same GPU: a server waited for it. Before warm-up, and of warm-up itself, it is none."""
+    for name, value in (("_compile", lambda *_: None), ("_compiles", []), ("_warmed", set())):
+        monkeypatch.setattr(compile, name, value)
+    monkeypatch.setattr(compile, "_facts", defaultdict(list))
+    specs = {"indices": Spec((3, 77), "int32"), "block_table": Spec((3, 9), "int32")}
+    (wanted,) = Call("map_slots", specs, {"page_size": 77}).specializations(H200)
+    with caplog.at_level("INFO", "xmla"):
+        compiled(wanted, 92, 1)
+        compile.serving_begins(92, 1)
+        compiled(wanted, 92, 2)
+        with compiling_allowed():
+            compiled(replace(wanted, num_warps=1), 92, 1)
+        assert not [record for record in caplog.records if record.levelname != "INFO"]
+        caplog.clear()
+        compiled(replace(wanted, num_warps=2), 92, 1)
+    (record,) = caplog.records
+    told = "a call waited for a kernel that warm-up does not list: .* for sm_92 .*: map_slots_kernel, num_warps is 2"
+    assert record.levelname == "WARNING" and re.match(told, record.getMessage())
+    assert [made.news for made in compiles()] == [
+        {}, {"GPU": (1, 2)}, {"num_warps": (4, 1)}, {"num_warps": (1, 2)}
+    ]  # fmt: skip
 
 
 def test_warmup_needs_compiled_kernels() -> None:

@@ -124,10 +124,14 @@ def test_other_latents_are_refused(latent: int, rope: int, device: str) -> None:
 
 @kit.needs_glm
 def test_what_plans_are_for_is_what_transformers_builds() -> None:
+    from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
     from transformers.models.hy_v4.configuration_hy_v4 import HYV4Config
     from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
 
-    for name, theirs in (("hy_v4", HYV4Config()), ("mistral_large4", MistralLarge4TextConfig())):
+    models = (
+        ("glm_moe_dsa", GlmMoeDsaConfig()), ("hy_v4", HYV4Config()), ("mistral_large4", MistralLarge4TextConfig()),
+    )  # fmt: skip
+    for name, theirs in models:
         mine = configure(name, [2], [4096], None, [64])
         assert (mine.heads, mine.index_heads, mine.index_dim, mine.k) == (
             theirs.num_attention_heads, theirs.index_n_heads, theirs.index_head_dim, theirs.index_topk

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from triton.runtime.interpreter import InterpretedFunction
 
-from xmla.core.compile import Specialization, compiled, compiling_allowed
+from xmla.core.compile import Specialization, compiled, compiling_allowed, serving_begins
 from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Call, Model, specializations
@@ -114,6 +114,7 @@ def make_ready(
     if ordinal is not None:
         for specialization in kernels:
             compiled(specialization, device.arch, ordinal).run  # noqa: B018, loads the kernel onto the device
+        serving_begins(device.arch, ordinal)
     report = Warmup(tuple(kernels), time.perf_counter() - start)
     if progress:
         console = Console(stderr=True, soft_wrap=True)

@@ -14,7 +14,7 @@ from xmla.core.compile import Specialization, specialize
 from xmla.core.device import B200, GB10, H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import V4
-from xmla.core.models.base import POOLS, Call, Model
+from xmla.core.models.base import Call, Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.v4 import ModelConfigV4
@@ -24,7 +24,7 @@ from xmla.core.op import Case, Op
 from xmla.core.ops.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec, alignment_of
+from xmla.core.spec import Spec
 
 
 @pytest.mark.parametrize("device", [*KNOWN_DEVICES, INTERPRETER], ids=lambda device: device.name)
@@ -307,43 +307,7 @@ def test_whole_ranges_are_scored_in_parts_of_whole_programs() -> None:
     assert [launch.sizes["first_row"] for launch in logits] == [sum(counts[:i]) for i in range(len(counts))]
 
 
-@pytest.mark.parametrize("pages", [2, 40, 1024, 30000])
-def test_a_models_kernels_are_the_same_for_every_pool(pages: int) -> None:
-    config = ModelConfig(batches=(1, 64), max_lens=(4096,), prefill_tokens=(2048,))
-    listed = set(config.specializations(H200))
-    for _, calls in config.steps():
-        for call in (call.over(pages) for call in calls):
-            assert set(call.specializations(H200)) <= listed, call.op
-
-
 MODELS = (ModelConfig, ModelConfigV4, ModelConfigV41, ModelConfigGlmFlash, ModelConfigMistralLarge4)
-SHORT = (*range(1, 104), 127, 129, 131, 133, 140, 200, 257, 300, 511, 513, 1999, 2000)
-
-
-@pytest.mark.parametrize("heads", [16, 32, 64, 128])
-@pytest.mark.parametrize("model", MODELS)
-def test_short_prompts_and_last_chunks_launch_no_other_kernel(model: type[Model], heads: int) -> None:
-    config = model(heads=heads, batches=(1,), max_lens=(32768,), prefill_tokens=(8192,))
-    listed = set(config.specializations(H200))
-    for tokens in SHORT:
-        for call in (call.over(pages) for call in config.prefill(tokens, 32768) for pages in POOLS):
-            assert set(call.specializations(H200)) <= listed, (call.op, tokens)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_prefill_behind_a_steps_decodes_launches_no_other_kernel(model: type[Model]) -> None:
-    """Some of its arrays of tokens, and its table, are slices of the step's, others have been copied."""
-    rng = np.random.default_rng(0)
-    config = model(batches=(3,), max_lens=(5000,), prefill_tokens=(512,))
-    listed = set(config.specializations(H200))
-    for decodes, tokens in ((1, 77), (2, 5), (3, 512)):
-        for call in config.prefills(tokens, 5000):
-            slices = {
-                name: replace(spec, alignment=alignment_of(decodes * spec.stride(0) * spec.itemsize))
-                for name, spec in call.specs.items() if spec.dtype == "int32" and rng.random() < 0.5
-            }  # fmt: skip
-            call = replace(call, specs={**call.specs, **slices})
-            assert set(call.over(1024).specializations(H200)) <= listed, (call.op, decodes, [*slices])
 
 
 def test_integers_of_a_call_begin_on_16_bytes_or_count_as_if_none_did() -> None:
@@ -358,18 +322,6 @@ def test_integers_of_a_call_begin_on_16_bytes_or_count_as_if_none_did() -> None:
     odd = specs | {"indices": Spec((8, 2048), "int32", alignment=4)}
     (kernel,) = Call("map_slots", odd, {"page_size": 64}).specializations(H200)
     assert kernel.unaligned == {"indices_ptr", "lengths_ptr"}, "the indices stand in for lengths"
-
-
-@pytest.mark.parametrize("device", [H200, B200, GB10], ids=lambda device: device.name)
-@pytest.mark.parametrize("max_len", [4096, 131072, 1 << 20])
-def test_a_prefill_by_the_calls_of_decodes_launches_no_other_kernel(max_len: int, device: Device) -> None:
-    """Of `dsa_attention` and `dsa_step`, over pages; with a million keys logits are stored in parts."""
-    config = ModelConfig(batches=(1,), max_lens=(max_len,), prefill_tokens=(8192,))
-    listed = set(config.specializations(device))
-    for tokens, mixed in product((1, 5, 30, 77, 129, 132, 140, 200, 300, 777, 1100, 1183, 8191), (False, True)):
-        for call in config.decode(1, tokens, max_len, mixed):
-            if call.op != "split_batch":
-                assert set(call.over(1024).specializations(device)) <= listed, (call.op, tokens, mixed)
 
 
 @pytest.mark.parametrize("device", [H200, B200, GB10], ids=lambda device: device.name)
@@ -468,12 +420,12 @@ def test_what_a_kernel_is_compiled_for_is_told_by_name(monkeypatch: pytest.Monke
     """Constants in an object, too, and those of an object that the other kernel has not."""
     one, two, smaller = specialization(False), specialization(True), specialization(True, 32)
     assert one.facts()["EXTRA"] is None and two.facts()["EXTRA.PAGE_SIZE"] == 64
-    monkeypatch.setattr(compile, "_compiles", [compile.Compile(two, 90, 0, 0.0, {})])
+    monkeypatch.setitem(compile._facts, two.kernel, [two.facts()])
     size, stride = (64, 32), (64 * 584, 32 * 584)
-    assert compile._news(smaller, 90, 0) == {
+    assert compile._news(smaller.kernel, smaller.facts()) == {
         "SOURCE.PAGE_STRIDE": stride, "SOURCE.PAGE_SIZE": size, "EXTRA.PAGE_STRIDE": stride, "EXTRA.PAGE_SIZE": size,
     }  # fmt: skip
-    assert compile._news(one, 90, 0)["EXTRA.LAYOUT"] == (V4, None)
+    assert compile._news(one.kernel, one.facts())["EXTRA.LAYOUT"] == (V4, None)
     assert "SOURCE.PAGE_SIZE=64, SOURCE.HAS_LENGTHS=False, EXTRA=None" in str(one)
 
 

@@ -6,6 +6,7 @@ Both front-ends take their kernels from here, so they share Triton's cache on di
 import logging
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -137,17 +138,31 @@ def compiled(specialization: Specialization, arch: int, ordinal: int = 0) -> Com
 
 @cache
 def _compiled(specialization: Specialization, arch: int, ordinal: int) -> CompiledKernel:
-    if not _compiling.get():
-        if settings.forbid_jit:
-            raise UnsupportedError(f"XMLA_FORBID_JIT is set and no warm-up made ready, for sm_{arch}: {specialization}")
+    in_a_call, late = not _compiling.get(), (arch, ordinal) in _warmed
+    if in_a_call and settings.forbid_jit:
+        raise UnsupportedError(f"XMLA_FORBID_JIT is set and no warm-up made ready, for sm_{arch}: {specialization}")
+    if in_a_call and not late:
         _tell_of_warmup()
     start = time.perf_counter()
     kernel = _compile(specialization, arch)
     seconds = time.perf_counter() - start
-    record = Compile(specialization, arch, ordinal, seconds, _news(specialization, arch, ordinal))
+    facts = {**specialization.facts(), "arch": arch, "GPU": ordinal}
+    record = Compile(specialization, arch, ordinal, seconds, _news(specialization.kernel, facts))
     _compiles.append(record)
-    log.info("%s: %s", record, specialization)
+    _facts[specialization.kernel].append(facts)
+    if in_a_call and late:
+        log.warning("a call waited for a kernel that warm-up does not list: %s: %s", record, specialization)
+    else:
+        log.info("%s: %s", record, specialization)
     return kernel
+
+
+_warmed: set[tuple[int, int]] = set()
+
+
+def serving_begins(arch: int, ordinal: int) -> None:
+    """Warm-up has made ready what it lists for this GPU: a kernel that a call compiles from now on is a warning."""
+    _warmed.add((arch, ordinal))
 
 
 @cache
@@ -206,15 +221,16 @@ def compiles() -> tuple[Compile, ...]:
     return tuple(_compiles)
 
 
-def _news(specialization: Specialization, arch: int, ordinal: int) -> dict[str, tuple[Hashable, Hashable]]:
+# What was compiled so far of each function, in order, by name.
+_facts: defaultdict[Kernel, list[dict[str, Hashable]]] = defaultdict(list)
+
+
+def _news(kernel: Kernel, here: dict[str, Hashable]) -> dict[str, tuple[Hashable, Hashable]]:
     """The differences from the kernel of the same function that has the fewest; of two with as many the latest."""
-    here = {**specialization.facts(), "arch": arch, "GPU": ordinal}
     differences: list[dict[str, tuple[Hashable, Hashable]]] = []
-    for other in reversed(_compiles):
-        if other.specialization.kernel is specialization.kernel:
-            there = {**other.specialization.facts(), "arch": other.arch, "GPU": other.ordinal}
-            pairs = {name: (there.get(name), here.get(name)) for name in here | there}  # EXTRA, or EXTRA.PAGE_SIZE …
-            differences.append({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+    for there in reversed(_facts[kernel]):
+        pairs = {name: (there.get(name), here.get(name)) for name in here | there}  # EXTRA, or EXTRA.PAGE_SIZE …
+        differences.append({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
     return min(differences, key=len, default={})
 
 

@@ -16,8 +16,8 @@ from xmla._warmup import make_engine_ready
 from xmla.compat.deep_gemm import row_stride
 from xmla.core.device import Device
 from xmla.core.models import memory
-from xmla.core.models.base import Call
-from xmla.core.models.steps import around_powers_of_2, full_waves, map_call, token_counts
+from xmla.core.models.base import Call, map_call
+from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.sglang.attention import FORMATS, SERVED
@@ -90,7 +90,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
         return Call(call.op, {name: spec for name, spec in call.specs.items() if name not in more}, {"page_size": page})
 
     yield mapped("request_ids")
-    yield from mapped().at_any_place()
+    yield mapped().at_any_place()
 
     for new, width in product(sorted({1, sizes.new}), around_powers_of_2(sizes.pages)):
         most = sizes.requests * (sizes.new if new == 1 else 1)  # drafted tokens as requests, or a request's in one call
@@ -99,7 +99,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
             table = {"cache": pool, "block_table": Spec((count, width), "int32"), "lengths": a_token(tokens)}
             call = Call("indexer_logits_paged", query(tokens, heads) | table, {"max_len": row_stride(columns)})
             # SGLang splits requests by the number of multiprocessors.
-            yield from call.at_any_place() if device.num_sms % 4 else (call,)
+            yield call.at_any_place() if device.num_sms % 4 else call
             yield select(tokens, columns)
     for tokens in full_waves(device, sizes.tokens):  # of prompts with at most k keys, of zeros in place of logits
         zeros = Spec((tokens, k), "float32")
@@ -108,8 +108,8 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
         keys = row_stride(columns)
         gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
         rows = query(tokens, max(heads, LEAST_HEADS)) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-        yield from Call("indexer_logits", rows, {}).at_any_place()
-        yield from select(tokens, columns, "starts").at_any_place()
+        yield Call("indexer_logits", rows, {}).at_any_place()
+        yield select(tokens, columns, "starts").at_any_place()
 
 
 def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:

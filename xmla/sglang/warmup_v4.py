@@ -14,8 +14,8 @@ from xmla.compat.deep_gemm import row_stride
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
-from xmla.core.models.base import Call
-from xmla.core.models.steps import around_powers_of_2, full_waves, map_call, token_counts
+from xmla.core.models.base import Call, map_call
+from xmla.core.models.steps import SPLIT_TOKENS, around_powers_of_2, full_waves, token_counts
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.sglang.warmup import Sizes, make_ready, most_tokens
@@ -70,26 +70,26 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
     def a_token(tokens: int) -> Spec:
         return Spec((tokens,), "int32")
 
-    def select(tokens: int, columns: int) -> Iterator[Call]:
+    def select(tokens: int, columns: int) -> Call:
         logits = Spec((tokens, columns), "float32", (row_stride(columns), 1))
-        yield from Call("select_topk", {"logits": logits, "ends": a_token(tokens)}, {"k": k}).at_any_place()
+        return Call("select_topk", {"logits": logits, "ends": a_token(tokens)}, {"k": k}).at_any_place()
 
     mapped = map_call(k, page)
     pages = {name: spec for name, spec in mapped.specs.items() if name != "request_ids"}
-    yield from Call(mapped.op, pages, {"page_size": page}).at_any_place()
+    yield Call(mapped.op, pages, {"page_size": page}).at_any_place()
     for width in around_powers_of_2(sizes.pages):
         columns = width * page
         for tokens in (token_counts if width == sizes.pages else full_waves)(device, sizes.tokens):
             table = {"cache": pool, "block_table": Spec((tokens, width), "int32"), "lengths": a_token(tokens)}
             call = Call("indexer_logits_paged", query(tokens) | table, {"max_len": row_stride(columns)})
-            yield from call.at_any_place()  # SGLang divides a step's rows by the memory of their logits
-            yield from select(tokens, columns)
+            yield call.at_any_place()  # SGLang divides a step's rows by the memory of their logits
+            yield select(tokens, columns)
     for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.pages * PAGE // ratio)):
         keys = row_stride(columns)
         gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
         rows = query(tokens) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-        yield from Call("indexer_logits", rows, {}).at_any_place()
-        yield from select(tokens, columns)
+        yield Call("indexer_logits", rows, {}).at_any_place()
+        yield select(tokens, columns)
 
 
 def attend_calls(
@@ -152,7 +152,7 @@ def scratch(heads: int, k: int, pages: int, tokens: int, device: Device) -> int:
     most = max(widths_of_rows(ALL, k, pages))
     of_rows = (
         memory.attention(PLAIN_V4, heads, most, count, memory.LARGE)
-        for count in range(1, min(tokens, memory.SPLIT_TOKENS) + 1)
+        for count in range(1, min(tokens, SPLIT_TOKENS) + 1)
     )
     pools = memory.scratch_v4(heads, WINDOW, widths, tokens, device)
     return max(pools, *(call.plan(device).workspace_bytes for call in of_rows))

@@ -18,8 +18,8 @@ from xmla.core.compile import compiling_allowed
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
-from xmla.core.models.base import Call
-from xmla.core.models.steps import around_powers_of_2, full_waves, map_call, token_counts
+from xmla.core.models.base import Call, map_call
+from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
 from xmla.core.plan import cdiv
 from xmla.core.spec import Spec
 from xmla.torch_api._arrays import device_of, spec_of
@@ -104,7 +104,7 @@ def select_calls(
         yield Call("write_indexer_cache", keys, {})
     yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
     yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, {})
-    yield from map_call(1, page).at_any_place()
+    yield map_call(1, page).at_any_place()
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
     if blocks is not None:
@@ -210,7 +210,7 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
         yield Call("sparse_mla", called, scale)
     if cache is not None:
         for width in layer.entry_widths():
-            yield from map_call(width, cache.shape[1]).at_any_place()
+            yield map_call(width, cache.shape[1]).at_any_place()
 
 
 def indexer_of(layer: Any) -> str | None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from math import gcd
 from typing import Any
 
 from xmla.core.attribute import Attr
@@ -12,14 +12,13 @@ from xmla.core.compile import Specialization, begins_anywhere, specialize
 from xmla.core.device import Device
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
-from xmla.core.plan import Plan
+from xmla.core.models.steps import full_waves, powers_of_2, token_counts
+from xmla.core.plan import Plan, cdiv
 from xmla.core.registry import registry
 from xmla.core.roofline import estimate
 from xmla.core.spec import Spec
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
-LAST_CHUNKS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512)  # tokens: plans depend on the waves that programs fill
-FEW = range(1, 49)  # tokens: with each one more attention may divide their keys otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,14 @@ class Call:
 
     Attributes:
         alternative: A step may make it in the place of calls before it.
+        anywhere: In some steps arrays begin on no multiple of 16 bytes, as where a step's others end.
     """
 
     op: str
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
     alternative: bool = False
+    anywhere: bool = False
 
     def plan(self, device: Device, implementation: str | None = None) -> Plan:
         op = registry()[self.op]
@@ -43,7 +44,15 @@ class Call:
     def specializations(self, device: Device) -> list[Specialization]:
         """The kernels that the call launches on `device`."""
         plan = self.plan(device)
-        return [specialize(launch, plan, self.specs) for launch in plan.active]
+        places = [self.specs, self.shifted()] if self.anywhere else [self.specs]
+        return [specialize(launch, plan, specs) for specs in places for launch in plan.active]
+
+    def shifted(self) -> dict[str, Spec]:
+        """The arguments, of which those that may begin anywhere do not begin on 16 bytes; the plan is the same."""
+        return {
+            name: replace(spec, alignment=spec.itemsize) if begins_anywhere(name, spec) else spec
+            for name, spec in self.specs.items()
+        }
 
     def over(self, pages: int) -> "Call":
         """The call with pools of `pages` pages."""
@@ -52,16 +61,9 @@ class Call:
         pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
         return replace(self, specs={**self.specs, **pools})
 
-    def at_any_place(self) -> Iterator["Call"]:
-        """The call, and with the arrays that may begin on no multiple of 16 bytes, as where a step's others end."""
-        yield self
-        shifted = {
-            name: replace(spec, alignment=spec.itemsize)
-            for name, spec in self.specs.items()
-            if begins_anywhere(name, spec)
-        }
-        if shifted:
-            yield replace(self, specs={**self.specs, **shifted})
+    def at_any_place(self) -> "Call":
+        """The call, and the same with arrays that begin on no multiple of 16 bytes."""
+        return replace(self, anywhere=True)
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
@@ -73,7 +75,7 @@ class Call:
 def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
     """The kernels that these calls launch on `device`, each once, in order of first use."""
     kernels: dict[Specialization, None] = {}
-    for call in calls:
+    for call in {(c.op, *c.specs.items(), *c.attrs.items(), c.anywhere): c for c in calls}.values():
         kernels |= dict.fromkeys(call.specializations(device))
     return list(kernels)
 
@@ -89,6 +91,13 @@ def place(page: int) -> Iterator[Call]:
     one, ids = Spec((1, 1), "int32"), {"request_ids": Spec((1,), "int32")}
     for more in ({}, ids):
         yield Call("map_slots", {"indices": one, "block_table": one, **more}, {"page_size": page})
+
+
+def map_call(k: int, page: int, *, compact: bool = False) -> Call:
+    """That of `map_slots`, whose kernel is the same for any number of tokens and any table."""
+    shapes = {"indices": (1, k), "block_table": (1, 1), "request_ids": (1,)}
+    specs = {name: Spec(shape, "int32") for name, shape in shapes.items()}
+    return Call("map_slots", specs, {"page_size": page, "compact": compact})
 
 
 def layout_of(name: str, model: type, rope_in_value: bool) -> MlaLayout:
@@ -152,34 +161,66 @@ class Model(ABC):
             for tokens in self.prefill_tokens:
                 yield f"prefill {tokens} tokens, max_len {max_len}", list(self.prefill(tokens, max_len))
 
-    def instead(self) -> Iterator[Call]:
-        """Calls that a step may make in the place of some of its own."""
-        yield from ()
+    def paged(self, requests: int, next_n: int, max_len: int, mixed: bool) -> Iterator[Call]:
+        """The calls of a decode's layers, which a caller may make of a prefill's tokens too."""
+        return (call for call in self.decode(requests, next_n, max_len, mixed) if call.op != "split_batch")
 
     def prefills(self, tokens: int, max_len: int) -> Iterator[Call]:
-        """The calls of a prefill step, and those of decodes, which a caller may make for any number of tokens."""
+        """The calls of a prefill step, in either way."""
         yield from self.prefill(tokens, max_len)
         for mixed in (False, True):
-            step = self.decode(1, tokens, max(max_len, tokens), mixed)
-            yield from (call for call in step if call.op != "split_batch")
+            yield from self.paged(1, tokens, max_len, mixed)
 
     def specializations(self, device: Device) -> list[Specialization]:
-        """The complete list of kernels that these steps launch on `device`, each once, in order of first use.
+        """The complete list of kernels that steps within these sizes launch on `device`, each once.
 
-        Short prompts, and the last chunks of others, have any number of tokens up to the largest prefill step's. Plans
-        differ by it, so that LAST_CHUNKS are steps as well, what fills a few waves of programs, and all FEW of
-        attention. In a step with decodes a prefill's arrays of tokens begin where the decodes' end, on no multiple of
-        16 bytes, for which kernels are compiled anew.
+        A decode has any number of requests, a prefill any number of tokens and a table any width, up to the largest
+        that is listed: those of a server have. Plans follow them by powers of two and by the waves that programs fill,
+        attention's by each number of few tokens. In a step with decodes a prefill's arrays of tokens begin where the
+        decodes' end, on no multiple of 16 bytes, for which kernels are compiled anew.
         """
-        calls = [call for _, step in replace(self, prefill_tokens=()).steps() for call in step]
-        most = max(self.prefill_tokens, default=0)
-        waves = (device.num_sms * programs + more for programs in (1, 2, 4, 8, 16) for more in (-8, 0, 1))
-        whole = {*self.prefill_tokens, *(tokens for tokens in (*LAST_CHUNKS, *waves) if tokens < most)}
-        few = {tokens for tokens in FEW if tokens < most}
-        for max_len, tokens in product(self.max_lens, sorted(whole | few)):
-            prefill = (call for call in self.prefills(tokens, max_len) if tokens in whole or call.op == "sparse_mla")
-            calls += [placed for call in prefill for placed in call.at_any_place()]
-        calls += self.instead()
+        return specializations(self.calls(device), device)
+
+    def calls(self, device: Device) -> Iterator[Call]:
+        """Calls that launch every kernel of steps within these sizes."""
+        requests, most = max(self.batches, default=0), max(self.next_n)
+        prefill = max(self.prefill_tokens, default=0)
+        for max_len in self.contexts():
+            for next_n in self.next_n:
+                for tokens in full_waves(device, requests * next_n):
+                    for count in {max(tokens // next_n, 1), cdiv(tokens, next_n)}:
+                        yield from self.decode(count, next_n, max_len)
+            for tokens in full_waves(device, requests * most if self.mixed else 0):
+                yield from self.paged(tokens, 1, max_len, mixed=True)
+            for tokens in full_waves(device, prefill):
+                yield from (call.at_any_place() for call in self.prefills(tokens, max_len))
+        if self.mixed and requests:
+            yield split(requests, most)
+        for tokens in token_counts(device, requests * most):
+            yield from (call.over(pages) for call in self.attention(tokens) for pages in POOLS)
+        for tokens in token_counts(device, prefill):
+            yield from (call.over(pages).at_any_place() for call in self.attention(tokens) for pages in POOLS)
         for page in {spec.shape[1]: None for spec in self.caches().values()}:
-            calls += [placed for call in place(page) for placed in call.at_any_place()]
-        return specializations((call.over(pages) for call in calls for pages in POOLS), device)
+            yield from (call.at_any_place() for call in place(page))
+
+    def contexts(self) -> list[int]:
+        """Lengths of contexts, in tokens, whose tables have the widths at which plans differ: powers of two, the most.
+
+        Rows of as many columns as a table has entries may be whole vectors or not: where a page alone is none, tables
+        of a few pages more, or fewer, are those of the other kind.
+        """
+        longest = max(self.max_lens)
+        more = {0, *(page * n for entries, page in self.pages() for n in range(4 // gcd(entries, 4)))}
+        longer = {min(length + pages, longest) for length in powers_of_2(longest) for pages in more}
+        return sorted(longer | {max(longest - pages, 1) for pages in more})
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        """The entries of a page of each cache, and the tokens that it stands for."""
+        for spec in self.caches().values():
+            yield spec.shape[1], spec.shape[1]
+
+    def attention(self, tokens: int) -> Iterator[Call]:
+        """The calls of attention alone, of so many tokens, whose plans follow each number of them, and the pool."""
+        longest = max(self.max_lens)
+        steps = (*self.decode(1, tokens, longest), *self.prefill(tokens, longest))
+        return (call for call in steps if call.op == "sparse_mla")

@@ -29,9 +29,9 @@ class ModelConfigGlmFlash(Model):
         softmax_scale, index_scale: As in `sparse_mla` and `quantize_indexer_query`; both are compiled in.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
-        batches: Requests of a decode batch, every value that occurs.
-        max_lens: Longest contexts in tokens, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
+        batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
+        max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
+        prefill_tokens: Tokens of a prefill step, to the largest that occurs.
     """
 
     heads: int = 64
@@ -63,6 +63,11 @@ class ModelConfigGlmFlash(Model):
             "mla_cache": Spec((PAGES, self.page_size, layout.row), "uint8" if layout.packed else self.dtype),
             "indexer_cache": Spec((PAGES, self.pool_page, self.indexer.row), "uint8"),
         }
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        """The entries of a page of each cache, and the tokens that it stands for."""
+        yield self.page_size, self.page_size
+        yield self.pool_page, self.pool * self.pool_page
 
     def decode(self, requests: int, next_n: int, max_len: int, mixed: bool = False) -> Iterator[Call]:
         """A decode step of `requests`, with `next_n` tokens each, or up to `next_n` if `mixed`."""

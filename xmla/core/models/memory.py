@@ -6,12 +6,11 @@ from functools import lru_cache
 from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.models.base import Call
+from xmla.core.models.steps import SPLIT_TOKENS
 from xmla.core.spec import Spec
 
 PAGE = 64  # entries on a page of V3.2's cache, and of V4's window, in vLLM and SGLang
 LARGE = 1 << 20  # pages
-# No plan divides the keys of more tokens, on any known device.
-SPLIT_TOKENS = 2048
 # Entries are gathered from this many references to each on: as in the op, which so dequantises a whole small pool.
 REUSE = 32
 

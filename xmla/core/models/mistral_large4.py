@@ -27,9 +27,9 @@ class ModelConfigMistralLarge4(Model):
             is a factor of the queries.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
-        batches: Requests of a decode batch, every value that occurs.
-        max_lens: Longest contexts in tokens, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
+        batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
+        max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
+        prefill_tokens: Tokens of a prefill step, to the largest that occurs.
     """
 
     heads: int = 64

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xmla.core.formats.indexer import IndexerLayout
@@ -34,10 +33,9 @@ class ModelConfig(Model):
             and transformers multiply: to the last bit.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
-        batches: Requests of a decode batch, every value that occurs (an engine's CUDA-graph sizes).
-        max_lens: Longest contexts: the block table's width in keys, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, which are also the least keys, to the largest that occurs;
-            `specializations` adds smaller ones.
+        batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
+        max_lens: Contexts, which are the block table's widths in keys, to the longest that occurs.
+        prefill_tokens: Tokens of a prefill step, which are also the least keys, to the largest that occurs.
         sink: Whether attention has a sink.
         ranks: Ranks over which each request's pages are interleaved; decode steps are then those of `ContextParallel`.
     """
@@ -143,6 +141,8 @@ class ModelConfig(Model):
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
         yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
         yield self.merged(tokens, self.heads)
+        if self.heads % ranks == 0:  # with scatter_heads
+            yield replace(self.merged(tokens, self.heads // ranks), alternative=True)
 
     def stored(self, tokens: int, requests: int, width: int, mixed: bool) -> Iterator[Call]:
         """The calls of `ContextParallel.select` over tables of `width` pages, of all tokens or in parts of them."""
@@ -170,12 +170,6 @@ class ModelConfig(Model):
         lses = Spec((self.ranks, tokens, heads), "float32", (part // 4, heads, 1))
         sink = {"sink": Spec((heads,), "float32")} if self.sink else {}
         return Call("merge_attention", {"outs": outs, "lses": lses, **sink}, {})
-
-    def instead(self) -> Iterator[Call]:
-        """Those of `ContextParallel` with scatter_heads."""
-        if self.ranks > 1 and self.heads % self.ranks == 0:
-            for requests, next_n in product(self.batches, self.next_n):
-                yield self.merged(requests * next_n, self.heads // self.ranks)
 
     def exchanged(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Bytes that each rank receives per layer in every decode step, by their content."""

@@ -33,6 +33,7 @@ class TwoSources(Model):
     extra_format: str = "v4"
     page_size: int = 256
     entry_pages: tuple[int, int] = (64, 2)
+    dense_pages: bool = False
     state_page: int = 8
     softmax_scale: float = VALUE_DIMS**-0.5
     index_scale: float | None = None
@@ -45,7 +46,13 @@ class TwoSources(Model):
     def pool(self, name: str, page_size: int) -> Spec:
         layout = layout_of(name, type(self), rope_in_value=True)
         dtype = "uint8" if layout.packed else self.dtype
-        return Spec((PAGES, page_size, layout.row), dtype, (layout.page_stride(page_size), layout.row, 1))
+        strides = None if self.dense_pages else (layout.page_stride(page_size), layout.row, 1)
+        return Spec((PAGES, page_size, layout.row), dtype, strides)
+
+    def pages_of(self, ratios: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """The entries of a page of each cache, and the tokens that it stands for, if entries stand for so many."""
+        yield self.page_size, self.page_size
+        yield from ((entries, ratio * entries) for ratio, entries in zip(ratios, self.entry_pages, strict=True))
 
     def table(self, requests: int, max_len: int, tokens_a_page: int) -> Spec:
         return Spec((requests, cdiv(max_len, tokens_a_page)), "int32")
@@ -137,13 +144,14 @@ class ModelConfigV4(TwoSources):
             "v41_fp4" (DeepSeek-V4.1 as released), "v41_footer" with "v41_fp4_footer" (before its release), "plain_v4".
         page_size: Entries per page of the window's cache, R.
         entry_pages: Entries per page of the caches of ratio 4 and of ratio 128.
+        dense_pages: Whether pages of the latent caches follow each other without padding, as JAX's arrays do.
         state_page: Positions per page of the compressors' states.
         softmax_scale, index_scale: As in `sparse_mla` and `quantize_indexer_query`; both are compiled in.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
-        batches: Requests of a decode batch, every value that occurs.
-        max_lens: Longest contexts in tokens, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
+        batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
+        max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
+        prefill_tokens: Tokens of a prefill step, to the largest that occurs.
     """
 
     def caches(self) -> dict[str, Spec]:
@@ -152,6 +160,9 @@ class ModelConfigV4(TwoSources):
         for ratio, page_size in zip(RATIOS, self.entry_pages, strict=True):
             pools[f"ratio {ratio}"] = self.pool(self.extra_format, page_size)
         return pools | {"indexer": Spec((PAGES, self.entry_pages[0], self.indexer.row), "uint8")}
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        return self.pages_of(RATIOS)
 
     def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
         a_token = Spec((tokens,), "int32")

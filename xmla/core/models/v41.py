@@ -32,13 +32,14 @@ class ModelConfigV41(TwoSources):
         ratios: Tokens per entry, of each kind of layer with entries.
         page_size: Entries per page of the window's cache, R.
         entry_pages: Entries per page of the caches of entries, and of the indexer's and the latents' of the same ratio.
+        dense_pages: Whether pages of the latent caches follow each other without padding, as JAX's arrays do.
         state_page: Positions per page of the compressors' states.
         softmax_scale, index_scale: As in `sparse_mla` and `quantize_indexer_query`; both are compiled in.
         next_n: New tokens of a decoding request (1 + speculative), every value that occurs.
         mixed: Requests of one batch may have different numbers of new tokens, up to the largest of `next_n`.
-        batches: Requests of a decode batch, every value that occurs.
-        max_lens: Longest contexts in tokens, every value that occurs.
-        prefill_tokens: Tokens of a prefill step, to the largest that occurs; `specializations` adds smaller ones.
+        batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
+        max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
+        prefill_tokens: Tokens of a prefill step, to the largest that occurs.
     """
 
     heads: int = 64
@@ -59,6 +60,9 @@ class ModelConfigV41(TwoSources):
             pools[f"ratio {ratio}"] = self.pool(self.extra_format, page_size)
             pools[f"indexer, ratio {ratio}"] = Spec((PAGES, page_size, self.indexer.row), "uint8")
         return pools
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        return self.pages_of(self.ratios)
 
     def layers(self, tokens: int, requests: int, max_len: int, with_ids: bool) -> Iterator[Call]:
         a_token = Spec((tokens,), "int32")
