@@ -109,7 +109,7 @@ class EagerAttention(Attention):
         if self.dense:
             allowed = causal.expand(texts, -1, -1)
         else:
-            keys = torch.from_numpy(next(self.selections)).to(hidden_states.device)
+            keys = torch.tensor(next(self.selections), device=hidden_states.device)
             allowed = mask_of(keys, tokens).unflatten(0, (texts, tokens))
         inputs: list[torch.Tensor] = []
 
