@@ -14,6 +14,7 @@ from typing import Any
 
 Number = int | float
 EQUAL = "{} == {}"
+NEUTRAL = {"{} + {}": 0, "{} * {}": 1}  # operands, on either side, that leave the other as it is
 
 
 class Size:
@@ -116,6 +117,9 @@ class Trace:
         values, operands, key = self._read(form, operands)
         if not any(isinstance(operand, Size) for operand in operands):
             return function(*values)
+        for neutral, other in zip(operands, reversed(operands), strict=True):
+            if type(neutral) is int and NEUTRAL.get(form) == neutral:
+                return other
         if key not in self._known:
             size = Size(self, f"n{len(self._steps)}", function(*values), form, operands)
             self._add(size)
@@ -126,7 +130,8 @@ class Trace:
     def answer(self, form: str, function: Callable[..., Any], *operands: Any) -> Any:
         """What `function` gives for the operands, which is an answer if one of them is a size."""
         values, operands, key = self._read(form, operands)
-        if not any(isinstance(operand, Size) for operand in operands):
+        same = len(operands) == 2 and operands[0] is operands[1]
+        if same or not any(isinstance(operand, Size) for operand in operands):
             return function(*values)
         if key not in self._known:
             self._known[key] = value = function(*values)
