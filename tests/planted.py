@@ -43,7 +43,7 @@ class Planted:
     survive: int
 
 
-FILES = (Planted("xmla/jax_api/_batching.py", "tests/test_jax_transforms.py -k vmap", 6),)
+FILES = (Planted("xmla/jax_api/_batching.py", "tests/test_jax_transforms.py -k vmap", 5),)
 
 
 def configuration(planted: Planted) -> str:

@@ -81,7 +81,7 @@ def program(
     """
     jitted = jax.jit(function, donate_argnums=1 if donated else ())
     lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-    for file in DUMPS.glob("*-buffer-assignment*"):  # of programs before, or that lowering ran on the CPU
+    for file in filter(Path.is_file, DUMPS.rglob("module_*")):  # of programs before, or that lowering ran on the CPU
         file.unlink()
     compiled = lowered.compile({} if fused else {"xla_gpu_enable_dynamic_slice_fusion": False})
     assignment, values = (
