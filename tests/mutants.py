@@ -386,6 +386,12 @@ MUTANTS = (
            f"{OPS}/indexer_loss/kernels.py", "../test_magnitudes.py", "indexer"),
     Mutant("tl.where(size == 0.0, 0.0, delta)", "delta", f"{OPS}/sparse_mla/backward/kernels.py",
            "test_4_unreferenced_memory.py", "without_effect and sparse_mla_backward"),
+    Mutant("if len(place) > caches.tokens:", "if False:",
+           "xmla/demo/in_jax/serving.py", "../test_flax_model.py", "hold"),
+    Mutant("jnp.where(going & ~ends, place, -1)", "place",
+           "xmla/demo/in_jax/serving.py", "../test_flax_model.py", "ended"),
+    Mutant("if dense < layers:", "if False:",
+           "xmla/demo/in_jax/model.py", "../test_flax_model.py", "another_model"),
 )  # fmt: skip
 
 
