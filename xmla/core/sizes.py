@@ -166,21 +166,21 @@ class Trace:
         operands = tuple(o.value if isinstance(o, Size) and o.fixed else o for o in operands)
         return values, operands, (form, *((id(o),) if isinstance(o, Size) else (type(o), o) for o in operands))
 
-    def function(self, made: Any) -> Callable[..., Any]:
-        """The function of other sizes, in the order of `inputs`: `made` of them, or None if an answer differs.
+    def function(self, result: Any) -> Callable[..., Any]:
+        """The function of other sizes, in the order of `inputs`: `result` of them, or None if an answer differs.
 
-        `made` is a tuple or list, of such and of sizes and other values, which stay as they are. The first function
+        `result` is a tuple or list, of such and of sizes and other values, which stay as they are. The first function
         ends the trace, which was one thread's until then: what is asked of its sizes later would be no part of it.
         """
         if self._lines is None:
             self._close()
-        lines, needed, scope = [], {size.name for size in sizes_in(made)}, dict(self._scope)
+        lines, needed, scope = [], {size.name for size in sizes_in(result)}, dict(self._scope)
         for name, text, operands in reversed(self._lines or ()):
             if name is None or name in needed:
                 lines.append(text)
                 needed.update(operands)
         head = f"def sized({', '.join(size.name for size in self.inputs)}):"
-        text = "\n    ".join([head, *reversed(lines), f"return {_text(made, scope)}"])
+        text = "\n    ".join([head, *reversed(lines), f"return {_text(result, scope)}"])
         exec(text, scope)
         return scope["sized"]
 

@@ -32,17 +32,17 @@ class Template:
     workspace: dict[str, int]
     workspace_bytes: int
 
-    def at(self, made: Any) -> Callable[..., Any]:
-        """The function that gives `made` with the numbers of other sizes, or None where they have another template."""
-        sizes = [*{id(size): size for size in sizes_in(made)}.values()]
+    def at(self, result: Any) -> Callable[..., Any]:
+        """The function that gives `result` with the numbers of other sizes, or None if they have another template."""
+        sizes = [*{id(size): size for size in sizes_in(result)}.values()]
         numbers = self.trace.function(tuple(sizes))
 
         def of(*values: int) -> Any:
-            found = numbers(*values)
-            if found is None:
+            computed = numbers(*values)
+            if computed is None:
                 return None
-            by_size = {id(size): number for size, number in zip(sizes, found, strict=True)}
-            return with_numbers(made, lambda size: by_size[id(size)])
+            by_size = {id(size): number for size, number in zip(sizes, computed, strict=True)}
+            return with_numbers(result, lambda size: by_size[id(size)])
 
         return of
 

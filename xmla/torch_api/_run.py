@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -41,7 +41,8 @@ class Family:
         sequence: Starts the kernels one after the other. None on the CPU, where the interpreter runs plans.
         numbers: What it takes, of the template's sizes.
         pairs: Which of a call's `_memory.spaces` have to lie apart.
-        distances: The numbers by which `_memory.apart` tells it, of the template's sizes.
+        distances: The numbers by which it is told, of the template's sizes.
+        apart: `_memory.apart`, which tells it, of so many addresses.
     """
 
     op: Op
@@ -52,6 +53,7 @@ class Family:
     numbers: tuple[Any, ...]
     pairs: tuple[_memory.Pair, ...]
     distances: tuple[Any, ...]
+    apart: dict[int, Callable[..., bool]] = field(default_factory=dict)
 
     def call_of(self, sizes: Sizes, attrs: tuple[Any, ...]) -> "Prepared | None":
         """The call of these sizes and attributes, if it is of the template."""
@@ -313,12 +315,11 @@ def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
     check_tensors(op, tensors)
     kind, sizes = kind_of(op, tensors, attrs, implementation)
     prepared = kept.find_of_kind(kind, sizes, attrs)
-    if prepared is None:
-        family = make_family(op, tensors, attrs, implementation)
-        kept.add_family(kind, family)
-        prepared = family.call_of(sizes, attrs)
-        assert prepared is not None
-    return prepared
+    if prepared is not None:
+        return prepared
+    family = make_family(op, tensors, attrs, implementation)
+    kept.add_family(kind, family)
+    return family.call_of(sizes, attrs)  # pyrefly: ignore
 
 
 def kind_of(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> tuple[tuple[Any, ...], Sizes]:
@@ -535,9 +536,13 @@ def _check_apart(
     addresses = [*pointers, *[tensor.data_ptr() for tensor in out]]
     if workspace is not None and prepared.workspace_bytes:
         addresses.append(workspace.data_ptr())
+    family = prepared.family
+    apart = family.apart.get(len(addresses))
+    if apart is None:
+        apart = family.apart[len(addresses)] = _memory.apart(family.pairs, len(addresses))
     if prepared.distances is None:
-        prepared.distances = prepared.family.distances_of(*prepared.sizes)
-    if not _memory.apart(prepared.family.pairs, len(addresses))(prepared.distances, *addresses):
+        prepared.distances = family.distances_of(*prepared.sizes)
+    if not apart(prepared.distances, *addresses):
         spaces = _memory.spaces(op, *prepared.specs, prepared.workspace_bytes)
         _memory.refuse_shared(op, dict([*spaces.items()][: len(addresses)]), addresses)
 
