@@ -41,9 +41,9 @@ class LinenLayer(linen.Module):
 
 class NnxLayer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        inputs = {"keys": WIDTH, "query": WIDTH, "output": HEADS * LATENT}
+        widths = {"keys": WIDTH, "query": WIDTH, "output": HEADS * LATENT}
         for name, size in SIZES.items():
-            setattr(self, name, nnx.Linear(inputs[name], size, dtype=jnp.bfloat16, rngs=rngs))
+            setattr(self, name, nnx.Linear(widths[name], size, dtype=jnp.bfloat16, rngs=rngs))
         self.cache = nnx.Cache(jnp.zeros(CACHE, jnp.uint8))
 
     def __call__(self, x: jax.Array, slots: jax.Array) -> jax.Array:
@@ -63,8 +63,8 @@ def linen_scan() -> tuple[Callable[..., Any], Any]:
     variables = jax.eval_shape(stack.init, jax.random.key(0), *INPUTS)
 
     def function(read: Any, caches: Any) -> Any:
-        weights, given = read
-        return stack.apply({"params": weights, "caches": caches}, *given, mutable=["caches"])
+        weights, inputs = read
+        return stack.apply({"params": weights, "caches": caches}, *inputs, mutable=["caches"])
 
     return function, ((variables["params"], INPUTS), variables["caches"])
 
@@ -74,19 +74,19 @@ def nnx_scan() -> tuple[Callable[..., Any], Any]:
 
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap
-    def made(rngs: nnx.Rngs) -> NnxLayer:
+    def stacked_layers(rngs: nnx.Rngs) -> NnxLayer:
         return NnxLayer(rngs)
 
     @nnx.scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
     def forward(layer: NnxLayer, x: jax.Array, slots: jax.Array) -> jax.Array:
         return layer(x, slots)
 
-    stack, caches, weights = nnx.split(nnx.eval_shape(lambda: made(nnx.Rngs(0))), nnx.Cache, ...)
+    stack, caches, weights = nnx.split(nnx.eval_shape(lambda: stacked_layers(nnx.Rngs(0))), nnx.Cache, ...)
 
     def function(read: Any, caches: Any) -> Any:
-        weights, given = read
+        weights, inputs = read
         layers = nnx.merge(stack, caches, weights)
-        x = forward(layers, *given)
+        x = forward(layers, *inputs)
         return x, nnx.split(layers, nnx.Cache, ...)[1]
 
     return function, ((weights, INPUTS), caches)

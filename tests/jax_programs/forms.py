@@ -139,8 +139,8 @@ def beside_a_callback(call: Call, read: Arrays, updated: Arrays) -> Any:
     for layer in range(LAYERS):
         result, new = call(part(read, layer), part(updated, layer))
         types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in new.values()]
-        told = jax.ffi.ffi_call("callback", types)(*new.values())
-        results.append((result, call(part(read, layer), dict(zip(new, told, strict=True)))))
+        after = jax.ffi.ffi_call("callback", types)(*new.values())
+        results.append((result, call(part(read, layer), dict(zip(new, after, strict=True)))))
     return results
 
 

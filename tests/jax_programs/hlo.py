@@ -47,8 +47,8 @@ class Instruction:
     def aliases(self) -> dict[int, int]:
         """Which operand's memory a result takes, by the result's index."""
         pairs = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
-        found = re.findall(r"\{(\d*)\}: \((\d+),", pairs[1]) if pairs else []
-        return {int(result or 0): int(operand) for result, operand in found}
+        places = re.findall(r"\{(\d*)\}: \((\d+),", pairs[1]) if pairs else []
+        return {int(result or 0): int(operand) for result, operand in places}
 
     @property
     def arrays(self) -> list[Array]:
@@ -137,14 +137,14 @@ class Program:
 
     @cached_property
     def launches(self) -> list[Launch]:
-        found = []
+        launches = []
         for _, instruction, times in self.executed():
             if instruction.launches:
-                found.append(self._alone(instruction, times))
+                launches.append(self._alone(instruction, times))
             elif instruction.opcode in ("fusion", "fusion-start"):
                 body = self.computations[instruction.computations[0]]
-                found += [self._fused(call, body, instruction, times) for call in body.values() if call.launches]
-        return found
+                launches += [self._fused(call, body, instruction, times) for call in body.values() if call.launches]
+        return launches
 
     @property
     def calls(self) -> int:

@@ -48,11 +48,11 @@ class OpCall:
 
     def shapes(self, *leading: int, batch: int | None = None) -> Arrays:
         """Of all arguments, with leading axes, the last of which is a batch's of those that it does not share."""
-        found = {}
+        shapes = {}
         for name, spec in self.specs.items():
             axes = leading if batch is None or self.batch_axes[name] is None else (*leading, batch)
-            found[name] = jax.ShapeDtypeStruct((*axes, *spec.shape), jnp.dtype(spec.dtype))
-        return found
+            shapes[name] = jax.ShapeDtypeStruct((*axes, *spec.shape), jnp.dtype(spec.dtype))
+        return shapes
 
     @property
     def batch_axes(self) -> dict[str, int | None]:
@@ -97,7 +97,7 @@ class OpCall:
 
 def op_calls(op: Op) -> list[OpCall]:
     """The calls of an op's cases that launch kernels, at sizes whose parts are fused."""
-    found = []
+    calls = []
     for case in op.cases:
         arrays = case.make(np.random.default_rng(0))
         axes = {axis for name in arrays for axis in op.tensors[name].names}
@@ -112,5 +112,5 @@ def op_calls(op: Op) -> list[OpCall]:
             continue
         call = OpCall(op, case, specs, plan)
         if plan.active and not set(call.uneven) & {*op.mutates}:
-            found.append(call)
-    return sorted(found, key=lambda call: len(call.uneven))
+            calls.append(call)
+    return sorted(calls, key=lambda call: len(call.uneven))

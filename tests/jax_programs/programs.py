@@ -105,12 +105,12 @@ def programs_of(name: str) -> Iterator[tuple[str, str, Iterator[str]]]:
         call = next(filter(form.takes, calls), None)
         if call is not None:
             for donated in (False, True) if call.op.mutates else (False,):
-                told = f"{call.case.name}{', donated' if donated else ''}"
-                yield form.function.__name__, told, faults(form, call, donated)
+                details = f"{call.case.name}{', donated' if donated else ''}"
+                yield form.function.__name__, details, faults(form, call, donated)
 
 
-def faults_of_layers(made: Callable[[], tuple[Callable[..., Any], Any]], donated: bool) -> Iterator[str]:
-    function, shapes = made()
+def faults_of_layers(layers: Callable[[], tuple[Callable[..., Any], Any]], donated: bool) -> Iterator[str]:
+    function, shapes = layers()
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ONE_DEVICE), shapes)
     program = pipeline.program(function, arguments, donated=donated)
     yield from program.faults()
@@ -119,21 +119,21 @@ def faults_of_layers(made: Callable[[], tuple[Callable[..., Any], Any]], donated
 
 
 def programs_of_flax() -> Iterator[tuple[str, str, Iterator[str]]]:
-    for made in (flax_layers.linen_scan, flax_layers.nnx_scan):
+    for layers in (flax_layers.linen_scan, flax_layers.nnx_scan):
         for donated in (False, True):
-            yield made.__name__, "donated" if donated else "", faults_of_layers(made, donated)
+            yield layers.__name__, "donated" if donated else "", faults_of_layers(layers, donated)
 
 
 def main() -> None:
     stand_in()
     for name in sys.argv[1:]:
         forms, wrong = set(), []
-        for form, told, its_faults in programs_of_flax() if name == "flax" else programs_of(name):
+        for form, details, its_faults in programs_of_flax() if name == "flax" else programs_of(name):
             forms.add(form)
             try:
-                wrong += [f"{form}, {told}: {fault}" for fault in its_faults]
+                wrong += [f"{form}, {details}: {fault}" for fault in its_faults]
             except Exception as error:
-                error.add_note(f"{name}: {form}, {told}")
+                error.add_note(f"{name}: {form}, {details}")
                 raise
         line = {"op": name, "jax": jax.__version__, "forms": sorted(forms), "faults": wrong}
         print(json.dumps(line), flush=True)
