@@ -755,7 +755,10 @@ def bits_of(results: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAID_OUT)
 def test_every_layout_of_every_argument(device: str, layout: str) -> None:
-    """It has the bits of a dense argument, or is refused by its own name: a pool's, or an out that is no memory."""
+    """It has the bits of a dense argument, or is refused by its own name: a pool's, or an out that is no memory.
+
+    On a GPU another kernel may serve a pool whose pages begin on no multiple of 16 bytes.
+    """
     calls = published_calls(device)
     functions = {name for name, _ in calls.values()}
     assert functions == {name for *_, name in RELEASES} - {"get_mla_metadata", "get_num_sms", "set_num_sms"}
@@ -768,14 +771,18 @@ def test_every_layout_of_every_argument(device: str, layout: str) -> None:
                     with pytest.raises(ArgumentError, match=f"^{name}: out stride of axis {axis} is 0, expected"):
                         function(**replaced(laid_out))
                     continue
-                want = bits_of(function(**replaced(laid_out.clone(memory_format=torch.contiguous_format))))
+                want = as_tuple(function(**replaced(laid_out.clone(memory_format=torch.contiguous_format))))
                 try:
-                    got = bits_of(function(**replaced(laid_out)))
+                    got = as_tuple(function(**replaced(laid_out)))
                 except ArgumentError as error:
                     refused = rf"{name}: {argument}\[:, :, 0\] stride of axis (R|ROW|EXTRA_ROW) \(.*\) is \d+, "
                     assert argument in POOLS and re.match(refused, str(error)), (title, axis, error)
                 else:
-                    assert all(map(torch.equal, got, want)), (title, argument, axis)
+                    if device == "cuda" and argument in POOLS:
+                        pairs = zip(got, want, strict=True)
+                        assert all(torch.allclose(a, b, 2**-6, 2**-7) for a, b in pairs), (title, argument, axis)
+                    else:
+                        assert all(map(torch.equal, bits_of(got), bits_of(want))), (title, argument, axis)
 
 
 # Compiled code, errors, and what is left to the packages.

@@ -51,7 +51,11 @@ def demo(
     ] = Model.V32,
     framework: Annotated[
         Framework,
-        typer.Option(metavar="FRAMEWORK", help="What the model is written in: torch, which is transformers', or jax."),
+        typer.Option(
+            "--framework",
+            metavar="FRAMEWORK",
+            help="What the model is written in: torch, which is transformers', or jax.",
+        ),
     ] = Framework.TORCH,
     details: Annotated[bool, typer.Option("--details", help="Print every figure beside its bound.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Train the model, and without xmla beside it.")] = False,
