@@ -110,6 +110,7 @@ def torch_steps(step: TorchStep, position: int) -> tuple[float, torch.Tensor]:
     """Milliseconds of a replayed step, and the token after the first."""
     first = step.token.clone()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
         token = step.token.clone()

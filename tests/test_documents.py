@@ -189,7 +189,7 @@ def test_steps_over_several_gpus_are_the_committed_ones() -> None:
 def test_both_frameworks_are_the_committed_ones() -> None:
     """`make report` writes and draws them."""
     file = RESULTS / "frameworks.jsonl"
-    table = frameworks_report.report(file, RESULTS / "jax_peers.jsonl")
+    table = frameworks_report.report(file)
     page = (ROOT / "docs/performance.md").read_text()
     assert insert(page, table, frameworks_report.MARKERS) == page
     assert "in 7 of 7 cases" in table and "step of 8 layers" in table

@@ -34,10 +34,11 @@ def gpu_rows(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def host_rows(lines: list[dict[str, Any]]) -> list[str]:
-    head = "| op | case | PyTorch: call, with result, µs | jitted JAX: call, with result, µs |"
-    table = [head, "|---|---|---|---|"]
+    head = "| op | case | PyTorch: call, with result, µs | jitted JAX: call, with result, µs | without work, µs |"
+    table = [head, "|---|---|---|---|---|"]
     for line in lines:
         cells = [f"{line[name]['host_us']}, {line[name]['waited_us']}" for name in ("torch", "jax")]
+        cells.append(str(line["jax"]["without_work_us"]))
         table.append(f"| `{line['op']}` | {line['case']} | {' | '.join(cells)} |")
     return table
 

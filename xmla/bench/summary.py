@@ -41,10 +41,19 @@ def derivative_in_any_order(lines: list[Line]) -> str:
     return span(case["cuDNN"] / case["itself"] for case in times)
 
 
+def steps_of(lines: list[Line]) -> list[Line]:
+    """The newest of each case of a step of layers."""
+    return [*{line["case"]: line for line in lines if line["case"].startswith("step of")}.values()]
+
+
 def in_jax(lines: list[Line]) -> str:
     """Speed of a jitted step of layers beside the CUDA graph of PyTorch's."""
-    steps = [line for line in lines if line["case"].startswith("step of")]
-    return span(by_torch / by_jax for by_torch, by_jax in map(picture.in_turns, steps))
+    return span(by_torch / by_jax for by_torch, by_jax in map(picture.in_turns, steps_of(lines)))
+
+
+def waited_in_jax(lines: list[Line]) -> str:
+    """The same until the results are there, beside PyTorch's calls."""
+    return span(line["torch"]["waited_us"] / line["jax"]["waited_us"] for line in steps_of(lines))
 
 
 def megatron(file: Path) -> str:
@@ -75,6 +84,7 @@ def report(results: Path) -> str:
     bench, backward = lines_of(results / "bench.jsonl"), lines_of(results.parent / "h100/backward.jsonl")
     frameworks, engine = lines_of(results / "frameworks.jsonl"), results / "vllm_033.jsonl"
     (faster, memory), tokens = layer(results / "layer.jsonl", 4096), "4096 tokens"
+    both = "[both frameworks](docs/performance.md#in-both-frameworks)"
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
     table = [
         (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
@@ -93,8 +103,9 @@ def report(results: Path) -> str:
          beside(backward, "cuDNN", lambda case: True), "cuDNN, which adds in any order",
          "[log](benchmarks/log/training.md)"),
         ("the same in any order", derivative_in_any_order(backward), "cuDNN", "[log](benchmarks/log/training.md)"),
-        ("a jitted step of eight layers in JAX", in_jax(frameworks), "a CUDA graph of the same in PyTorch",
-         "[both frameworks](docs/performance.md#in-both-frameworks)"),
+        ("a jitted step of eight layers in JAX, the GPU's time", in_jax(frameworks),
+         "a CUDA graph of the same in PyTorch", both),
+        ("the same, waited for", waited_in_jax(frameworks), "the same in PyTorch, call by call", both),
         (f"a training step of a layer of V3.2, {tokens}", faster, f"the dense one in PyTorch; {memory}",
          "[training](docs/training.md#time-and-memory-of-a-layer)"),
         (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(results / "megatron.jsonl"),
