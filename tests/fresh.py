@@ -28,9 +28,9 @@ PROGRAMS |= {page.name: code for page in sorted((ROOT / "docs").glob("*.md")) if
 
 
 def frameworks(code: str) -> set[str]:
-    """What a program imports."""
+    """What a program imports, Flax too, which no extra brings."""
     lines = [line for line in code.splitlines() if re.match(r"\s*(import|from) ", line)]
-    return {name for name in ("torch", "jax") if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
+    return {name for name in ("torch", "jax", "flax") if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
 
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:

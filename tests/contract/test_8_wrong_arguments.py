@@ -899,6 +899,7 @@ def usual_mistakes() -> list[Callable[[], object]]:
     half, byte, one = torch.bfloat16, torch.uint8, torch.float32
     q, cache, slots = zeros(2, 4, 576, dtype=half), zeros(4, 4, 656, dtype=byte), zeros(2, 8)
     keys, logits, ends = zeros(4, 4, 132, dtype=byte), jnp.zeros((1, 8)), jnp.full(1, 8, jnp.int32)
+    pools = jnp.zeros((2, 4, 4, 656), jnp.uint8)
 
     def attend(q: torch.Tensor = q, cache: torch.Tensor = cache, slots: torch.Tensor = slots) -> Callable[[], object]:
         return lambda: torch_api.sparse_mla(q, cache, slots, softmax_scale=0.1)
@@ -914,6 +915,7 @@ def usual_mistakes() -> list[Callable[[], object]]:
         step(mla=keys), attend(cache=zeros(4, 4, 528, dtype=byte)), attend(zeros(2, 129, 576, dtype=half)),
         lambda: jax.jit(lambda k: jax_api.select_topk(logits, ends, k=k))(2),
         lambda: jax_api.select_topk(torch.zeros(1, 8), ends, k=2), lambda: jax_api.read_mla_cache(None, ends),
+        lambda: jax.eval_shape(lambda pools: jax_api.read_mla_cache(jax.new_ref(pools).at[0], ends), pools),
     ]  # fmt: skip
 
 

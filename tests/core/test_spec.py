@@ -44,7 +44,7 @@ def test_of_numpy(name: str) -> None:
     dtype = DTYPES[name][0]
     array = MEMORY.view(dtype)[:24].reshape(4, 6)[::2, ::3]
     spec = Spec.of_numpy(array)
-    assert (spec.shape, spec.dtype, spec.strides, spec.device) == ((2, 2), name, (12, 3), "cpu")
+    assert (spec.shape, spec.dtype, spec.strides) == ((2, 2), name, (12, 3))
     assert (spec.itemsize, spec.nbytes) == (dtype.itemsize, 4 * dtype.itemsize)
     assert spec.alignment == alignment_of(array.ctypes.data)
     assert Spec.of_numpy(array[:0]).strides is None
@@ -113,7 +113,7 @@ def test_overlaps(spec: Spec) -> None:
 def test_multiples(spec: Spec) -> None:
     axes = tuple(range(len(spec.shape)))
     for alignment, unit in product((16, 8, 4, 2, 1), (16, 8, 4, 2, 1)):
-        placed = Spec(spec.shape, spec.dtype, spec.strides, None, alignment)
+        placed = Spec(spec.shape, spec.dtype, spec.strides, alignment)
         held = all(address % unit == 0 for address in elements(spec, alignment))
         # Of an axis of one element it asks for the dense array's stride, which some address may not have.
         assert placed.on_multiples(unit, axes) == held or 1 in spec.shape
