@@ -366,7 +366,7 @@ def launch(laid: Arena, buffer: torch.Tensor) -> None:
     if laid.results:
         results = tuple(place.tensor(buffer) for place in laid.results.values())
         extra["out"] = results if len(results) > 1 else results[0]
-    if laid.workspace.nbytes:
+    if laid.workspace.nbytes and laid.results:  # without results of the caller's the call allocates its own
         extra["workspace"] = laid.workspace.tensor(buffer)
     getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **extra, implementation=laid.implementation)
 
