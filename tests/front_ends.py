@@ -120,7 +120,9 @@ def _jax_function(op: Op) -> str:
 
 def _given(op: Op) -> str:
     """The arguments of a call as the front-ends take them: a list of tensors, a tuple of attributes."""
-    return f"[{', '.join(op.tensors)}], ({''.join(attr.name + ', ' for attr in op.attrs)})"
+    attrs = ", ".join(attr.name for attr in op.attrs)
+    # A comma behind several would have each on a line of its own.
+    return f"[{', '.join(op.tensors)}], ({attrs}{',' * (len(op.attrs) == 1)})"
 
 
 def _tensor(op: Op, name: str, kind: str) -> str:

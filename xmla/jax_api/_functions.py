@@ -219,11 +219,7 @@ def compress_kv(
     """
     return _compress_kv(
         [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
-        (
-            eps,
-            cache_format,
-            scale_floor,
-        ),
+        (eps, cache_format, scale_floor),
         implementation,
     )
 
@@ -300,14 +296,7 @@ def convert_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _convert_indexer_cache(
-        [source, source_slots, slots, cache],
-        (
-            source_format,
-            cache_format,
-        ),
-        implementation,
-    )
+    return _convert_indexer_cache([source, source_slots, slots, cache], (source_format, cache_format), implementation)
 
 
 @overload
@@ -385,13 +374,7 @@ def convert_mla_cache(
         triton: every call.
     """
     return _convert_mla_cache(
-        [source, source_slots, slots, cache],
-        (
-            source_format,
-            cache_format,
-            scale_floor,
-        ),
-        implementation,
+        [source, source_slots, slots, cache], (source_format, cache_format, scale_floor), implementation
     )
 
 
@@ -477,14 +460,7 @@ def dsa_attention(
     """
     return _dsa_attention(
         [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
-        (
-            k,
-            softmax_scale,
-            index_scale,
-            mla_cache_format,
-            workspace_bytes,
-            batch_invariant,
-        ),
+        (k, softmax_scale, index_scale, mla_cache_format, workspace_bytes, batch_invariant),
         implementation,
     )
 
@@ -701,15 +677,7 @@ def dsa_step(
             request_ids,
             sink,
         ],
-        (
-            k,
-            softmax_scale,
-            index_scale,
-            mla_cache_format,
-            scale_floor,
-            workspace_bytes,
-            batch_invariant,
-        ),
+        (k, softmax_scale, index_scale, mla_cache_format, scale_floor, workspace_bytes, batch_invariant),
         implementation,
     )
 
@@ -757,14 +725,7 @@ def expand_blocks(
     Implementations, best first:
         triton: every call.
     """
-    return _expand_blocks(
-        [blocks, lengths],
-        (
-            granularity,
-            tail,
-        ),
-        implementation,
-    )
+    return _expand_blocks([blocks, lengths], (granularity, tail), implementation)
 
 
 def indexer_block_logits(
@@ -828,12 +789,7 @@ def indexer_block_logits(
         triton: every call.
     """
     return _indexer_block_logits(
-        [q8, weights, keys, key_scales, starts, ends, blocks],
-        (
-            granularity,
-            logits_dtype,
-        ),
-        implementation,
+        [q8, weights, keys, key_scales, starts, ends, blocks], (granularity, logits_dtype), implementation
     )
 
 
@@ -898,12 +854,7 @@ def indexer_block_logits_paged(
         triton: every call.
     """
     return _indexer_block_logits_paged(
-        [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (
-            granularity,
-            logits_dtype,
-        ),
-        implementation,
+        [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity, logits_dtype), implementation
     )
 
 
@@ -969,13 +920,7 @@ def indexer_block_topk(
         triton: every call.
     """
     return _indexer_block_topk(
-        [q8, weights, keys, key_scales, starts, ends, blocks],
-        (
-            k,
-            granularity,
-            workspace_bytes,
-        ),
-        implementation,
+        [q8, weights, keys, key_scales, starts, ends, blocks], (k, granularity, workspace_bytes), implementation
     )
 
 
@@ -1037,11 +982,7 @@ def indexer_block_topk_paged(
     """
     return _indexer_block_topk_paged(
         [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (
-            k,
-            granularity,
-            workspace_bytes,
-        ),
+        (k, granularity, workspace_bytes),
         implementation,
     )
 
@@ -1099,14 +1040,7 @@ def indexer_blocks(
         those of indexer_logits.
     """
     return _indexer_blocks(
-        [q8, weights, keys, key_scales, starts, ends],
-        (
-            k,
-            granularity,
-            newest,
-            workspace_bytes,
-        ),
-        implementation,
+        [q8, weights, keys, key_scales, starts, ends], (k, granularity, newest, workspace_bytes), implementation
     )
 
 
@@ -1166,12 +1100,7 @@ def indexer_blocks_paged(
     """
     return _indexer_blocks_paged(
         [q8, weights, cache, block_table, lengths, request_ids],
-        (
-            k,
-            granularity,
-            newest,
-            workspace_bytes,
-        ),
+        (k, granularity, newest, workspace_bytes),
         implementation,
     )
 
@@ -1300,12 +1229,7 @@ def indexer_logits_paged(
         triton: every call.
     """
     return _indexer_logits_paged(
-        [q8, weights, cache, block_table, lengths, request_ids],
-        (
-            max_len,
-            logits_dtype,
-        ),
-        implementation,
+        [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype), implementation
     )
 
 
@@ -1405,11 +1329,7 @@ def indexer_loss(
     """
     return _indexer_loss(
         [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
-        (
-            softmax_scale,
-            coeff,
-            workspace_bytes,
-        ),
+        (softmax_scale, coeff, workspace_bytes),
         implementation,
     )
 
@@ -1673,14 +1593,7 @@ def indexer_topk(
     Implementations, best first:
         those of indexer_logits.
     """
-    return _indexer_topk(
-        [q8, weights, keys, key_scales, starts, ends],
-        (
-            k,
-            workspace_bytes,
-        ),
-        implementation,
-    )
+    return _indexer_topk([q8, weights, keys, key_scales, starts, ends], (k, workspace_bytes), implementation)
 
 
 def indexer_topk_paged(
@@ -1733,12 +1646,7 @@ def indexer_topk_paged(
         those of indexer_logits_paged.
     """
     return _indexer_topk_paged(
-        [q8, weights, cache, block_table, lengths, request_ids],
-        (
-            k,
-            workspace_bytes,
-        ),
-        implementation,
+        [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes), implementation
     )
 
 
@@ -1791,14 +1699,7 @@ def map_slots(
     Implementations, best first:
         triton: every call.
     """
-    return _map_slots(
-        [indices, block_table, request_ids, lengths],
-        (
-            page_size,
-            compact,
-        ),
-        implementation,
-    )
+    return _map_slots([indices, block_table, request_ids, lengths], (page_size, compact), implementation)
 
 
 def merge_attention(
@@ -2063,14 +1964,7 @@ def quantize_indexer_query(
     Implementations, best first:
         triton: every call.
     """
-    return _quantize_indexer_query(
-        [q, weights],
-        (
-            scale,
-            format,
-        ),
-        implementation,
-    )
+    return _quantize_indexer_query([q, weights], (scale, format), implementation)
 
 
 def read_indexer_cache(
@@ -2157,14 +2051,7 @@ def read_mla_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _read_mla_cache(
-        [cache, slots],
-        (
-            cache_format,
-            dtype,
-        ),
-        implementation,
-    )
+    return _read_mla_cache([cache, slots], (cache_format, dtype), implementation)
 
 
 @overload
@@ -2331,15 +2218,7 @@ def select_blocks(
     Implementations, best first:
         triton: every call.
     """
-    return _select_blocks(
-        [logits, ends, starts],
-        (
-            k,
-            granularity,
-            newest,
-        ),
-        implementation,
-    )
+    return _select_blocks([logits, ends, starts], (k, granularity, newest), implementation)
 
 
 def select_topk(
@@ -2603,14 +2482,7 @@ def sparse_mla_backward(
     """
     return _sparse_mla_backward(
         [q, cache, slots, forward_out, forward_lse, dout, dlse, lengths, sink, extra_cache, extra_slots, extra_lengths],
-        (
-            softmax_scale,
-            cache_format,
-            extra_cache_format,
-            lse_base,
-            lse_sink,
-            deterministic,
-        ),
+        (softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink, deterministic),
         implementation,
     )
 
@@ -2677,11 +2549,7 @@ def sparse_mla_paged(
     """
     return _sparse_mla_paged(
         [q, cache, indices, block_table, lengths, request_ids, sink],
-        (
-            softmax_scale,
-            cache_format,
-            batch_invariant,
-        ),
+        (softmax_scale, cache_format, batch_invariant),
         implementation,
     )
 
@@ -2741,13 +2609,7 @@ def split_batch(
         triton: every call.
     """
     return _split_batch(
-        [query_starts, lengths, has_context],
-        (
-            num_tokens,
-            decode_threshold,
-            require_uniform,
-        ),
-        implementation,
+        [query_starts, lengths, has_context], (num_tokens, decode_threshold, require_uniform), implementation
     )
 
 
@@ -2802,15 +2664,7 @@ def window_slots(
     Implementations, best first:
         triton: every call.
     """
-    return _window_slots(
-        [block_table, lengths, request_ids],
-        (
-            window,
-            page_size,
-            ratio,
-        ),
-        implementation,
-    )
+    return _window_slots([block_table, lengths, request_ids], (window, page_size, ratio), implementation)
 
 
 @overload
@@ -2965,14 +2819,7 @@ def write_mla_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _write_mla_cache(
-        [latent, rope, slots, cache],
-        (
-            cache_format,
-            scale_floor,
-        ),
-        implementation,
-    )
+    return _write_mla_cache([latent, rope, slots, cache], (cache_format, scale_floor), implementation)
 
 
 __all__ = [

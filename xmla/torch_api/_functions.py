@@ -74,11 +74,7 @@ class _Plans:
     ) -> Plan:
         return _plan_compress_kv(
             [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
-            (
-                eps,
-                cache_format,
-                scale_floor,
-            ),
+            (eps, cache_format, scale_floor),
             implementation,
         )
 
@@ -94,12 +90,7 @@ class _Plans:
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_convert_indexer_cache(
-            [source, source_slots, slots, cache],
-            (
-                source_format,
-                cache_format,
-            ),
-            implementation,
+            [source, source_slots, slots, cache], (source_format, cache_format), implementation
         )
 
     @staticmethod
@@ -115,13 +106,7 @@ class _Plans:
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_convert_mla_cache(
-            [source, source_slots, slots, cache],
-            (
-                source_format,
-                cache_format,
-                scale_floor,
-            ),
-            implementation,
+            [source, source_slots, slots, cache], (source_format, cache_format, scale_floor), implementation
         )
 
     @staticmethod
@@ -146,14 +131,7 @@ class _Plans:
     ) -> Plan:
         return _plan_dsa_attention(
             [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
-            (
-                k,
-                softmax_scale,
-                index_scale,
-                mla_cache_format,
-                workspace_bytes,
-                batch_invariant,
-            ),
+            (k, softmax_scale, index_scale, mla_cache_format, workspace_bytes, batch_invariant),
             implementation,
         )
 
@@ -198,15 +176,7 @@ class _Plans:
                 request_ids,
                 sink,
             ],
-            (
-                k,
-                softmax_scale,
-                index_scale,
-                mla_cache_format,
-                scale_floor,
-                workspace_bytes,
-                batch_invariant,
-            ),
+            (k, softmax_scale, index_scale, mla_cache_format, scale_floor, workspace_bytes, batch_invariant),
             implementation,
         )
 
@@ -219,14 +189,7 @@ class _Plans:
         tail: bool = True,
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_expand_blocks(
-            [blocks, lengths],
-            (
-                granularity,
-                tail,
-            ),
-            implementation,
-        )
+        return _plan_expand_blocks([blocks, lengths], (granularity, tail), implementation)
 
     @staticmethod
     def indexer_block_logits(
@@ -243,12 +206,7 @@ class _Plans:
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_block_logits(
-            [q8, weights, keys, key_scales, starts, ends, blocks],
-            (
-                granularity,
-                logits_dtype,
-            ),
-            implementation,
+            [q8, weights, keys, key_scales, starts, ends, blocks], (granularity, logits_dtype), implementation
         )
 
     @staticmethod
@@ -266,12 +224,7 @@ class _Plans:
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_block_logits_paged(
-            [q8, weights, cache, block_table, lengths, blocks, request_ids],
-            (
-                granularity,
-                logits_dtype,
-            ),
-            implementation,
+            [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity, logits_dtype), implementation
         )
 
     @staticmethod
@@ -290,13 +243,7 @@ class _Plans:
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_block_topk(
-            [q8, weights, keys, key_scales, starts, ends, blocks],
-            (
-                k,
-                granularity,
-                workspace_bytes,
-            ),
-            implementation,
+            [q8, weights, keys, key_scales, starts, ends, blocks], (k, granularity, workspace_bytes), implementation
         )
 
     @staticmethod
@@ -316,11 +263,7 @@ class _Plans:
     ) -> Plan:
         return _plan_indexer_block_topk_paged(
             [q8, weights, cache, block_table, lengths, blocks, request_ids],
-            (
-                k,
-                granularity,
-                workspace_bytes,
-            ),
+            (k, granularity, workspace_bytes),
             implementation,
         )
 
@@ -340,14 +283,7 @@ class _Plans:
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_blocks(
-            [q8, weights, keys, key_scales, starts, ends],
-            (
-                k,
-                granularity,
-                newest,
-                workspace_bytes,
-            ),
-            implementation,
+            [q8, weights, keys, key_scales, starts, ends], (k, granularity, newest, workspace_bytes), implementation
         )
 
     @staticmethod
@@ -367,12 +303,7 @@ class _Plans:
     ) -> Plan:
         return _plan_indexer_blocks_paged(
             [q8, weights, cache, block_table, lengths, request_ids],
-            (
-                k,
-                granularity,
-                newest,
-                workspace_bytes,
-            ),
+            (k, granularity, newest, workspace_bytes),
             implementation,
         )
 
@@ -404,12 +335,7 @@ class _Plans:
         implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_logits_paged(
-            [q8, weights, cache, block_table, lengths, request_ids],
-            (
-                max_len,
-                logits_dtype,
-            ),
-            implementation,
+            [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype), implementation
         )
 
     @staticmethod
@@ -432,11 +358,7 @@ class _Plans:
     ) -> Plan:
         return _plan_indexer_loss(
             [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
-            (
-                softmax_scale,
-                coeff,
-                workspace_bytes,
-            ),
+            (softmax_scale, coeff, workspace_bytes),
             implementation,
         )
 
@@ -507,14 +429,7 @@ class _Plans:
         workspace_bytes: int = 536870912,
         implementation: Literal["gluon", "triton"] | None = None,
     ) -> Plan:
-        return _plan_indexer_topk(
-            [q8, weights, keys, key_scales, starts, ends],
-            (
-                k,
-                workspace_bytes,
-            ),
-            implementation,
-        )
+        return _plan_indexer_topk([q8, weights, keys, key_scales, starts, ends], (k, workspace_bytes), implementation)
 
     @staticmethod
     def indexer_topk_paged(
@@ -530,12 +445,7 @@ class _Plans:
         implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
     ) -> Plan:
         return _plan_indexer_topk_paged(
-            [q8, weights, cache, block_table, lengths, request_ids],
-            (
-                k,
-                workspace_bytes,
-            ),
-            implementation,
+            [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes), implementation
         )
 
     @staticmethod
@@ -549,14 +459,7 @@ class _Plans:
         compact: bool = False,
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_map_slots(
-            [indices, block_table, request_ids, lengths],
-            (
-                page_size,
-                compact,
-            ),
-            implementation,
-        )
+        return _plan_map_slots([indices, block_table, request_ids, lengths], (page_size, compact), implementation)
 
     @staticmethod
     def merge_attention(
@@ -602,14 +505,7 @@ class _Plans:
         format: str = "fp8",
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_quantize_indexer_query(
-            [q, weights],
-            (
-                scale,
-                format,
-            ),
-            implementation,
-        )
+        return _plan_quantize_indexer_query([q, weights], (scale, format), implementation)
 
     @staticmethod
     def read_indexer_cache(
@@ -630,14 +526,7 @@ class _Plans:
         dtype: str = "bfloat16",
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_read_mla_cache(
-            [cache, slots],
-            (
-                cache_format,
-                dtype,
-            ),
-            implementation,
-        )
+        return _plan_read_mla_cache([cache, slots], (cache_format, dtype), implementation)
 
     @staticmethod
     def resolve_slots(
@@ -661,15 +550,7 @@ class _Plans:
         newest: int = 1,
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_select_blocks(
-            [logits, ends, starts],
-            (
-                k,
-                granularity,
-                newest,
-            ),
-            implementation,
-        )
+        return _plan_select_blocks([logits, ends, starts], (k, granularity, newest), implementation)
 
     @staticmethod
     def select_topk(
@@ -758,14 +639,7 @@ class _Plans:
                 extra_slots,
                 extra_lengths,
             ],
-            (
-                softmax_scale,
-                cache_format,
-                extra_cache_format,
-                lse_base,
-                lse_sink,
-                deterministic,
-            ),
+            (softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink, deterministic),
             implementation,
         )
 
@@ -786,11 +660,7 @@ class _Plans:
     ) -> Plan:
         return _plan_sparse_mla_paged(
             [q, cache, indices, block_table, lengths, request_ids, sink],
-            (
-                softmax_scale,
-                cache_format,
-                batch_invariant,
-            ),
+            (softmax_scale, cache_format, batch_invariant),
             implementation,
         )
 
@@ -806,13 +676,7 @@ class _Plans:
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
         return _plan_split_batch(
-            [query_starts, lengths, has_context],
-            (
-                num_tokens,
-                decode_threshold,
-                require_uniform,
-            ),
-            implementation,
+            [query_starts, lengths, has_context], (num_tokens, decode_threshold, require_uniform), implementation
         )
 
     @staticmethod
@@ -826,15 +690,7 @@ class _Plans:
         ratio: int = 1,
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_window_slots(
-            [block_table, lengths, request_ids],
-            (
-                window,
-                page_size,
-                ratio,
-            ),
-            implementation,
-        )
+        return _plan_window_slots([block_table, lengths, request_ids], (window, page_size, ratio), implementation)
 
     @staticmethod
     def write_indexer_cache(
@@ -853,14 +709,7 @@ class _Plans:
         scale_floor: str = "scale",
         implementation: Literal["triton"] | None = None,
     ) -> Plan:
-        return _plan_write_mla_cache(
-            [latent, rope, slots, cache],
-            (
-                cache_format,
-                scale_floor,
-            ),
-            implementation,
-        )
+        return _plan_write_mla_cache([latent, rope, slots, cache], (cache_format, scale_floor), implementation)
 
 
 @planned(_Plans.compress_kv)
@@ -953,11 +802,7 @@ def compress_kv(
     """
     return _compress_kv(
         [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
-        (
-            eps,
-            cache_format,
-            scale_floor,
-        ),
+        (eps, cache_format, scale_floor),
         out,
         workspace,
         implementation,
@@ -1016,14 +861,7 @@ def convert_indexer_cache(
         triton: every call.
     """
     return _convert_indexer_cache(
-        [source, source_slots, slots, cache],
-        (
-            source_format,
-            cache_format,
-        ),
-        out,
-        workspace,
-        implementation,
+        [source, source_slots, slots, cache], (source_format, cache_format), out, workspace, implementation
     )
 
 
@@ -1079,15 +917,7 @@ def convert_mla_cache(
         triton: every call.
     """
     return _convert_mla_cache(
-        [source, source_slots, slots, cache],
-        (
-            source_format,
-            cache_format,
-            scale_floor,
-        ),
-        out,
-        workspace,
-        implementation,
+        [source, source_slots, slots, cache], (source_format, cache_format, scale_floor), out, workspace, implementation
     )
 
 
@@ -1180,14 +1010,7 @@ def dsa_attention(
     """
     return _dsa_attention(
         [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
-        (
-            k,
-            softmax_scale,
-            index_scale,
-            mla_cache_format,
-            workspace_bytes,
-            batch_invariant,
-        ),
+        (k, softmax_scale, index_scale, mla_cache_format, workspace_bytes, batch_invariant),
         out,
         workspace,
         implementation,
@@ -1307,15 +1130,7 @@ def dsa_step(
             request_ids,
             sink,
         ],
-        (
-            k,
-            softmax_scale,
-            index_scale,
-            mla_cache_format,
-            scale_floor,
-            workspace_bytes,
-            batch_invariant,
-        ),
+        (k, softmax_scale, index_scale, mla_cache_format, scale_floor, workspace_bytes, batch_invariant),
         out,
         workspace,
         implementation,
@@ -1372,16 +1187,7 @@ def expand_blocks(
     Implementations, best first:
         triton: every call.
     """
-    return _expand_blocks(
-        [blocks, lengths],
-        (
-            granularity,
-            tail,
-        ),
-        out,
-        workspace,
-        implementation,
-    )
+    return _expand_blocks([blocks, lengths], (granularity, tail), out, workspace, implementation)
 
 
 @planned(_Plans.indexer_block_logits)
@@ -1453,10 +1259,7 @@ def indexer_block_logits(
     """
     return _indexer_block_logits(
         [q8, weights, keys, key_scales, starts, ends, blocks],
-        (
-            granularity,
-            logits_dtype,
-        ),
+        (granularity, logits_dtype),
         out,
         workspace,
         implementation,
@@ -1532,10 +1335,7 @@ def indexer_block_logits_paged(
     """
     return _indexer_block_logits_paged(
         [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (
-            granularity,
-            logits_dtype,
-        ),
+        (granularity, logits_dtype),
         out,
         workspace,
         implementation,
@@ -1612,11 +1412,7 @@ def indexer_block_topk(
     """
     return _indexer_block_topk(
         [q8, weights, keys, key_scales, starts, ends, blocks],
-        (
-            k,
-            granularity,
-            workspace_bytes,
-        ),
+        (k, granularity, workspace_bytes),
         out,
         workspace,
         implementation,
@@ -1688,11 +1484,7 @@ def indexer_block_topk_paged(
     """
     return _indexer_block_topk_paged(
         [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (
-            k,
-            granularity,
-            workspace_bytes,
-        ),
+        (k, granularity, workspace_bytes),
         out,
         workspace,
         implementation,
@@ -1760,12 +1552,7 @@ def indexer_blocks(
     """
     return _indexer_blocks(
         [q8, weights, keys, key_scales, starts, ends],
-        (
-            k,
-            granularity,
-            newest,
-            workspace_bytes,
-        ),
+        (k, granularity, newest, workspace_bytes),
         out,
         workspace,
         implementation,
@@ -1835,12 +1622,7 @@ def indexer_blocks_paged(
     """
     return _indexer_blocks_paged(
         [q8, weights, cache, block_table, lengths, request_ids],
-        (
-            k,
-            granularity,
-            newest,
-            workspace_bytes,
-        ),
+        (k, granularity, newest, workspace_bytes),
         out,
         workspace,
         implementation,
@@ -1987,14 +1769,7 @@ def indexer_logits_paged(
         triton: every call.
     """
     return _indexer_logits_paged(
-        [q8, weights, cache, block_table, lengths, request_ids],
-        (
-            max_len,
-            logits_dtype,
-        ),
-        out,
-        workspace,
-        implementation,
+        [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype), out, workspace, implementation
     )
 
 
@@ -2101,11 +1876,7 @@ def indexer_loss(
     """
     return _indexer_loss(
         [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
-        (
-            softmax_scale,
-            coeff,
-            workspace_bytes,
-        ),
+        (softmax_scale, coeff, workspace_bytes),
         out,
         workspace,
         implementation,
@@ -2407,14 +2178,7 @@ def indexer_topk(
         those of indexer_logits.
     """
     return _indexer_topk(
-        [q8, weights, keys, key_scales, starts, ends],
-        (
-            k,
-            workspace_bytes,
-        ),
-        out,
-        workspace,
-        implementation,
+        [q8, weights, keys, key_scales, starts, ends], (k, workspace_bytes), out, workspace, implementation
     )
 
 
@@ -2475,14 +2239,7 @@ def indexer_topk_paged(
         those of indexer_logits_paged.
     """
     return _indexer_topk_paged(
-        [q8, weights, cache, block_table, lengths, request_ids],
-        (
-            k,
-            workspace_bytes,
-        ),
-        out,
-        workspace,
-        implementation,
+        [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes), out, workspace, implementation
     )
 
 
@@ -2543,14 +2300,7 @@ def map_slots(
         triton: every call.
     """
     return _map_slots(
-        [indices, block_table, request_ids, lengths],
-        (
-            page_size,
-            compact,
-        ),
-        out,
-        workspace,
-        implementation,
+        [indices, block_table, request_ids, lengths], (page_size, compact), out, workspace, implementation
     )
 
 
@@ -2784,16 +2534,7 @@ def quantize_indexer_query(
     Implementations, best first:
         triton: every call.
     """
-    return _quantize_indexer_query(
-        [q, weights],
-        (
-            scale,
-            format,
-        ),
-        out,
-        workspace,
-        implementation,
-    )
+    return _quantize_indexer_query([q, weights], (scale, format), out, workspace, implementation)
 
 
 @planned(_Plans.read_indexer_cache)
@@ -2894,16 +2635,7 @@ def read_mla_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _read_mla_cache(
-        [cache, slots],
-        (
-            cache_format,
-            dtype,
-        ),
-        out,
-        workspace,
-        implementation,
-    )
+    return _read_mla_cache([cache, slots], (cache_format, dtype), out, workspace, implementation)
 
 
 @planned(_Plans.resolve_slots)
@@ -3042,17 +2774,7 @@ def select_blocks(
     Implementations, best first:
         triton: every call.
     """
-    return _select_blocks(
-        [logits, ends, starts],
-        (
-            k,
-            granularity,
-            newest,
-        ),
-        out,
-        workspace,
-        implementation,
-    )
+    return _select_blocks([logits, ends, starts], (k, granularity, newest), out, workspace, implementation)
 
 
 @planned(_Plans.select_topk)
@@ -3339,14 +3061,7 @@ def sparse_mla_backward(
     """
     return _sparse_mla_backward(
         [q, cache, slots, forward_out, forward_lse, dout, dlse, lengths, sink, extra_cache, extra_slots, extra_lengths],
-        (
-            softmax_scale,
-            cache_format,
-            extra_cache_format,
-            lse_base,
-            lse_sink,
-            deterministic,
-        ),
+        (softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink, deterministic),
         out,
         workspace,
         implementation,
@@ -3422,11 +3137,7 @@ def sparse_mla_paged(
     """
     return _sparse_mla_paged(
         [q, cache, indices, block_table, lengths, request_ids, sink],
-        (
-            softmax_scale,
-            cache_format,
-            batch_invariant,
-        ),
+        (softmax_scale, cache_format, batch_invariant),
         out,
         workspace,
         implementation,
@@ -3496,11 +3207,7 @@ def split_batch(
     """
     return _split_batch(
         [query_starts, lengths, has_context],
-        (
-            num_tokens,
-            decode_threshold,
-            require_uniform,
-        ),
+        (num_tokens, decode_threshold, require_uniform),
         out,
         workspace,
         implementation,
@@ -3566,15 +3273,7 @@ def window_slots(
         triton: every call.
     """
     return _window_slots(
-        [block_table, lengths, request_ids],
-        (
-            window,
-            page_size,
-            ratio,
-        ),
-        out,
-        workspace,
-        implementation,
+        [block_table, lengths, request_ids], (window, page_size, ratio), out, workspace, implementation
     )
 
 
@@ -3694,16 +3393,7 @@ def write_mla_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _write_mla_cache(
-        [latent, rope, slots, cache],
-        (
-            cache_format,
-            scale_floor,
-        ),
-        out,
-        workspace,
-        implementation,
-    )
+    return _write_mla_cache([latent, rope, slots, cache], (cache_format, scale_floor), out, workspace, implementation)
 
 
 __all__ = [
