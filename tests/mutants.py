@@ -392,6 +392,8 @@ MUTANTS = (
            "xmla/demo/in_jax/serving.py", "../test_flax_model.py", "ended"),
     Mutant("if dense < layers:", "if False:",
            "xmla/demo/in_jax/model.py", "../test_flax_model.py", "another_model"),
+    Mutant("if (taken := [*inspect.signature(self.reference).parameters]) != declared:", "if False:",
+           "xmla/core/op.py", "../test_attributes.py", "reference_takes"),
 )  # fmt: skip
 
 

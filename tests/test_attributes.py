@@ -1,6 +1,7 @@
 """Attributes at their edges, found in the registry: factors below, at and near 0, at their limits and beyond."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 from conftest import HAS_GPU
 
-from xmla import torch_api
+from xmla import UnsupportedError, torch_api
 from xmla.core.attribute import LARGEST_FACTOR
-from xmla.core.device import H200
+from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.op import Case, Op
 from xmla.core.ops.sparse_mla.splits import MOST_SPLITS, Config, count_splits
 from xmla.core.problem import LARGEST_SIZE
 from xmla.core.registry import registry
+from xmla.core.spec import Spec
 from xmla.core.tolerance import GRADIENT, cosine_difference
 
 OPS = registry()
@@ -173,3 +175,37 @@ def test_what_names_a_format_is_an_attribute_of_the_op() -> None:
     tensors = {**op.tensors, "cache": replace(op.tensors["cache"], format_attribute="layout")}
     with pytest.raises(RuntimeError, match="write_mla_cache: cache declares layout, which is no attribute"):
         replace(op, tensors=tensors)
+
+
+def test_a_reference_takes_what_its_op_declares() -> None:
+    def another(logits: Any, ends: Any, starts: Any, width: int) -> Any: ...
+
+    message = r"select_topk: its reference takes \['logits', 'ends', 'starts', 'width'\], declared: \[.*'k'\]"
+    with pytest.raises(RuntimeError, match=message):
+        replace(OPS["select_topk"], reference=another)
+
+
+class Reading:
+    """An op's attributes, which note the names that are asked for."""
+
+    def __init__(self, attrs: Any, names: set[str]) -> None:
+        self.attrs, self.names = attrs, names
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.attrs, name)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=kit.case_id)
+def test_every_attribute_is_read(op: Op) -> None:
+    """By a check or a plan of some case and GPU: what none reads would be taken and change nothing."""
+    names: set[str] = set()
+    for case in op.cases:
+        specs = {name: Spec(array.shape, array.dtype.name) for name, array in kit.make(case).items()}
+        attrs: Any = Reading(op.attributes(**case.attrs), names)
+        problem = op.bind({name: specs.get(name) for name in op.tensors}, attrs)
+        for device in KNOWN_DEVICES:
+            with suppress(UnsupportedError):
+                op.plan(problem, device)
+    of_the_derivative = {"deterministic"} if op.name == "sparse_mla" else set()
+    assert op.defaults.keys() - names == of_the_derivative

@@ -96,6 +96,8 @@ class Op:
         declared = [*self.tensors, *self.Values._fields]
         if declared != [*self._parameters]:
             raise RuntimeError(f"{self.name} takes {[*self._parameters]}, declared: {declared}")
+        if (taken := [*inspect.signature(self.reference).parameters]) != declared:
+            raise RuntimeError(f"{self.name}: its reference takes {taken}, declared: {declared}")
         for name, tensor in self.tensors.items():
             if tensor.format_attribute not in ("", *self.Values._fields):
                 raise RuntimeError(f"{self.name}: {name} declares {tensor.format_attribute}, which is no attribute")
