@@ -126,15 +126,16 @@ ffi::Error execute(CUstream stream, int32_t device, ffi::RemainingArgs operands,
     if (result.has_error()) return result.error();
     addresses.push_back(reinterpret_cast<int64_t>((*result)->untyped_data()));
   }
+  auto empty = [&](int32_t place) { return operands.get<ffi::AnyBuffer>(place)->size_bytes() == 0; };
   for (size_t i = 0; i < mutated.size(); ++i) {
-    if (operands.get<ffi::AnyBuffer>(mutated[i])->size_bytes() == 0) continue;
+    if (empty(mutated[i])) continue;  // whose address may be anybody's
     if (addresses[mutated[i]] != addresses[operands.size() + updated[i]]) {
       return ffi::Error::Internal("xmla: XLA has given operand " + std::to_string(mutated[i]) +
                                   ", which is updated in place, and its new value two places in memory; please report "
                                   "the program");
     }
     for (size_t j = 0; j < i; ++j) {
-      if (addresses[mutated[i]] == addresses[mutated[j]]) {
+      if (!empty(mutated[j]) && addresses[mutated[i]] == addresses[mutated[j]]) {
         return ffi::Error::Internal("xmla: XLA has given operands " + std::to_string(mutated[j]) + " and " +
                                     std::to_string(mutated[i]) +
                                     ", which are both updated in place, one place in memory; please report the "
