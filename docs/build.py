@@ -21,7 +21,7 @@ from xmla.core.documents import JAX, TORCH, document, updates
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import Op
-from xmla.core.registry import registry
+from xmla.core.registry import FAMILIES, registry
 from xmla.layouts import LAYOUTS
 
 DOCS = Path(__file__).parent
@@ -30,28 +30,6 @@ FORMATS = "<!-- formats -->"
 GLOSSARY = "<!-- glossary -->"
 OPS = "<!-- ops -->"
 PACKAGE = "<!-- package -->"
-GROUPS = {
-    "A step: new tokens select their keys and attend to them": (
-        "dsa_step", "dsa_attention", "indexer_topk_paged", "indexer_topk", "sparse_mla_paged", "sparse_mla",
-    ),
-    "Its parts": (
-        "split_batch", "quantize_indexer_query", "indexer_logits_paged", "indexer_logits", "select_topk", "map_slots",
-        "window_slots",
-    ),
-    "Selections of blocks: V4.1's blocks, GLM-5.3-Flash's pools": (
-        "indexer_blocks_paged", "indexer_blocks", "indexer_block_topk_paged", "indexer_block_topk",
-        "indexer_block_logits_paged", "indexer_block_logits", "select_blocks", "pool_keys", "expand_blocks",
-    ),
-    "Caches: what writes, reads and converts them": (
-        "write_mla_cache", "write_indexer_cache", "compress_kv", "read_mla_cache", "read_indexer_cache",
-        "convert_mla_cache", "convert_indexer_cache", "resolve_slots",
-    ),
-    "Several GPUs": ("merge_topk", "merge_attention"),
-    "Training the indexer": ("indexer_scores", "indexer_target", "indexer_loss"),
-    "Derivatives, which autograd and `jax.grad` call": (
-        "sparse_mla_backward", "indexer_scores_backward", "indexer_loss_backward",
-    ),
-}  # fmt: skip
 FORMAT_NAMES = {layout.name for layout in MLA_LAYOUTS}
 HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml"}  # not results, which are long
@@ -223,18 +201,16 @@ def folded(text: str, op: str | None = None) -> str:
 
 
 def op_table() -> str:
-    """All ops by purpose, with their first sentence."""
-    listed = [name for names in GROUPS.values() for name in names]
-    if sorted(listed) != sorted(registry()):
-        raise RuntimeError(f"docs/build.py: GROUPS and the registry differ in {', '.join({*listed} ^ {*registry()})}")
+    """All ops by family, with their first sentence."""
     shown = []
-    for title, names in GROUPS.items():
+    for family in FAMILIES:
         rows = []
-        for name in names:
-            summary = " ".join(inspect.cleandoc(registry()[name].doc).partition("\n\n")[0].split())
-            rows.append(f"| [`{name}`](/ops/{name}.md) | {plain(summary)} |")
+        for op in family.OPS:
+            summary = " ".join(inspect.cleandoc(op.doc).partition("\n\n")[0].split())
+            rows.append(f"| [`{op.name}`](/ops/{op.name}.md) | {plain(summary)} |")
+        title = inspect.cleandoc(family.__doc__ or "").partition("\n")[0].rstrip(".")
         shown.append(f"## {title}\n\n{table('op | what it does', rows)}")
-    pages = "\n".join(f"ops/{name}" for name in listed)
+    pages = "\n".join(f"ops/{op.name}" for family in FAMILIES for op in family.OPS)
     return "\n".join(shown) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 

@@ -15,7 +15,7 @@ from xmla import UnsupportedError, torch_api
 from xmla.core.attribute import LARGEST_FACTOR
 from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.op import Case, Op
-from xmla.core.ops.sparse_mla.splits import MOST_SPLITS, Config, count_splits
+from xmla.core.ops.attention.sparse_mla.splits import MOST_SPLITS, Config, count_splits
 from xmla.core.problem import LARGEST_SIZE
 from xmla.core.registry import registry
 from xmla.core.spec import Spec

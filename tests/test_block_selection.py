@@ -7,8 +7,8 @@ import torch
 
 from xmla import torch_api
 from xmla.core.errors import UnsupportedError
-from xmla.core.ops.indexer_topk.cases import make_case as ragged
-from xmla.core.ops.indexer_topk_paged.cases import make_case as paged
+from xmla.core.ops.indexer.indexer_topk.cases import make_case as ragged
+from xmla.core.ops.indexer.indexer_topk_paged.cases import make_case as paged
 from xmla.core.registry import registry
 
 OPS = registry()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from xmla import torch_api
 from xmla.core.call import plan_call
 from xmla.core.formats import stored_values
-from xmla.core.ops.compress_kv.cases import angles
+from xmla.core.ops.cache.compress_kv.cases import angles
 from xmla.core.registry import registry
 from xmla.torch_api._run import plan_tensors
 
@@ -175,7 +175,7 @@ def test_an_entry_is_the_same_however_many_programs_pool_it(monkeypatch: pytest.
         torch_api.compress_kv(*arrays)
         return cache
 
-    monkeypatch.setattr(import_module("xmla.core.ops.compress_kv.plan"), "ROWS", 9)
+    monkeypatch.setattr(import_module("xmla.core.ops.cache.compress_kv.plan"), "ROWS", 9)
     plan_call.cache_clear()
     want = feed(slice(tokens))
     for group in range(groups):

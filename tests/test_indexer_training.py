@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xmla import UnsupportedError, jax_api, torch_api
 from xmla.core.op import Case, Op
-from xmla.core.ops.indexer_scores.reference import valid_columns
+from xmla.core.ops.training.indexer_scores.reference import valid_columns
 from xmla.core.registry import registry
 
 OPS = registry()

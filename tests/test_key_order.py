@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from xmla.core.ops.sparse_mla.backward.gluon_sm90.order import BUCKETS, order_slots_kernel
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import BUCKETS, order_slots_kernel
 
 CASES = [  # tokens, keys, entries, rows, lengths
     (3, 33, 20, 1, False), (4, 700, 100000, 2, True), (2, 1000, 32768, 4, False), (2, 70, 1, 8, False),

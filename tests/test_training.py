@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from xmla import UnsupportedError, interop, jax_api, torch_api
 from xmla.core.formats.mla import PLAIN, VALUE_DIMS
 from xmla.core.op import Case, Op
-from xmla.core.ops.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
+from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
 from xmla.core.tolerance import GRADIENT, cosine_difference
 

@@ -17,7 +17,7 @@ from xmla.core.device import Device, find_device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
-from xmla.core.ops.sparse_mla import unpack
+from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.requests import whole_vectors
 from xmla.core.spec import Spec

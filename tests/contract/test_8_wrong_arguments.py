@@ -21,7 +21,7 @@ from xmla.core import interpreter
 from xmla.core.device import B200, GB10, H200, RTX_PRO_6000, Device, assume_device
 from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
 from xmla.core.op import Op
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.problem import INDEX, LARGEST_SIZE
 from xmla.core.registry import registry

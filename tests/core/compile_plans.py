@@ -46,7 +46,7 @@ from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
 from xmla.core.op import Op
-from xmla.core.ops.sparse_mla.plan import PortableAttention
+from xmla.core.ops.attention.sparse_mla.plan import PortableAttention
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import Spec

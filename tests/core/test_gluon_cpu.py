@@ -15,15 +15,15 @@ from xmla.core.device import B200, H200, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
-from xmla.core.ops.indexer_block_logits.cases import with_blocks
-from xmla.core.ops.indexer_blocks.cases import with_granularity as blocks_case
-from xmla.core.ops.indexer_logits.cases import make_case as logits_case
-from xmla.core.ops.indexer_logits_paged.cases import make_case as paged_case
-from xmla.core.ops.indexer_topk.cases import make_case as topk_case
-from xmla.core.ops.sparse_mla import unpack
-from xmla.core.ops.sparse_mla.backward.cases import backward_of
-from xmla.core.ops.sparse_mla.backward.gluon_sm90 import plan as backward_plan
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.ops.attention.sparse_mla import unpack
+from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import plan as backward_plan
+from xmla.core.ops.attention.sparse_mla.cases import make_case
+from xmla.core.ops.blocks.indexer_block_logits.cases import with_blocks
+from xmla.core.ops.blocks.indexer_blocks.cases import with_granularity as blocks_case
+from xmla.core.ops.indexer.indexer_logits.cases import make_case as logits_case
+from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as paged_case
+from xmla.core.ops.indexer.indexer_topk.cases import make_case as topk_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.spec import Spec
@@ -59,7 +59,7 @@ def served() -> Iterator[tuple[Op, Case, Device]]:
                         yield op, case, device
 
 
-SM90 = "xmla.core.ops.sparse_mla.gluon_sm90"
+SM90 = "xmla.core.ops.attention.sparse_mla.gluon_sm90"
 WIDE_V32 = ATTENTION, make_case(1, 17, 330, 64, V32), HOPPER
 WIDE_V4 = ATTENTION, make_case(1, 17, 330, 64, V4), HOPPER
 ROWS = ATTENTION, make_case(1, 17, 330, 64, PLAIN), HOPPER
@@ -268,15 +268,17 @@ PACKED, CONSUMERS, V32_PRODUCER, V4_PRODUCER = (
     f"{SM90}.packed{name}" for name in ("", "_consumers", "_producer_v32", "_producer_v4")
 )
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
-BACKWARD = "xmla.core.ops.sparse_mla.backward.gluon_sm90.kernel"
-ANY_ORDER_KERNEL = "xmla.core.ops.sparse_mla.backward.gluon_sm90.any_order"
-SM100_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm100.kernel"
-SM100_PRODUCERS = "xmla.core.ops.sparse_mla.gluon_sm100.producers"
-SM120_KERNEL = "xmla.core.ops.sparse_mla.gluon_sm120.kernel"
-SM100_LOGITS = "xmla.core.ops.indexer_logits_paged.gluon_sm100.kernel"
-PLACES = "xmla.core.ops.indexer_block_topk.gluon_sm90.kernel"
-BLOCKS = "xmla.core.ops.indexer_blocks.gluon_sm90.kernel"
-RAGGED, PAGED = (f"xmla.core.ops.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged"))
+BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
+ANY_ORDER_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order"
+SM100_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel"
+SM100_PRODUCERS = "xmla.core.ops.attention.sparse_mla.gluon_sm100.producers"
+SM120_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel"
+SM100_LOGITS = "xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel"
+PLACES = "xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel"
+BLOCKS = "xmla.core.ops.blocks.indexer_blocks.gluon_sm90.kernel"
+RAGGED, PAGED = (
+    f"xmla.core.ops.indexer.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged")
+)
 
 PLANTED = [
     # Waits that are missing.

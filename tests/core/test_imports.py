@@ -1,6 +1,7 @@
 """What every module keeps to: no circles of imports, no op below the ops, no framework in the core, names, errors."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import xmla
-from xmla.core.registry import registry
+from xmla.core.registry import FAMILIES, registry
 
 PACKAGE = Path(xmla.__file__).parent
 
@@ -47,6 +48,20 @@ def test_nothing_below_the_ops_imports_one() -> None:
         if not module.startswith("xmla.core.ops"):
             found = {name for name in named if name.startswith("xmla.core.ops.")}
             assert not found or module == "xmla.core.registry", f"{module} imports {found}"
+
+
+def test_families_of_ops_import_each_other_in_no_circle() -> None:
+    """A module of a family imports all of it first, through its `__init__`; each op is of one family."""
+    families: dict[str, set[str]] = {family.__name__: set() for family in FAMILIES}
+    for module, named in imports().items():
+        for family in families:
+            if module.startswith(f"{family}."):
+                others = families.keys() - {family}
+                families[family] |= {other for other in others for name in named if f"{name}.".startswith(f"{other}.")}
+    [*TopologicalSorter(families).static_order()]
+    folders = {file.parent for file in (PACKAGE / "core" / "ops").glob("*/*/__init__.py")}
+    derivatives = {file.parent for file in (PACKAGE / "core" / "ops").glob("*/*/backward/__init__.py")}
+    assert {Path(inspect.getfile(op.prototype)).parent for op in registry().values()} == folders | derivatives
 
 
 def test_importing_the_core_imports_no_framework() -> None:

@@ -21,7 +21,7 @@ from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.op import Case, Op
-from xmla.core.ops.map_slots.kernels import map_slots_kernel
+from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
 from xmla.core.spec import Spec

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from xmla.core.ops.sparse_mla.constants import Combination, Epilogue
-from xmla.core.ops.sparse_mla.kernels import combine_splits_kernel
+from xmla.core.ops.attention.sparse_mla.constants import Combination, Epilogue
+from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import next_power_of_2
 
 TOKENS, HEADS, DIMS = 2, 3, 512

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xmla.core.lang.sums import LOW_BITS, SUM_WORDS, SUMMAND_BITS, as_sums, exponent_within, low_bits, parts_of
-from xmla.core.ops.sparse_mla.backward.kernels import add_to_sums, load_sums
+from xmla.core.ops.attention.sparse_mla.backward.kernels import add_to_sums, load_sums
 
 MOST = 7 * 2**28 - 1  # of a summand: its bound, 1.5 times that of a probability of 1.5, and roundings
 POWERS = [s * 2**b + d for b in (1, 9, 10, 27, 28, 29) for s in (1, -1) for d in (-1, 1)]

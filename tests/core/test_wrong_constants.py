@@ -6,12 +6,12 @@ from pathlib import Path
 import support_matrix
 
 from xmla.core.formats.mla import MLA_LAYOUTS
-from xmla.core.ops.indexer_logits_paged.gluon_sm100 import kernel as logits
-from xmla.core.ops.sparse_mla import gluon_marks as marks
-from xmla.core.ops.sparse_mla.backward.gluon_sm90 import kernel as derivative
-from xmla.core.ops.sparse_mla.gluon_sm90 import kernel
-from xmla.core.ops.sparse_mla.gluon_sm100 import kernel as sm10x
-from xmla.core.ops.sparse_mla.gluon_sm120 import kernel as sm12x
+from xmla.core.ops.attention.sparse_mla import gluon_marks as marks
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import kernel as derivative
+from xmla.core.ops.attention.sparse_mla.gluon_sm90 import kernel
+from xmla.core.ops.attention.sparse_mla.gluon_sm100 import kernel as sm10x
+from xmla.core.ops.attention.sparse_mla.gluon_sm120 import kernel as sm12x
+from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100 import kernel as logits
 
 PLAIN = {"plain", "plain_v4"}
 SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN, "in any order": PLAIN}  # layouts

@@ -13,7 +13,7 @@ from xmla import jax_api, torch_api
 from xmla.core.device import H200
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
 
 pytestmark = ON_HOPPER

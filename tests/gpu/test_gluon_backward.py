@@ -11,8 +11,8 @@ from hopper import ON_HOPPER, supported
 from xmla import torch_api
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, MlaLayout
 from xmla.core.op import Case
-from xmla.core.ops.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
+from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
 from xmla.core.tolerance import GRADIENT, cosine_difference
 

@@ -8,7 +8,7 @@ import torch
 from xmla import torch_api
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case
-from xmla.core.ops.sparse_mla.cases import make_case
+from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
 from xmla.torch_api import _arrays
 

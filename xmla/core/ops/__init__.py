@@ -1,1 +1,1 @@
-"""One folder per op; `xmla.core.registry` lists them."""
+"""Ops by family, a folder each; `xmla.core.registry` lists them."""

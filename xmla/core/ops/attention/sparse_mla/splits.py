@@ -1,0 +1,153 @@
+"""What the plans of all attention kernels share: splits of the keys, the launch, the combination of the splits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xmla.core.device import Device
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Pages
+from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
+from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_power_of_2
+from xmla.core.problem import LARGEST_SIZE, Problem
+from xmla.core.sizes import arithmetic
+from xmla.core.spec import Spec
+
+INVARIANT_SPLIT_KEYS = 512
+MOST_SPLITS = 4096  # more cost the combination more than they save
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A program's tile: `block_h` heads against `block_n` keys, software-pipelined over `num_stages`.
+
+    `programs`: the occupancy, in programs per SM.
+    `powers`: so many groups of a split's dims are float16 over a power of two each; 0 if they are float32.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+    powers: int = 0
+
+
+@arithmetic
+def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
+    """The number of key splits with the fewest sequential tile steps: full waves, but a split costs about four tiles.
+
+    Combining them costs four more, and one per 50 programs, whose partial results are written and read, or per 100 with
+    float16 results (H200, 2026-11-21 and 2026-11-24: 13.2 against 14.6 µs for two tokens of 128 heads).
+    """
+    tiles = cdiv(keys, config.block_n)
+    programs_a_tile = 100 if config.powers else 50
+
+    def steps(splits: int) -> float:
+        waves = cdiv(programs * splits, device.num_sms * config.programs)
+        shared = programs * splits > device.num_sms and config.programs > 1
+        step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
+        return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / programs_a_tile if splits > 1 else 0)
+
+    # Of the numbers that leave as many tiles to a split the least: more of them only cost more.
+    return min(sorted({cdiv(tiles, cdiv(tiles, n)) for n in range(1, min(tiles, MOST_SPLITS) + 1)} | {1}), key=steps)
+
+
+def count_keys(problem: Problem, config: Config) -> int:
+    """Keys that a token's programs divide: a second cache's keys start a new tile after the first's last tile."""
+    if not problem.has("extra_cache"):
+        return problem["K"]
+    keys = cdiv(problem["K"], config.block_n) * config.block_n + problem["EXTRA_K"]
+    if keys > LARGEST_SIZE:
+        problem.unsupported("slots", "K + EXTRA_K", problem["K"] + problem["EXTRA_K"], f"up to {LARGEST_SIZE}")
+    return keys
+
+
+def attention_plan(
+    problem: Problem, device: Device, kernel: Kernel, config: Config, constants: Callable[..., Attention] = Attention
+) -> Plan:
+    """The launches of `kernel` over splits of the keys and of their combination; `constants` makes the kernel's."""
+    specs, attrs = problem.specs, problem.attrs
+    tokens, heads = problem["T"], problem["H"]
+    head_blocks = cdiv(heads, config.block_h)
+    keys = count_keys(problem, config)
+    if attrs.batch_invariant:
+        splits = max(cdiv(keys, INVARIANT_SPLIT_KEYS), 1)
+    else:
+        splits = count_splits(tokens * head_blocks, keys, config, device)
+    # Whole tiles per split; rounding up may leave fewer splits than asked for.
+    split_keys = max(cdiv(cdiv(keys, splits), config.block_n), 1) * config.block_n
+    splits = max(cdiv(keys, split_keys), 1)
+
+    extra, rotate = problem.has("extra_cache"), problem.has("cos_sin")
+    workspace: dict[str, Spec] = {}
+    if splits > 1:
+        workspace = {
+            "split_out": Spec((tokens, splits, heads, VALUE_DIMS), "float16" if config.powers else "float32"),
+            "split_lse": Spec((tokens, splits, 1 + config.powers, heads), "float32"),
+        }
+    stand_ins = problem.stand_ins(
+        lengths="slots", sink="slots", extra_cache="cache", extra_slots="slots", extra_lengths="slots", cos_sin="slots",
+        positions="slots",
+    )  # fmt: skip
+    attention = constants(
+        HEADS=heads,
+        Q_STRIDE_T=specs["q"].stride(0),
+        Q_STRIDE_H=specs["q"].stride(1),
+        SOURCE=Pages.of(problem, "cache", "lengths"),
+        EXTRA=Pages.of(problem, "extra_cache", "extra_lengths") if extra else None,
+        SCALE=float(attrs.softmax_scale),
+        SPLIT=splits > 1,
+        EPILOGUE=Epilogue.of(problem),
+        BLOCK_H=config.block_h,
+        OVERLAP_LIMIT=device.overlap_limit,
+    )
+    launch = Launch(
+        kernel,
+        grid=(tokens * head_blocks * splits,),
+        outputs=("out", "lse"),
+        arrays={**stand_ins, **({"out": "split_out", "lse": "split_lse"} if splits > 1 else {})},
+        sizes={
+            "num_slots": problem["P"] * problem["R"],
+            "num_keys": problem["K"],
+            "slot_stride": specs["slots"].stride(0),
+            "num_extra_slots": problem["EXTRA_P"] * problem["EXTRA_R"] if extra else 0,
+            "num_extra_keys": problem["EXTRA_K"] if extra else 0,
+            "extra_slot_stride": specs["extra_slots"].stride(0) if extra else 0,
+            "num_positions": problem["S"] if rotate else 0,
+            "num_splits": splits,
+            "split_keys": split_keys,
+        },
+        constexprs={"C": attention},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        # With 99 KB of shared memory, and before sm_90, the compiler would spill for a second program on the SM.
+        max_registers=most_registers(config.num_warps) if device.arch < 90 or device.arch >= 120 else None,
+    )
+    results = problem.results
+    if splits == 1:
+        return Plan((launch,), results, ("out", "lse"))
+    # A head's dims are shared among programs where these leave SMs idle. The order of additions follows the parts and
+    # the warps: with batch_invariant neither follows the rows.
+    alone = not attrs.batch_invariant
+    parts = 4 if alone and 4 * tokens * heads <= device.num_sms else 1
+    combination = Combination(
+        HEADS=heads,
+        EPILOGUE=attention.EPILOGUE,
+        PARTS=parts,
+        POWERS=config.powers,
+        SKIP=attention.HAS_LENGTHS,
+        MAX_SPLITS=next_power_of_2(splits),
+        OVERLAP_LIMIT=device.overlap_limit,
+    )
+    combine = Launch(
+        combine_splits_kernel,
+        grid=(tokens * heads * parts,),
+        outputs=("out", "lse"),
+        arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
+        sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
+        constexprs={"C": combination},
+        # Two programs of eight warps on an SM: 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22). In more
+        # waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24).
+        num_warps=8 if alone and combination.MAX_SPLITS > 8 and tokens * heads <= 2 * device.num_sms else 4,
+    )
+    return Plan((launch, combine), {**workspace, **results}, ("out", "lse"))

@@ -1,0 +1,30 @@
+from xmla.core.device import Device
+from xmla.core.ops.blocks.expand_blocks.kernels import expand_blocks_kernel
+from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
+from xmla.core.selection import entries_of, expanded
+
+BLOCK_C = 256  # columns of a program
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    results = problem.results
+    parts = max(cdiv(expanded(problem), BLOCK_C), 1)
+    launch = Launch(
+        expand_blocks_kernel,
+        grid=(problem["T"] * parts,),
+        outputs=("indices",),
+        sizes={
+            "num_columns": entries_of(problem),
+            "blocks_stride": problem.specs["blocks"].stride(0),
+            "width": expanded(problem),
+            "parts": parts,
+        },
+        constexprs={
+            "UNIT": results["indices"].vector(expanded(problem)),
+            "GRANULARITY": problem.attrs.granularity,
+            "TAIL": problem.attrs.tail,
+            "BLOCK_C": BLOCK_C,
+        },
+    )
+    return Plan((launch,), results, ("indices",))

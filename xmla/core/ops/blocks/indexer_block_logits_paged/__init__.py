@@ -1,0 +1,93 @@
+from collections.abc import Iterator
+from typing import Any
+
+from xmla.core.indexer import check_logits_dtype, check_query, logits_of
+from xmla.core.op import Op
+from xmla.core.ops.blocks.indexer_block_logits_paged.cases import CASES
+from xmla.core.ops.blocks.indexer_block_logits_paged.plan import IMPLEMENTATION
+from xmla.core.ops.blocks.indexer_block_logits_paged.reference import reference
+from xmla.core.ops.indexer import indexer_logits_paged
+from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
+from xmla.core.requests import check_requests, paged_limits
+from xmla.core.selection import block_logits_work, capacity_of, check_granularity, entries_of
+
+
+def indexer_block_logits_paged(
+    q8, weights, cache, block_table, lengths, blocks, request_ids=None, *, granularity: int,
+    logits_dtype: str = "float32",
+) -> Any:  # fmt: skip
+    """Lightning-indexer logits of the keys in each token's selected blocks alone, over the paged indexer cache.
+
+        logits[t,c] = logit of t and key n as in `indexer_logits_paged`,      n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                                               where there is no such block or n ≥ lengths[t]
+        widths[t]   = 1 + the last column c with a key, 0 if there is none                          g = granularity
+
+    Time follows the blocks, not the context: keys in no block are never read.
+
+    Args:
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`. Only page ids that a
+            block's keys below the length refer to are read.
+        blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
+            block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
+        granularity: Keys of a block, a power of two up to 128.
+        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
+            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+
+    Returns:
+        logits: [T, BLOCKS · g] in logits_dtype, every element written.
+        widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
+            key.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
+        UnsupportedError: I > 128.
+
+    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
+    fp8_fp4_paged_sparse_mqa_logits is the same function.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
+        >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # fp8 keys of 32 dims, all 0
+        >>> block_table, lengths = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> blocks = xp.asarray([[0, 2]], dtype=xp.int32)  # keys 0 and 1, and key 4
+        >>> logits, widths = ops.indexer_block_logits_paged(
+        ...     q8, weights, cache, block_table, lengths, blocks, granularity=2
+        ... )
+        >>> logits.tolist(), widths.tolist()
+        ([[0.0, 0.0, 0.0, -inf]], [3])
+    """
+
+
+def check_blocks(problem: Problem) -> None:
+    check_query(problem)
+    check_requests(problem, "q8")
+    check_granularity(problem)
+
+
+def check(problem: Problem) -> None:
+    check_blocks(problem)
+    check_logits_dtype(problem)
+
+
+def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
+    yield from paged_limits(problem, arrays)
+    yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs.granularity) - 1)
+
+
+TENSORS = {name: tensor for name, tensor in indexer_logits_paged.OP.tensors.items() if name != "request_ids"}
+TENSORS |= {"blocks": Tensor("T BLOCKS", INDEX), "request_ids": indexer_logits_paged.OP.tensors["request_ids"]}
+
+OP = Op(
+    prototype=indexer_block_logits_paged,
+    tensors=TENSORS,
+    outputs={
+        "logits": logits_of("T ENTRIES", sizes={"ENTRIES": entries_of}),
+        "widths": Result("T", "int32"),
+    },
+    check=check,
+    limits=limits,
+    work=block_logits_work,
+    implementations=(IMPLEMENTATION,),
+    reference=reference,
+    cases=CASES,
+)

@@ -1,0 +1,78 @@
+from dataclasses import dataclass
+
+from xmla.core.device import Device
+from xmla.core.implementation import Implementation
+from xmla.core.indexer import Keys, Pages, Query, head_rows, keys_are_mxfp4
+from xmla.core.ops.blocks.indexer_block_logits_paged.kernels import indexer_block_logits_paged_kernel
+from xmla.core.ops.indexer.indexer_logits_paged.plan import Config, configure
+from xmla.core.plan import Constants, Launch, Plan, cdiv
+from xmla.core.problem import Problem
+from xmla.core.requests import tokens_a_request
+from xmla.core.selection import capacity_of, entries_of
+from xmla.core.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBlockLogits(Constants):
+    """Constants of the kernel."""
+
+    QUERY: Query
+    KEYS: Keys
+    PAGES: Pages
+    HAS_BLOCKS: bool
+    GRANULARITY: int  # keys of a block
+    BLOCK_N: int  # keys of a tile
+    OVERLAP_LIMIT: int  # core/lang/launches.py
+
+
+def splits(rows: int, columns: int, config: Config, device: Device) -> int:
+    """Programs a token: as many as fill the machine if the tokens alone do not."""
+    return max(1, min(cdiv(columns, config.block_n), cdiv(device.num_sms * config.programs_a_sm, max(rows, 1))))
+
+
+def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") -> Plan:
+    """The logits of `rows` tokens from `first_row` on: of all keys if the call has no blocks."""
+    of_blocks = problem.has("blocks")
+    columns = entries_of(problem) if of_blocks else capacity_of(problem)
+    config = configure(head_rows(problem), keys_are_mxfp4(problem), device)
+    divided = splits(rows, columns, config, device)
+    results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), dtype)}
+    launch = Launch(
+        indexer_block_logits_paged_kernel,
+        grid=(rows * divided,),
+        outputs=tuple(results),
+        arrays=problem.stand_ins(request_ids="lengths", blocks="lengths"),
+        sizes={
+            "first_row": 0,
+            "num_requests": problem["B"],
+            "num_pages": problem["P"],
+            "table_stride": problem.specs["block_table"].stride(0),
+            "capacity": capacity_of(problem),
+            "next_n": tokens_a_request(problem),
+            "blocks_stride": problem.specs["blocks"].stride(0) if of_blocks else 0,
+            "num_columns": columns,
+            "splits": divided,
+        },
+        constexprs={
+            "C": PagedBlockLogits(
+                QUERY=Query.of(problem),
+                KEYS=Keys.of(problem, device),
+                PAGES=Pages.of(problem),
+                HAS_BLOCKS=of_blocks,
+                GRANULARITY=problem.attrs.granularity,
+                BLOCK_N=config.block_n,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
+        },
+        num_warps=config.warps,
+        num_stages=config.stages,
+        max_registers=config.max_registers,
+    )
+    return Plan((launch,), results, ("logits", "widths"))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    return part(problem, device, problem["T"], problem.attrs.logits_dtype)
+
+
+IMPLEMENTATION = Implementation("triton", plan)

@@ -1,0 +1,74 @@
+from typing import Any
+
+from xmla.core.implementation import Implementation
+from xmla.core.indexer import check_selection
+from xmla.core.op import Op
+from xmla.core.ops.blocks import indexer_block_logits
+from xmla.core.ops.blocks.indexer_block_topk.cases import CASES
+from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_SM90
+from xmla.core.ops.blocks.indexer_block_topk.plan import plan
+from xmla.core.ops.blocks.indexer_block_topk.reference import reference
+from xmla.core.problem import Problem, Result
+from xmla.core.selection import block_selection_work
+from xmla.core.tolerance import Selection
+
+
+def indexer_block_topk(
+    q8, weights, keys, key_scales, starts, ends, blocks, *, k: int, granularity: int, workspace_bytes: int = 1 << 29
+) -> Any:
+    """The k keys of each token with the largest logits among the keys of its selected blocks (prefill).
+
+        logits, widths = indexer_block_logits(…, blocks, granularity=g)
+        columns        = select_topk(logits, widths, k=k)
+        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+
+    Everything else is as in `indexer_block_topk_paged`, whose blocks are a request's; here they count from the token's
+    start. With few more keys N than the blocks have, neighbouring tokens read every key of their ranges once, and store
+    the logits of their blocks' keys alone; with more each token reads its blocks' keys. Keys in no block do not
+    influence the result.
+
+    Args:
+        q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
+        k: K ≥ 1, as in `select_topk`.
+        workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+
+    Returns:
+        indices: [T, K] int32, key − start in the order of their columns, so ascending if the blocks are, −1 padded at
+            the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
+        UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    On 9.0 over fp8 keys N may be three times the keys of a token's blocks, elsewhere as many as these. Either way a row
+    has the same bits, whatever else is in the call. Bits may differ between arrays whose first addresses differ modulo
+    16 bytes.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 3, 32)), xp.ones((1, 3)), scale=1.0)
+        >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
+        >>> starts, ends = xp.asarray([0], dtype=xp.int32), xp.asarray([3], dtype=xp.int32)
+        >>> blocks = xp.asarray([[1, -1]], dtype=xp.int32)  # key 2
+        >>> ops.indexer_block_topk(
+        ...     q8, weights, keys, key_scales, starts, ends, blocks, k=2, granularity=2
+        ... ).tolist()
+        [[2, -1]]
+    """
+
+
+def check(problem: Problem) -> None:
+    indexer_block_logits.check_blocks(problem)
+    check_selection(problem)
+
+
+OP = Op(
+    prototype=indexer_block_topk,
+    tensors=indexer_block_logits.OP.tensors,
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
+    check=check,
+    limits=indexer_block_logits.limits,
+    work=block_selection_work,
+    implementations=(GLUON_SM90, Implementation("triton", plan)),
+    reference=reference,
+    cases=CASES,
+)

@@ -1,0 +1,71 @@
+from typing import Any
+
+from xmla.core.implementation import Implementation
+from xmla.core.indexer import check_selection
+from xmla.core.op import Op
+from xmla.core.ops.blocks import indexer_block_logits_paged
+from xmla.core.ops.blocks.indexer_block_topk_paged.cases import CASES
+from xmla.core.ops.blocks.indexer_block_topk_paged.plan import plan
+from xmla.core.ops.blocks.indexer_block_topk_paged.reference import reference
+from xmla.core.problem import Problem, Result
+from xmla.core.selection import block_selection_work
+from xmla.core.tolerance import Selection
+
+
+def indexer_block_topk_paged(
+    q8, weights, cache, block_table, lengths, blocks, request_ids=None, *, k: int, granularity: int,
+    workspace_bytes: int = 1 << 29,
+) -> Any:  # fmt: skip
+    """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
+
+        logits, widths = indexer_block_logits_paged(…, blocks, request_ids, granularity=g)
+        columns        = select_topk(logits, widths, k=k)
+        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+
+    With blocks in ascending order the result is exactly the first k of the blocks' keys in `select_topk`'s total order;
+    in another order of blocks the keys have the order of their columns. In blocks that `indexer_blocks_paged` selected
+    for the same query, at least k + newest of them, the selection is that of `indexer_topk_paged` over all keys.
+
+    Args:
+        q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_logits_paged`.
+        k: K ≥ 1, as in `select_topk`.
+        workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+
+    Returns:
+        indices: [T, K] int32, positions within the request in the order of their columns, so ascending if the blocks
+            are, −1 padded at the end.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B; k < 1.
+        UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    DeepSeek-V4.1's index layers after the source select 512 keys of 2048 blocks of 8, whatever the context.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
+        >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # equal keys: the first ones win
+        >>> block_table, lengths = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> blocks = xp.asarray([[1, 2]], dtype=xp.int32)  # keys 2 and 3, and key 4
+        >>> ops.indexer_block_topk_paged(
+        ...     q8, weights, cache, block_table, lengths, blocks, k=2, granularity=2
+        ... ).tolist()
+        [[2, 3]]
+    """
+
+
+def check(problem: Problem) -> None:
+    indexer_block_logits_paged.check_blocks(problem)
+    check_selection(problem)
+
+
+OP = Op(
+    prototype=indexer_block_topk_paged,
+    tensors=indexer_block_logits_paged.OP.tensors,
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
+    check=check,
+    limits=indexer_block_logits_paged.limits,
+    work=block_selection_work,
+    implementations=(Implementation("triton", plan),),
+    reference=reference,
+    cases=CASES,
+)

@@ -1,0 +1,74 @@
+from typing import Any
+
+from xmla.core.implementation import Implementation
+from xmla.core.indexer import check_query, check_selection, selection_work
+from xmla.core.op import Op
+from xmla.core.ops.blocks import select_blocks
+from xmla.core.ops.blocks.indexer_blocks_paged.cases import CASES
+from xmla.core.ops.blocks.indexer_blocks_paged.plan import plan
+from xmla.core.ops.blocks.indexer_blocks_paged.reference import reference
+from xmla.core.ops.indexer import indexer_logits_paged
+from xmla.core.problem import Problem, Result
+from xmla.core.requests import check_requests, paged_limits
+from xmla.core.selection import check_newest
+from xmla.core.tolerance import Selection
+
+
+def indexer_blocks_paged(
+    q8, weights, cache, block_table, lengths, request_ids=None, *, k: int, granularity: int, newest: int = 1,
+    workspace_bytes: int = 1 << 29,
+) -> Any:  # fmt: skip
+    """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
+
+        logits  = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
+        indices = select_blocks(logits, lengths, k=k, granularity=granularity, newest=newest)
+
+    The result is exactly this, total order included. The logits are stored of all tokens if they fit the workspace,
+    otherwise of as many tokens at a time as do.
+
+    Args:
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
+        k, granularity, newest: As in `select_blocks`.
+        workspace_bytes: The most device memory to use besides the result.
+
+    Returns:
+        indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
+            is outside [0, B), and so has logits of −inf, the blocks that `select_blocks` takes of equal ones.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
+        UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
+
+    DeepSeek-V4.1's source layer keeps 2048 blocks of 8; it and the layers after it then select keys in them by
+    `indexer_block_topk_paged`, which for the source layer is the selection over all keys.
+
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Example:
+        >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 2, 32)), xp.ones((1, 2)))
+        >>> cache = xp.zeros((2, 4, 36), dtype=xp.uint8)  # equal keys: the first block wins, and the newest
+        >>> block_table, lengths = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([5], dtype=xp.int32)
+        >>> ops.indexer_blocks_paged(q8, weights, cache, block_table, lengths, k=2, granularity=2).tolist()
+        [[0, 2]]
+    """
+
+
+def check(problem: Problem) -> None:
+    check_query(problem)
+    check_requests(problem, "q8")
+    check_newest(problem)
+    check_selection(problem)
+
+
+OP = Op(
+    prototype=indexer_blocks_paged,
+    tensors=indexer_logits_paged.OP.tensors,
+    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
+    check=check,
+    limits=paged_limits,
+    work=selection_work,
+    steps=(indexer_logits_paged.OP, select_blocks.OP),
+    implementations=(Implementation("steps", plan),),
+    reference=reference,
+    cases=CASES,
+)

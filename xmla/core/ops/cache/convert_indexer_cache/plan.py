@@ -1,0 +1,33 @@
+from xmla.core.device import Device
+from xmla.core.ops.cache.convert_indexer_cache.kernels import convert_indexer_cache_kernel
+from xmla.core.plan import Launch, Plan, cdiv
+from xmla.core.problem import Problem
+
+BLOCK_T = 16
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    specs, origin, layout = problem.specs, problem.formats["source"], problem.formats["cache"]
+    launch = Launch(
+        convert_indexer_cache_kernel,
+        grid=(cdiv(problem["T"], BLOCK_T),),
+        sizes={
+            "num_tokens": problem["T"],
+            "num_source_slots": problem["SOURCE_P"] * problem["SOURCE_R"],
+            "num_slots": problem["P"] * problem["R"],
+        },
+        constexprs={
+            "SOURCE_SLOT_STRIDE": specs["source_slots"].stride(0),
+            "SOURCE_PAGE_STRIDE": specs["source"].stride(0),
+            "SOURCE_PAGE_SIZE": problem.page_size("source"),
+            "SOURCE_MXFP4": origin.format == "mxfp4",
+            "SLOT_STRIDE": specs["slots"].stride(0),
+            "PAGE_STRIDE": specs["cache"].stride(0),
+            "PAGE_SIZE": problem.page_size(),
+            "MXFP4": layout.format == "mxfp4",
+            "D": layout.dim,
+            "MIN_EXPONENT": layout.min_exponent,
+            "BLOCK_T": BLOCK_T,
+        },
+    )
+    return Plan((launch,), {}, ())

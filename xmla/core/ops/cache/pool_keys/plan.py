@@ -1,0 +1,12 @@
+from xmla.core.device import Device
+from xmla.core.ops.cache.compress_kv.plan import compress
+from xmla.core.plan import Plan
+from xmla.core.problem import LARGEST_SIZE, Problem
+
+# What the compressor calls a key and its gate, and what stands in for what it does not read.
+ARRAYS = {"kv": "keys", "score": "gates", "norm_weight": "ape", "cos_sin": "ape"}
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    min_exponent = problem.formats["cache"].min_exponent
+    return compress(problem, device, ARRAYS, min_exponent, 4, {"num_angles": LARGEST_SIZE}, {"E": 0, "EPS": 0.0})

@@ -1,0 +1,82 @@
+from dataclasses import dataclass
+
+from xmla.core.device import Device
+from xmla.core.implementation import Implementation
+from xmla.core.indexer import Keys, head_rows
+from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, Scores, SelectedScores
+from xmla.core.ops.training.indexer_scores.kernels import indexer_scores_kernel, selected_scores_kernel
+from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
+from xmla.core.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A program has `block_n` keys and `block_t` tokens; a product takes as many tokens as fill `rows` rows."""
+
+    block_t: int
+    block_n: int
+    rows: int
+    warps: int
+    stages: int
+
+
+def configure(device: Device) -> Config:
+    if device.has_tensor_memory:
+        # Of four warps each has whole rows of a product, whose heads a thread then adds alone.
+        return Config(64, 128, 128, 4, 2)
+    if device.arch == 90:
+        # Two programs an SM, by shared memory and registers: one adds heads while another multiplies.
+        return Config(64, 128, 128, 8, 2)
+    return Config(64, 128, 64, 8, 3)
+
+
+def column_sizes(problem: Problem) -> dict[str, int]:
+    return {"num_keys": problem["N"], "num_columns": num_columns(problem)}
+
+
+def num_columns(problem: Problem) -> int:
+    return problem["K" if problem.has("indices") else "N"]
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    launch = _selected(problem) if problem.has("indices") else _ranges(problem, device)
+    return Plan((launch,), problem.results, ("scores",))
+
+
+def _ranges(problem: Problem, device: Device) -> Launch:
+    tokens, config = problem["T"], configure(device)
+    block_t = min(config.block_t, next_power_of_2(max(tokens, 1)))
+    constants = Scores(
+        INDEXER=Indexer.of(problem),
+        COLUMNS=Columns.of(problem),
+        KEYS=Keys.plain(problem, device),
+        BLOCK_T=block_t,
+        GROUP=min(block_t, max(config.rows // head_rows(problem), 1)),
+        BLOCK_N=config.block_n,
+    )
+    return Launch(
+        indexer_scores_kernel,
+        grid=(cdiv(tokens, block_t) * cdiv(problem["N"], config.block_n),),
+        outputs=("scores",),
+        arrays=problem.stand_ins(ends="q", starts="q"),
+        sizes={"num_tokens": tokens, "num_keys": problem["N"]},
+        constexprs={"C": constants},
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _selected(problem: Problem) -> Launch:
+    block_n = 64
+    constants = SelectedScores(INDEXER=Indexer.of(problem), COLUMNS=Columns.of(problem), BLOCK_N=block_n)
+    return Launch(
+        selected_scores_kernel,
+        grid=(problem["T"] * cdiv(problem["K"], block_n),),
+        outputs=("scores",),
+        arrays=problem.stand_ins(ends="q", starts="q"),
+        sizes=column_sizes(problem),
+        constexprs={"C": constants},
+    )
+
+
+IMPLEMENTATION = Implementation("triton", plan)
