@@ -52,7 +52,7 @@ class Specialization:
     @property
     def op(self) -> str:
         """The op whose folder has the kernel."""
-        return self.kernel.__module__.removeprefix("xmla.core.ops.").split(".")[1]
+        return self.kernel.__module__.removeprefix("xmla.core.ops.").split(".")[:2][-1]
 
     @property
     def constants(self) -> dict[str, Hashable]:
