@@ -190,6 +190,26 @@ def test_drift_is_bounded_by_one_rounding_but_after_a_swap() -> None:
         assert drift.value == pytest.approx(2e-5, rel=0.03)
 
 
+def test_a_factor_that_the_cosine_passes_is_told() -> None:
+    """1.003 is a cosine drift of 4e-6, as a wrong scale is; where another key was selected it may be that key's."""
+    for name in ("sparse_mla", "dsa_attention"):
+        op = registry()[name]
+        inputs, attrs = kit.make(op.cases[1]), kit.attributes(op, op.cases[1])
+        with np.errstate(all="ignore"):
+            right = dict(zip(op.outputs, map(np.asarray, op.reference(**inputs, **attrs)), strict=True))
+        for factor, told in ((1.003, True), (0.997, True), (1.0005, False)):
+            found = shadow.drifts(op, inputs, attrs, right | {"out": right["out"] * factor})
+            (drift,) = [drift for drift in found if drift.result == "out"]
+            assert (drift.ok, drift.kind) == ((False, "factor beside 1") if told else (True, "cosine drift"))
+            if told:
+                assert drift.value == pytest.approx(0.003, rel=1e-3) and 1e-3 <= drift.bound < 0.003
+        if "indices" in right:
+            other = right["indices"].copy()
+            other[0, 0] += 1
+            found = shadow.drifts(op, inputs, attrs, right | {"out": right["out"] * 1.003, "indices": other})
+            assert [(drift.kind, drift.ok) for drift in found if drift.result == "out"] == [("cosine drift", True)]
+
+
 def test_drift_of_infinities_is_infinite_but_in_their_places() -> None:
     op = registry()["sparse_mla"]
     inputs, attrs = kit.make(op.cases[1]), kit.attributes(op, op.cases[1])

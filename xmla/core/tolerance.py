@@ -20,6 +20,10 @@ class Tolerance:
     in_bfloat16: float | None = None
     factor: float = 1e-3
 
+    def array(self, dtype: np.dtype) -> float:
+        """The array's bound of a result of this dtype."""
+        return self.in_bfloat16 if dtype == ml_dtypes.bfloat16 and self.in_bfloat16 is not None else self.cosine
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -72,16 +76,18 @@ def difference(got: np.ndarray, want: np.ndarray, agreement: Agreement | None) -
         return f"{int(bad.sum())} of {b.size} off; at {worst} got {a[worst]}, expected {b[worst]}"
     if bound is EXACT:
         return None
-    smallest = float(ml_dtypes.finfo(got.dtype).smallest_normal)
-    counted = finite & (np.maximum(np.abs(a), np.abs(b)) >= smallest)  # a subnormal number has fewer bits than others
+    counted = finite & ~are_subnormal(a, b, got.dtype)
     a, b = a[counted], b[counted]
-    apart = cosine_difference(a, b)
-    limit = bound.in_bfloat16 if got.dtype == ml_dtypes.bfloat16 else None
-    limit = bound.cosine if limit is None else limit
+    apart, limit = cosine_difference(a, b), bound.array(got.dtype)
     if not apart <= limit:
         return f"cosine difference {apart:.2e}"
     factor, by_chance = factor_difference(a, b, limit)
     return None if abs(factor) <= bound.factor + by_chance else f"a factor of {1 + factor:.5f}"
+
+
+def are_subnormal(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Where both are less than the smallest normal number of a result's dtype: such have fewer bits than others."""
+    return np.maximum(np.abs(a), np.abs(b)) < float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
 def cosine_difference(a: np.ndarray, b: np.ndarray) -> float:

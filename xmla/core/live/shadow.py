@@ -1,7 +1,8 @@
 """XMLA_SHADOW=p: compute a share p of the rows of each call again with the reference.
 
 This compares the kernels with the reference on live data: the recall of selections and the cosine drift of all other
-results are logged at INFO, with the worst so far. Drift beyond a bound is logged as an ERROR, with a reproducer.
+results are logged at INFO, with the worst so far. Drift beyond a bound is logged as an ERROR, with a reproducer; so is
+a factor common to a result, as a wrong scale is, of which the cosine has half of the square alone.
 """
 
 import logging
@@ -19,7 +20,7 @@ from xmla.core.device import Device
 from xmla.core.live.reproducer import Take, has_tokens, save, shrink
 from xmla.core.op import Op
 from xmla.core.spec import Spec
-from xmla.core.tolerance import Selection, cosine_difference
+from xmla.core.tolerance import EXACT, Selection, are_subnormal, cosine_difference, factor_difference
 
 log = logging.getLogger("xmla")
 
@@ -29,7 +30,7 @@ MAX_DRIFT_AFTER_SWAP = 1e-3
 
 _random = np.random.default_rng(0)
 _lock = threading.RLock()  # a handler of signals may call an op while its thread holds it
-_worst: dict[tuple[str, str], float] = {}
+_worst: dict[tuple[str, str, str], float] = {}
 _rows: Counter[str] = Counter()
 
 
@@ -51,7 +52,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The distance of one result from the reference: 1 − recall, cosine drift, or the share of wrong elements."""
+    """The distance of one result from the reference: 1 − recall, cosine drift, the share of wrong elements, or how far
+    a common factor is from 1.
+    """
 
     result: str
     kind: str
@@ -102,10 +105,10 @@ def compare(taken: Sample, arrays: Mapping[str, Any], results: Sequence[Any], ta
     with _lock:
         _rows[op.name] += 1 if taken.rows is None else len(taken.rows)
         for drift in all_drifts:
-            key = op.name, drift.result
+            key = op.name, drift.result, drift.kind
             _worst[key] = max(_worst.get(key, 0.0), drift.value)
         summary = ", ".join(
-            f"{d.result} {d.kind} {d.value:.1e} (worst {_worst[op.name, d.result]:.1e})" for d in all_drifts
+            f"{d.result} {d.kind} {d.value:.1e} (worst {_worst[op.name, d.result, d.kind]:.1e})" for d in all_drifts
         )
         count = _rows[op.name]
     log.info("shadow %s: %s; %d rows so far", op.name, summary, count)
@@ -138,9 +141,11 @@ def drifts(
                 Drift(name, "wrong share", float(np.mean(got[name] != value)) if value.size else 0.0, 0.0)
             )
         else:
-            bound = ROUNDED_ONCE if agreement is None else agreement.cosine
+            bound = 0.0 if agreement is None else agreement.array(got[name].dtype)
             bound = MAX_DRIFT_AFTER_SWAP if swapped else max(bound, ROUNDED_ONCE)
-            all_drifts.append(Drift(name, "cosine drift", _cosine_drift(got[name], value), bound))
+            # Another key moves all dims of a row together: there a factor tells nothing.
+            factor = np.inf if swapped else (agreement or EXACT).factor
+            all_drifts.append(_drift(name, got[name], value, bound, factor))
     return all_drifts
 
 
@@ -150,14 +155,22 @@ def _recall(got: np.ndarray, want: np.ndarray) -> float:
     return min((len(a & b) / max(len(a), len(b)) for a, b in rows if a or b), default=1.0)
 
 
-def _cosine_drift(got: np.ndarray, want: np.ndarray) -> float:
-    """1 − 2Σab / Σ(a² + b²) where the reference is finite, ignoring NaN there; infinite if infinities differ."""
+def _drift(name: str, got: np.ndarray, want: np.ndarray, bound: float, most: float) -> Drift:
+    """1 − 2Σab / Σ(a² + b²) where the reference is finite, ignoring NaN there; infinite if infinities differ.
+
+    Of a result that is within this `bound` and multiplied by more than `most` admits, the factor's distance from 1.
+    """
     with np.errstate(invalid="ignore"):  # unwritten elements may be signalling NaN
         a, b = got.astype(np.float64), want.astype(np.float64)
+    infinite = Drift(name, "cosine drift", float("inf"), bound)
     if not np.array_equal(a[np.isinf(b)], b[np.isinf(b)]):
-        return float("inf")
+        return infinite
     finite = np.isfinite(b)
     a, b = a[finite], b[finite]
     if not np.isfinite(a).all():
-        return float("inf")
-    return cosine_difference(a, b)
+        return infinite
+    drift = Drift(name, "cosine drift", cosine_difference(a, b), bound)
+    counted = ~are_subnormal(a, b, got.dtype)
+    factor, by_chance = factor_difference(a[counted], b[counted], bound)
+    scaled = Drift(name, "factor beside 1", abs(factor), most + by_chance)
+    return scaled if drift.ok and not scaled.ok else drift
