@@ -8,6 +8,7 @@ import torch
 
 from xmla.core.ops.attention.sparse_mla.constants import Combination, Epilogue
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
+from xmla.core.ops.attention.sparse_mla.splits import MOST_SPLITS, split_counts
 from xmla.core.plan import next_power_of_2
 
 TOKENS, HEADS, DIMS = 2, 3, 512
@@ -99,3 +100,9 @@ def test_the_last_program_of_a_head_turns_its_roped_dims(device: str, programs: 
     turned = np.stack([even * cos + odd * sin, odd * cos - even * sin], -1).reshape(TOKENS, HEADS, 64)
     assert np.array_equal(got[..., :-64], plain[..., :-64])
     assert np.allclose(got[..., -64:], turned, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tiles", [*range(130), 1000, 4095, 4096, 4097, 9999])
+def test_numbers_of_splits_are_the_least_that_leave_as_many_tiles(tiles: int) -> None:
+    every = range(1, min(tiles, MOST_SPLITS) + 1)
+    assert split_counts(tiles) == tuple(sorted({-(-tiles // -(-tiles // n)) for n in every} | {1}))

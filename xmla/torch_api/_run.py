@@ -174,7 +174,8 @@ class Kept:
 
     MOST = 1 << 11
     RECENT = 8  # a model's layers differ in a few ways
-    MOST_KINDS, FAMILIES = 1 << 9, 16  # of a kind, whose tensors differ in sizes alone
+    MOST_KINDS = 1 << 9
+    FAMILIES = 1 << 7  # of a kind, whose tensors differ in sizes alone: a step of ever new sizes meets some 50
 
     def __init__(self) -> None:
         self.prepared: OrderedDict[Any, Prepared] = OrderedDict()
@@ -265,14 +266,16 @@ def matcher(
     scope = {"same": same, "current_device": _private.current_device, "ordinal": ordinal}
     for name, value in named:
         scope |= {f"{name}_value": value, f"{name}_type": type(value)}
-    return generated(_match(tuple(op.tensors), present, tuple(op.defaults), literals, ordinal >= 0), "match", **scope)
+    return _match(tuple(op.tensors), present, tuple(op.defaults), literals, ordinal >= 0)(**scope)
 
 
 @cache
 def _match(
     tensors: tuple[str, ...], present: tuple[str, ...], attrs: tuple[str, ...], literals: tuple[str, ...], on_gpu: bool
-) -> str:
-    """The text of a `Match`: a loop over arguments costs more than all comparisons. For an op of few arguments
+) -> Callable[..., Match]:
+    """What makes a `Match` of the values that it compares with: text is executed once, not for each call of a new size.
+
+    A loop over arguments costs more than all comparisons. For an op of few arguments the `Match` reads
 
     def match(tensors, attrs, implementation):
         q, slots, lengths, = tensors
@@ -284,20 +287,25 @@ def _match(
                 return [q, slots, ]
     """
     tests = [f"{name} is None" for name in tensors if name not in present]
-    for name, literal in zip((*attrs, "implementation"), literals, strict=True):  # True is not 1, nor is 1.0
+    named = *attrs, "implementation"
+    for name, literal in zip(named, literals, strict=True):  # True is not 1, nor is 1.0
         tests.append(f"{name} is {literal}" if literal else f"type({name}) is {name}_type and {name} == {name}_value")
     tests += [f"same({', '.join(present)})", *["current_device() == ordinal"] * on_gpu]
 
     def each(names: tuple[str, ...], form: str = "{}, ") -> str:
         return "".join(form.format(name) for name in names)
 
-    return f"""def match(tensors, attrs, implementation):
-    {each(tensors)} = tensors
-    {each(attrs) or "()"} = attrs
-    if {" and ".join(tests)}:
-        {each(present)} = {each(present, "{}.data_ptr(), ")}
-        if not ({" or ".join(f"{name} % 16" for name in present)}):
-            return [{each(present)}]"""
+    values = ["same", "current_device", "ordinal", *(f"{name}_{of}" for name in named for of in ("value", "type"))]
+    text = f"""def matching({", ".join(values)}):
+    def match(tensors, attrs, implementation):
+        {each(tensors)} = tensors
+        {each(attrs) or "()"} = attrs
+        if {" and ".join(tests)}:
+            {each(present)} = {each(present, "{}.data_ptr(), ")}
+            if not ({" or ".join(f"{name} % 16" for name in present)}):
+                return [{each(present)}]
+    return match"""
+    return generated(text, "matching")
 
 
 def refuse_fork(op: Op) -> None:

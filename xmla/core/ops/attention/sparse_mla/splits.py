@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from xmla.core.device import Device
 from xmla.core.formats.mla import VALUE_DIMS
@@ -48,8 +49,16 @@ def count_splits(programs: int, keys: int, config: Config, device: Device) -> in
         step = 1.3 if shared else 1.0  # two programs on an SM, H200, 2026-11-21
         return waves * step * (cdiv(tiles, splits) + 4) + (4 + programs * splits / programs_a_tile if splits > 1 else 0)
 
-    # Of the numbers that leave as many tiles to a split the least: more of them only cost more.
-    return min(sorted({cdiv(tiles, cdiv(tiles, n)) for n in range(1, min(tiles, MOST_SPLITS) + 1)} | {1}), key=steps)
+    return min(split_counts(tiles), key=steps)
+
+
+@lru_cache(maxsize=1 << 10)
+def split_counts(tiles: int) -> tuple[int, ...]:
+    """Of the numbers of splits that leave as many tiles to a split the least: more of them only cost more."""
+    counts = [1]
+    while counts[-1] < min(tiles, MOST_SPLITS):
+        counts.append(cdiv(tiles, cdiv(tiles, counts[-1]) - 1))
+    return tuple(count for count in counts if count <= MOST_SPLITS)
 
 
 def count_keys(problem: Problem, config: Config) -> int:
