@@ -38,7 +38,7 @@ OF_JAX = $(filter-out tests/test_jax_programs.py,$(wildcard tests/test_jax*.py))
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast test-plain jax vllm sglang maxtext fuzz matrix mutants planted lint types docs pages report wheel clean
+.PHONY: demo test test-fast test-plain jax vllm sglang maxtext fuzz matrix mutants planted lint types docs pages report wheel release clean
 test: $(READY)
 	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(if $(ALL),--timeout 7200)
 
@@ -132,6 +132,11 @@ report: $(READY)
 wheel: $(READY)
 	rm -rf build/lib build/bdist.*
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+# Every file of a release, made twice and compared, checked, and used in empty environments, which takes gigabytes.
+release: $(READY)
+	$(PYTHON) -m pip install --quiet --group release
+	PYTHONPATH=. $(PYTHON) tools/release.py dist
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -68,7 +68,7 @@ def test_info_tells_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_info_tells_tritons_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
-    missing = ["torch's launcher: not compiled yet", "JAX's launcher: not compiled yet"]
+    missing = ["torch's launcher: not compiled yet", "jax's launcher: not compiled yet"]
     assert facts._triton_cache() == [str(tmp_path / "none"), "0.0 MiB in 0 files", *missing]
     for name, nbytes in (
         ("a/xmla_launcher.cpython-312.so", 1 << 20),
@@ -77,7 +77,7 @@ def test_info_tells_tritons_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         (tmp_path / "none" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "none" / name).write_bytes(bytes(nbytes))
-    compiled = ["torch's launcher: compiled", "JAX's launcher: compiled"]
+    compiled = ["torch's launcher: compiled", "jax's launcher: compiled"]
     assert facts._triton_cache()[1:] == ["1.5 MiB in 3 files", *compiled]
 
 

@@ -18,6 +18,7 @@ import pytest
 from noting import WARPS, Noting
 
 from xmla import ArgumentError, UnsupportedError
+from xmla._frameworks import LAUNCHERS
 from xmla.core.call import plan_call
 from xmla.core.device import H100, Device
 from xmla.core.op import Case, Op
@@ -100,6 +101,38 @@ def test_a_compiler_that_fails_is_told_once(
     assert building(compiler) is None and _launcher.library() is None
     (warning,) = caplog.messages
     assert "JAX launches every kernel by itself, which is slower: " in warning and reason in warning
+
+
+def test_the_wheels_library_needs_no_compiler(
+    library: Path, building: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(LAUNCHERS, "jax", library)
+    assert building("/nowhere/g++") is not None
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("fault", ["file", "version"])
+def test_a_wheels_library_that_does_not_load_is_built_here(
+    fault: str, library: Path, building: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One of another machine, or of a version of XLA's FFI that this jaxlib refuses."""
+    if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
+        pytest.skip("no C++ compiler")
+    shipped = tmp_path / "launcher.so"
+    shipped.write_bytes(b"no library" if fault == "file" else library.read_bytes())
+    monkeypatch.setitem(LAUNCHERS, "jax", shipped)
+    if fault == "version":
+        refusals = iter([jax.errors.JaxRuntimeError("XLA FFI handler registration failed")])
+
+        def register(*_: object, **__: object) -> None:
+            for refusal in refusals:
+                raise refusal
+
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", register)
+    with caplog.at_level("INFO", "xmla"):
+        assert building(compiler) is not None
+    assert "the wheel's launcher of JAX does not load and is built here: " in caplog.text
 
 
 def run(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any], device: Device) -> tuple[Plan, dict[str, int]]:

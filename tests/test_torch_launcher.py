@@ -1,6 +1,7 @@
 """PyTorch's launcher in C (xmla/torch_api/launcher.c) above a driver that notes launches: no GPU is needed."""
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -14,6 +15,8 @@ import pytest
 import torch
 from triton.runtime.build import compile_module_from_src
 
+import xmla.torch_api
+from xmla._frameworks import LAUNCHERS
 from xmla.core.call import plan_call
 from xmla.core.device import H100
 from xmla.core.op import Case, Op
@@ -159,6 +162,30 @@ def test_an_extension_that_cannot_be_compiled_is_told(
     with caplog.at_level("INFO", "xmla"):
         assert _launch._extension.__wrapped__() is None
     assert "launcher.c was not compiled, so that eager calls take longer: Failed to find C compiler" in caplog.text
+
+
+def test_a_wheels_extension_that_does_not_load_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    shipped = tmp_path / "xmla_launcher.abi3.so"
+    monkeypatch.setitem(LAUNCHERS, "torch", shipped)
+    monkeypatch.setattr(xmla.torch_api, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(_launch, "compile_module_from_src", lambda *_, **__: "compiled here")
+    shipped.write_bytes(b"no library")
+    with caplog.at_level("INFO", "xmla"):
+        assert _launch._extension.__wrapped__() == "compiled here"
+    assert "the wheel's launcher of PyTorch does not load and is compiled here: " in caplog.text
+
+
+def test_the_wheels_extension_is_not_compiled(noting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    shipped = tmp_path / "xmla_launcher.abi3.so"
+    monkeypatch.setitem(LAUNCHERS, "torch", shipped)
+    monkeypatch.setattr(xmla.torch_api, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "xmla.torch_api.xmla_launcher", raising=False)
+    shipped.write_bytes(Path(noting.library._name).read_bytes())
+    assert _launch._extension.__wrapped__().__file__ == str(shipped)
 
 
 def test_a_failing_launch_is_told_and_ends_the_call(noting: Any) -> None:

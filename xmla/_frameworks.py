@@ -1,9 +1,14 @@
 """Which frameworks are installed, and the command that installs a missing one."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 PACKAGES = {"torch": ("torch",), "jax": ("jax", "jax_triton")}  # by framework, which is also the extra's name
-
+# What a release's wheel for a platform has compiled, by framework: without it they are compiled where they are used.
+LAUNCHERS = {
+    "torch": Path(__file__).with_name("torch_api") / "xmla_launcher.abi3.so",
+    "jax": Path(__file__).with_name("jax_api") / "launcher.so",
+}
 
 DISTRIBUTION = "xmla-kernels"  # what pip knows the package by: its "xmla" is another project
 

@@ -1,4 +1,6 @@
-"""A plan's launches as one XLA custom call, of a library in C++ that is built once per machine (launcher.cc).
+"""A plan's launches as one XLA custom call, of a library in C++ (launcher.cc).
+
+A wheel for a platform has the library; else it is built once per machine.
 
 jaxlib's own custom call of a Triton kernel launches one kernel, after everything before it has ended, and copies the
 kernel's text on every launch. It remains for exports, which run where xmla is not installed, and for machines without
@@ -25,6 +27,7 @@ import numpy as np
 import triton
 from triton.runtime.cache import get_cache_manager
 
+from xmla._frameworks import LAUNCHERS
 from xmla.core.compile import compiled, specialize
 from xmla.core.device import Device
 from xmla.core.errors import CompileError
@@ -61,26 +64,39 @@ def declare(library: ctypes.CDLL) -> None:
                                         ctypes.c_uint32, ctypes.c_uint32]  # fmt: skip
 
 
+def _register(path: str | Path) -> ctypes.CDLL:
+    """Load the library, and make its functions XLA's custom call."""
+    launcher = ctypes.CDLL(str(path))
+    declare(launcher)
+    stages = {stage: jax.ffi.pycapsule(launcher[f"xmla_{stage}"]) for stage in ("initialize", "execute")}
+    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+    return launcher
+
+
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, built and registered with XLA; None without CUDA's driver or (with a warning) a compiler of it."""
+    """The library, the wheel's or built here; None without CUDA's driver or (with a warning) a compiler of it."""
     try:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # the library takes the driver's functions from there
     except OSError:
         return None
+    if LAUNCHERS["jax"].exists():
+        try:
+            return _register(LAUNCHERS["jax"])
+        except (
+            OSError,
+            jax.errors.JaxRuntimeError,
+        ) as error:  # another machine's library, another version of XLA's FFI
+            log.info("the wheel's launcher of JAX does not load and is built here: %s", error)
     try:
         # As make takes it, CXX may have options, or be a program that calls the compiler.
         compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(None, map(shutil.which, COMPILERS))][:1]
         if not compiler:
             raise CompileError("no C++ compiler is installed, nor named by CXX")
-        launcher = ctypes.CDLL(_build(compiler))
+        return _register(_build(compiler))
     except (CompileError, OSError, ValueError) as error:
         log.warning("%s is not built, so that JAX launches every kernel by itself, which is slower: %s", SOURCE, error)
         return None
-    declare(launcher)
-    stages = {stage: jax.ffi.pycapsule(launcher[f"xmla_{stage}"]) for stage in ("initialize", "execute")}
-    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
-    return launcher
 
 
 def _number(launch: Launch, plan: Plan, specs: Mapping[str, Spec], device: Device) -> int:

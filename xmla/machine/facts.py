@@ -8,8 +8,8 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from xmla import __version__
+from xmla._frameworks import LAUNCHERS, missing, needed
 from xmla._frameworks import PACKAGES as FRAMEWORKS
-from xmla._frameworks import missing, needed
 from xmla.core.config import variables
 from xmla.core.device import Device
 from xmla.core.registry import registry
@@ -20,7 +20,7 @@ from xmla.machine.environment import HAS_GPU
 # NVIDIA's and JAX's distributions that hold CUDA, by the starts of their names, which often end in CUDA's version.
 OF_CUDA = ("nvidia-cuda-runtime", "nvidia-cudnn", "nvidia-nccl", "jax-cuda")
 # The files of Triton's cache that launch kernels.
-LAUNCHERS = {"torch": "xmla_launcher.", "JAX": "launcher.so"}
+COMPILED = {"torch": "xmla_launcher.", "jax": "launcher.so"}
 PACKAGES = ("triton", "numpy", "ml_dtypes", "torch", "jax", "jax-triton", "transformers")
 
 
@@ -70,15 +70,16 @@ def _cuda() -> list[str]:
 
 
 def _triton_cache() -> list[str]:
-    """Triton's cache of compiled kernels: its folder, its size, and which launchers were compiled into it."""
+    """Triton's cache of compiled kernels: its folder, its size, and which launchers the wheel or it has."""
     from triton import knobs
 
     paths = [os.path.join(folder, name) for folder, _, names in os.walk(knobs.cache.dir) for name in names]
     sizes = [os.path.getsize(path) for path in paths if os.path.isfile(path)]
     lines = [knobs.cache.dir, f"{sum(sizes) / 2**20:.1f} MiB in {len(sizes)} files"]
-    for framework, start in LAUNCHERS.items():
+    for framework, start in COMPILED.items():
         there = any(os.path.basename(path).startswith(start) for path in paths)
-        lines.append(f"{framework}'s launcher: {'compiled' if there else 'not compiled yet'}")
+        state = "the wheel's" if LAUNCHERS[framework].exists() else "compiled" if there else "not compiled yet"
+        lines.append(f"{framework}'s launcher: {state}")
     return lines
 
 

@@ -4,13 +4,15 @@
 that launches, without the scratch memory that no kernel here needs and the constexprs that the launcher skips: a third
 of the host time of a launch. With any other launcher it calls `run` unchanged.
 
-Where no profiler looks on, a plan's launches are one call of an extension in C (launcher.c), which is compiled as
-Triton compiles its own: once, into its cache on disk. Without it they are made one after the other.
+Where no profiler looks on, a plan's launches are one call of an extension in C (launcher.c). A wheel for a platform has
+it; else it is compiled as Triton compiles its own: once, into its cache on disk. Without it they are made one after the
+other.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +20,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.build import compile_module_from_src
 
+from xmla._frameworks import LAUNCHERS
 from xmla.core.plan import Launch
 from xmla.core.signature import generated
 
@@ -68,7 +71,12 @@ def _is_plain(run: Any) -> bool:
 
 @cache
 def _extension() -> Any:
-    """launcher.c as a module; None where it cannot be compiled."""
+    """launcher.c as a module, the wheel's or compiled here; None where it cannot be compiled."""
+    if LAUNCHERS["torch"].exists():
+        try:
+            return import_module("xmla.torch_api.xmla_launcher")
+        except ImportError as error:  # a Python without its ABI, another machine's library
+            log.info("the wheel's launcher of PyTorch does not load and is compiled here: %s", error)
     try:
         source = (files("xmla.torch_api") / "launcher.c").read_text()
         headers = [str(files("triton.backends.nvidia") / "include")]

@@ -1,12 +1,14 @@
 // The launches of a plan, one after the other, in one call from Python: xmla/torch_api/_launch.py says what it replaces.
 //
-// The driver's functions are those of the libcuda that the process has loaded; none is linked.
+// The driver's functions are those of the libcuda that the process has loaded; none is linked. Of Python it takes the
+// limited API, so that a release's wheel has one library for all versions.
 
+#define Py_LIMITED_API 0x030c0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <structmember.h>
 
 #include "cuda.h"
 
@@ -49,8 +51,12 @@ static int refuse(CUresult result) {
   return -1;
 }
 
+// The function that gives an item of what PySequence_Fast has made.
+typedef PyObject* (*ItemOf)(PyObject*, Py_ssize_t);
+static ItemOf item_of(PyObject* sequence) { return PyList_Check(sequence) ? PyList_GetItem : PyTuple_GetItem; }
+
 static int address_of(PyObject* tensor, int64_t* address) {
-  PyObject* number = PyObject_CallMethodNoArgs(tensor, data_ptr);
+  PyObject* number = PyObject_VectorcallMethod(data_ptr, &tensor, 1, NULL);
   if (number == NULL) return -1;
   *address = (int64_t)PyLong_AsUnsignedLongLong(number);
   Py_DECREF(number);
@@ -102,18 +108,17 @@ static PyObject* call(PyObject* object, PyObject* const* args, size_t given, PyO
   PyObject* results = inputs ? PySequence_Fast(args[2], "results are a sequence") : NULL;
   PyObject* done = NULL;
   if (results == NULL) goto end;
-  Py_ssize_t reads = PySequence_Fast_GET_SIZE(inputs), writes = PySequence_Fast_GET_SIZE(results);
+  Py_ssize_t reads = PySequence_Size(inputs), writes = PySequence_Size(results);
   if (reads + writes >= kMostArguments) {
     PyErr_SetString(PyExc_ValueError, "too many arrays");
     goto end;
   }
   int64_t addresses[kMostArguments];
-  for (Py_ssize_t i = 0; i < reads; ++i) {
-    addresses[i] = (int64_t)PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(inputs, i));
-  }
+  ItemOf input = item_of(inputs), written = item_of(results);
+  for (Py_ssize_t i = 0; i < reads; ++i) addresses[i] = (int64_t)PyLong_AsUnsignedLongLong(input(inputs, i));
   if (PyErr_Occurred()) goto end;
   for (Py_ssize_t i = 0; i < writes; ++i) {
-    if (address_of(PySequence_Fast_GET_ITEM(results, i), &addresses[reads + i]) < 0) goto end;
+    if (address_of(written(results, i), &addresses[reads + i]) < 0) goto end;
   }
   addresses[reads + writes] = 0;
   if (args[3] != Py_None && address_of(args[3], &addresses[reads + writes]) < 0) goto end;
@@ -138,7 +143,7 @@ static void release(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   PyMem_Free(self->launches);
   PyMem_Free(self->arguments);
-  type->tp_free(object);
+  PyObject_Free(object);
   Py_DECREF(type);
 }
 
@@ -147,22 +152,22 @@ static PyObject* create(PyTypeObject* type, PyObject* args, PyObject* names) {
   int device;
   PyObject* given;
   if (!PyArg_ParseTuple(args, "iO!", &device, &PyList_Type, &given)) return NULL;
-  Launches* self = (Launches*)type->tp_alloc(type, 0);
+  Launches* self = (Launches*)PyType_GenericAlloc(type, 0);
   if (self == NULL) return NULL;
   self->call = call;
   self->device = device;
-  self->launch_count = PyList_GET_SIZE(given);
+  self->launch_count = PyList_Size(given);
   self->launches = PyMem_Calloc(self->launch_count + 1, sizeof(Launch));
   for (Py_ssize_t i = 0; self->launches && i < self->launch_count; ++i) {
     Launch* launch = &self->launches[i];
     unsigned long long function;
     PyObject* arguments;
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(given, i), "KIIIpO!", &function, &launch->programs, &launch->warps,
+    if (!PyArg_ParseTuple(PyList_GetItem(given, i), "KIIIpO!", &function, &launch->programs, &launch->warps,
                           &launch->shared_bytes, &launch->early, &PyList_Type, &arguments)) {
       goto fail;
     }
     launch->function = (CUfunction)function;
-    launch->count = PyList_GET_SIZE(arguments);
+    launch->count = PyList_Size(arguments);
     if (launch->count > kMostArguments) {
       PyErr_SetString(PyExc_ValueError, "too many arguments");
       goto fail;
@@ -174,7 +179,7 @@ static PyObject* create(PyTypeObject* type, PyObject* args, PyObject* names) {
     for (Py_ssize_t j = 0; j < launch->count; ++j) {
       Argument* argument = &more[self->argument_count + j];
       long long value;
-      if (!PyArg_ParseTuple(PyList_GET_ITEM(arguments, j), "iL", &argument->place, &value)) goto fail;
+      if (!PyArg_ParseTuple(PyList_GetItem(arguments, j), "iL", &argument->place, &value)) goto fail;
       argument->value = value;
     }
     self->argument_count = count;
@@ -187,7 +192,7 @@ fail:
 }
 
 static PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Launches, call), READONLY, NULL},
+    {"__vectorcalloffset__", Py_T_PYSSIZET, offsetof(Launches, call), Py_READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot slots[] = {
