@@ -83,10 +83,7 @@ def library() -> ctypes.CDLL | None:
     if LAUNCHERS["jax"].exists():
         try:
             return _register(LAUNCHERS["jax"])
-        except (
-            OSError,
-            jax.errors.JaxRuntimeError,
-        ) as error:  # another machine's library, another version of XLA's FFI
+        except (OSError, jax.errors.JaxRuntimeError) as error:  # another machine's, or another FFI's
             log.info("the wheel's launcher of JAX does not load and is built here: %s", error)
     try:
         # As make takes it, CXX may have options, or be a program that calls the compiler.
