@@ -25,10 +25,10 @@ def test_requirements_are_the_tested_versions() -> None:
 
 @pytest.mark.parametrize(("engine", "releases"), [("vllm", "0.{}"), ("sglang", "0.5.{}")])
 def test_engines_are_required_in_tested_releases(engine: str, releases: str) -> None:
-    """The plugin knows every release that its extra admits, and warns of no other."""
+    """The plugin knows every release that its extra admits, up to the newest; an older one may pin too old a Triton."""
     (required,) = map(Requirement, PROJECT["optional-dependencies"][engine])
     admitted = [release for release in map(releases.format, range(100)) if required.specifier.contains(release)]
-    assert admitted == [*import_module(f"xmla.{engine}").TESTED]
+    assert admitted and admitted == [*import_module(f"xmla.{engine}").TESTED][-len(admitted) :]
 
 
 def test_this_environment_is_a_tested_one() -> None:
