@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 import torch
 import typer
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV32Config
 
 from xmla import interop
 from xmla import torch_api as xt
@@ -45,7 +45,7 @@ PAGES = CONTEXT // PAGE  # of a request
 
 
 def build(heads: int) -> Any:
-    """Random weights in bfloat16, made on the GPU."""
+    """Random weights in bfloat16, made on the GPU; RoPE's frequencies stay in float32."""
     settings: dict[str, Any] = {
         "vocab_size": 16160, "hidden_size": 7168, "intermediate_size": 2048, "num_hidden_layers": LAYERS,
         "num_attention_heads": heads, "num_key_value_heads": heads, "first_k_dense_replace": LAYERS,
@@ -55,8 +55,7 @@ def build(heads: int) -> Any:
     }  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**settings))
-    return model.to(torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(DeepseekV32Config(**settings), dtype=torch.bfloat16).eval()
 
 
 def in_jax(model: Any) -> Model:

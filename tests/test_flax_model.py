@@ -19,7 +19,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.demo import curves, deepseek_v32, trained
 from xmla.demo.curves import JOINT, WARM_UP, against_shipped, texts_of
 from xmla.demo.in_jax import decoding, training
-from xmla.demo.in_jax.model import Config, Model, load
+from xmla.demo.in_jax.model import Config, Model, load, rope_angles
 from xmla.demo.in_jax.serving import Caches, Requests, decode, prefill
 from xmla.demo.passes import run_as_shipped
 
@@ -50,6 +50,15 @@ def test_tokens_are_those_of_transformers_and_of_the_torch_demo(device: str) -> 
 
 
 @cache
+@pytest.mark.parametrize("position", [1, 2046, 32767])
+def test_angles_are_those_of_transformers(position: int, device: str) -> None:
+    shipped = deepseek_v32.build(device).model.rotary_emb
+    ours = rope_angles(jnp.array([position]), 64, shipped.config.rope_parameters["rope_theta"])
+    theirs = shipped(torch.zeros(1, device=device), torch.tensor([[position]], device=device))
+    for mine, each in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine[0], each[0, 0, :32].cpu(), atol=2**-24 * position + 1e-6)
+
+
 def small() -> Model:
     return Model(Config(index_topk=8), nnx.Rngs(0))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 
 from xmla._frameworks import missing
@@ -60,7 +60,8 @@ def build(device: str, index_topk: int = 32) -> DeepseekV32ForCausalLM:
 
     Weights have twice the default standard deviation: at hidden size 256 the default gives attention so flat that a
     wrong selection hardly shows. Both layers have a dense MLP: a random router would send a token to another expert
-    for a change in the last bit, and the logits would show that instead of what attention does.
+    for a change in the last bit, and the logits would show that instead of what attention does. RoPE's frequencies are
+    of float32, as those of a checkpoint that is loaded: a model that is cast as a whole has them rounded too.
     """
     settings: dict[str, Any] = {
         "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": len(PLACES),
@@ -70,8 +71,8 @@ def build(device: str, index_topk: int = 32) -> DeepseekV32ForCausalLM:
         "initializer_range": 0.04, "pad_token_id": None, "attn_implementation": "eager",
     }  # fmt: skip
     torch.manual_seed(0)
-    model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**settings))
-    return model.to(device=device, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(DeepseekV32Config(**settings), dtype=torch.bfloat16)
+    return model.to(device).eval()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import DeepseekV32ForCausalLM
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
 from xmla import torch_api as xt
 from xmla.demo.curves import Curve, Stage
@@ -28,7 +28,6 @@ def build_sharp(device: str, topk: int) -> DeepseekV32ForCausalLM:
     Attention of a random model is nearly flat, unlike a trained one's, and would give an indexer nothing to learn.
     """
     model: Any = build(device, topk).float()
-    model.model.rotary_emb = DeepseekV32RotaryEmbedding(model.config).to(device)  # the other's angles are of bfloat16
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_b_proj.weight.mul_(4)
