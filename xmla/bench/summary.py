@@ -17,8 +17,9 @@ Line = dict[str, Any]
 
 
 def span(ratios: Iterable[float]) -> str:
-    ascending = sorted(ratios)
-    return f"{ascending[0]:.2f} to {ascending[-1]:.2f} ×"
+    ascending = [f"{ratio:.2f}" for ratio in sorted(ratios)]
+    slowest, fastest = ascending[0], ascending[-1]
+    return f"{slowest} ×" if slowest == fastest else f"{slowest} to {fastest} ×"
 
 
 def lines_of(file: Path) -> list[Line]:
@@ -56,6 +57,11 @@ def waited_in_jax(lines: list[Line]) -> str:
     return span(line["torch"]["waited_us"] / line["jax"]["waited_us"] for line in steps_of(lines))
 
 
+def model_in_jax(lines: list[Line]) -> str:
+    """Speed of the JAX model's decode step beside the CUDA graph of transformers' model with xmla's ops."""
+    return span(line["torch_graph_ms"] / line["jax_ms"] for line in lines)
+
+
 def megatron(file: Path) -> str:
     runs = [run for run, *_ in read([file]) if "none" in run]  # of long sequences xmla runs alone
     return span(run["none"]["ms"] / run["xmla"]["ms"] for run in runs)
@@ -85,6 +91,8 @@ def report(results: Path) -> str:
     frameworks, engine = lines_of(results / "frameworks.jsonl"), results / "vllm_033.jsonl"
     (faster, memory), tokens = layer(results / "layer.jsonl", 4096), "4096 tokens"
     both = "[both frameworks](docs/performance.md#in-both-frameworks)"
+    peers, log = lines_of(results / "jax_peers.jsonl"), "[log](benchmarks/log/jax.md)"
+    always: Callable[[str], bool] = lambda case: True
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
     table = [
         (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
@@ -100,12 +108,22 @@ def report(results: Path) -> str:
         (f"prefill {pages}", beside(bench, "FlashMLA", lambda case: "prefill fp8 pages" in case),
          "FlashMLA over bf16 rows, dequantised before", performance),
         ("attention's derivative on an H100, with the same bits in every run",
-         beside(backward, "cuDNN", lambda case: True), "cuDNN, which adds in any order",
+         beside(backward, "cuDNN", always), "cuDNN, which adds in any order",
          "[log](benchmarks/log/training.md)"),
         ("the same in any order", derivative_in_any_order(backward), "cuDNN", "[log](benchmarks/log/training.md)"),
         ("a jitted step of eight layers in JAX, the GPU's time", in_jax(frameworks),
          "a CUDA graph of the same in PyTorch", both),
         ("the same, waited for", waited_in_jax(frameworks), "the same in PyTorch, call by call", both),
+        ("a decode step of a model in JAX, eight layers of V3.2, 16 and 128 heads, 1 to 64 requests",
+         model_in_jax(lines_of(results / "model_step.jsonl")),
+         "a CUDA graph of transformers' model with xmla's ops, its other operations as PyTorch calls them",
+         "[a model in JAX](docs/jax_model.md)"),
+        ("attention of V3.2 in JAX over bf16 rows, 64 and 1024 tokens", beside(peers, "gather", always),
+         "gather and softmax in `jax.numpy`", log),
+        ("attention of V4 in JAX, 1 and 8 decodes", beside(peers, "tokamax sparse_mla", always), "tokamax by XLA", log),
+        ("selection in JAX, 1 and 8 decodes", beside(peers, "tokamax lightning_indexer", always), "tokamax by XLA", log),
+        ("selection in JAX, 4096 causal tokens", beside(peers, "jax-linear-attention", always), "jax-linear-attention",
+         log),
         (f"a training step of a layer of V3.2, {tokens}", faster, f"the dense one in PyTorch; {memory}",
          "[training](docs/training.md#time-and-memory-of-a-layer)"),
         (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(results / "megatron.jsonl"),
