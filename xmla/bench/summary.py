@@ -91,6 +91,7 @@ def report(results: Path) -> str:
     frameworks, engine = lines_of(results / "frameworks.jsonl"), results / "vllm_033.jsonl"
     (faster, memory), tokens = layer(results / "layer.jsonl", 4096), "4096 tokens"
     both = "[both frameworks](docs/performance.md#in-both-frameworks)"
+    by_xla = "tokamax by XLA"
     peers, log = lines_of(results / "jax_peers.jsonl"), "[log](benchmarks/log/jax.md)"
     always: Callable[[str], bool] = lambda case: True
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
@@ -120,8 +121,8 @@ def report(results: Path) -> str:
          "[a model in JAX](docs/jax_model.md)"),
         ("attention of V3.2 in JAX over bf16 rows, 64 and 1024 tokens", beside(peers, "gather", always),
          "gather and softmax in `jax.numpy`", log),
-        ("attention of V4 in JAX, 1 and 8 decodes", beside(peers, "tokamax sparse_mla", always), "tokamax by XLA", log),
-        ("selection in JAX, 1 and 8 decodes", beside(peers, "tokamax lightning_indexer", always), "tokamax by XLA", log),
+        ("attention of V4 in JAX, 1 and 8 decodes", beside(peers, "tokamax sparse_mla", always), by_xla, log),
+        ("selection in JAX, 1 and 8 decodes", beside(peers, "tokamax lightning_indexer", always), by_xla, log),
         ("selection in JAX, 4096 causal tokens", beside(peers, "jax-linear-attention", always), "jax-linear-attention",
          log),
         (f"a training step of a layer of V3.2, {tokens}", faster, f"the dense one in PyTorch; {memory}",
