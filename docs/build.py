@@ -17,10 +17,10 @@ from pathlib import Path
 from textwrap import wrap
 
 import xmla
-from xmla.core.documents import JAX, TORCH, document, updates
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import Op
+from xmla.core.op.docstrings import JAX, TORCH, document, updates
 from xmla.core.registry import FAMILIES, registry
 from xmla.layouts import LAYOUTS
 

@@ -34,7 +34,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from xmla import torch_api  # noqa: E402
-from xmla.core import interpreter  # noqa: E402
+from xmla.core.compile import interpreter  # noqa: E402
 
 # Other inputs in every run, of which a failure prints the line that repeats it: the same few would be all that is ever
 # tried. Interpreted kernels take too long to shrink and explain one.

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from xmla import jax_api
-from xmla.core.device import KNOWN_DEVICES, Device, assume_device
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.core.values import KNOWN_DEVICES, Device, assume_device
 
 
 def exported_case(op: Op) -> tuple[Case, dict[str, np.ndarray]]:

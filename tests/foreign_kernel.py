@@ -13,7 +13,7 @@ import triton.language as tl
 import xmla
 from xmla import jax_api
 from xmla.core.config import settings
-from xmla.core.device import H100, assume_device
+from xmla.core.values import H100, assume_device
 
 CUSTOM_CALL = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
 VECTOR = jax.ShapeDtypeStruct((4096,), jnp.float32)

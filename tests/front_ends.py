@@ -14,10 +14,10 @@ from itertools import product
 from pathlib import Path
 from textwrap import indent
 
-from xmla.core.documents import JAX as JAX_STYLE
-from xmla.core.documents import TORCH as TORCH_STYLE
-from xmla.core.documents import document
 from xmla.core.op import Op
+from xmla.core.op.docstrings import JAX as JAX_STYLE
+from xmla.core.op.docstrings import TORCH as TORCH_STYLE
+from xmla.core.op.docstrings import document
 from xmla.core.registry import registry
 
 ROOT = Path(__file__).parent.parent

@@ -39,15 +39,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from xmla import torch_api
-from xmla.core.call import plan_call
-from xmla.core.device import H200
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import MlaLayout
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import DTYPES, Spec
-from xmla.core.tolerance import GRADIENT, PROBABILITIES, Tolerance
+from xmla.core.values import DTYPES, GRADIENT, H200, PROBABILITIES, Spec, Tolerance
 from xmla.torch_api._arrays import device_of
 
 DEVICE = "cuda" if conftest.HAS_GPU else "cpu"

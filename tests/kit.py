@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from xmla import interop, torch_api
-from xmla.core.call import plan_call
-from xmla.core.device import Device
 from xmla.core.formats.mla import MlaLayout
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import DTYPES, Spec
-from xmla.core.tolerance import ATTENTION_OUT, Agreement, Tolerance, difference
+from xmla.core.values import ATTENTION_OUT, DTYPES, Agreement, Device, Spec, Tolerance, difference
 from xmla.demo import Model
 
 CANARY = 0x5A
@@ -185,7 +182,7 @@ def assert_entries_equal(name: str, layout: MlaLayout, got: object, want: object
 def assert_close(
     name: str, got: object, want: object, agreement: Agreement | None, where: np.ndarray | None = None
 ) -> None:
-    """`xmla.core.tolerance.difference` finds none; `where` limits the comparison."""
+    """`xmla.core.values.tolerance.difference` finds none; `where` limits the comparison."""
     a, b = as_numpy(got), as_numpy(want)
     assert a.shape == b.shape, f"{name}: shape {a.shape}, expected {b.shape}"
     if where is not None:

@@ -7,8 +7,8 @@ import pytest
 from conftest import EVERYTHING
 
 from xmla.core.compile import Specialization
-from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.models.base import Call
+from xmla.core.values import KNOWN_DEVICES, Device
 
 # Plans follow architecture and SMs: of devices that are alike in both one stands for all, or one for a generation.
 ALIKE = {(device.arch, device.num_sms) if EVERYTHING else device.arch // 10: device for device in KNOWN_DEVICES}

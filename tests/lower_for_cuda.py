@@ -27,13 +27,11 @@ from compile_plans import digest, identity
 from export_for_cuda import export, exported_case
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-from xmla.core.call import plan_call
 from xmla.core.compile import compiled, compiles, specialize
-from xmla.core.device import KNOWN_DEVICES, Device
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import KNOWN_DEVICES, Device, Spec
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
 DUMPS = Path(os.environ["JAX_TRITON_DUMP_DIR"])

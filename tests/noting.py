@@ -44,7 +44,7 @@ class Noting:
         return [line.split() for line in self.library.noted_launches().decode().splitlines()]
 
     def compiled(self, specialization: Any, _: int) -> SimpleNamespace:
-        """Replaces `xmla.core.compile.compiled`."""
+        """Replaces `xmla.core.compile.compiler.compiled`."""
         name = specialization.kernel.__name__
         facts = SimpleNamespace(name=name, num_warps=WARPS, shared=self.shared_bytes, global_scratch_size=0, num_ctas=1)
         return SimpleNamespace(metadata=facts, asm={"cubin": name.encode()})

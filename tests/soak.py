@@ -24,12 +24,11 @@ from rich.console import Console
 from xmla import ModelConfig, ModelConfigGlmFlash, ModelConfigMistralLarge4, ModelConfigV4, ModelConfigV41, warmup
 from xmla.core.compile import Specialization, begins_anywhere
 from xmla.core.config import settings
-from xmla.core.device import Device, find_device
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Call, Model, split
 from xmla.core.models.v4 import TwoSources
 from xmla.core.registry import registry
-from xmla.core.spec import Spec, alignment_of
+from xmla.core.values import Device, Spec, alignment_of, find_device
 
 MODELS: dict[str, type[Model]] = {
     model.__name__: model

@@ -12,14 +12,11 @@ import torch
 from conftest import HAS_GPU
 
 from xmla import UnsupportedError, torch_api
-from xmla.core.attribute import LARGEST_FACTOR
-from xmla.core.device import H200, KNOWN_DEVICES
+from xmla.core.call import LARGEST_SIZE
 from xmla.core.op import Case, Op
 from xmla.core.ops.attention.sparse_mla.splits import MOST_SPLITS, Config, count_splits
-from xmla.core.problem import LARGEST_SIZE
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
-from xmla.core.tolerance import GRADIENT, cosine_difference
+from xmla.core.values import GRADIENT, H200, KNOWN_DEVICES, LARGEST_FACTOR, Spec, cosine_difference
 
 OPS = registry()
 FACTORS = [(op, attr.name) for op in OPS.values() for attr in op.attrs if attr.type is float]

@@ -39,9 +39,9 @@ from xmla.bench import (
 from xmla.bench.benchmark import Benchmark, asking
 from xmla.bench.cases import blocks, training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
-from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
+from xmla.core.ops.cases import indexer_pool, mla_pool
 from xmla.core.registry import registry
 
 TOLERANCE = next(field.default for field in fields(Benchmark) if field.name == "tolerance")

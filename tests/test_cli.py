@@ -23,11 +23,10 @@ from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import chosen, compare, largest_error
 from xmla.command import app, main
 from xmla.core.config import settings, variables
-from xmla.core.device import H200, KNOWN_DEVICES
 from xmla.core.op import Op
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import H200, KNOWN_DEVICES, Spec
 from xmla.machine import calls, facts
 from xmla.torch_api._arrays import from_strided, spec_of
 

@@ -14,7 +14,7 @@ import pytest
 from xmla import ArgumentError, torch_api
 from xmla.cli.replay import run as repeat
 from xmla.core.config import settings
-from xmla.core.live.checks import find_violation
+from xmla.core.debug.checks import find_violation
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 

@@ -15,8 +15,8 @@ from conftest import HAS_GPU
 from hypothesis import given, settings
 
 from xmla import torch_api
-from xmla.core.call import plan_call
 from xmla.core.formats import stored_values
+from xmla.core.op import plan_call
 from xmla.core.ops.cache.compress_kv.cases import angles
 from xmla.core.registry import registry
 from xmla.torch_api._run import plan_tensors

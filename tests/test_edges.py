@@ -14,7 +14,7 @@ from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Op
 from xmla.core.registry import registry
-from xmla.core.tolerance import Tolerance
+from xmla.core.values import Tolerance
 
 OPS = registry()
 ATTENTION = OPS["sparse_mla"]

@@ -21,10 +21,10 @@ import errno, json, logging, os, sys
 from pathlib import Path
 from triton.runtime.cache import FileCacheManager
 from xmla import CompileError
-from xmla.core import compile as xc
-from xmla.core.device import H200
+from xmla.core.compile import compiler as xc
+from xmla.core.values import H200
 from xmla.core.models.base import Call
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 folder = Path(sys.argv[1])
 call = Call("map_slots", {"indices": Spec((3, 8), "int32"), "block_table": Spec((1, 4), "int32")}, {"page_size": 4})
@@ -139,7 +139,7 @@ def wrong_kernel(out_ptr, KIND: tl.constexpr):
 COMPILING_WRONG = """
 import sys
 from xmla import CompileError
-from xmla.core import compile as xc
+from xmla.core.compile import compiler as xc
 sys.path.insert(0, sys.argv[1])
 from wrong import wrong_kernel
 

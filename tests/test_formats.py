@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 
 from xmla import torch_api
-from xmla.core.cases import mla_pool, normal
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
+from xmla.core.ops.cases import mla_pool, normal
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 layouts = st.sampled_from(MLA_LAYOUTS)
 page_sizes = st.sampled_from([1, 2, 3, 53, 64])

@@ -18,7 +18,7 @@ import torch
 from conftest import require_tool
 
 from xmla import ArgumentError, jax_api, torch_api
-from xmla.core import documents
+from xmla.core.op import docstrings as documents
 from xmla.core.registry import registry
 
 Function = Callable[..., Any]

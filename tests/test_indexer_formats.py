@@ -10,10 +10,10 @@ from conftest import HAS_GPU
 from hypothesis import given, settings
 
 from xmla import ArgumentError, torch_api
-from xmla.core.cases import block_tables, empty_pages, slots_of
 from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_FORMATS, IndexerLayout
+from xmla.core.ops.cases import block_tables, empty_pages, slots_of
 from xmla.core.registry import registry
-from xmla.core.tolerance import LOGITS
+from xmla.core.values import LOGITS
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYOUTS = [IndexerLayout(dim, form) for form in INDEXER_FORMATS for dim in INDEXER_DIMS]

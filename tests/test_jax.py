@@ -15,11 +15,9 @@ from conftest import HAS_GPU
 from jax.experimental import pallas as pl
 
 from xmla import ArgumentError, UnsupportedError, jax_api
-from xmla.core.call import plan_call
-from xmla.core.device import B200, H200, assume_device
-from xmla.core.op import Op
+from xmla.core.op import Op, plan_call
 from xmla.core.registry import registry
-from xmla.core.tolerance import ATTENTION_OUT, Tolerance
+from xmla.core.values import ATTENTION_OUT, B200, H200, Tolerance, assume_device
 from xmla.jax_api import _jax_triton
 from xmla.jax_api._primitive import is_ref
 

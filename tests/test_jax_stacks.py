@@ -35,10 +35,9 @@ from stacked import (
 )
 
 from xmla import jax_api
-from xmla.core.call import plan_call
-from xmla.core.device import Device
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.registry import registry
+from xmla.core.values import Device
 from xmla.jax_api import _launcher
 from xmla.jax_api._run import _spec, describe
 

@@ -19,11 +19,10 @@ from noting import WARPS, Noting
 
 from xmla import ArgumentError, UnsupportedError
 from xmla._frameworks import LAUNCHERS
-from xmla.core.call import plan_call
-from xmla.core.device import H100, Device
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
+from xmla.core.values import H100, Device
 from xmla.jax_api import _launcher
 from xmla.jax_api._run import _spec
 

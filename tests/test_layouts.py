@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from xmla import ArgumentError, layouts
-from xmla.core.cases import indexer_pool, mla_pool
 from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout
 from xmla.core.formats.mla import (
     MLA_LAYOUTS,
@@ -22,6 +21,7 @@ from xmla.core.formats.mla import (
     V41_FP4_FOOTER,
     MlaLayout,
 )
+from xmla.core.ops.cases import indexer_pool, mla_pool
 
 PACKED = [layout for layout in MLA_LAYOUTS if layout.packed]
 KINDS = {"numpy": lambda pool, device: pool, "torch": kit.to_torch, "jax": lambda pool, device: jnp.asarray(pool)}

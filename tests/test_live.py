@@ -22,10 +22,10 @@ from xmla import ArgumentError, UnsupportedError, __version__, jax_api, torch_ap
 from xmla.command import app
 from xmla.core import config
 from xmla.core.config import settings
-from xmla.core.live import reproducer, shadow
+from xmla.core.debug import reproducer, shadow
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.values import DTYPES, Spec
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from xmla import torch_api
-from xmla.core.device import INTERPRETER
 from xmla.core.formats.mla import mla_layouts
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
-from xmla.core.tolerance import Tolerance
+from xmla.core.values import INTERPRETER, Spec, Tolerance
 
 OPS = registry()
 Inputs = dict[str, np.ndarray]

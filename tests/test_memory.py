@@ -15,7 +15,7 @@ import torch
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.op import Op
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 from xmla.torch_api import _memory
 
 OPS = registry()

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from xmla.bench import host, problems
-from xmla.core.device import H200
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import V32
+from xmla.core.op.template import sizes_of, trace_call
 from xmla.core.registry import registry
-from xmla.core.template import sizes_of, trace_call
+from xmla.core.values import H200
 from xmla.torch_api import _run
 from xmla.torch_api._arrays import spec_of
 

@@ -8,8 +8,7 @@ import torch
 from xmla import jax_api, torch_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
-from xmla.core.spec import DTYPES, Spec
-from xmla.core.tolerance import Tolerance, difference
+from xmla.core.values import DTYPES, Spec, Tolerance, difference
 
 CASES = kit.all_cases()
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from xmla import ArgumentError
 from xmla.core.parallel import Ownership, heads_of, query_format, received_bytes
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 from xmla.jax_api import _sharding
 
 FOLDER = Path(__file__).parent / "parallel"
@@ -227,11 +227,10 @@ def test_the_model_lists_the_calls_of_a_step(
     from torch_ranks import DEVICE, attend
 
     from xmla import ModelConfig
-    from xmla.core.attribute import Attributes
     from xmla.core.models import v32
     from xmla.core.op import Op
     from xmla.core.parallel import parts
-    from xmla.core.spec import Spec, row_major
+    from xmla.core.values import Attributes, Spec, row_major
     from xmla.torch_api import _run, parallel
 
     def key(op: str, specs: list[Spec | None], attrs: Attributes) -> tuple[object, ...]:

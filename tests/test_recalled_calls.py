@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xmla import ArgumentError, torch_api
 from xmla.core.registry import registry
-from xmla.core.tolerance import ATTENTION_OUT, difference
+from xmla.core.values import ATTENTION_OUT, difference
 from xmla.torch_api import _run
 
 Arguments = dict[str, Any]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.fx.passes.split_module import split_module
 
 from xmla import ArgumentError, jax_api, torch_api
-from xmla.core.call import plan_call
+from xmla.core.op import plan_call
 from xmla.core.registry import registry
 
 OPS = registry()
@@ -338,9 +338,8 @@ def test_workspace_of_the_caller(device: str) -> None:
 
 def test_selection_over_a_million_keys_stays_within_its_bound() -> None:
     """8192 rows × 1M keys: the plan's memory is exact, needs no GPU to know, and keeps to 64 MiB."""
-    from xmla.core.device import KNOWN_DEVICES
     from xmla.core.models.base import Call
-    from xmla.core.spec import Spec
+    from xmla.core.values import KNOWN_DEVICES, Spec
 
     tokens, keys, bound = 8192, 1 << 20, 64 << 20
     rows = Spec((tokens,), "int32")

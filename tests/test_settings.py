@@ -18,15 +18,14 @@ import torch
 from conftest import HAS_GPU
 
 from xmla import ArgumentError, CompileError, UnsupportedError, _warmup, jax_api, torch_api
-from xmla.core import compile
 from xmla.core.compile import compiled, compiles, compiling_allowed, specialize
+from xmla.core.compile import compiler as compile
 from xmla.core.config import settings, variables
-from xmla.core.device import H200
 from xmla.core.models.base import Call
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Op
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import H200, Spec
 
 ROOT = Path(__file__).parent.parent
 SELECT = (
@@ -104,7 +103,7 @@ COMPILED = """
 from dataclasses import replace
 import xmla
 from xmla.core.compile import compiled, compiling_allowed
-from xmla.core.device import H200
+from xmla.core.values import H200
 from xmla.core.models.v32 import ModelConfig
 
 def first_of(**sizes):
@@ -147,7 +146,7 @@ BY_JAX = """
 import jax, jax.numpy as jnp
 import xmla
 from xmla import jax_api
-from xmla.core.device import H200, assume_device
+from xmla.core.values import H200, assume_device
 
 def lower(columns):
     shapes = [jax.ShapeDtypeStruct((1, columns), jnp.int32), jax.ShapeDtypeStruct((1, 9), jnp.int32)]
@@ -174,7 +173,7 @@ def test_compiles_of_a_growing_sequence_in_jax(tmp_path: Path) -> None:
 
 
 def test_warmup_does_not_name_itself(tmp_path: Path) -> None:
-    code = "import xmla\nfrom xmla.core.device import H200\nfrom xmla.core.models.v32 import ModelConfig\n"
+    code = "import xmla\nfrom xmla.core.values.device import H200\nfrom xmla.core.models.v32 import ModelConfig\n"
     code += "xmla.warmup(ModelConfig(heads=8, k=64, batches=(1,), max_lens=(64,), prefill_tokens=()), H200)"
     done = run_python(code, XMLA_LOG="info", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert done.returncode == 0 and "s for sm_90" in done.stderr and WARMUP_HINT not in done.stderr, done.stderr
@@ -264,7 +263,7 @@ import logging, sys
 import xmla
 from xmla.core.compile import compiled, compiles
 from xmla.core.config import settings
-from xmla.core.device import H200
+from xmla.core.values import H200
 
 config = xmla.ModelConfig(
     heads=8, index_heads=16, index_dim=32, k=64, next_n=(1, 2, 3), mixed=True, batches=tuple(range(1, 9)),

@@ -16,11 +16,9 @@ import xmla.sglang
 from xmla import UnsupportedError
 from xmla import torch_api as xt
 from xmla.compat import deep_gemm
-from xmla.core.device import Device, find_device
 from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
-from xmla.core.spec import Spec
-from xmla.core.tolerance import ATTENTION_OUT, LOGITS, difference
+from xmla.core.values import ATTENTION_OUT, LOGITS, Device, Spec, difference, find_device
 from xmla.sglang import attention, indexer, scratch, warmup
 
 PAGE, PAGES, HEADS, DIM, ENTRY, LATENT, K = 64, 6, 3, 128, 576, 512, 8

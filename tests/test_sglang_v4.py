@@ -12,12 +12,10 @@ from listed import PLANNED, any_size, unlisted
 
 from xmla import torch_api as xt
 from xmla.compat import deep_gemm
-from xmla.core.device import Device, find_device
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
-from xmla.core.spec import Spec
-from xmla.core.tolerance import ATTENTION_OUT, difference
+from xmla.core.values import ATTENTION_OUT, Device, Spec, difference, find_device
 from xmla.sglang import attention_v4, indexer_v4, scratch, warmup_v4
 from xmla.sglang.warmup import Sizes
 

@@ -15,7 +15,7 @@ import torch
 
 from xmla import ArgumentError, torch_api
 from xmla.cli.plan import configure
-from xmla.core.device import H200
+from xmla.core.values import H200
 
 LENGTH, PAGE, K, HIDDEN = 29, 8, 6, 64
 ROUNDING = 2e-3  # of the largest element: float16 rows and queries, 2**-11 each, a few of them added up

@@ -11,8 +11,8 @@ import torch
 from conftest import EVERYTHING
 
 from xmla import UnsupportedError, jax_api, torch_api
-from xmla.core.documents import TORCH, document
 from xmla.core.op import Op
+from xmla.core.op.docstrings import TORCH, document
 from xmla.core.registry import registry
 
 OPS = list(registry().values())

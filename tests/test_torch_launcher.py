@@ -17,12 +17,10 @@ from triton.runtime.build import compile_module_from_src
 
 import xmla.torch_api
 from xmla._frameworks import LAUNCHERS
-from xmla.core.call import plan_call
-from xmla.core.device import H100
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
+from xmla.core.op.template import sizes_of, trace_call
 from xmla.core.plan import Launch, Plan
-from xmla.core.spec import Spec, row_major
-from xmla.core.template import sizes_of, trace_call
+from xmla.core.values import H100, Spec, row_major
 from xmla.torch_api import _launch, _private, _run
 
 DEVICE, STREAM, WARPS, SHARED = 3, 7, 4, 100

@@ -13,14 +13,13 @@ from listed import PLANNED, any_size, unlisted
 
 from xmla import UnsupportedError
 from xmla import torch_api as xt
-from xmla.core.device import Device, find_device
+from xmla.core.call import whole_vectors
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.parallel import Ownership
-from xmla.core.requests import whole_vectors
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec, find_device
 from xmla.vllm import indexer, pools, shards, warmup
 from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills
 from xmla.vllm.refusals import refuse, unserved, unused

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from xmla._warmup import warmup as warmup
     from xmla.core.compile import Compile as Compile
     from xmla.core.compile import compiles as compiles
-    from xmla.core.device import Device as Device
     from xmla.core.errors import ArgumentError as ArgumentError
     from xmla.core.errors import CompileError as CompileError
     from xmla.core.errors import UnsupportedError as UnsupportedError
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from xmla.core.models.v41 import ModelConfigV41 as ModelConfigV41
     from xmla.core.support import Support as Support
     from xmla.core.support import supports as supports
+    from xmla.core.values import Device as Device
 
 __version__ = "0.2.0"
 
@@ -64,7 +64,7 @@ _MODULES = {
     "ArgumentError": "core.errors",
     "Compile": "core.compile",
     "CompileError": "core.errors",
-    "Device": "core.device",
+    "Device": "core.values",
     "ModelConfig": "core.models.v32",
     "ModelConfigGlmFlash": "core.models.glm_flash",
     "ModelConfigMistralLarge4": "core.models.mistral_large4",

@@ -12,9 +12,9 @@ from rich.progress import Progress
 from triton.runtime.interpreter import InterpretedFunction
 
 from xmla.core.compile import Specialization, compiled, compiling_allowed, serving_begins
-from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Call, Model, specializations
+from xmla.core.values import Device
 
 log = logging.getLogger("xmla")
 ANOTHER = "pass the device to fill the cache on disk for: device=find_device('H200'), --device H200"

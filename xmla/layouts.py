@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from xmla.core.call import BYTES, HALVES
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
-from xmla.core.problem import BYTES, HALVES
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 if TYPE_CHECKING:
     import jax
@@ -166,7 +166,7 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
         slots = jnp.arange(pages * entries, dtype=jnp.int32)
         cache = jnp.zeros((pages, entries, layout.row), dtype)
         return getattr(jax_api, name)(array, slots, slots, cache, **attrs)
-    from xmla.core.spec import DTYPES
+    from xmla.core.values import DTYPES
 
     slots = np.arange(pages * entries)
     cache: Any = np.zeros((pages, entries, layout.row), DTYPES[dtype][0])

@@ -20,14 +20,12 @@ import kit
 from compile_plans import digest, identity
 from far_strides import source_ir
 
-from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, specialize
-from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.errors import ArgumentError
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import KNOWN_DEVICES, Device, Spec
 
 Specs = dict[str, Spec]
 Answer = dict[str, Any]

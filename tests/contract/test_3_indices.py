@@ -7,7 +7,7 @@ import torch
 from garbage import DEVICE, OPS, run
 
 from xmla import torch_api
-from xmla.core.tolerance import ATTENTION_OUT
+from xmla.core.values import ATTENTION_OUT
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, "total"])

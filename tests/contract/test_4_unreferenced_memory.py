@@ -8,8 +8,8 @@ from conftest import EVERYTHING
 from garbage import DEVICE, OPS, integers, run
 
 from xmla import torch_api
-from xmla.core import cases
 from xmla.core.op import Case, Op
+from xmla.core.ops import cases
 
 PAGED = [(op, name) for op in OPS.values() for name in op.pools if len(op.tensors[name].names) == 3]
 READ = [(op, name) for op, name in PAGED if name not in op.mutates]

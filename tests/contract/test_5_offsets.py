@@ -17,13 +17,12 @@ from conftest import EVERYTHING, HAS_GPU
 from garbage import DEVICE, OPS
 
 from xmla import UnsupportedError, torch_api
-from xmla.core.device import H200
+from xmla.core.call import LARGEST_SIZE
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.models.base import Call
 from xmla.core.op import Case, Op
-from xmla.core.problem import LARGEST_SIZE
-from xmla.core.spec import Spec
+from xmla.core.values import H200, Spec
 
 # Two workers have all of these tests: each takes a sixth of an H200's memory.
 pytestmark = pytest.mark.xdist_group("device memory")

@@ -21,11 +21,11 @@ from garbage import DEVICE, OPS, run
 from hypothesis import given, settings
 
 from xmla import torch_api
-from xmla.core.device import KNOWN_DEVICES
 from xmla.core.formats.mla import V32
 from xmla.core.op import Case, Op
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as logits_case
+from xmla.core.values import KNOWN_DEVICES
 
 RERUNS = 20 if HAS_GPU else 1
 # On a GPU all of it; the interpreter takes one case an op for reruns, and one change of the batch a case.

@@ -17,14 +17,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
-from xmla.core import interpreter
-from xmla.core.device import B200, GB10, H200, RTX_PRO_6000, Device, assume_device
+from xmla.core.call import INDEX, LARGEST_SIZE
+from xmla.core.compile import interpreter
 from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
 from xmla.core.op import Op
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
-from xmla.core.problem import INDEX, LARGEST_SIZE
 from xmla.core.registry import registry
+from xmla.core.values import B200, GB10, H200, RTX_PRO_6000, Device, assume_device
 
 Arrays = dict[str, np.ndarray]
 

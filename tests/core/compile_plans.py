@@ -40,16 +40,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
-from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, compiled, specialize
-from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
-from xmla.core.op import Op
+from xmla.core.op import Op, plan_call
 from xmla.core.ops.attention.sparse_mla.plan import PortableAttention
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import KNOWN_DEVICES, Device, Spec
 
 Specs = dict[str, Spec]
 SAMPLE = 3  # kernels compiled again though their digest is known

@@ -9,11 +9,10 @@ import sys
 
 import numpy as np
 
-from xmla.core.call import plan_call
 from xmla.core.compile import compiled, specialize
-from xmla.core.device import Device
+from xmla.core.op import plan_call
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec
 
 if __name__ == "__main__":
     op, arch = registry()["sparse_mla"], int(sys.argv[1])

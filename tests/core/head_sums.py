@@ -13,8 +13,8 @@ import re
 from compile_plans import DEVICES, of_cases
 from far_strides import source_ir
 
-from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, specialize
+from xmla.core.op import plan_call
 from xmla.core.registry import registry
 
 ARCHITECTURES = (80, 89, 100, 103, 120)

@@ -16,15 +16,14 @@ from math import prod
 from compile_plans import build
 from triton import knobs
 
+from xmla.core.call import Problem
 from xmla.core.compile import Specialization
-from xmla.core.device import B200, B300, GB10, PEAKS, RTX_PRO_6000, Device, Peaks
 from xmla.core.formats.mla import V4
 from xmla.core.models.base import Call
-from xmla.core.plan import Launch, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Launch
+from xmla.core.plan.roofline import LAUNCH_SECONDS, seconds_of
 from xmla.core.registry import registry
-from xmla.core.roofline import LAUNCH_SECONDS, seconds_of
-from xmla.core.spec import Spec
+from xmla.core.values import B200, B300, GB10, PEAKS, RTX_PRO_6000, Device, Peaks, Spec, cdiv
 
 # NVIDIA's white paper of the RTX Blackwell architecture: 1792 GB/s; dense products summed in float32.
 RTX_5090 = replace(RTX_PRO_6000, name="NVIDIA GeForce RTX 5090", num_sms=170)

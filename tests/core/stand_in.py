@@ -55,9 +55,9 @@ from xmla.bench.errors import attention_error, relative_error
 from xmla.bench.provenance import provenance
 from xmla.bench.run import table_of, time_case
 from xmla.cli.verify import compare
-from xmla.core.device import A100, L40S, RTX_PRO_6000, Device
 from xmla.core.formats.mla import V4, V32, MlaLayout
 from xmla.core.registry import registry
+from xmla.core.values import A100, L40S, RTX_PRO_6000, Device
 from xmla.machine import calls
 from xmla.torch_api import _arrays, _run
 

@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 import tiles
 
-from xmla.core.attribute import Attributes
-from xmla.core.call import plan_call
-from xmla.core.device import B200, H200, INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.implementation import Condition, Implementation
-from xmla.core.op import Op
+from xmla.core.op import Op, plan_call
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel
 from xmla.core.ops.layer.dsa_attention.plan import select_slots
 from xmla.core.ops.selection.select_topk.plan import going_on
-from xmla.core.plan import Choice, Plan
+from xmla.core.plan import Choice, Condition, Implementation, Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import B200, H200, INTERPRETER, Attributes, Device, Spec
 
 LOGITS = indexer_logits.OP
 

@@ -13,8 +13,8 @@ from conftest import HAS_GPU, require_assembler
 from kept import MATRIX, file_of, keep
 from tritons import OLDER, folder
 
-from xmla.core.device import Device
 from xmla.core.registry import registry
+from xmla.core.values import Device
 
 TENSOR_MEMORY_COLUMNS = 512
 GLUON = ("_sm90_kernel", "_sm100_kernel", "_sm120_kernel")  # how the kernels for one architecture are called

@@ -16,12 +16,11 @@ import triton.language as tl
 from conftest import HAS_GPU, require_assembler
 from gluon_cpu import ptx
 
-from xmla.core import interpreter
-from xmla.core.device import A100, INTERPRETER, L40S
+from xmla.core.compile import interpreter
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.lang import numbers
 from xmla.core.op import Case, Op
-from xmla.core.spec import Spec
+from xmla.core.values import A100, INTERPRETER, L40S, Spec
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 CODES = np.arange(256, dtype=np.uint8)

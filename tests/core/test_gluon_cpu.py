@@ -11,7 +11,6 @@ import pytest
 from conftest import HAS_GPU
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from xmla.core.device import B200, H200, RTX_PRO_6000, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
@@ -26,7 +25,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as paged_
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as topk_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import B200, H200, RTX_PRO_6000, Device, Spec
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 

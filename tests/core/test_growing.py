@@ -7,12 +7,11 @@ import pytest
 from conftest import EVERYTHING
 
 from xmla.core.compile import Specialization
-from xmla.core.device import H200, RTX_PRO_6000, Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Call
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import H200, RTX_PRO_6000, Device, Spec
 
 SIZES = range(100, 128)  # between two powers of two, which tiles are
 # Tokens, requests, pages, keys, selected keys and blocks, places. The others are a model's: dims, heads, entries per

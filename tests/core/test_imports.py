@@ -40,7 +40,7 @@ def test_no_circle_of_imports() -> None:
         order = [*TopologicalSorter(imports()).static_order()]
     except CycleError as error:
         raise AssertionError(f"circle: {' → '.join(error.args[1])}") from None
-    assert {"xmla.core.op", "xmla.core.registry", "xmla.torch_api._ops", "xmla.jax_api._primitive"} <= set(order)
+    assert {"xmla.core.op.op", "xmla.core.registry", "xmla.torch_api._ops", "xmla.jax_api._primitive"} <= set(order)
 
 
 def test_nothing_below_the_ops_imports_one() -> None:
@@ -48,6 +48,37 @@ def test_nothing_below_the_ops_imports_one() -> None:
         if not module.startswith("xmla.core.ops"):
             found = {name for name in named if name.startswith("xmla.core.ops.")}
             assert not found or module == "xmla.core.registry", f"{module} imports {found}"
+
+
+# Of the core, from below; the first are modules that the command has before NumPy.
+ROOMS = ("errors", "config", "versions", "values", "formats", "lang", "call", "plan", "compile", "op", "ops", "debug")
+# What is imported past the façade of its room: modules with state, what is loaded late, and one module a task.
+DOORS = ("values.device", "compile.interpreter", "debug", "formats", "lang", "ops")
+
+
+def room_of(module: str) -> str:
+    """The room of the core that a module is in; registry, support, parallel and other packages are in none."""
+    name = module.removeprefix("xmla.core.").partition(".")[0]
+    return name if name in ROOMS and module.startswith("xmla.core.") else ""
+
+
+def test_rooms_of_the_core_import_downwards_and_through_facades() -> None:
+    for module, named in imports().items():
+        own = room_of(module)
+        for name in named:
+            room, path = room_of(name), name.removeprefix("xmla.core.")
+            if room and room != own:
+                assert not own or ROOMS.index(room) < ROOMS.index(own), f"{module} imports {name}, of a room above it"
+                assert path == room or path.startswith(DOORS), f"{module} imports {name}, expected xmla.core.{room}"
+
+
+def test_no_room_imports_a_private_name_of_another() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        own = room_of(module_of(file))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (room := room_of(node.module or "")) and room != own:
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert private == [], f"{file.relative_to(PACKAGE)}:{node.lineno}: {private} of xmla.core.{room}"
 
 
 def test_families_of_ops_import_each_other_in_no_circle() -> None:
@@ -66,7 +97,7 @@ def test_families_of_ops_import_each_other_in_no_circle() -> None:
 
 def test_importing_the_core_imports_no_framework() -> None:
     code = (
-        "import sys\nimport xmla, xmla.core.registry, xmla.core.interpreter, xmla.core.compile, xmla.interop\n"
+        "import sys\nimport xmla, xmla.core.registry, xmla.core.compile.interpreter, xmla.interop\n"
         "assert len(xmla.core.registry.registry()) >= 11\n"
         "print([name for name in ('torch', 'jax', 'jaxlib', 'jax_triton') if name in sys.modules])"
     )

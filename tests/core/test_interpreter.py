@@ -16,11 +16,11 @@ import triton.language as tl
 from conftest import HAS_GPU
 
 from xmla import torch_api
-from xmla.core import interpreter
+from xmla.core.compile import interpreter
 from xmla.core.lang.numbers import load_e4m3
 from xmla.core.op import Op
 from xmla.core.registry import registry
-from xmla.core.spec import DTYPES
+from xmla.core.values import DTYPES
 from xmla.machine.calls import by_reference, by_torch
 
 # Without the shim: a dot of two bf16 tiles of ones, and casts that round up into the next exponent and to even.
@@ -43,7 +43,9 @@ def test_upstream_still_needs_the_shim() -> None:
         [sys.executable, "-c", UPSTREAM], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "False" in done.stdout, "Triton interprets bf16 and fp8 right now: remove the shim of xmla.core.interpreter"
+    assert "False" in done.stdout, (
+        "Triton interprets bf16 and fp8 right now: remove the shim of xmla.core.compile.interpreter"
+    )
 
 
 SPECIAL = [0.0, -0.0, 1.99999, 1.00390625, 1.01171875, 448.0, -449.0, 2.0**-10, 3e38, 1e-40, np.inf, -np.inf, np.nan]
@@ -283,7 +285,7 @@ import os, signal, threading, time
 import torch
 from triton.runtime import interpreter as tritons
 from xmla import torch_api
-from xmla.core import interpreter
+from xmla.core.compile import interpreter
 
 original, inside = tritons._convert_float, threading.Event()
 
@@ -320,7 +322,7 @@ import numpy as np
 import torch
 from triton.runtime import interpreter as tritons
 from xmla import UnsupportedError, torch_api
-from xmla.core import interpreter
+from xmla.core.compile import interpreter
 
 signal.alarm(60)
 original, interpret, refusals = tritons._convert_float, interpreter._interpret, []

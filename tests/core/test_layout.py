@@ -12,7 +12,7 @@ from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.formats.numbers import dequantize_mxfp4, power_of_two_exponent, quantize, quantize_mxfp4
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 E4M3 = ml_dtypes.float8_e4m3fn
 

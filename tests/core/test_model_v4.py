@@ -8,9 +8,9 @@ from transformers import DeepseekV4Config
 
 from xmla import ArgumentError, ModelConfigV4
 from xmla.core.compile import Specialization
-from xmla.core.device import H200
 from xmla.core.models.base import Call
 from xmla.core.registry import registry
+from xmla.core.values import H200
 from xmla.demo import deepseek_v4
 from xmla.torch_api._arrays import spec_of
 

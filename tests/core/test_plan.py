@@ -8,10 +8,8 @@ import kit
 import numpy as np
 import pytest
 
-from xmla.core import compile
-from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, specialize
-from xmla.core.device import B200, GB10, H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device
+from xmla.core.compile import compiler as compile
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import V4
 from xmla.core.models.base import Call, Model
@@ -20,11 +18,11 @@ from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import B200, GB10, H200, INTERPRETER, KNOWN_DEVICES, RTX_PRO_6000, Device, Spec
 
 
 @pytest.mark.parametrize("device", [*KNOWN_DEVICES, INTERPRETER], ids=lambda device: device.name)

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from xmla.bench.roofline import MODELLED, call_of, document, estimates
-from xmla.core.device import H200, KNOWN_DEVICES, PEAKS, Device
+from xmla.core.plan.roofline import REACHED, seconds_of
 from xmla.core.registry import registry
-from xmla.core.roofline import REACHED, seconds_of
-from xmla.core.spec import Spec
+from xmla.core.values import H200, KNOWN_DEVICES, PEAKS, Device, Spec
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = [json.loads(line) for line in (ROOT / "benchmarks/results/h200/bench.jsonl").read_text().splitlines()]

@@ -4,7 +4,7 @@ import pytest
 import soak
 from conftest import EVERYTHING
 
-from xmla.core.device import B200, H200, RTX_PRO_6000, Device
+from xmla.core.values import B200, H200, RTX_PRO_6000, Device
 
 STEPS = 5000 if EVERYTHING else 300
 MOST = 200  # kernels of a list, each of which is compiled for seconds

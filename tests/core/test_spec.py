@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from xmla.core.spec import DTYPES, Spec, alignment_of, row_major
+from xmla.core.values import DTYPES, Spec, alignment_of, row_major
 
 MEMORY = np.zeros(1 << 12, np.uint8)
 ARRAYS = [  # shape, strides in elements

@@ -9,7 +9,7 @@ import torch
 from xmla.core.ops.attention.sparse_mla.constants import Combination, Epilogue
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.ops.attention.sparse_mla.splits import MOST_SPLITS, split_counts
-from xmla.core.plan import next_power_of_2
+from xmla.core.values import next_power_of_2
 
 TOKENS, HEADS, DIMS = 2, 3, 512
 EPILOGUE = Epilogue(HAS_SINK=False, EMPTY_LSE=-np.inf, LSE_UNIT=1.0, LSE_SINK=False, ROPE=0, COS_SIN_STRIDE=0)

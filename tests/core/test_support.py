@@ -5,8 +5,8 @@ import pytest
 import support_matrix
 
 from xmla import ArgumentError, Device, supports
-from xmla.core.device import A100, H200, KNOWN_DEVICES, PEAKS, find_device
 from xmla.core.registry import registry
+from xmla.core.values import A100, H200, KNOWN_DEVICES, PEAKS, find_device
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)

@@ -10,14 +10,12 @@ import pytest
 from conftest import EVERYTHING
 from test_growing import at, axes_of
 
-from xmla.core.call import make_plan
-from xmla.core.device import H200, INTERPRETER, KNOWN_DEVICES, Device
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, make_plan
+from xmla.core.op.template import Specs, sizes_of, trace_call
+from xmla.core.plan.sizes import Trace, arithmetic
 from xmla.core.registry import registry
-from xmla.core.sizes import Trace, arithmetic
-from xmla.core.spec import Spec, row_major
-from xmla.core.template import Specs, sizes_of, trace_call
+from xmla.core.values import H200, INTERPRETER, KNOWN_DEVICES, Device, Spec, row_major
 
 FIRST = [(op, op.cases[0]) for op in registry().values()]
 SIZES = (100, 101, 104, 117, 127)

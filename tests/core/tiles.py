@@ -13,10 +13,10 @@ from pathlib import Path
 
 from resources import calls
 
-from xmla.core.device import KNOWN_DEVICES, Device
 from xmla.core.models.base import Call
 from xmla.core.plan import Launch
 from xmla.core.registry import registry
+from xmla.core.values import KNOWN_DEVICES, Device
 
 FILE = Path(__file__).with_suffix(".txt")
 TILE = ("BLOCK_H", "BLOCK_N", "BLOCK_T", "GROUP")

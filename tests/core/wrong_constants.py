@@ -17,7 +17,7 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from xmla.core.compile import Specialization, specialize
 from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.plan import with_constant
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 CHANGES: dict[str, list[dict[str, object]]] = {
     "v32": [

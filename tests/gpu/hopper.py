@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from xmla.core.call import plan_call
-from xmla.core.device import H200
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op
-from xmla.core.spec import Spec
+from xmla.core.op import Op, plan_call
+from xmla.core.values import H200, Spec
 
 ON_HOPPER = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from test_flash_mla import DECODE_LSE, DECODE_OUT, MAIN, attention, check, make_
 
 from xmla import torch_api
 from xmla.core.formats.mla import V4
-from xmla.core.plan import cdiv
+from xmla.core.values import cdiv
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from hopper import ON_HOPPER, supported
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
-from xmla.core.device import H200
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
+from xmla.core.values import H200
 
 pytestmark = ON_HOPPER
 

@@ -14,7 +14,7 @@ from xmla.core.op import Case
 from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
-from xmla.core.tolerance import GRADIENT, cosine_difference
+from xmla.core.values import GRADIENT, cosine_difference
 
 pytestmark = ON_HOPPER
 

@@ -9,13 +9,11 @@ import numpy as np
 from stacked import FUSED, Arrays, calling
 
 from xmla import jax_api
-from xmla.core.call import plan_call
-from xmla.core.derivative import check_derivative
-from xmla.core.device import H200
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
+from xmla.core.op.derivative import check_derivative
 from xmla.core.plan import Plan
-from xmla.core.spec import Spec
+from xmla.core.values import H200, Spec
 
 # Of axes, in place of a case's own, so that arrays along them are multiples of FUSED bytes.
 SIZES = {

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 from op_call import OpCall, op_calls
 
-from xmla.core.device import H200, assume_device
 from xmla.core.registry import registry
+from xmla.core.values import H200, assume_device
 from xmla.jax_api import _jax_triton, _launcher, _primitive
 
 ONE_DEVICE = SingleDeviceSharding(pipeline.DEVICES[0])

@@ -28,7 +28,7 @@ from jax_jit import COLLECTIVES, OPS, comparison, function_of, mesh_of
 
 from xmla import jax_api
 from xmla.core.op import Case, Op
-from xmla.core.tolerance import GRADIENT
+from xmla.core.values import GRADIENT
 
 RNG = np.random.default_rng(0)
 TOKENS, ROWS, K = 4, 8, 5

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from noting import Noting
 
 from xmla import jax_api
-from xmla.core.device import H100, assume_device
+from xmla.core.values import H100, assume_device
 from xmla.jax_api import _launcher, _primitive
 
 TOKENS, HEADS, K, LAYERS = 8, 64, 128, 2

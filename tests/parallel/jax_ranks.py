@@ -27,7 +27,7 @@ from problem import PROBLEMS, SCALE, K, Problem
 from xmla import ArgumentError, jax_api
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
-from xmla.core.tolerance import ATTENTION_LSE
+from xmla.core.values import ATTENTION_LSE
 from xmla.jax_api.parallel import ContextParallel, tensor_parallel_attention
 
 OP = registry()["dsa_attention"]

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xmla.core.cases import block_tables, indexer_pool, mla_pool, normal, row_lengths, slots_of
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import V32
+from xmla.core.ops.cases import block_tables, indexer_pool, mla_pool, normal, row_lengths, slots_of
 from xmla.core.parallel import Ownership
 
 F32 = np.dtype(np.float32)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from problem import PROBLEMS, SCALE, K, Problem
 from torch.distributed.device_mesh import init_device_mesh
 
-import xmla.core.interpreter  # noqa: F401
+import xmla.core.compile.interpreter  # noqa: F401
 from xmla import torch_api
 from xmla.core.parallel import Ownership, received_bytes
 from xmla.core.registry import registry
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import kit
 from torch_gradients import check_gradients  # noqa: F401
 
-from xmla.core.tolerance import ATTENTION_LSE
+from xmla.core.values import ATTENTION_LSE
 
 # Seconds of the engine: as long as a rank may be late on a busy machine.
 TIMEOUT = 1800

@@ -5,7 +5,7 @@ import torch
 from xmla import torch_api
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import V32, MlaLayout
-from xmla.core.plan import cdiv
+from xmla.core.values import cdiv
 
 DEVICE = "cuda"
 

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from xmla._warmup import present_device
-from xmla.core.device import KNOWN_DEVICES, Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.models.base import Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
@@ -20,6 +19,7 @@ from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.registry import registry
 from xmla.core.support import supports
+from xmla.core.values import KNOWN_DEVICES, Device, find_device
 
 ARGUMENTS = {name for op in registry().values() for name in op.tensors}
 MODELS: dict[str, Callable[..., Model]] = {

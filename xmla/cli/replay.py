@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from xmla.core.live.checks import find_violation
-from xmla.core.live.reproducer import load
-from xmla.core.live.shadow import drifts
+from xmla.core.debug.checks import find_violation
+from xmla.core.debug.reproducer import load
+from xmla.core.debug.shadow import drifts
 from xmla.machine import calls
 
 

@@ -12,7 +12,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Case, Op
 from xmla.core.registry import find_op, registry
 from xmla.core.support import kinds_of
-from xmla.core.tolerance import difference
+from xmla.core.values import difference
 from xmla.machine import calls
 from xmla.machine.environment import HAS_GPU
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from xmla import torch_api
+from xmla.core.call import CalledAs
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.problem import CalledAs
 from xmla.core.registry import registry
 from xmla.torch_api._arrays import spec_of
 

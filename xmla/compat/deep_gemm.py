@@ -14,8 +14,8 @@ import torch
 
 from xmla.compat._published import INT32, NotReplacedError, Published, as_int32, check_axes, dense, serve
 from xmla.core.errors import ArgumentError
-from xmla.core.plan import cdiv
-from xmla.core.selection import GRANULARITIES
+from xmla.core.lang.blocks import GRANULARITIES
+from xmla.core.values import cdiv
 from xmla.torch_api._arrays import device_of
 
 _package = Published("deep_gemm", *(["vllm.third_party.deep_gemm"] if "vllm" in sys.modules else []))

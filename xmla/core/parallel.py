@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from xmla.core.call import unequal, whole_vectors
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import indexer_layouts, indexer_rows
 from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.plan import cdiv
-from xmla.core.requests import unequal, whole_vectors
+from xmla.core.values import cdiv
 
 LOGITS_BYTES = 1 << 29  # of logits that `ContextParallel.select` stores at a time, unless told otherwise
 

@@ -6,13 +6,10 @@ from functools import cache
 
 import numpy as np
 
-from xmla.core.attribute import Attr
-from xmla.core.call import plan_call
-from xmla.core.device import Device, find_device
 from xmla.core.errors import ArgumentError, UnsupportedError, meant
-from xmla.core.op import Op
+from xmla.core.op import Op, plan_call
 from xmla.core.registry import find_op, registry
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.values import DTYPES, Attr, Device, Spec, find_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
 
     Args:
         op: A name of `xmla.torch_api` or `xmla.jax_api`.
-        device: One of `xmla.core.device.KNOWN_DEVICES`, any other `Device`, or the name of a device in that list, such
+        device: One of `xmla.core.values.KNOWN_DEVICES`, any other `Device`, or the name of a device in that list, such
             as "H200".
         asked: Sizes by the declaration's axis names; by the name of a cache its format, and of any argument its dtype.
             Everything else, attributes too, is that of the op's first case, among those with the caches asked for.

@@ -31,7 +31,7 @@ is replicated. Also replicated are all axes of ops that update a cache, and ever
 divides requests by pages.
 
 Importing this module needs neither a GPU nor PyTorch. To plan and lower for a GPU that is not present, use
-`xmla.core.device.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
+`xmla.core.values.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
 """
 
 from xmla import _frameworks

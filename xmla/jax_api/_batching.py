@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xmla.core.call import Tensor
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
-from xmla.core.problem import Tensor
 
 ROWS = ("T", "B")
 

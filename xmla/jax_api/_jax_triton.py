@@ -4,7 +4,7 @@
 behaviours of jax-triton would compile kernels that differ from torch's, or compile them again in every process:
   - it specialises on an integer argument that equals 1 (`_Size` equals no plain integer);
   - it compiles without Triton's cache on disk: calls with the option `_SPECIALIZATION`, as all of xmla have, take
-    their kernel from `xmla.core.compile` instead (`_compile`).
+    their kernel from `xmla.core.compile.compiler` instead (`_compile`).
 """
 
 import os
@@ -16,10 +16,9 @@ import jax
 
 from xmla._frameworks import install
 from xmla.core.compile import Specialization, compiled, specialize
-from xmla.core.device import Device
 from xmla.core.errors import UnsupportedError
 from xmla.core.plan import Launch, Plan
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec
 
 _SPECIALIZATION = "xmla_specialization"
 
@@ -61,7 +60,7 @@ def _import() -> Any:
 
 
 def _compile(specialization: Specialization, target: Any, backend: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What jax-triton's `_compile_kernel` returns, for a kernel that `xmla.core.compile` gives."""
+    """What jax-triton's `_compile_kernel` returns, for a kernel that `xmla.core.compile.compiler` gives."""
     from jax_triton import triton_lib
 
     binary = compiled(specialization, target.arch)

@@ -29,10 +29,9 @@ from triton.runtime.cache import get_cache_manager
 
 from xmla._frameworks import LAUNCHERS
 from xmla.core.compile import compiled, specialize
-from xmla.core.device import Device
 from xmla.core.errors import CompileError
 from xmla.core.plan import Launch, Plan
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.values import DTYPES, Device, Spec
 
 log = logging.getLogger("xmla")
 

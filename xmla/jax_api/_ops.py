@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xmla.core.attribute import Attributes
-from xmla.core.call import plan_call
 from xmla.core.config import settings
-from xmla.core.device import Device, assumed_device
+from xmla.core.debug import shadow
+from xmla.core.debug.checks import check_values
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.live import shadow
-from xmla.core.live.checks import check_values
-from xmla.core.op import Op
-from xmla.core.spec import Spec
+from xmla.core.op import Op, plan_call
+from xmla.core.values import Attributes, Device, Spec, assumed_device
 from xmla.jax_api import _private
 from xmla.jax_api._primitive import call, is_ref
 from xmla.jax_api._run import describe

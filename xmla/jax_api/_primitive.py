@@ -17,13 +17,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from xmla.core.attribute import Attributes
-from xmla.core.derivative import check_derivative, derivative_call, refuse_derivative
-from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op
+from xmla.core.op import Op, check_derivative, derivative_call, refuse_derivative
 from xmla.core.registry import registry
-from xmla.core.spec import Spec
+from xmla.core.values import INTERPRETER, Attributes, Device, Spec
 from xmla.jax_api import _batching, _launcher, _private, _sharding
 from xmla.jax_api._private import AbstractRef
 from xmla.jax_api._run import execute, host_function, lowered_for

@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xmla.core import device as devices
-from xmla.core.attribute import Attributes
-from xmla.core.call import plan_call
-from xmla.core.device import INTERPRETER, Device
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op
+from xmla.core.op import Op, plan_call
 from xmla.core.plan import Plan
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.values import DTYPES, INTERPRETER, Attributes, Device, Spec
+from xmla.core.values import device as devices
 
 HostFunction = Callable[..., tuple[np.ndarray, ...]]
 devices.entered_with.append(jax.make_user_context())  # JAX traces and lowers anew for another assumed device
@@ -51,7 +48,7 @@ def lowered_for(
     try:
         return describe(jax.local_devices(backend="gpu")[0])
     except RuntimeError as error:
-        supported = "a GPU, or a device named by xmla.core.device.assume_device"
+        supported = "a GPU, or a device named by xmla.core.values.assume_device"
         raise UnsupportedError(f"{op.name}: platform is cuda without a GPU, supported: {supported}") from error
 
 
@@ -85,7 +82,7 @@ def host_function(op: Op, names: Sequence[str], attrs: Attributes, implementatio
             results = op.bind(specs, attrs).results.values()
             outputs = op.reference(**host, **attrs._asdict())
         else:
-            from xmla.core import interpreter
+            from xmla.core.compile import interpreter
 
             plan, results = plan_call(op, tuple(specs.values()), attrs, INTERPRETER, implementation)
             outputs = interpreter.run(op.name, plan, host)
@@ -136,7 +133,7 @@ def execute(
         if device != INTERPRETER:
             present = {name: spec for name, spec in specs.items() if spec is not None}
             return _launch(plan, arrays, present, op.mutates, device, launch)
-        from xmla.core import interpreter
+        from xmla.core.compile import interpreter
 
         interpreter.require(op.name, plan)
     results = [*outputs, *(_spec(arrays[name]) for name in op.mutates)]

@@ -16,9 +16,9 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xmla.core.call import Problem, Result
 from xmla.core.op import Op
-from xmla.core.problem import Problem, Result
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 from xmla.jax_api._private import ShardingContext
 from xmla.jax_api._run import HostFunction
 

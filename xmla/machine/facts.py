@@ -11,9 +11,9 @@ from xmla import __version__
 from xmla._frameworks import LAUNCHERS, missing, needed
 from xmla._frameworks import PACKAGES as FRAMEWORKS
 from xmla.core.config import variables
-from xmla.core.device import Device
 from xmla.core.registry import registry
 from xmla.core.support import supports
+from xmla.core.values import Device
 from xmla.core.versions import installed, untested
 from xmla.machine.environment import HAS_GPU
 

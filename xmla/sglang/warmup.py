@@ -14,12 +14,10 @@ import torch
 
 from xmla._warmup import make_engine_ready
 from xmla.compat.deep_gemm import row_stride
-from xmla.core.device import Device
 from xmla.core.models import memory
 from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
-from xmla.core.plan import cdiv
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec, cdiv
 from xmla.sglang.attention import FORMATS, SERVED
 from xmla.torch_api._arrays import device_of, spec_of
 

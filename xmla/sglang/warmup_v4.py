@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from xmla.compat.deep_gemm import row_stride
-from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
 from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import SPLIT_TOKENS, around_powers_of_2, full_waves, token_counts
-from xmla.core.plan import cdiv
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec, cdiv
 from xmla.sglang.warmup import Sizes, make_ready, most_tokens
 from xmla.torch_api._arrays import device_of, spec_of
 

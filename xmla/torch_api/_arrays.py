@@ -5,8 +5,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from xmla.core.device import INTERPRETER, Device
-from xmla.core.spec import DTYPES, Spec, alignment_of
+from xmla.core.values import DTYPES, INTERPRETER, Device, Spec, alignment_of
 from xmla.torch_api._private import FakeTensor
 
 NAMES = {getattr(torch, name): name for name in DTYPES}

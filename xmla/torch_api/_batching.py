@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from xmla.core.attribute import Attributes
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op
+from xmla.core.values import Attributes
 from xmla.torch_api._arrays import spec_of
 
 Tensors = Sequence[torch.Tensor | None]

@@ -21,8 +21,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.build import compile_module_from_src
 
 from xmla._frameworks import LAUNCHERS
+from xmla.core.compile import exec_function
 from xmla.core.plan import Launch
-from xmla.core.signature import generated
 
 # (programs, stream, the hooks of profilers, runtime arguments): pointers as integers, then sizes, then pointers.
 Start = Callable[[int, int, Any, Any, tuple[int, ...]], None]
@@ -151,7 +151,7 @@ def sequence(
     head = "def sequence(numbers, stream, enter, leave, inputs, results, workspace):"
     taken = f"{''.join(f'n{place}, ' for place, _ in enumerate(numbers)) or '()'} = numbers"
     scope = {f"start{place}": start for place, (start, _) in enumerate(launches)}
-    return generated("\n    ".join([head, taken, *lines]), "sequence", **scope), tuple(numbers)
+    return exec_function("\n    ".join([head, taken, *lines]), "sequence", **scope), tuple(numbers)
 
 
 def profiler_hooks() -> tuple[Any, Any]:

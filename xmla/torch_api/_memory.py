@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, combinations, product
 
+from xmla.core.compile import exec_function
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op
-from xmla.core.signature import generated
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 WORKSPACE = "workspace"
 
@@ -78,7 +78,7 @@ def apart(pairs: tuple[Pair, ...], count: int) -> Callable[..., bool]:
     text = f"""def apart(numbers{addresses}):
     {"".join(f"{name}, " for name in names) or "()"} = numbers
     return not ({" or ".join(tests) or False})"""
-    return generated(text, "apart")
+    return exec_function(text, "apart")
 
 
 def _page(spec: Spec) -> int | None:

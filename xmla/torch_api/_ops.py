@@ -8,13 +8,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from xmla.core.attribute import Attributes
-from xmla.core.derivative import check_derivative, derivative_call, refuse_derivative
-from xmla.core.device import assumed_device
 from xmla.core.errors import ArgumentError
-from xmla.core.op import Op
+from xmla.core.op import Op, check_derivative, derivative_call, refuse_derivative
 from xmla.core.plan import Plan
-from xmla.core.spec import Spec
+from xmla.core.values import Attributes, Spec, assumed_device
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, to_numpy
 from xmla.torch_api._batching import call_each, results_of_none

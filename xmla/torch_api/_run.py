@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 
-from xmla.core.attribute import Attributes
-from xmla.core.call import plan_call
-from xmla.core.compile import compiled, specialize
+from xmla.core.compile import compiled, exec_function, specialize
 from xmla.core.config import settings
-from xmla.core.device import Device
+from xmla.core.debug import shadow
+from xmla.core.debug.checks import check_values
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.live import shadow
-from xmla.core.live.checks import check_values
-from xmla.core.op import Op
+from xmla.core.op import Op, Sizes, Template, plan_call, trace_call
 from xmla.core.plan import Plan
-from xmla.core.signature import generated
-from xmla.core.spec import DTYPES, Spec, alignment_of, row_major
-from xmla.core.template import Sizes, Template, trace_call
+from xmla.core.values import DTYPES, Attributes, Device, Spec, alignment_of, row_major
 from xmla.torch_api import _memory, _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
 from xmla.torch_api._launch import described, profiler_hooks, sequence, starter, together
@@ -82,7 +77,7 @@ class Prepared:
     """A call of certain sizes, of which as little is kept as makes the next one fast: there are many sizes.
 
     Attributes:
-        sizes: As `core.template.sizes_of` has them.
+        sizes: As `core.op.template.sizes_of` has them.
         results: Shape, strides and dtype of each.
         together: Starts the kernels where no profiler looks on, in less time than the family's `sequence`; or None.
         mutated: The op's.
@@ -305,7 +300,7 @@ def _match(
             if not ({" or ".join(f"{name} % 16" for name in present)}):
                 return [{each(present)}]
     return match"""
-    return generated(text, "matching")
+    return exec_function(text, "matching")
 
 
 def refuse_fork(op: Op) -> None:
@@ -331,7 +326,7 @@ def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
 
 
 def kind_of(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> tuple[tuple[Any, ...], Sizes]:
-    """What a call depends on besides sizes, and these, as `core.template.sizes_of` has them."""
+    """What a call depends on besides sizes, and these, as `core.op.template.sizes_of` has them."""
     kind: list[Any] = [op, implementation]
     sizes: list[int] = []
     for tensor in tensors:
@@ -589,7 +584,7 @@ def _launch(
 def _interpret(
     op: Op, plan: Plan, tensors: Tensors, out: Sequence[torch.Tensor], workspace: torch.Tensor | None
 ) -> None:
-    from xmla.core import interpreter
+    from xmla.core.compile import interpreter
 
     interpreter.require(op.name, plan)
     arrays = {name: to_numpy(t) for name, t in zip(op.tensors, tensors, strict=True) if t is not None}

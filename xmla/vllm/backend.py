@@ -22,10 +22,10 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
-from xmla.core.device import KNOWN_DEVICES, Device
+from xmla.core.call import ALIGNED, whole_vectors
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32, VALUE_DIMS
 from xmla.core.models import memory
-from xmla.core.requests import ALIGNED, whole_vectors
+from xmla.core.values import KNOWN_DEVICES, Device
 from xmla.torch_api._arrays import device_of
 from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills, rows_are_faster
 from xmla.vllm.refusals import is_batch_invariant, pool_size

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from xmla import torch_api as xt
-from xmla.core.requests import ALIGNED
+from xmla.core.call import ALIGNED
 
 
 def rows_are_faster(heads: int) -> bool:

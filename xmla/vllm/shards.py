@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
+from xmla.core.call import whole_vectors
 from xmla.core.parallel import Ownership
-from xmla.core.requests import whole_vectors
 
 # Tokens whose candidates are exchanged at a time: 2 · (1 + W) · K words for each, besides the workspace.
 ROWS = 512

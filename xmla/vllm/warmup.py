@@ -15,13 +15,11 @@ import torch
 
 from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
-from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
 from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
-from xmla.core.plan import cdiv
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec, cdiv
 from xmla.torch_api._arrays import device_of, spec_of
 from xmla.vllm import shards
 from xmla.vllm.indexer import Blocks

@@ -20,7 +20,7 @@ from triton.language.semantic import TritonSemantic
 
 from gluon_cpu.cta import Fault
 from gluon_cpu.language import Program
-from xmla.core import interpreter
+from xmla.core.compile import interpreter
 from xmla.core.plan import Launch, Plan
 
 __all__ = ["Fault", "run"]
@@ -30,7 +30,7 @@ def run(
     plan: Plan, arrays: dict[str, np.ndarray], seed: int = 0,
     edits: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """`xmla.core.interpreter.run` of a plan with Gluon kernels, and with edits of the text of modules, by name."""
+    """`xmla.core.compile.interpreter.run` of a plan with Gluon kernels, and edits of the text of modules, by name."""
     program, of_triton = Program(edits), interpreter._interpret
     to_tensor = TritonSemantic.to_tensor
 

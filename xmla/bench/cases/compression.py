@@ -10,7 +10,7 @@ from xmla.bench import problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.errors import relative_error
 from xmla.core.formats.mla import V4
-from xmla.core.plan import cdiv
+from xmla.core.values import cdiv
 
 CONTEXT = 8192
 # Name, dims of an entry, series and tokens per entry.

@@ -12,7 +12,7 @@ from xmla.bench import problems
 from xmla.bench.benchmark import Benchmark
 from xmla.bench.cases.attention import SCALE, K
 from xmla.bench.errors import step_error
-from xmla.core.plan import cdiv
+from xmla.core.values import cdiv
 
 HEADS, INDEX_HEADS = 128, 64
 

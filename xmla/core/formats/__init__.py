@@ -7,7 +7,7 @@ import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MlaLayout, mla_layouts
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 Format = MlaLayout | IndexerLayout
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.numbers import MXFP4_BLOCK, dequantize_mxfp4, quantize, quantize_mxfp4
-from xmla.core.spec import DTYPES
+from xmla.core.values import DTYPES
 
 INDEXER_DIMS = (32, 64, 128)
 INDEXER_FORMATS = ("fp8", "mxfp4")

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from xmla.core.formats.numbers import VALUES, power_of_two_exponent, quantize, quantize_nvfp4
-from xmla.core.plan import cdiv
-from xmla.core.spec import Spec
+from xmla.core.values import Spec, cdiv
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ import triton.language as tl
 
 STEP = tl.constexpr(1024)  # blocks whose places are compared at once
 
+GRANULARITIES = (1, 2, 4, 8, 16, 32, 64, 128)  # columns of a block: tiles of whole blocks are powers of two
+
 
 @triton.jit
 def blocks_of(length, GRANULARITY: tl.constexpr):

@@ -1,4 +1,4 @@
-"""The kernel that clears a buffer, of the launch in `core/clearing.py`."""
+"""The kernel that clears a buffer, of the launch in `core/plan/clearing.py`."""
 
 import triton
 import triton.language as tl

@@ -6,17 +6,14 @@ from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any
 
-from xmla.core.attribute import Attr
-from xmla.core.call import plan_call
 from xmla.core.compile import Specialization, begins_anywhere, specialize
-from xmla.core.device import Device
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.models.steps import full_waves, powers_of_2, token_counts
-from xmla.core.plan import Plan, cdiv
+from xmla.core.op import plan_call
+from xmla.core.plan import Plan, estimate
 from xmla.core.registry import registry
-from xmla.core.roofline import estimate
-from xmla.core.spec import Spec
+from xmla.core.values import Attr, Device, Spec, cdiv
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
 

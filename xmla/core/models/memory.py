@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from xmla.core.device import Device
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.models.base import Call
 from xmla.core.models.steps import SPLIT_TOKENS
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec
 
 PAGE = 64  # entries on a page of V3.2's cache, and of V4's window, in vLLM and SGLang
 LARGE = 1 << 20  # pages

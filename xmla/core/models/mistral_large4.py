@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from xmla.core.models.base import Call, Model
 from xmla.core.models.v32 import ModelConfig
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Sizes of steps at which plans differ, of the lists of kernels that models and engines' plugins have."""
 
-from xmla.core.device import Device
+from xmla.core.values import Device
 
 # No plan divides the keys of more tokens, on any known device.
 SPLIT_TOKENS = 2048

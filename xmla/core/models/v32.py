@@ -9,8 +9,7 @@ from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
 from xmla.core.models.base import Call, Model, layout_of, split
 from xmla.core.parallel import LOGITS_BYTES, parts, received_bytes
-from xmla.core.plan import cdiv
-from xmla.core.spec import Spec
+from xmla.core.values import Spec, cdiv
 
 YARN = 0.1 * math.log(40) + 1.0  # DeepSeek-V3.2's, of 40 times the context it was first trained on (arXiv 2309.00071)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models.base import Call, Model, layout_of, split
-from xmla.core.plan import cdiv
-from xmla.core.spec import Spec
+from xmla.core.values import Spec, cdiv
 
 RATIOS = (4, 128)  # tokens per entry; with 4 the indexer selects entries, with 128 all are attended to
 SERIES = {4: 2, 128: 1}

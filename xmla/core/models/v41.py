@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models.base import Call
 from xmla.core.models.v4 import PAGES, TwoSources
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import F32, FLOATS, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.attention.merge_attention.cases import CASES
 from xmla.core.ops.attention.merge_attention.plan import plan
 from xmla.core.ops.attention.merge_attention.reference import reference
-from xmla.core.problem import F32, FLOATS, Problem, Result, Tensor
-from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
+from xmla.core.plan import Implementation
+from xmla.core.values import ATTENTION_LSE, ATTENTION_OUT
 
 
 def merge_attention(outs, lses, sink=None, *, empty_lse: str = "-inf") -> Any:

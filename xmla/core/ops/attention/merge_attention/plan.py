@@ -1,9 +1,9 @@
 from math import inf
 
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.attention.merge_attention.kernels import merge_attention_kernel
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, cdiv, next_power_of_2
 
 TILE = 2048  # elements of a program: 4 heads of 512
 

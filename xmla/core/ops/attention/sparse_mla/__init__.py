@@ -1,7 +1,20 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.caches import mla_format
+from xmla.core.call import (
+    BYTES,
+    F32,
+    FLOATS,
+    HALVES,
+    INDEX,
+    Arrays,
+    Limit,
+    Problem,
+    Tensor,
+    Work,
+    all_but_pools_once,
+    mla_format,
+)
 from xmla.core.op import Op
 from xmla.core.ops.attention.sparse_mla import backward, unpack
 from xmla.core.ops.attention.sparse_mla import plan as portable
@@ -17,8 +30,6 @@ from xmla.core.ops.attention.sparse_mla.sources import (
     require_both,
     source_limits,
 )
-from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Problem, Tensor
-from xmla.core.work import Work, all_but_pools_once
 
 
 def sparse_mla(

@@ -1,6 +1,5 @@
 import numpy as np
 
-from xmla.core.cases import BF16, mla_pool, normal
 from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
@@ -15,6 +14,7 @@ from xmla.core.formats.mla import (
     MlaLayout,
 )
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, mla_pool, normal
 
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import inf, log
 
+from xmla.core.call import Problem
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.plan import Constants
-from xmla.core.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

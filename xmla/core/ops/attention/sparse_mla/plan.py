@@ -1,14 +1,13 @@
 from dataclasses import dataclass
 from functools import partial
 
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.formats.mla import V32, MlaLayout
-from xmla.core.implementation import Implementation
 from xmla.core.ops.attention.sparse_mla.constants import Attention
 from xmla.core.ops.attention.sparse_mla.kernels import sparse_mla_kernel
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
-from xmla.core.plan import Plan
-from xmla.core.problem import Problem
+from xmla.core.plan import Implementation, Plan
+from xmla.core.values import Device
 
 MAX_HEADS = 128
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from xmla.core.call import Arrays, Limit, Problem, Result, Work
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
-from xmla.core.problem import Arrays, Limit, Problem, Result
-from xmla.core.tolerance import ATTENTION_LSE, ATTENTION_OUT
-from xmla.core.work import Work
+from xmla.core.values import ATTENTION_LSE, ATTENTION_OUT
 
 ATTENTION_RESULTS = {
     "out": Result("T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT),

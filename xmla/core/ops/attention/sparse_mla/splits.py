@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from xmla.core.device import Device
+from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Pages
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
-from xmla.core.plan import Kernel, Launch, Plan, cdiv, most_registers, next_power_of_2
-from xmla.core.problem import LARGEST_SIZE, Problem
-from xmla.core.sizes import arithmetic
-from xmla.core.spec import Spec
+from xmla.core.plan import Kernel, Launch, Plan, arithmetic, most_registers
+from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 INVARIANT_SPLIT_KEYS = 512
 MOST_SPLITS = 4096  # more cost the combination more than they save

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.implementation import Condition, Implementation
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention.sparse_mla.gluon_marks import mark_entries_kernel
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plan import takes_few_heads
 from xmla.core.ops.attention.sparse_mla.gluon_sm120.plan import IMPLEMENTATION as SM120
 from xmla.core.ops.attention.sparse_mla.kernels import unpack_entries_kernel
-from xmla.core.plan import Constants, Launch, Part, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Condition, Constants, Implementation, Launch, Part, Plan
+from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 # Entries are dequantised first from this many references per entry of the pool on. It would pay from 16 on, 4.9 against
 # 6.4 ms (H200, 2026-11-21); with 32 the rows take at most 36 bytes per reference, as much as queries and outputs of 32

@@ -1,8 +1,21 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.caches import mla_format
-from xmla.core.implementation import Implementation
+from xmla.core.call import (
+    BYTES,
+    F32,
+    HALVES,
+    INDEX,
+    Arrays,
+    Limit,
+    Problem,
+    Tensor,
+    Work,
+    all_but_pools_once,
+    check_requests,
+    mla_format,
+    paged_limits,
+)
 from xmla.core.op import Op
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.attention.sparse_mla.sources import ATTENTION_RESULTS, attention_work
@@ -10,9 +23,7 @@ from xmla.core.ops.attention.sparse_mla_paged.cases import CASES
 from xmla.core.ops.attention.sparse_mla_paged.plan import plan
 from xmla.core.ops.attention.sparse_mla_paged.reference import reference
 from xmla.core.ops.slots import map_slots
-from xmla.core.problem import BYTES, F32, HALVES, INDEX, Arrays, Limit, Problem, Tensor
-from xmla.core.requests import check_requests, paged_limits
-from xmla.core.work import Work, all_but_pools_once
+from xmla.core.plan import Implementation
 
 
 def sparse_mla_paged(

@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import block_tables, mla_pool, normal, row_lengths, slots_of
 from xmla.core.formats.mla import PLAIN, V32, MlaLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import block_tables, mla_pool, normal, row_lengths, slots_of
 
 
 def _case(

@@ -1,9 +1,9 @@
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.slots import map_slots
 from xmla.core.plan import Plan
-from xmla.core.problem import Problem
+from xmla.core.values import Device
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -1,13 +1,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.blocks.expand_blocks.cases import CASES
 from xmla.core.ops.blocks.expand_blocks.plan import plan
 from xmla.core.ops.blocks.expand_blocks.reference import reference
-from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
-from xmla.core.selection import check_granularity, expanded
+from xmla.core.ops.blocks.shared import check_granularity, expanded
+from xmla.core.plan import Implementation
 
 
 def expand_blocks(blocks, lengths, *, granularity: int, tail: bool = True) -> Any:

@@ -1,8 +1,8 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.blocks.expand_blocks.kernels import expand_blocks_kernel
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
-from xmla.core.selection import entries_of, expanded
+from xmla.core.ops.blocks.shared import entries_of, expanded
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK_C = 256  # columns of a program
 

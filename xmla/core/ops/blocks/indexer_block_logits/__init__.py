@@ -1,14 +1,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.indexer import check_keys, check_logits_dtype, logits_of
+from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor, declared_limits
 from xmla.core.op import Op
 from xmla.core.ops.blocks.indexer_block_logits.cases import CASES
 from xmla.core.ops.blocks.indexer_block_logits.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_logits.reference import reference
+from xmla.core.ops.blocks.shared import block_logits_work, capacity_of, check_granularity, entries_of
 from xmla.core.ops.indexer import indexer_logits
-from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor, declared_limits
-from xmla.core.selection import block_logits_work, capacity_of, check_granularity, entries_of
+from xmla.core.ops.indexer.shared import check_keys, check_logits_dtype, logits_of
 
 
 def indexer_block_logits(

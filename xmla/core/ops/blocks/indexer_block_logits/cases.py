@@ -1,10 +1,10 @@
 import numpy as np
 
-from xmla.core.cases import BF16, POISON
 from xmla.core.op import Case
 from xmla.core.ops.blocks.indexer_block_logits.reference import ranges
 from xmla.core.ops.blocks.indexer_block_logits_paged.cases import some_blocks
 from xmla.core.ops.blocks.indexer_block_logits_paged.reference import positions_of
+from xmla.core.ops.cases import BF16, POISON
 from xmla.core.ops.indexer.indexer_logits.cases import make_case
 
 

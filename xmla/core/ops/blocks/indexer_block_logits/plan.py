@@ -1,15 +1,13 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import Keys, Query, head_rows, keys_are_mxfp4
+from xmla.core.call import Problem
 from xmla.core.ops.blocks.indexer_block_logits.kernels import indexer_block_logits_kernel
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import splits
+from xmla.core.ops.blocks.shared import entries_of
 from xmla.core.ops.indexer.indexer_logits_paged.plan import configure
-from xmla.core.plan import Constants, Launch, Plan
-from xmla.core.problem import Problem
-from xmla.core.selection import entries_of
-from xmla.core.spec import Spec
+from xmla.core.ops.indexer.shared import Keys, Query, head_rows, keys_are_mxfp4
+from xmla.core.plan import Constants, Implementation, Launch, Plan
+from xmla.core.values import Device, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages
+from xmla.core.call import requests_of
 from xmla.core.formats.indexer import indexer_layouts
 from xmla.core.op import Case
 from xmla.core.ops.blocks.indexer_block_logits_paged.reference import positions_of
+from xmla.core.ops.cases import BF16, empty_pages
 from xmla.core.ops.indexer.indexer_logits.cases import E4M3
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case
-from xmla.core.requests import requests_of
 
 
 def some_blocks(rng: np.random.Generator, lengths: np.ndarray, blocks: int, granularity: int) -> np.ndarray:

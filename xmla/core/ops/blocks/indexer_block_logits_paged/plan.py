@@ -1,15 +1,12 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import Keys, Pages, Query, head_rows, keys_are_mxfp4
+from xmla.core.call import Problem, tokens_a_request
 from xmla.core.ops.blocks.indexer_block_logits_paged.kernels import indexer_block_logits_paged_kernel
+from xmla.core.ops.blocks.shared import capacity_of, entries_of
 from xmla.core.ops.indexer.indexer_logits_paged.plan import Config, configure
-from xmla.core.plan import Constants, Launch, Plan, cdiv
-from xmla.core.problem import Problem
-from xmla.core.requests import tokens_a_request
-from xmla.core.selection import capacity_of, entries_of
-from xmla.core.spec import Spec
+from xmla.core.ops.indexer.shared import Keys, Pages, Query, head_rows, keys_are_mxfp4
+from xmla.core.plan import Constants, Implementation, Launch, Plan
+from xmla.core.values import Device, Spec, cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

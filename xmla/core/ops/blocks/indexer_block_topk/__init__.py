@@ -1,16 +1,16 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_selection
+from xmla.core.call import Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.blocks import indexer_block_logits
 from xmla.core.ops.blocks.indexer_block_topk.cases import CASES
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_SM90
 from xmla.core.ops.blocks.indexer_block_topk.plan import plan
 from xmla.core.ops.blocks.indexer_block_topk.reference import reference
-from xmla.core.problem import Problem, Result
-from xmla.core.selection import block_selection_work
-from xmla.core.tolerance import Selection
+from xmla.core.ops.blocks.shared import block_selection_work
+from xmla.core.ops.indexer.shared import check_selection
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def indexer_block_topk(

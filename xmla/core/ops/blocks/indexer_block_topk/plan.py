@@ -1,8 +1,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.indexer import MAX_ROWS, Keys, Query, head_rows
+from xmla.core.call import Problem
 from xmla.core.ops.blocks.indexer_block_logits.plan import part as gathered
 from xmla.core.ops.blocks.indexer_block_topk.kernels import (
     block_places_kernel,
@@ -10,11 +9,11 @@ from xmla.core.ops.blocks.indexer_block_topk.kernels import (
     repeat_logits_kernel,
 )
 from xmla.core.ops.blocks.indexer_block_topk_paged.plan import parts_of, select_in_blocks
+from xmla.core.ops.blocks.shared import entries_of
 from xmla.core.ops.indexer.indexer_logits.plan import Logits, configure
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
-from xmla.core.selection import entries_of
-from xmla.core.spec import Spec
+from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Query, head_rows
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, Spec, cdiv
 
 BLOCK_N = 2048  # columns, or blocks, of a step over a row of places
 

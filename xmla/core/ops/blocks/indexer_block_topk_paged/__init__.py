@@ -1,15 +1,15 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_selection
+from xmla.core.call import Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.blocks import indexer_block_logits_paged
 from xmla.core.ops.blocks.indexer_block_topk_paged.cases import CASES
 from xmla.core.ops.blocks.indexer_block_topk_paged.plan import plan
 from xmla.core.ops.blocks.indexer_block_topk_paged.reference import reference
-from xmla.core.problem import Problem, Result
-from xmla.core.selection import block_selection_work
-from xmla.core.tolerance import Selection
+from xmla.core.ops.blocks.shared import block_selection_work
+from xmla.core.ops.indexer.shared import check_selection
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def indexer_block_topk_paged(

@@ -1,15 +1,14 @@
 from collections.abc import Callable
 
-from xmla.core.composition import Composition
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import part as block_logits
 from xmla.core.ops.blocks.indexer_block_topk_paged.kernels import block_indices_kernel
 from xmla.core.ops.blocks.select_blocks.plan import after_ends
+from xmla.core.ops.blocks.shared import capacity_of, entries_of
 from xmla.core.ops.selection import select_topk
-from xmla.core.parts import in_parts, join_parts
-from xmla.core.plan import Launch, Part, Plan
-from xmla.core.problem import Problem
-from xmla.core.selection import capacity_of, entries_of
+from xmla.core.plan import Launch, Part, Plan, in_parts, join_parts
+from xmla.core.values import Device
 
 BLOCKS_K = (512, 2048)  # indices of a step; few, since each is a kernel
 WHOLE = ("widths",)

@@ -1,16 +1,16 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_keys, check_selection
+from xmla.core.call import Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.cases import CASES
 from xmla.core.ops.blocks.indexer_blocks.plan import plan
 from xmla.core.ops.blocks.indexer_blocks.reference import reference
+from xmla.core.ops.blocks.shared import check_newest, largest_logits_work
 from xmla.core.ops.indexer import indexer_logits
-from xmla.core.problem import Problem, Result
-from xmla.core.selection import check_newest, largest_logits_work
-from xmla.core.tolerance import Selection
+from xmla.core.ops.indexer.shared import check_keys, check_selection
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def indexer_blocks(

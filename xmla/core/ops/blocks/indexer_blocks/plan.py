@@ -1,17 +1,16 @@
 from dataclasses import replace
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.gluon_sm90.plan import maxima
 from xmla.core.ops.blocks.select_blocks.plan import after_ends
+from xmla.core.ops.blocks.shared import selection_attributes
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.plan import of_tokens
 from xmla.core.ops.selection import select_topk
-from xmla.core.parts import in_parts, join_parts
-from xmla.core.plan import Part, Plan, cdiv
-from xmla.core.problem import Problem
-from xmla.core.selection import selection_attributes
+from xmla.core.plan import Part, Plan, in_parts, join_parts
+from xmla.core.values import Device, cdiv
 
 
 def stored(problem: Problem, device: Device, tokens: int) -> Plan:

@@ -1,17 +1,16 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_query, check_selection, selection_work
+from xmla.core.call import Problem, Result, check_requests, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks_paged.cases import CASES
 from xmla.core.ops.blocks.indexer_blocks_paged.plan import plan
 from xmla.core.ops.blocks.indexer_blocks_paged.reference import reference
+from xmla.core.ops.blocks.shared import check_newest
 from xmla.core.ops.indexer import indexer_logits_paged
-from xmla.core.problem import Problem, Result
-from xmla.core.requests import check_requests, paged_limits
-from xmla.core.selection import check_newest
-from xmla.core.tolerance import Selection
+from xmla.core.ops.indexer.shared import check_query, check_selection, selection_work
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def indexer_blocks_paged(

@@ -1,13 +1,12 @@
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import part as all_logits
 from xmla.core.ops.blocks.select_blocks.plan import after_ends
+from xmla.core.ops.blocks.shared import capacity_of, selection_attributes
 from xmla.core.ops.indexer import indexer_logits_paged
-from xmla.core.parts import in_parts, join_parts
-from xmla.core.plan import Part, Plan
-from xmla.core.problem import Problem
-from xmla.core.selection import capacity_of, selection_attributes
+from xmla.core.plan import Part, Plan, in_parts, join_parts
+from xmla.core.values import Device
 
 WHOLE = ("widths", "select_blocks.block_counts")
 

@@ -1,13 +1,13 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import F32, INDEX, Limit, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.blocks.select_blocks.cases import CASES
 from xmla.core.ops.blocks.select_blocks.plan import plan
 from xmla.core.ops.blocks.select_blocks.reference import reference
-from xmla.core.problem import F32, INDEX, Limit, Problem, Result, Tensor
-from xmla.core.selection import check_newest
-from xmla.core.tolerance import Selection
+from xmla.core.ops.blocks.shared import check_newest
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def select_blocks(logits, ends, starts=None, *, k: int, granularity: int, newest: int = 1) -> Any:

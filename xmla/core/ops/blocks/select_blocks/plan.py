@@ -1,13 +1,12 @@
 from dataclasses import replace
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks.select_blocks.kernels import block_maxima_kernel
 from xmla.core.ops.selection import select_topk
 from xmla.core.ops.selection.select_topk.kernels import topk_candidates_kernel
-from xmla.core.plan import Launch, Part, Plan, cdiv
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Launch, Part, Plan
+from xmla.core.values import Device, Spec, cdiv
 
 COLUMNS, MAX_BLOCKS = 2048, 256  # of a program, at most
 

@@ -3,19 +3,33 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.caches import check_scale_floor, indexer_format, mla_format
+from xmla.core.call import (
+    BYTES,
+    F32,
+    FLOATS,
+    HALVES,
+    INDEX,
+    Arrays,
+    Limit,
+    Problem,
+    Tensor,
+    Work,
+    check_requests,
+    check_scale_floor,
+    id_limits,
+    indexer_format,
+    mla_format,
+    requests_of,
+)
 from xmla.core.formats import Format, stored_values
 from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import V41_FP4
-from xmla.core.implementation import Implementation
 from xmla.core.op import Op, Updated
 from xmla.core.ops.cache.compress_kv.cases import CASES
 from xmla.core.ops.cache.compress_kv.plan import plan
 from xmla.core.ops.cache.compress_kv.reference import reference
-from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Arrays, Limit, Problem, Tensor
-from xmla.core.requests import check_requests, id_limits, requests_of
-from xmla.core.tolerance import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
-from xmla.core.work import Work
+from xmla.core.plan import Implementation
+from xmla.core.values import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
 
 
 def compress_kv(

@@ -1,9 +1,9 @@
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages, normal
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN_V4, V4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, empty_pages, normal
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 

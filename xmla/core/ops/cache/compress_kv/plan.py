@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from xmla.core.device import Device
+from xmla.core.call import Problem, tokens_a_request
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.ops.cache.compress_kv.kernels import (
@@ -10,10 +10,8 @@ from xmla.core.ops.cache.compress_kv.kernels import (
     compress_parts_kernel,
     keep_states_kernel,
 )
-from xmla.core.plan import Constants, Launch, Plan, cdiv, most_registers, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.requests import tokens_a_request
-from xmla.core.spec import Spec
+from xmla.core.plan import Constants, Launch, Plan, most_registers
+from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 POOLED = 8192  # elements of the window that a program holds at once: scores and values take 64 registers of 256 threads
 LEAST_DIMS = 32  # of a part: whole lines

@@ -1,13 +1,12 @@
 from typing import Any
 
-from xmla.core.caches import INDEXER_ALIGNMENT, check_indexer_format_name, entries_once
+from xmla.core.call import BYTES, INDEXER_ALIGNMENT, Problem, Tensor, check_indexer_format_name, entries_once
 from xmla.core.formats.indexer import IndexerLayout, indexer_pairs
-from xmla.core.implementation import Implementation
 from xmla.core.op import Op
 from xmla.core.ops.cache.convert_indexer_cache.cases import CASES
 from xmla.core.ops.cache.convert_indexer_cache.plan import plan
 from xmla.core.ops.cache.convert_indexer_cache.reference import reference
-from xmla.core.problem import BYTES, Problem, Tensor
+from xmla.core.plan import Implementation
 
 
 def convert_indexer_cache(

@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import empty_pages, indexer_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import empty_pages, indexer_pool
 
 
 def _case(

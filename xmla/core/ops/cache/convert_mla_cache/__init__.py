@@ -1,12 +1,11 @@
 from typing import Any
 
-from xmla.core.caches import check_scale_floor, entries_once, mla_format
-from xmla.core.implementation import Implementation
+from xmla.core.call import BYTES, HALVES, Problem, Tensor, check_scale_floor, entries_once, mla_format
 from xmla.core.op import Op
 from xmla.core.ops.cache.convert_mla_cache.cases import CASES
 from xmla.core.ops.cache.convert_mla_cache.plan import plan
 from xmla.core.ops.cache.convert_mla_cache.reference import reference
-from xmla.core.problem import BYTES, HALVES, Problem, Tensor
+from xmla.core.plan import Implementation
 
 
 def convert_mla_cache(

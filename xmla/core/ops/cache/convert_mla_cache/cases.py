@@ -1,6 +1,5 @@
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages, mla_pool
 from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
@@ -15,6 +14,7 @@ from xmla.core.formats.mla import (
     MlaLayout,
 )
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, empty_pages, mla_pool
 
 
 def _case(

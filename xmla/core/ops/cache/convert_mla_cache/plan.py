@@ -1,7 +1,7 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.cache.convert_mla_cache.kernels import convert_mla_cache_kernel, copy_mla_cache_kernel
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, cdiv, next_power_of_2
 
 BLOCK_T = 4
 

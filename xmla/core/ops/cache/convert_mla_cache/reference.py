@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.formats.mla import mla_layouts
-from xmla.core.spec import Spec
+from xmla.core.values import Spec
 
 
 def reference(

@@ -3,18 +3,15 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.caches import indexer_format
+from xmla.core.call import BYTES, F32, FLOATS, INDEX, Arrays, Problem, Tensor, Work, check_requests, indexer_format
 from xmla.core.formats import stored_values
-from xmla.core.implementation import Implementation
 from xmla.core.op import Op, Updated
 from xmla.core.ops.cache import compress_kv
 from xmla.core.ops.cache.pool_keys.cases import CASES
 from xmla.core.ops.cache.pool_keys.plan import plan
 from xmla.core.ops.cache.pool_keys.reference import reference
-from xmla.core.problem import BYTES, F32, FLOATS, INDEX, Arrays, Problem, Tensor
-from xmla.core.requests import check_requests
-from xmla.core.tolerance import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
-from xmla.core.work import Work
+from xmla.core.plan import Implementation
+from xmla.core.values import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
 
 
 def pool_keys(

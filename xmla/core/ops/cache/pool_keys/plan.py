@@ -1,7 +1,7 @@
-from xmla.core.device import Device
+from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.ops.cache.compress_kv.plan import compress
 from xmla.core.plan import Plan
-from xmla.core.problem import LARGEST_SIZE, Problem
+from xmla.core.values import Device
 
 # What the compressor calls a key and its gate, and what stands in for what it does not read.
 ARRAYS = {"kv": "keys", "score": "gates", "norm_weight": "ape", "cos_sin": "ape"}

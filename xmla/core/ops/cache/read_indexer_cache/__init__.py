@@ -1,13 +1,12 @@
 from typing import Any
 
-from xmla.core.caches import INDEXER_ALIGNMENT, check_indexer_format_name, entries_once
+from xmla.core.call import BYTES, INDEXER_ALIGNMENT, Problem, Result, Tensor, check_indexer_format_name, entries_once
 from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
-from xmla.core.implementation import Implementation
 from xmla.core.op import Op
 from xmla.core.ops.cache.read_indexer_cache.cases import CASES
 from xmla.core.ops.cache.read_indexer_cache.plan import plan
 from xmla.core.ops.cache.read_indexer_cache.reference import reference
-from xmla.core.problem import BYTES, Problem, Result, Tensor
+from xmla.core.plan import Implementation
 
 
 def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:

@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import indexer_pool
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import indexer_pool
 
 
 def _case(tokens: int, entries: int, dim: int = 128, padding: int = 0, layout: str | None = None) -> Case:

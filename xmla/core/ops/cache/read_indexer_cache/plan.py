@@ -1,7 +1,7 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.cache.read_indexer_cache.kernels import read_indexer_cache_kernel
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK_T = 16
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.formats.indexer import indexer_layouts
-from xmla.core.spec import DTYPES
+from xmla.core.values import DTYPES
 
 
 def reference(

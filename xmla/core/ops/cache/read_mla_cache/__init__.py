@@ -1,12 +1,11 @@
 from typing import Any
 
-from xmla.core.caches import entries_once, mla_format
-from xmla.core.implementation import Implementation
+from xmla.core.call import BYTES, HALVES, Problem, Result, Tensor, entries_once, mla_format
 from xmla.core.op import Op
 from xmla.core.ops.cache.read_mla_cache.cases import CASES
 from xmla.core.ops.cache.read_mla_cache.plan import plan
 from xmla.core.ops.cache.read_mla_cache.reference import reference
-from xmla.core.problem import BYTES, HALVES, Problem, Result, Tensor
+from xmla.core.plan import Implementation
 
 
 def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str = "bfloat16") -> Any:

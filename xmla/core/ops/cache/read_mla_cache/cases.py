@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import mla_pool
 from xmla.core.formats.mla import MLA_LAYOUTS, NOPE, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import mla_pool
 
 
 def _case(

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.formats.mla import mla_layouts
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.values import DTYPES, Spec
 
 
 def reference(

@@ -1,12 +1,11 @@
 from typing import Any
 
-from xmla.core.caches import entries_once, indexer_format
-from xmla.core.implementation import Implementation
+from xmla.core.call import BYTES, FLOATS, Tensor, entries_once, indexer_format
 from xmla.core.op import Op
 from xmla.core.ops.cache.write_indexer_cache.cases import CASES
 from xmla.core.ops.cache.write_indexer_cache.plan import plan
 from xmla.core.ops.cache.write_indexer_cache.reference import reference
-from xmla.core.problem import BYTES, FLOATS, Tensor
+from xmla.core.plan import Implementation
 
 
 def write_indexer_cache(keys, slots, cache) -> Any:

@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, empty_pages
 
 F32 = np.dtype(np.float32)
 

@@ -1,9 +1,9 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.cache.write_indexer_cache.kernels import write_indexer_cache_kernel
-from xmla.core.plan import Constants, Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Constants, Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK_T = 16
 

@@ -1,7 +1,6 @@
 import ml_dtypes
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages, normal
 from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
@@ -16,6 +15,7 @@ from xmla.core.formats.mla import (
     MlaLayout,
 )
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, empty_pages, normal
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 

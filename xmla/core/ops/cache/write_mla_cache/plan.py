@@ -1,10 +1,10 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.ops.cache.write_mla_cache.kernels import write_mla_cache_kernel
-from xmla.core.plan import Constants, Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Constants, Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK_T = 4
 

@@ -1,15 +1,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xmla.core.attribute import Attributes
-from xmla.core.device import Device
-from xmla.core.indexer import QUERY, check_keys, check_logits_dtype, logits_of, logits_work
+from xmla.core.call import BYTES, F32, INDEX, Problem, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.indexer.indexer_logits import plan as portable
 from xmla.core.ops.indexer.indexer_logits.cases import CASES
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.indexer.indexer_logits.reference import reference
-from xmla.core.problem import BYTES, F32, INDEX, Problem, Tensor
+from xmla.core.ops.indexer.shared import QUERY, check_keys, check_logits_dtype, logits_of, logits_work
+from xmla.core.values import Attributes, Device
 
 
 def indexer_logits(q8, weights, keys, key_scales, starts, ends, *, logits_dtype: str = "float32") -> Any:

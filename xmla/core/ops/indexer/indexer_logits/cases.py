@@ -3,9 +3,9 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from xmla.core.cases import BF16, indexer_keys, normal
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, indexer_keys, normal
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 F32 = np.dtype(np.float32)

@@ -1,11 +1,10 @@
 from dataclasses import dataclass, replace
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
+from xmla.core.call import Problem
 from xmla.core.ops.indexer.indexer_logits.kernels import indexer_logits_kernel
-from xmla.core.plan import Constants, Launch, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
+from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
+from xmla.core.plan import Constants, Implementation, Launch, Plan
+from xmla.core.values import Device, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 from typing import Any
 
-from xmla.core.caches import indexer_format
-from xmla.core.indexer import QUERY, check_logits_dtype, check_query, logits_of, logits_work
+from xmla.core.call import BYTES, F32, INDEX, Problem, Tensor, check_requests, indexer_format, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.indexer.indexer_logits_paged import plan as portable
 from xmla.core.ops.indexer.indexer_logits_paged.cases import CASES
@@ -9,8 +8,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90 import plan as gluon_
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100 import plan as gluon_sm100
 from xmla.core.ops.indexer.indexer_logits_paged.plan import columns
 from xmla.core.ops.indexer.indexer_logits_paged.reference import reference
-from xmla.core.problem import BYTES, F32, INDEX, Problem, Tensor
-from xmla.core.requests import check_requests, paged_limits
+from xmla.core.ops.indexer.shared import QUERY, check_logits_dtype, check_query, logits_of, logits_work
 
 
 def indexer_logits_paged(

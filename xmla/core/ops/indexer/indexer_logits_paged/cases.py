@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import BF16, block_tables, indexer_pool, row_lengths, slots_of
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, block_tables, indexer_pool, row_lengths, slots_of
 from xmla.core.ops.indexer.indexer_logits.cases import E4M3, in_bfloat16, query
 
 

@@ -1,11 +1,10 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import MAX_ROWS, Grouping, Keys, Pages, Query, group_tokens, keys_are_mxfp4
+from xmla.core.call import Problem
 from xmla.core.ops.indexer.indexer_logits_paged.kernels import indexer_logits_paged_kernel
-from xmla.core.plan import Constants, Launch, Plan, cdiv, most_registers
-from xmla.core.problem import Problem
+from xmla.core.ops.indexer.shared import MAX_ROWS, Grouping, Keys, Pages, Query, group_tokens, keys_are_mxfp4
+from xmla.core.plan import Constants, Implementation, Launch, Plan, most_registers
+from xmla.core.values import Device, cdiv
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
 

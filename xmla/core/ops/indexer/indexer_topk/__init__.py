@@ -1,15 +1,15 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_keys, check_selection, topk_work
+from xmla.core.call import Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.cases import CASES
 from xmla.core.ops.indexer.indexer_topk.plan import plan
 from xmla.core.ops.indexer.indexer_topk.reference import reference
+from xmla.core.ops.indexer.shared import check_keys, check_selection, topk_work
 from xmla.core.ops.selection import select_topk
-from xmla.core.problem import Problem, Result
-from xmla.core.tolerance import Selection
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspace_bytes: int = 1 << 29) -> Any:

@@ -1,16 +1,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import INTERPRETER, Device
-from xmla.core.indexer import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.kernels import indexer_topk_kernel
+from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
 from xmla.core.ops.selection import select_topk
-from xmla.core.parts import in_parts
-from xmla.core.plan import Constants, Launch, Plan, cdiv, most_registers, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Constants, Launch, Plan, in_parts, most_registers
+from xmla.core.values import INTERPRETER, Device, Spec, cdiv, next_power_of_2
 
 BLOCKS = (2048, 1024, 512)  # keys that are scored before candidates are appended, best first
 MAX_K = 8192  # one program selects among its candidates in registers

@@ -1,16 +1,15 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_query, check_selection, topk_work
+from xmla.core.call import Problem, Result, check_requests, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.indexer import indexer_logits_paged
 from xmla.core.ops.indexer.indexer_topk_paged.cases import CASES
 from xmla.core.ops.indexer.indexer_topk_paged.plan import plan
 from xmla.core.ops.indexer.indexer_topk_paged.reference import reference
+from xmla.core.ops.indexer.shared import check_query, check_selection, topk_work
 from xmla.core.ops.selection import select_topk
-from xmla.core.problem import Problem, Result
-from xmla.core.requests import check_requests, paged_limits
-from xmla.core.tolerance import Selection
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def indexer_topk_paged(

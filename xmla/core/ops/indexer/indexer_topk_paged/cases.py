@@ -1,8 +1,8 @@
 import numpy as np
 
-from xmla.core.cases import block_tables, empty_pages, row_lengths, slots_of
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
+from xmla.core.ops.cases import block_tables, empty_pages, row_lengths, slots_of
 from xmla.core.ops.indexer.indexer_topk.cases import exact_keys, exact_query
 
 

@@ -1,17 +1,16 @@
 from dataclasses import dataclass
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
-from xmla.core.indexer import MAX_ROWS, Keys, Pages, Query, group_tokens, keys_are_mxfp4
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.indexer import indexer_logits_paged
 from xmla.core.ops.indexer.indexer_topk.kernels import merge_segments_kernel
 from xmla.core.ops.indexer.indexer_topk.plan import BLOCKS, Topk, capacity, configure, require_room, space
 from xmla.core.ops.indexer.indexer_topk_paged.kernels import indexer_topk_paged_kernel
+from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Pages, Query, group_tokens, keys_are_mxfp4
 from xmla.core.ops.selection import select_topk
 from xmla.core.ops.selection.select_topk.plan import choosing_warps
-from xmla.core.plan import Launch, Plan, most_registers, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Launch, Plan, most_registers
+from xmla.core.values import Device, Spec, next_power_of_2
 
 MAX_MERGED = 16384  # candidates of a row's segments, in registers
 

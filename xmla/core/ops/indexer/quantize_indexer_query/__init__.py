@@ -1,15 +1,14 @@
 from typing import Any
 
-from xmla.core.caches import check_indexer_dim
+from xmla.core.call import FLOATS, Problem, Result, Tensor, check_indexer_dim
 from xmla.core.formats.indexer import INDEXER_FORMATS, IndexerLayout
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import check_heads
 from xmla.core.op import Op
 from xmla.core.ops.indexer.quantize_indexer_query.cases import CASES
 from xmla.core.ops.indexer.quantize_indexer_query.plan import plan
 from xmla.core.ops.indexer.quantize_indexer_query.reference import reference
-from xmla.core.problem import FLOATS, Problem, Result, Tensor
-from xmla.core.tolerance import FLOAT32
+from xmla.core.ops.indexer.shared import check_heads
+from xmla.core.plan import Implementation
+from xmla.core.values import FLOAT32
 
 
 def quantize_indexer_query(q, weights, *, scale: float | None = None, format: str = "fp8") -> Any:

@@ -1,7 +1,7 @@
 import numpy as np
 
-from xmla.core.cases import BF16, normal
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, normal
 
 
 def _case(

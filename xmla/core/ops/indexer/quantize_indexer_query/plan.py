@@ -1,10 +1,10 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.ops.indexer.quantize_indexer_query.kernels import quantize_indexer_query_kernel
-from xmla.core.plan import Constants, Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Constants, Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK = 32
 

@@ -1,21 +1,33 @@
 from functools import partial
 from typing import Any
 
-from xmla.core.caches import indexer_format, mla_format
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import topk_work
+from xmla.core.call import (
+    BYTES,
+    F32,
+    FLOATS,
+    HALVES,
+    INDEX,
+    Problem,
+    Result,
+    Tensor,
+    Work,
+    all_but_pools_once,
+    check_requests,
+    indexer_format,
+    mla_format,
+    paged_limits,
+)
 from xmla.core.op import Op
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.attention.sparse_mla.sources import ATTENTION_RESULTS, attention_work
 from xmla.core.ops.indexer import indexer_topk_paged, quantize_indexer_query
+from xmla.core.ops.indexer.shared import topk_work
 from xmla.core.ops.layer.dsa_attention.cases import CASES
 from xmla.core.ops.layer.dsa_attention.plan import plan
 from xmla.core.ops.layer.dsa_attention.reference import reference
 from xmla.core.ops.slots import map_slots
-from xmla.core.problem import BYTES, F32, FLOATS, HALVES, INDEX, Problem, Result, Tensor
-from xmla.core.requests import check_requests, paged_limits
-from xmla.core.tolerance import Selection
-from xmla.core.work import Work, all_but_pools_once
+from xmla.core.plan import Implementation
+from xmla.core.values import Selection
 
 
 def dsa_attention(

@@ -1,8 +1,8 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.indexer import indexer_topk_paged, quantize_indexer_query
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
@@ -11,7 +11,7 @@ from xmla.core.ops.selection.select_topk.plan import going_on, may_go_on
 from xmla.core.ops.slots import map_slots
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
-from xmla.core.problem import Problem
+from xmla.core.values import Device
 
 # For errors: the arguments of the call from which the intermediate arguments of its steps are computed.
 COMPUTED_FROM = {

@@ -1,16 +1,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.caches import check_scale_floor
-from xmla.core.implementation import Implementation
+from xmla.core.call import FLOATS, Arrays, Limit, Problem, Tensor, check_scale_floor, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.cache import write_indexer_cache, write_mla_cache
 from xmla.core.ops.layer import dsa_attention as attention
 from xmla.core.ops.layer.dsa_step.cases import CASES
 from xmla.core.ops.layer.dsa_step.plan import plan
 from xmla.core.ops.layer.dsa_step.reference import reference
-from xmla.core.problem import FLOATS, Arrays, Limit, Problem, Tensor
-from xmla.core.requests import paged_limits
+from xmla.core.plan import Implementation
 
 
 def dsa_step(

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from xmla.core.cases import POISON, normal
 from xmla.core.op import Case
+from xmla.core.ops.cases import POISON, normal
 from xmla.core.ops.layer.dsa_attention.cases import CASES as ATTENTION_CASES
 
 

@@ -1,8 +1,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xmla.core.composition import Composition, same_names
-from xmla.core.device import Device
+from xmla.core.call import Problem
+from xmla.core.op import Composition, same_names
 from xmla.core.ops.cache import write_indexer_cache, write_mla_cache
 from xmla.core.ops.cache.write_indexer_cache.plan import CachedKeys
 from xmla.core.ops.cache.write_mla_cache.plan import Entries
@@ -11,7 +11,7 @@ from xmla.core.ops.indexer.quantize_indexer_query.plan import QuantizedQuery
 from xmla.core.ops.layer.dsa_attention.plan import COMPUTED_FROM, attend, selecting_slots
 from xmla.core.ops.layer.dsa_step.kernels import prepare_step_kernel, write_both_kernel
 from xmla.core.plan import Constants, Launch, Plan, with_constant
-from xmla.core.problem import Problem
+from xmla.core.values import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

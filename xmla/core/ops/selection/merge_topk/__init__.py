@@ -1,11 +1,11 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import F32, INDEX, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.selection.merge_topk.cases import CASES
 from xmla.core.ops.selection.merge_topk.plan import plan
 from xmla.core.ops.selection.merge_topk.reference import reference
-from xmla.core.problem import F32, INDEX, Problem, Result, Tensor
+from xmla.core.plan import Implementation
 
 
 def merge_topk(values, indices, *, k: int) -> Any:

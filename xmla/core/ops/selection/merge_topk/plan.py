@@ -1,8 +1,7 @@
-from xmla.core.device import INTERPRETER, Device
+from xmla.core.call import Problem
 from xmla.core.ops.selection.merge_topk.kernels import merge_choose_kernel, merge_order_kernel, merge_sort_kernel
-from xmla.core.plan import Launch, Plan, cdiv, most_registers, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Launch, Plan, most_registers
+from xmla.core.values import INTERPRETER, Device, Spec, cdiv, next_power_of_2
 
 MAX_TILE = 8192  # candidates that one program holds in registers; 16384 spill
 MAX_SORT = 4096  # winners that one program sorts

@@ -1,11 +1,11 @@
 from typing import Any
 
+from xmla.core.call import INDEX, Limit, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.selection.select_topk.cases import CASES
 from xmla.core.ops.selection.select_topk.plan import IMPLEMENTATIONS
 from xmla.core.ops.selection.select_topk.reference import reference
-from xmla.core.problem import INDEX, Limit, Problem, Result, Tensor
-from xmla.core.tolerance import Selection
+from xmla.core.values import Selection
 
 
 def select_topk(logits, ends, starts=None, *, k: int) -> Any:

@@ -3,8 +3,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xmla.core.device import Device
-from xmla.core.implementation import Condition, Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.selection.select_topk.kernels import (
     SLACK_PART,
     topk_candidates_kernel,
@@ -12,9 +11,8 @@ from xmla.core.ops.selection.select_topk.kernels import (
     topk_whole_kernel,
 )
 from xmla.core.ops.selection.select_topk.tile import COLUMNS_A_WARP
-from xmla.core.plan import Constants, Kernel, Launch, Plan, most_registers, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Condition, Constants, Implementation, Kernel, Launch, Plan, most_registers
+from xmla.core.values import Device, Spec, next_power_of_2
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
 MAX_SEGMENTS = 16  # of a row: a candidate's place is found from the counts of all of them

@@ -1,10 +1,9 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
+from xmla.core.call import Problem, tokens_a_request
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Constants, Launch, Plan
-from xmla.core.problem import Problem
-from xmla.core.requests import tokens_a_request
+from xmla.core.values import Device
 
 BLOCKS = (128, 512, 2048)  # indices of a step; few, since each is a kernel
 

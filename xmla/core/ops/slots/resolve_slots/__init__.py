@@ -1,12 +1,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.slots.resolve_slots.cases import CASES
 from xmla.core.ops.slots.resolve_slots.plan import plan
 from xmla.core.ops.slots.resolve_slots.reference import reference
-from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
+from xmla.core.plan import Implementation
 
 
 def resolve_slots(indices, held, slots, *, num_entries: int) -> Any:

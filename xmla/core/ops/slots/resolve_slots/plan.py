@@ -1,8 +1,7 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.slots.resolve_slots.kernels import resolve_slots_kernel
 from xmla.core.plan import Launch, Plan
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec
 
 # Columns and places of a step. On an H100 21.4 µs for one request of 2048 columns and 4096 places, 174 for 256 of them;
 # 1024 by 8 warps take 24.6 and 241 (benchmarks/log/resolve_slots.md).

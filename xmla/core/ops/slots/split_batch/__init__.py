@@ -1,11 +1,11 @@
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import INDEX, Limit, Problem, Result, Tensor
 from xmla.core.op import Op
 from xmla.core.ops.slots.split_batch.cases import CASES
 from xmla.core.ops.slots.split_batch.plan import plan
 from xmla.core.ops.slots.split_batch.reference import reference
-from xmla.core.problem import INDEX, Limit, Problem, Result, Tensor
+from xmla.core.plan import Implementation
 
 
 def split_batch(

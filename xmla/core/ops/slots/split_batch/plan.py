@@ -1,7 +1,7 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.ops.slots.split_batch.kernels import split_counts_kernel, token_rows_kernel
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK_T, BLOCK_B = 64, 128
 

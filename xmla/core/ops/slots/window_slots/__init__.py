@@ -1,13 +1,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.implementation import Implementation
+from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor, check_requests, id_limits
 from xmla.core.op import Op
 from xmla.core.ops.slots.window_slots.cases import CASES
 from xmla.core.ops.slots.window_slots.plan import plan
 from xmla.core.ops.slots.window_slots.reference import reference
-from xmla.core.problem import INDEX, Arrays, Limit, Problem, Result, Tensor
-from xmla.core.requests import check_requests, id_limits
+from xmla.core.plan import Implementation
 
 
 def window_slots(block_table, lengths, request_ids=None, *, window: int, page_size: int, ratio: int = 1) -> Any:

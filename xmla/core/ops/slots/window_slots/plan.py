@@ -1,8 +1,7 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem, tokens_a_request
 from xmla.core.ops.slots.window_slots.kernels import window_slots_kernel
 from xmla.core.plan import Launch, Plan
-from xmla.core.problem import Problem
-from xmla.core.requests import tokens_a_request
+from xmla.core.values import Device
 
 BLOCKS = (128, 1024)  # slots of a step; few, since each is a kernel
 

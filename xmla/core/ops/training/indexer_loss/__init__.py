@@ -1,5 +1,6 @@
 from typing import Any
 
+from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_loss import backward
 from xmla.core.ops.training.indexer_loss.cases import CASES
@@ -8,9 +9,7 @@ from xmla.core.ops.training.indexer_loss.reference import reference
 from xmla.core.ops.training.indexer_scores.check import check_scores
 from xmla.core.ops.training.indexer_scores.plan import num_columns
 from xmla.core.ops.training.indexer_target.check import check_attention
-from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
-from xmla.core.tolerance import GRADIENT, PROBABILITIES
-from xmla.core.work import Work
+from xmla.core.values import GRADIENT, PROBABILITIES
 
 
 def indexer_loss(

@@ -1,7 +1,7 @@
 import numpy as np
 
-from xmla.core.cases import BF16
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16
 from xmla.core.ops.training.indexer_scores.cases import F16, F32, make_case
 from xmla.core.ops.training.indexer_target.cases import SCALE, attention
 from xmla.core.ops.training.indexer_target.reference import reference as target_of

@@ -1,8 +1,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_loss.constants import Loss, RangeTarget
 from xmla.core.ops.training.indexer_loss.kernels import (
     average_kernel,
@@ -16,10 +15,8 @@ from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.ops.training.indexer_target.constants import Attention
 from xmla.core.ops.training.indexer_target.plan import target_launch
-from xmla.core.parts import Rows, divided
-from xmla.core.plan import ALIGNMENT, Launch, Plan, cdiv, log2_of, most_registers
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import ALIGNMENT, Implementation, Launch, Plan, Rows, divided, most_registers
+from xmla.core.values import Device, Spec, cdiv, log2_of
 
 MEASURE_WARPS, MEASURE_BLOCK_N = 4, 64
 TARGET_BLOCK_N, TARGET_STAGES = 128, 3  # two programs an SM of Hopper

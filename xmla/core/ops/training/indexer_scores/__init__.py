@@ -1,16 +1,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xmla.core.attribute import Attributes
+from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_scores import backward
 from xmla.core.ops.training.indexer_scores.cases import CASES
 from xmla.core.ops.training.indexer_scores.check import check_scores
 from xmla.core.ops.training.indexer_scores.plan import IMPLEMENTATION, num_columns
 from xmla.core.ops.training.indexer_scores.reference import reference
-from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
-from xmla.core.tolerance import SCORES
-from xmla.core.work import Work
+from xmla.core.values import SCORES, Attributes
 
 
 def indexer_scores(q, k, weights, ends=None, starts=None, indices=None) -> Any:

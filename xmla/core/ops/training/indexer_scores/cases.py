@@ -1,7 +1,7 @@
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages, normal
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, empty_pages, normal
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)

@@ -1,6 +1,5 @@
-from xmla.core.caches import check_indexer_dim
-from xmla.core.indexer import check_heads
-from xmla.core.problem import Problem
+from xmla.core.call import Problem, check_indexer_dim
+from xmla.core.ops.indexer.shared import check_heads
 
 MAX_HEADS = 64
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from xmla.core.indexer import Keys, head_rows
+from xmla.core.call import Problem
+from xmla.core.ops.indexer.shared import Keys, head_rows
 from xmla.core.plan import Constants
-from xmla.core.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

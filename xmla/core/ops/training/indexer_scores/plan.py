@@ -1,12 +1,11 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import Keys, head_rows
+from xmla.core.call import Problem
+from xmla.core.ops.indexer.shared import Keys, head_rows
 from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, Scores, SelectedScores
 from xmla.core.ops.training.indexer_scores.kernels import indexer_scores_kernel, selected_scores_kernel
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
+from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.values import Device, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)

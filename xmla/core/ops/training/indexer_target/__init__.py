@@ -1,13 +1,12 @@
 from typing import Any
 
+from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_target.cases import CASES
 from xmla.core.ops.training.indexer_target.check import check_attention
 from xmla.core.ops.training.indexer_target.plan import IMPLEMENTATION
 from xmla.core.ops.training.indexer_target.reference import reference
-from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
-from xmla.core.tolerance import PROBABILITIES
-from xmla.core.work import Work
+from xmla.core.values import PROBABILITIES
 
 
 def indexer_target(q, rows, lse, indices, ends=None, starts=None, *, softmax_scale: float) -> Any:

@@ -1,7 +1,7 @@
 import numpy as np
 
-from xmla.core.cases import BF16, normal
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, normal
 from xmla.core.ops.training.indexer_scores.cases import F16, F32, make_columns, named, rows_at
 from xmla.core.ops.training.indexer_scores.reference import valid_columns
 

@@ -1,5 +1,5 @@
+from xmla.core.call import Problem
 from xmla.core.lang.scores import CHUNK as MULTIPLIED
-from xmla.core.problem import Problem
 
 MAX_HEADS = 128
 CHUNK = MULTIPLIED.value  # kernels multiply so many dims at once

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_scores.constants import Columns
-from xmla.core.plan import Constants, next_power_of_2
-from xmla.core.problem import Problem
+from xmla.core.plan import Constants
+from xmla.core.values import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,9 @@
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_scores.constants import Columns
 from xmla.core.ops.training.indexer_target.constants import Attention, Target
 from xmla.core.ops.training.indexer_target.kernels import indexer_target_kernel
-from xmla.core.parts import Rows
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Implementation, Launch, Plan, Rows
+from xmla.core.values import Device, cdiv
 
 BLOCK_N = 64
 

@@ -1,16 +1,14 @@
 from math import prod
 from typing import Any
 
-from xmla.core.caches import mla_format
+from xmla.core.call import BYTES, F32, HALVES, INDEX, Problem, Result, Tensor, Work, mla_format
 from xmla.core.op import Op
 from xmla.core.ops.attention.sparse_mla.backward import plan as portable
 from xmla.core.ops.attention.sparse_mla.backward.cases import CASES
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.attention.sparse_mla.backward.reference import reference
 from xmla.core.ops.attention.sparse_mla.sources import check_sources, source_limits
-from xmla.core.problem import BYTES, F32, HALVES, INDEX, Problem, Result, Tensor
-from xmla.core.tolerance import GRADIENT
-from xmla.core.work import Work
+from xmla.core.values import GRADIENT
 
 # All can name one entry, whose summands, one for each slot and block of 64 heads, are counted in 32 bits.
 MOST_SLOTS = 2**30

@@ -3,11 +3,11 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.cases import mla_pool, normal
 from xmla.core.formats.mla import PLAIN, PLAIN_V4
 from xmla.core.op import Case
 from xmla.core.ops.attention.sparse_mla.cases import F16, F32, make_case
 from xmla.core.ops.attention.sparse_mla.reference import reference
+from xmla.core.ops.cases import mla_pool, normal
 
 
 def duplicates(keys: int) -> Case:

@@ -1,7 +1,6 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.attention.sparse_mla.backward.constants import EntryProducts, QueryProducts
 from xmla.core.ops.attention.sparse_mla.backward.kernels import (
     sparse_mla_dcache_any_order_kernel,
@@ -16,8 +15,8 @@ from xmla.core.ops.attention.sparse_mla.backward.stages import (
     sources_of,
 )
 from xmla.core.ops.attention.sparse_mla.constants import Pages
-from xmla.core.plan import Launch, Plan, cdiv, most_registers
-from xmla.core.problem import Problem
+from xmla.core.plan import Implementation, Launch, Plan, most_registers
+from xmla.core.values import Device, cdiv
 
 
 @dataclass(frozen=True, slots=True)

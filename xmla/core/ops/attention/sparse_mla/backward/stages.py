@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from xmla.core.clearing import clear
+from xmla.core.call import Problem
 from xmla.core.lang.sums import SUM_WORDS
 from xmla.core.ops.attention.sparse_mla.backward.constants import Preparation
 from xmla.core.ops.attention.sparse_mla.backward.kernels import (
@@ -19,9 +19,8 @@ from xmla.core.ops.attention.sparse_mla.backward.kernels import (
     sum_sinks_kernel,
 )
 from xmla.core.ops.attention.sparse_mla.constants import Pages
-from xmla.core.plan import Kernel, Launch, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Kernel, Launch, Plan, clear
+from xmla.core.values import Spec, cdiv, next_power_of_2
 
 LOG2E = 1.4426950408889634
 PREPARED_HEADS = 4  # of a program of `prepare_kernel`

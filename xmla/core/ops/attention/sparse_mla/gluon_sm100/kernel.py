@@ -45,7 +45,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import base_of, exp2
 from xmla.core.ops.attention.sparse_mla.gluon_sm100.producers import gather, gather_packed
 from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import pool
-from xmla.core.plan import log2_of
+from xmla.core.values import log2_of
 
 # Registers per thread of the partitions that multiply and gather.
 MULTIPLY_REGISTERS = gl.constexpr(72)

@@ -1,11 +1,10 @@
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
-from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel import sparse_mla_sm100_kernel
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
-from xmla.core.plan import Plan
-from xmla.core.problem import Problem
+from xmla.core.plan import Condition, Implementation, Plan
+from xmla.core.values import Device
 
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)
 # The warps are those of the kernel's first partition. Each half of the dims has a power of two that its warps know.

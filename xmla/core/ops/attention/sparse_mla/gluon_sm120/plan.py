@@ -1,8 +1,7 @@
 from dataclasses import replace
 
-from xmla.core.device import Device
+from xmla.core.call import Problem
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
-from xmla.core.implementation import Condition, Implementation
 from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import (
     BLOCK_N,
     GROUPS,
@@ -12,8 +11,8 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import (
 )
 from xmla.core.ops.attention.sparse_mla.plan import MAX_HEADS
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
-from xmla.core.plan import Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Condition, Implementation, Plan
+from xmla.core.values import Device, cdiv
 
 FEW = 8  # programs of 32 heads for so many SMs leave them idle, though keys are split
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)

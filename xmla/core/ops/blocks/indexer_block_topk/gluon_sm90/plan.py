@@ -1,16 +1,15 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Condition, Implementation
-from xmla.core.indexer import SM90_CONDITIONS, Query
+from xmla.core.call import Problem
 from xmla.core.ops.blocks.indexer_block_logits.plan import part as gathered
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel import logits_at_places_sm90_kernel
 from xmla.core.ops.blocks.indexer_block_topk.plan import of_ranges, sizes_of_rows
 from xmla.core.ops.blocks.indexer_block_topk_paged.plan import select_in_blocks
+from xmla.core.ops.blocks.shared import entries_of
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.plan import REGISTERS, HopperLogits, grid_of, tokens_a_program
-from xmla.core.plan import Launch, Plan
-from xmla.core.problem import Problem
-from xmla.core.selection import entries_of
+from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Query
+from xmla.core.plan import Condition, Implementation, Launch, Plan
+from xmla.core.values import Device
 
 # Keys of the call for each key of a token's blocks: 512 of 16384 keys take 939 µs at 3, 1080 where each token reads its
 # own blocks; 1201 and 1101 at 4 (2048 tokens, H200, 2026-11-28).

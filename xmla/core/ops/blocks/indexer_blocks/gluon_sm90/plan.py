@@ -1,12 +1,11 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.indexer import Query
+from xmla.core.call import Problem
 from xmla.core.ops.blocks.indexer_blocks.gluon_sm90.kernel import block_maxima_sm90_kernel
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.plan import REGISTERS, HopperLogits, grid_of
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.ops.indexer.shared import Query
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Device, Spec, cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

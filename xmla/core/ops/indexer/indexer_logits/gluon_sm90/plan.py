@@ -1,11 +1,10 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
-from xmla.core.indexer import SM90_CONDITIONS, Query, head_rows
+from xmla.core.call import Problem
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.kernel import KEYS, ROWS, indexer_logits_sm90_kernel
-from xmla.core.plan import Constants, Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Query, head_rows
+from xmla.core.plan import Constants, Implementation, Launch, Plan
+from xmla.core.values import Device, cdiv
 
 # Keys of a CTA: 1902 µs with 1024, 2043 with 2048 at 2048 × 65536 (H200, 2026-11-22).
 CHUNKS = (1024, 512, 256, 128)

@@ -1,14 +1,13 @@
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.implementation import Condition, Implementation
-from xmla.core.indexer import SM90_CONDITIONS, Pages, Query, group_tokens
+from xmla.core.call import Problem
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.kernel import KEYS
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90.plan import PAGES
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel import MAX_ROWS, indexer_logits_paged_sm100_kernel
 from xmla.core.ops.indexer.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
-from xmla.core.plan import Constants, Launch, Plan
-from xmla.core.problem import Problem
+from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Pages, Query, group_tokens
+from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
+from xmla.core.values import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,11 @@
 from typing import Any
 
-from xmla.core.caches import check_indexer_dim
+from xmla.core.call import F32, HALVES, Problem, Result, Tensor, check_indexer_dim
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_loss.backward.cases import CASES
 from xmla.core.ops.training.indexer_loss.backward.plan import IMPLEMENTATION
 from xmla.core.ops.training.indexer_loss.backward.reference import reference
-from xmla.core.problem import F32, HALVES, Problem, Result, Tensor
-from xmla.core.tolerance import FLOAT32, GRADIENT
+from xmla.core.values import FLOAT32, GRADIENT
 
 
 def indexer_loss_backward(forward_dindex_q, forward_dindex_k, forward_dindex_weights, dloss) -> Any:

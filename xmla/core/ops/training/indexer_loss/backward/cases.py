@@ -1,7 +1,7 @@
 import numpy as np
 
-from xmla.core.cases import BF16, empty_pages, normal
 from xmla.core.op import Case
+from xmla.core.ops.cases import BF16, empty_pages, normal
 from xmla.core.ops.training.indexer_scores.cases import F16, F32
 
 

@@ -1,10 +1,9 @@
 from math import prod
 
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_loss.backward.kernels import scale_kernel
-from xmla.core.plan import Launch, Plan, cdiv
-from xmla.core.problem import Problem
+from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK = 1024
 

@@ -1,14 +1,13 @@
 from typing import Any
 
+from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_scores.backward.cases import CASES
 from xmla.core.ops.training.indexer_scores.backward.plan import IMPLEMENTATION
 from xmla.core.ops.training.indexer_scores.backward.reference import reference
 from xmla.core.ops.training.indexer_scores.check import check_scores
 from xmla.core.ops.training.indexer_scores.plan import num_columns
-from xmla.core.problem import F32, HALVES, INDEX, Problem, Result, Tensor
-from xmla.core.tolerance import GRADIENT
-from xmla.core.work import Work
+from xmla.core.values import GRADIENT
 
 
 def indexer_scores_backward(q, k, weights, dscores, ends=None, starts=None, indices=None) -> Any:

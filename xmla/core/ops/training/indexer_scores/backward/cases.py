@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from xmla.core.cases import normal
 from xmla.core.op import Case
+from xmla.core.ops.cases import normal
 from xmla.core.ops.training.indexer_scores.cases import F16, F32, make_case
 from xmla.core.ops.training.indexer_scores.reference import reference, valid_columns
 

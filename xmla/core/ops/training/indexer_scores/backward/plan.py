@@ -1,8 +1,6 @@
 from dataclasses import replace
 
-from xmla.core.clearing import clear
-from xmla.core.device import Device
-from xmla.core.implementation import Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_scores.backward.kernels import (
     bound_scores_kernel,
     indexer_scores_backward_kernel,
@@ -10,9 +8,8 @@ from xmla.core.ops.training.indexer_scores.backward.kernels import (
 )
 from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, ScoresDerivative
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
-from xmla.core.plan import Launch, Plan, cdiv, log2_of, most_registers
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Implementation, Launch, Plan, clear, most_registers
+from xmla.core.values import Device, Spec, cdiv, log2_of
 
 BLOCK_N = 32
 WARPS = 8

@@ -1,8 +1,7 @@
 from dataclasses import dataclass, replace
 from math import prod
 
-from xmla.core.device import Device
-from xmla.core.implementation import Condition, Implementation
+from xmla.core.call import Problem
 from xmla.core.ops.attention.sparse_mla.backward.constants import Products
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order import (
     TAIL_DIMS,
@@ -13,10 +12,8 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel import TILE_K
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
 from xmla.core.ops.attention.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
-from xmla.core.parts import Rows, divided
-from xmla.core.plan import Launch, Plan, cdiv, next_power_of_2
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.plan import Condition, Implementation, Launch, Plan, Rows, divided
+from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 MMA_K = 16  # of a wgmma's 16-bit operands
 ORDERED_ROWS = 8  # of slots at a time

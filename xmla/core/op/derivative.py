@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from xmla.core.attribute import Attributes
+from xmla.core.call import CalledAs
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op
-from xmla.core.problem import CalledAs
-from xmla.core.spec import Spec
+from xmla.core.op.op import Op
+from xmla.core.values import Attributes, Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,10 @@ Device code that its kernels share is in `xmla.core.lang.indexer`.
 from dataclasses import dataclass
 from typing import Any
 
-from xmla.core.caches import check_indexer_dim
-from xmla.core.device import Device
+from xmla.core.call import E4M3, Problem, Result, Tensor, Work, check_indexer_dim, tokens_a_request
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.implementation import Condition
-from xmla.core.plan import Constants, cdiv, next_power_of_2
-from xmla.core.problem import E4M3, Problem, Result, Tensor
-from xmla.core.requests import tokens_a_request
-from xmla.core.tolerance import LOGITS
-from xmla.core.work import Work
+from xmla.core.plan import Condition, Constants
+from xmla.core.values import LOGITS, Device, cdiv, next_power_of_2
 
 MAX_HEADS = 128
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys

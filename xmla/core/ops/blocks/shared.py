@@ -6,12 +6,10 @@ Device code that their kernels share is in `xmla.core.lang.blocks`.
 from dataclasses import replace
 from typing import Any
 
-from xmla.core.indexer import capacity_of, logit_bytes, logits_work
-from xmla.core.plan import cdiv
-from xmla.core.problem import Problem
-from xmla.core.work import Work
-
-GRANULARITIES = (1, 2, 4, 8, 16, 32, 64, 128)  # columns of a block: tiles of whole blocks are powers of two
+from xmla.core.call import Problem, Work
+from xmla.core.lang.blocks import GRANULARITIES
+from xmla.core.ops.indexer.shared import capacity_of, logit_bytes, logits_work
+from xmla.core.values import cdiv
 
 
 def check_granularity(problem: Problem) -> None:

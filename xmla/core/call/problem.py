@@ -7,11 +7,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from xmla.core.attribute import Attributes
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats import Format
-from xmla.core.spec import Spec
-from xmla.core.tolerance import Agreement
+from xmla.core.values import Agreement, Attributes, Spec
 
 INDEX = ("int32",)
 FLOATS = ("bfloat16", "float16", "float32")

@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from xmla.core.config import settings
 from xmla.core.errors import CompileError, UnsupportedError
 from xmla.core.plan import Kernel, Launch, Plan, constants_by_name
-from xmla.core.spec import DTYPES, Spec
+from xmla.core.values import DTYPES, Spec
 
 log = logging.getLogger("xmla")
 

@@ -1,7 +1,8 @@
 """The launch that clears a buffer which kernels then mark, or add to."""
 
 from xmla.core.lang.clearing import clear_kernel
-from xmla.core.plan import Launch, cdiv
+from xmla.core.plan.plan import Launch
+from xmla.core.values import cdiv
 
 BLOCK = 4096  # elements of a program
 

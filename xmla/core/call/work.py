@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from xmla.core.problem import Problem
+from xmla.core.call.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

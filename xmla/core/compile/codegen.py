@@ -6,7 +6,7 @@ from types import CodeType
 from typing import Any
 
 
-def generated(source: str, name: str, **scope: Any) -> Any:
+def exec_function(source: str, name: str, **scope: Any) -> Any:
     """The function `name` that `source` defines, with the globals `scope`; a traceback shows its lines."""
     exec(_code(source, f"<{name} {hash(source):x}>"), scope)
     return scope[name]

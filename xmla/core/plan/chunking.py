@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from xmla.core.plan import Plan, all_choices, cdiv
-from xmla.core.problem import Problem
-from xmla.core.spec import Spec
+from xmla.core.call import Problem
+from xmla.core.plan.plan import Plan, all_choices
+from xmla.core.values import Spec, cdiv
 
 MAX_PARTS = 1024  # each has two to six launches
 
 
 class Rows(NamedTuple):
-    """Some rows after one another. Unlike a `range`, these may be sizes of a trace (core/sizes.py)."""
+    """Some rows after one another. Unlike a `range`, these may be sizes of a trace (core/plan/sizes.py)."""
 
     first: int
     count: int

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xmla.core.device import Device
-from xmla.core.plan import Choice, Plan
-from xmla.core.problem import Problem
+from xmla.core.call import Problem
+from xmla.core.plan.plan import Choice, Plan
+from xmla.core.values import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xmla.core.attribute import Attributes
-from xmla.core.device import Device
+from xmla.core.call import Arrays
+from xmla.core.debug.reproducer import has_tokens, save, shrink
 from xmla.core.errors import ArgumentError
-from xmla.core.live.reproducer import has_tokens, save, shrink
 from xmla.core.op import Op
-from xmla.core.problem import Arrays
-from xmla.core.spec import Spec
+from xmla.core.values import Attributes, Device, Spec
 
 
 @dataclass(frozen=True, slots=True)

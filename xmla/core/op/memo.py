@@ -3,13 +3,11 @@
 import logging
 from functools import lru_cache
 
-from xmla.core.attribute import Attributes
-from xmla.core.device import INTERPRETER, MIN_ARCH, Device
+from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op
+from xmla.core.op.op import Op
 from xmla.core.plan import Plan
-from xmla.core.problem import LARGEST_SIZE, Problem
-from xmla.core.spec import Spec
+from xmla.core.values import INTERPRETER, MIN_ARCH, Attributes, Device, Spec
 
 log = logging.getLogger("xmla.plans")
 

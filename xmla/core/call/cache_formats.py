@@ -1,5 +1,7 @@
 """Formats of a call's paged caches: `Tensor.format` finds them once, when the call is bound."""
 
+from xmla.core.call.problem import Problem
+from xmla.core.call.work import Work, all_but_pools_once
 from xmla.core.formats.indexer import (
     INDEXER_DIMS,
     INDEXER_FORMATS,
@@ -8,8 +10,6 @@ from xmla.core.formats.indexer import (
     indexer_rows,
 )
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
-from xmla.core.problem import Problem
-from xmla.core.work import Work, all_but_pools_once
 
 INDEXER_ALIGNMENT = 4  # bytes: an entry's scales are one word
 

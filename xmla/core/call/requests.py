@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xmla.core.problem import Arrays, Limit, Problem
+from xmla.core.call.problem import Arrays, Limit, Problem
 
 ALIGNED = 4  # integers of 16 bytes, which kernels read at once from arrays that start on their multiples
 

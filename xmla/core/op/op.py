@@ -14,16 +14,23 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from xmla.core.attribute import Attr, Attributes
-from xmla.core.device import INTERPRETER, Device
+from xmla.core.call import (
+    HALVES,
+    Arrays,
+    CalledAs,
+    Limit,
+    Problem,
+    Result,
+    Tensor,
+    Work,
+    declared_limits,
+    each_array_once,
+    pools_of,
+)
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats import Format
-from xmla.core.implementation import Implementation, choose
-from xmla.core.plan import Choice, Plan
-from xmla.core.problem import HALVES, Arrays, CalledAs, Limit, Problem, Result, Tensor, declared_limits, pools_of
-from xmla.core.spec import Spec
-from xmla.core.tolerance import Agreement
-from xmla.core.work import Work, each_array_once
+from xmla.core.plan import Choice, Implementation, Plan, choose
+from xmla.core.values import INTERPRETER, Agreement, Attr, Attributes, Device, Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xmla.core.attribute import Attributes
-from xmla.core.call import make_plan
-from xmla.core.device import Device
-from xmla.core.op import Op
-from xmla.core.plan import Launch, Plan
-from xmla.core.sizes import Trace, sizes_in, with_numbers
-from xmla.core.spec import Spec
+from xmla.core.op.memo import make_plan
+from xmla.core.op.op import Op
+from xmla.core.plan import Launch, Plan, Trace, sizes_in, with_numbers
+from xmla.core.values import Attributes, Device, Spec
 
 Specs = tuple[Spec | None, ...]
 Sizes = tuple[int, ...]

@@ -14,13 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.attribute import Attributes
 from xmla.core.config import settings
-from xmla.core.device import Device
-from xmla.core.live.reproducer import Take, has_tokens, save, shrink
+from xmla.core.debug.reproducer import Take, has_tokens, save, shrink
 from xmla.core.op import Op
-from xmla.core.spec import Spec
-from xmla.core.tolerance import EXACT, Selection, are_subnormal, cosine_difference, factor_difference
+from xmla.core.values import (
+    EXACT,
+    Attributes,
+    Device,
+    Selection,
+    Spec,
+    are_subnormal,
+    cosine_difference,
+    factor_difference,
+)
 
 log = logging.getLogger("xmla")
 

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from xmla.core.device import Device
-from xmla.core.op import Op
+from xmla.core.call import CalledAs, Problem
+from xmla.core.op.op import Op
 from xmla.core.plan import Part, Plan, join
-from xmla.core.problem import CalledAs, Problem
-from xmla.core.spec import Spec
+from xmla.core.values import Device, Spec
 
 
 def same_names(*arrays: str) -> dict[str, str]:

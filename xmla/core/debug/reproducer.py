@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from xmla.core.call import requests_of
 from xmla.core.config import settings
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op
 from xmla.core.registry import find_op
-from xmla.core.requests import requests_of
-from xmla.core.spec import DTYPES, row_major
+from xmla.core.values import DTYPES, row_major
 from xmla.core.versions import installed
 
 CHECKS = ("XMLA_CHECK", "XMLA_SHADOW")

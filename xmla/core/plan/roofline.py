@@ -6,9 +6,9 @@ times measured on an H200.
 
 from collections.abc import Iterable
 
-from xmla.core.device import PEAKS, Device, Peaks
-from xmla.core.plan import Plan
-from xmla.core.work import Work
+from xmla.core.call import Work
+from xmla.core.plan.plan import Plan
+from xmla.core.values import PEAKS, Device, Peaks
 
 # Shares of the data sheet's rates that a copy of 2 GiB and matmuls of 8192³ reach on an H200: 4.26 of 4.8 TB/s, 741 of
 # 989 and 1433 of 1979 TFLOP/s (benchmarks/results/h200/bench.jsonl).

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import fill, indent
 
-from xmla.core.op import Op
+from xmla.core.op.op import Op
 
 WIDTH = 120
 

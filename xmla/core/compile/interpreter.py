@@ -23,10 +23,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
+from xmla.core.compile.interpreter_fast import SHORTCUTS
 from xmla.core.errors import UnsupportedError
 from xmla.core.plan import Launch, Plan
-from xmla.core.shortcuts import SHORTCUTS
-from xmla.core.spec import DTYPES
+from xmla.core.values import DTYPES
 
 _NUMPY = {
     tl.bfloat16: np.dtype(ml_dtypes.bfloat16),

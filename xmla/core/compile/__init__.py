@@ -1,0 +1,27 @@
+"""Kernels compiled for a device. `interpreter` changes Triton when it is imported, so it is by itself."""
+
+from xmla.core.compile.codegen import exec_function
+from xmla.core.compile.compiler import (
+    Compile,
+    Specialization,
+    begins_anywhere,
+    compiled,
+    compiles,
+    compiling_allowed,
+    serving_begins,
+    source_of,
+    specialize,
+)
+
+__all__ = [
+    "Compile",
+    "Specialization",
+    "begins_anywhere",
+    "compiled",
+    "compiles",
+    "compiling_allowed",
+    "exec_function",
+    "serving_begins",
+    "source_of",
+    "specialize",
+]

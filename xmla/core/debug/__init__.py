@@ -1,0 +1,1 @@
+"""XMLA_CHECK, XMLA_SHADOW, reproducers."""

@@ -1,0 +1,47 @@
+"""Plans: launches by name, how they are joined and divided, implementations and which one a call takes."""
+
+from xmla.core.plan.chunking import Rows, divided, in_parts, join_parts
+from xmla.core.plan.clearing import clear
+from xmla.core.plan.implementation import Condition, Implementation, choose
+from xmla.core.plan.plan import (
+    ALIGNMENT,
+    Choice,
+    Constants,
+    Kernel,
+    Launch,
+    Part,
+    Plan,
+    constants_by_name,
+    join,
+    most_registers,
+    with_constant,
+)
+from xmla.core.plan.roofline import estimate
+from xmla.core.plan.sizes import Trace, arithmetic, sizes_in, with_numbers
+
+__all__ = [
+    "ALIGNMENT",
+    "Choice",
+    "Condition",
+    "Constants",
+    "Implementation",
+    "Kernel",
+    "Launch",
+    "Part",
+    "Plan",
+    "Rows",
+    "Trace",
+    "arithmetic",
+    "choose",
+    "clear",
+    "constants_by_name",
+    "divided",
+    "estimate",
+    "in_parts",
+    "join",
+    "join_parts",
+    "most_registers",
+    "sizes_in",
+    "with_constant",
+    "with_numbers",
+]
