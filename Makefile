@@ -80,21 +80,21 @@ build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
 # The tests that take JAX, and its programs in documents and examples, with each release that is served, or those that
 # JAX names.
 jax: $(READY)
-	set -e; folders=$$($(PYTHON) tests/jaxes.py $(JAX)); for folder in $$folders; do \
+	set -e; folders=$$($(PYTHON) -m tools.jaxes $(JAX)); for folder in $$folders; do \
 	  $(ENV) PYTHONPATH=$$folder $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(OF_JAX); \
 	  $(ENV) PYTHONPATH=$$folder $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m jax \
 	    tests/test_documents.py tests/test_examples.py; \
 	done
 
 fuzz: $(READY)
-	$(ENV) PYTHONPATH=. $(PYTHON) tests/fuzz.py --seconds $(SECONDS) --first $(FIRST)
+	$(ENV) $(PYTHON) -m tools.fuzz --seconds $(SECONDS) --first $(FIRST)
 
 mutants: $(READY)
-	$(ENV) $(PYTHON) tests/mutants.py
+	$(ENV) $(PYTHON) -m tools.mutants
 
 # Simple faults in the host's code, by cosmic-ray, in an environment of its own (100 MB).
 planted: $(READY)
-	$(ENV) $(PYTHON) tests/planted.py
+	$(ENV) $(PYTHON) -m tools.planted
 
 # Every kernel of the functions that have another digest than tests/core/compiled says, of which `make test` compiles one
 # each, and what is read from their code; then their digests are written.
@@ -152,12 +152,12 @@ types: $(READY)
 	  sys.exit("xmla needs Python 3.12 or newer, $(BOOTSTRAP) is %d.%d: make BOOTSTRAP=/path/to/python3.12" % v[:2])'
 	$(BOOTSTRAP) -m venv .venv
 
-.venv/ready: pyproject.toml tests/core/tritons.py tests/jaxes.py | .venv/bin/python
+.venv/ready: pyproject.toml tools/tritons.py tools/jaxes.py | .venv/bin/python
 	@echo "Installing torch, Triton, JAX and what tests need into .venv: 9.2 GB, some minutes, once."
 	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
 	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
-	.venv/bin/python tests/core/tritons.py
-	.venv/bin/python tests/jaxes.py
+	.venv/bin/python -m tools.tritons
+	.venv/bin/python -m tools.jaxes
 	touch .venv/demo $@
 
 .venv/demo: pyproject.toml | .venv/bin/python

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import on_gpus
 import pytest
 import torch
 import triton
 from kit import to_torch
 
+from tools import on_gpus
 from xmla import interop, torch_api
 from xmla.bench import (
     baselines,
@@ -497,7 +497,7 @@ def test_what_has_run_is_told_by_commit(tmp_path: Path) -> None:
         (core, new, "== 3 passed, 1 error in 1s ==", {"exit_code": 1}),
         ("python3 -m pytest tests/test_bench.py -k told", "fffffff", "1 passed in 1s", {}),
     )
-    fuzz, tool = "python3 tests/fuzz.py --seconds 9", "compute-sanitizer --tool {} python3 tests/fuzz.py"
+    fuzz, tool = "python3 -m tools.fuzz --seconds 9", "compute-sanitizer --tool {} python3 -m tools.fuzz"
     write(
         "contract",
         (fuzz, old, "map_slots: 100 cases, 0 failures; merge_topk: 100 cases, 0 failures", {}),

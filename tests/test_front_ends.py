@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, get_args, get_origin, get_overloads
 
-import front_ends
 import jax
 import jax.numpy as jnp
 import kit
@@ -17,6 +16,7 @@ import pytest
 import torch
 from conftest import require_tool
 
+from tools import front_ends
 from xmla import ArgumentError, jax_api, torch_api
 from xmla.core.op import docstrings as documents
 from xmla.core.registry import registry
@@ -37,7 +37,7 @@ JAX = functions_of(jax_api)
 def test_they_are_made_from_the_declarations() -> None:
     require_tool("ruff")
     for file, text in front_ends.modules().items():
-        assert file.read_text() == text, f"{file.name} is another: run python tests/front_ends.py"
+        assert file.read_text() == text, f"{file.name} is another: run python -m tools.front_ends"
 
 
 @pytest.mark.parametrize(

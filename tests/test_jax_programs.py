@@ -35,10 +35,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import jaxes
 import pytest
 from conftest import HAS_GPU
 
+from tools import jaxes
 from xmla.core.registry import registry
 
 TESTS = Path(__file__).parent
@@ -52,7 +52,7 @@ OF_EVERY_OP = {"slices", "scanned_and_used", "looped", "scanned"}
 def compiled(release: str, part: int) -> subprocess.CompletedProcess[str]:
     """A process that tells of the programs of a part of the ops."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (jaxes.folder(release), TESTS, TESTS.parent)))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (jaxes.folder(release), TESTS / "shared", TESTS.parent)))
     command = [sys.executable, "-W", "ignore", str(TESTS / "jax_programs/programs.py"), *NAMES[part::PARTS]]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -70,8 +70,8 @@ PROGRAMS = [
 def test_calls_are_made_once_in_memory_of_their_own(release: str, part: int, name: str) -> None:
     if not jaxes.installed(release):
         if HAS_GPU:
-            pytest.skip("each release of JAX is looked at where CI runs; tests/jaxes.py installs them")
-        pytest.fail(f"JAX {release} is not installed: {sys.executable} tests/jaxes.py {release}")
+            pytest.skip("each release of JAX is looked at where CI runs; tools/jaxes.py installs them")
+        pytest.fail(f"JAX {release} is not installed: {sys.executable} tools/jaxes.py {release}")
     done = compiled(release, part)
     assert done.returncode == 0, done.stderr[-4000:]
     line = next(line for line in map(json.loads, done.stdout.splitlines()) if line["op"] == name)

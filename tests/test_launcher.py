@@ -64,7 +64,7 @@ def building(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     load = ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: "the driver" if name == "libcuda.so.1" else load(name))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
-    monkeypatch.setattr(_launcher, "SOURCE", "../../tests/launcher_on_host.cc")  # which has a driver of its own
+    monkeypatch.setattr(_launcher, "SOURCE", "../../tests/shared/launcher_on_host.cc")  # which has a driver of its own
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def build(compiler: str) -> object:
@@ -259,7 +259,7 @@ def test_programs_of_every_kind_are_taken(library: Path) -> None:
     """Over one device a call is made once; unused ones are dropped; over several devices XLA partitions it."""
     script = Path(__file__).parent / "parallel/jax_launcher.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]), "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}  # which has tests/shared
     command = [sys.executable, str(script), str(library)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

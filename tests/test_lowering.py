@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kept
 import pytest
 from conftest import EVERYTHING, require_assembler
 
+from tools import kept
 from xmla.core.registry import registry
 
+ROOT = Path(__file__).parent.parent
 # Without a GPU two, one of which writes in place, and what has changed since `make matrix`, which takes all three.
 ARCHITECTURES = (90, 100, 120) if kept.MATRIX else (90, 100)
 ALWAYS = {"select_topk", "write_mla_cache"}
@@ -27,9 +28,7 @@ def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path, mon
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     named = sorted(registry() if EVERYTHING else ALWAYS)
-    digests, lines = kept.changed(
-        f"lowered-sm_{arch}", Path(__file__).with_name("lower_for_cuda.py"), str(arch), *named
-    )
+    digests, lines = kept.changed(f"lowered-sm_{arch}", ROOT / "tools" / "lower_for_cuda.py", str(arch), *named)
     of_hopper = {"sparse_mla triton", "sparse_mla in parts", "indexer_topk in parts"}
     assert digests.keys() == set(registry()) | (of_hopper if arch == 90 else set())
     ops = {line["op"]: line for line in lines}
@@ -45,7 +44,7 @@ def test_other_kernels_are_lowered_as_without_xmla() -> None:
     """With their own options, whatever XMLA_FORBID_JIT says."""
     require_assembler(90)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("foreign_kernel.py"))]
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "foreign_kernel.py")]
     environment |= {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if "_triton_kernel_call_dce_rule() takes 2 positional arguments but 3 were given" in done.stderr:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import mutants
 import pytest
+
+from tools import mutants
 
 ROOT = Path(__file__).parent.parent
 

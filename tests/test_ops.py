@@ -23,7 +23,7 @@ def test_torch(op: Op, case: Case, device: str) -> None:
     for name, (array, buffer) in guarded.items():
         untouched = np.ones(len(buffer), bool)
         first = array.ctypes.data - buffer.ctypes.data if buffer.size else 0
-        untouched[first : first + kit._span(array) * array.itemsize] = False
+        untouched[first : first + kit.span(array) * array.itemsize] = False
         assert (buffer[untouched] == kit.CANARY).all(), f"{name}: memory beside the array was written"
 
 

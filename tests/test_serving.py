@@ -280,7 +280,7 @@ def test_jax_step_traces_once_for_any_batch_content(device: str) -> None:
 COMMAND_BUFFERS = """
 import os, sys
 os.environ["XLA_FLAGS"] = sys.argv[1]
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/shared")
 import jax, kit, numpy as np
 from xmla import jax_api
 from xmla.core.registry import registry

@@ -33,7 +33,8 @@ PLAIN = SimpleNamespace(
 @pytest.fixture(scope="session")
 def noting() -> Any:
     """The extension with that driver, which gives its lines by `noted`."""
-    source, launcher = Path(__file__).with_name("torch_launcher_on_host.c").read_text(), files("xmla.torch_api")
+    source = (Path(__file__).parent / "shared" / "torch_launcher_on_host.c").read_text()
+    launcher = files("xmla.torch_api")
     # In one text, by which Triton knows what it has compiled.
     source = source.replace('#include "xmla/torch_api/launcher.c"', (launcher / "launcher.c").read_text())
     headers = [str(files("triton.backends.nvidia") / "include")]

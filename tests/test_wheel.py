@@ -9,12 +9,12 @@ from importlib.metadata import distribution, distributions
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 
-import fresh
 import pytest
 from conftest import HAS_GPU
 from packaging.requirements import Requirement
 
 import xmla
+from tools import fresh
 from xmla._frameworks import DISTRIBUTION
 from xmla.core.registry import registry
 

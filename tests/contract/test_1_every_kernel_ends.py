@@ -3,7 +3,6 @@
 import os
 import time
 
-import fuzz
 import hypothesis.strategies as st
 import kit
 import numpy as np
@@ -12,6 +11,7 @@ from conftest import EVERYTHING
 from garbage import DEVICE, OPS
 from hypothesis import given, settings
 
+from tools import fuzz
 from xmla import torch_api
 
 

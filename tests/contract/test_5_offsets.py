@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import far_strides
-import kept
 import kit
 import ml_dtypes
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from conftest import EVERYTHING, HAS_GPU
 from garbage import DEVICE, OPS
 
+from tools import far_strides, kept
 from xmla import UnsupportedError, torch_api
 from xmla.core.call import LARGEST_SIZE
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout

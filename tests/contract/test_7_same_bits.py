@@ -7,19 +7,18 @@ Torch against JAX is tests/test_parity.py.
 
 from pathlib import Path
 
-import alignment
 import hypothesis.strategies as st
-import kept
 import kit
 import numpy as np
 import pytest
 import torch
-from alignment import ARCHITECTURES, aligned, apart, plan_of
 from conftest import HAS_GPU
-from fuzz import Dyadic
 from garbage import DEVICE, OPS, run
 from hypothesis import given, settings
 
+from tools import alignment, kept
+from tools.alignment import ARCHITECTURES, aligned, apart, plan_of
+from tools.fuzz import Dyadic
 from xmla import torch_api
 from xmla.core.formats.mla import V32
 from xmla.core.op import Case, Op

@@ -5,8 +5,8 @@ from dataclasses import replace
 import kit
 import numpy as np
 import pytest
-import tiles
 
+from tools import tiles
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op, plan_call
 from xmla.core.ops.indexer import indexer_logits
@@ -66,7 +66,7 @@ def test_every_choice_among_implementations_is_told(op: Op, device: Device) -> N
 
 def test_serving_calls_are_planned_as_before() -> None:
     """Of parts that are not here, too: tiles, bounds of registers, splits."""
-    assert tiles.text() == tiles.FILE.read_text(), "if the plans are to change: python tests/core/tiles.py"
+    assert tiles.text() == tiles.FILE.read_text(), "if the plans are to change: python -m tools.tiles"
 
 
 def test_implementations_have_names_of_their_own() -> None:

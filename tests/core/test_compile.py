@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import compile_unknown
 import pytest
-import support_matrix
 import triton
-from compile_plans import DEVICES
 from conftest import HAS_GPU, require_assembler
-from kept import MATRIX, file_of, keep
-from tritons import OLDER, folder
 
+from tools import compile_unknown, support_matrix
+from tools.compile_plans import DEVICES
+from tools.kept import MATRIX, file_of, keep
+from tools.tritons import OLDER, folder
 from xmla.core.registry import registry
 from xmla.core.values import Device
 
@@ -92,7 +91,7 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
 @pytest.mark.parametrize(("version", "arch"), CONFIGURATIONS)
 def test_every_configuration_compiles(version: str, arch: int) -> None:
     if version in OLDER and HAS_GPU and not folder(version).exists():
-        pytest.skip("older Tritons are compiled where CI runs; tests/core/tritons.py installs them")
+        pytest.skip("older Tritons are compiled where CI runs; tools/tritons.py installs them")
     require_assembler(arch)
     with compiled(version, arch) as (lines, kernels):
         assert {line["op"] for line in lines} == set(registry()), "an op was not planned"

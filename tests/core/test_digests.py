@@ -8,12 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import support_matrix
 import triton
-from compile_plans import identity, source
-from kept import file_of
 from triton import knobs
 
+from tools import support_matrix
+from tools.compile_plans import identity, source
+from tools.kept import file_of
 from xmla.core.compile import Specialization
 from xmla.core.formats.mla import V4, V32, MlaLayout
 from xmla.core.plan import Constants

@@ -6,16 +6,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
-import compile_e4m3
 import kit
 import ml_dtypes
 import numpy as np
 import pytest
-import support_matrix
 import triton.language as tl
 from conftest import HAS_GPU, require_assembler
-from gluon_cpu import ptx
+from emulator import ptx
 
+from tools import compile_e4m3, support_matrix
 from xmla.core.compile import interpreter
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.lang import numbers

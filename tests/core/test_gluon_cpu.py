@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-import gluon_cpu
+import emulator
 import kit
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ MORE = [
 def agrees(op: Op, case: Case, device: Device, seed: int = 0, **edits: tuple[str, str]) -> None:
     plan, inputs = plan_of(op, case, device), kit.make(case)
     assert plan is not None
-    got = gluon_cpu.run(plan, kit.copies(inputs), seed, edits)
+    got = emulator.run(plan, kit.copies(inputs), seed, edits)
     with np.errstate(all="ignore"):
         reference = op.reference(**inputs, **kit.attributes(op, case))
     for (name, want), value in zip(kit.results(op, reference), got, strict=True):
@@ -189,7 +189,7 @@ def test_exact_arithmetic_gives_exact_logits(call: tuple[Op, Case, Device]) -> N
     whole = replace(case, name="integers", make=make)
     plan, inputs = plan_of(op, whole, device), kit.make(whole)
     assert plan is not None
-    (got,), (want,) = gluon_cpu.run(plan, kit.copies(inputs)), op.reference(**inputs, **kit.attributes(op, whole))
+    (got,), (want,) = emulator.run(plan, kit.copies(inputs)), op.reference(**inputs, **kit.attributes(op, whole))
     written = ~np.isnan(want)  # of pages, below a token's length
     assert np.isfinite(want).any() and np.array_equal(got[written], want[written])
 
@@ -203,7 +203,7 @@ def test_launches_of_some_tokens_have_the_results_of_one(deterministic: bool, mo
     parts = plan_of(DERIVATIVE[0], case, replace(HOPPER, name="another, whose plans are not kept"))
     assert whole is not None and parts is not None
     assert len(parts.launches) == len(whole.launches) + 2 and programs(parts) == programs(whole) == 10
-    results = [gluon_cpu.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
+    results = [emulator.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))  # programs run in the same order
 
 
@@ -231,7 +231,7 @@ def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: py
     problem = ATTENTION.bind(specs, ATTENTION.attributes(softmax_scale=1.0), None)
     plan = replace(unpack.unpack(problem, device), results=("marks", "rows"))
     assert programs(plan) == 2 * 3 and 0 < named.sum() < entries
-    marks, rows = gluon_cpu.run(plan, kit.copies(inputs))
+    marks, rows = emulator.run(plan, kit.copies(inputs))
     bits = np.unpackbits(np.bitwise_or.reduce(marks, 0).view(np.uint8), bitorder="little")
     assert np.array_equal(bits[:entries], named) and not bits[entries:].any()
     want = V32.gather(inputs["cache"], np.arange(entries))
@@ -532,17 +532,17 @@ def test_a_planted_fault_is_noticed(planted: Planted) -> None:
     for seed in range(SEEDS):
         try:
             agrees(*planted.case, seed, **{planted.module: (planted.right, planted.wrong)})
-        except (gluon_cpu.Fault, AssertionError):
+        except (emulator.Fault, AssertionError):
             return
     pytest.fail(f"{SEEDS} runs without {planted.right!r} noticed nothing")
 
 
 def test_a_fault_names_its_lines() -> None:
     wait = "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)"
-    with pytest.raises(gluon_cpu.Fault, match=r"^all wait for ever: .*packed_consumers\.py:\d+"):
+    with pytest.raises(emulator.Fault, match=r"^all wait for ever: .*packed_consumers\.py:\d+"):
         agrees(*WIDE_V4, **{CONSUMERS: (wait, wait.replace(" ^ 1", ""))})
     ahead = "start, end, key_smem.index(free)"
-    with pytest.raises(gluon_cpu.Fault, match=r"^kernel\.py:\d+: writes beside the read of kernel\.py:\d+$"):
+    with pytest.raises(emulator.Fault, match=r"^kernel\.py:\d+: writes beside the read of kernel\.py:\d+$"):
         agrees(*LOGITS, **{RAGGED: (ahead, ahead.replace("free", "stage"))})
 
 

@@ -1,16 +1,15 @@
 """The indexer adds a token's heads in one order, whatever the tile."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
-import support_matrix
 import torch
 import triton
 import triton.language as tl
 from conftest import HAS_GPU
 
+from tools import support_matrix
 from xmla.core.lang.indexer import heads_of_tile, sum_of_heads
 
 LAUNCH = {"enable_fp_fusion": True}  # spelled out, as by xmla: defaults differ between versions
@@ -34,7 +33,7 @@ def sums_kernel(
 
 
 def test_no_kernel_adds_more_than_two_heads_in_an_order_of_the_compilers() -> None:
-    lines = support_matrix.lines_of(Path(__file__).with_name("head_sums.py"))
+    lines = support_matrix.lines_of(support_matrix.ROOT / "tools" / "head_sums.py")
     assert {line["arch"] for line in lines} == {80, 89, 100, 103, 120}
     assert len({line["kernel"].split()[0] for line in lines}) == 8, "not the kernels that add heads"
     for line in lines:

@@ -95,6 +95,29 @@ def test_families_of_ops_import_each_other_in_no_circle() -> None:
     assert {Path(inspect.getfile(op.prototype)).parent for op in registry().values()} == folders | derivatives
 
 
+# Folders of tests/ whose files are no tests: what tests share, and what they start or are compared with.
+FIXTURES = ("emulator", "jax_programs", "parallel", "programs", "shared", "core/compiled")
+
+
+def test_the_package_stands_alone() -> None:
+    """What is not in the wheel may import the package, and the package none of it."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            apart = [name for name in names if name.split(".")[0] in ("benchmarks", "tools", "tests")]
+            assert not apart, f"{file.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)} imports {apart}"
+
+
+def test_tests_are_tests() -> None:
+    """But for folders of fixtures, and for harnesses of engines, whose tests stand beside them."""
+    tests = Path(__file__).parent.parent
+    for file in tests.rglob("*.py"):
+        place = str(file.relative_to(tests))
+        if not place.startswith((*FIXTURES, "vllm_engine", "sglang_engine")) and place != "conftest.py":
+            assert file.name.startswith("test_"), f"tests/{place} is no test: tools/, or one of {', '.join(FIXTURES)}"
+
+
 def test_importing_the_core_imports_no_framework() -> None:
     code = (
         "import sys\nimport xmla, xmla.core.registry, xmla.core.compile.interpreter, xmla.interop\n"

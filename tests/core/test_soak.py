@@ -1,14 +1,14 @@
 """No step of a server within a configuration launches a kernel that warm-up does not list: plans alone, of any GPU."""
 
 import pytest
-import soak
 from conftest import EVERYTHING
 
+from tools import soak
 from xmla.core.values import B200, H200, RTX_PRO_6000, Device
 
 STEPS = 5000 if EVERYTHING else 300
 MOST = 200  # kernels of a list, each of which is compiled for seconds
-# A model by default on a Hopper GPU, and random configurations of it on others; `python tests/soak.py` has many more.
+# A model by default on a Hopper GPU, and random configurations of it on others; `python -m tools.soak` has many more.
 SERVED = [(0, H200, "torch"), (17, H200, "torch"), (32, RTX_PRO_6000, "torch"), (2, B200, "jax")]
 
 
@@ -20,4 +20,4 @@ def test_steps_launch_no_other_kernel(name: str, number: int, device: Device, fr
     assert len(listed) < MOST
     for place in range(STEPS):
         missing = soak.unlisted(soak.step(config, (number, place), framework), device, listed)
-        assert not missing, f"{missing[0]}; python tests/soak.py --rerun {name}/{number}/{place}, of {config}"
+        assert not missing, f"{missing[0]}; python -m tools.soak --rerun {name}/{number}/{place}, of {config}"

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import support_matrix
 
+from tools import support_matrix
 from xmla import ArgumentError, Device, supports
 from xmla.core.registry import registry
 from xmla.core.values import A100, H200, KNOWN_DEVICES, PEAKS, find_device

@@ -3,8 +3,7 @@
 import ast
 from pathlib import Path
 
-import support_matrix
-
+from tools import support_matrix
 from xmla.core.formats.mla import MLA_LAYOUTS
 from xmla.core.ops.attention.sparse_mla import gluon_marks as marks
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import kernel as derivative
@@ -34,7 +33,7 @@ def messages() -> set[str]:
 
 
 def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
-    lines = support_matrix.lines_of(Path(__file__).with_name("wrong_constants.py"))
+    lines = support_matrix.lines_of(support_matrix.ROOT / "tools" / "wrong_constants.py")
     layouts = [line for line in lines if line.get("change") == {}]
     asked = {(line["layout"], line["of"]) for line in layouts}
     assert asked == {(layout.name, of) for layout in MLA_LAYOUTS for of in SERVED}

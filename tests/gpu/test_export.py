@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import kit
 import pytest
 import torch
-from export_for_cuda import exported_case, function_of
 
+from tools.export_for_cuda import exported_case, function_of
 from xmla.core.registry import registry
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports")
-    script = Path(__file__).parents[1] / "export_for_cuda.py"
+    script = Path(__file__).parents[2] / "tools" / "export_for_cuda.py"
     major, minor = torch.cuda.get_device_capability()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(script), str(major * 10 + minor), str(folder)]

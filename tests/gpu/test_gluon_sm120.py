@@ -1,4 +1,4 @@
-"""The Gluon attention kernel for SM12x against the reference: on the part, or by tests/core/stand_in.py."""
+"""The Gluon attention kernel for SM12x against the reference: on the part, or by tools/stand_in.py."""
 
 import kit
 import numpy as np
@@ -20,7 +20,7 @@ def on_sm12x() -> bool:
     return torch.cuda.is_available() and _arrays.device_of(torch.device("cuda")).arch in (120, 121)
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_sm12x(), reason="needs SM12x, or tests/core/stand_in.py")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_sm12x(), reason="needs SM12x, or tools/stand_in.py")]
 
 
 def one_source(layout: MlaLayout, heads: int, keys: int) -> Case:

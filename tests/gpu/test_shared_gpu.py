@@ -12,7 +12,7 @@ PROCESSES, SECONDS = 4, 6
 
 def test_processes_that_share_a_gpu() -> None:
     """An mbarrier of V4's kernel that nothing used put itself in place of a pointer, in each of four processes."""
-    command = [sys.executable, str(Path(__file__).with_name("shared_gpu.py")), str(SECONDS)]
+    command = [sys.executable, str(Path(__file__).parents[1] / "programs" / "shared_gpu.py"), str(SECONDS)]
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(PROCESSES)
     ]

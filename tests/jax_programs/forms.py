@@ -1,4 +1,4 @@
-"""The forms in which programs call an op, beside those of tests/stacked.py, and what XLA may make of each."""
+"""The forms in which programs call an op, beside those of tests/shared/stacked.py, and what XLA may make of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

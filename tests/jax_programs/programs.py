@@ -1,6 +1,6 @@
 """Compiles programs that call ops, in every form, as XLA does for an H200, and tells what is wrong with them.
 
-    PYTHONPATH=tests:. python tests/jax_programs/programs.py OP …
+    PYTHONPATH=tests/shared:. python tests/jax_programs/programs.py OP …
 An op is a name of the registry, or flax: layers of Flax's. Prints a line of JSON for each: the release of JAX, the
 forms of its programs, and the faults. No GPU is needed.
 """

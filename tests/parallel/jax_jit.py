@@ -11,7 +11,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
 
 import json
 import re

@@ -1,7 +1,7 @@
 """Programs of every kind run through JAX's launcher, above a driver that makes no launches, on four CPU devices.
 
     JAX_PLATFORMS=cpu python tests/parallel/jax_launcher.py LIBRARY
-LIBRARY is tests/launcher_on_host.cc, compiled. What is told here is that XLA takes the programs and
+LIBRARY is tests/shared/launcher_on_host.cc, compiled. What is told here is that XLA takes the programs and
 copies no cache, not what they compute.
 """
 

@@ -25,7 +25,7 @@ from xmla.core.parallel import Ownership, received_bytes
 from xmla.core.registry import registry
 from xmla.torch_api.parallel import ContextParallel, TensorParallel
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
 import kit
 from torch_gradients import check_gradients  # noqa: F401
 

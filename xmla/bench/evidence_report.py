@@ -1,7 +1,7 @@
 """`python -m xmla.bench.evidence_report RESULTS [--into docs/contract.md]`: what has run on GPUs, and what it found.
 
 RESULTS is the folder of a device's results: test.jsonl has runs of the test suite, contract.jsonl of the fuzzer, alone
-or under a tool of compute-sanitizer. `python tests/on_gpus.py` makes both. What ran at one commit is one run, in any
+or under a tool of compute-sanitizer. `python -m tools.on_gpus` makes both. What ran at one commit is one run, in any
 number of parts. Of the suite the last run is told, and the last whole one if that is another; of each op the last run
 of the fuzzer, and of each tool. A line's "remark", if somebody gave it one, is told with it. A line that "resumes" ran
 what had not passed in the lines of the same paths before it.
@@ -24,6 +24,7 @@ MARKERS = "<!-- evidence -->\n", "<!-- /evidence -->"
 SUITE = "tests"  # the folder of all tests, as a command's argument
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 OUTCOME = re.compile(r"(\d+) (passed|failed|error|skipped)")
+FUZZERS = {"tools.fuzz", "tests/fuzz.py"}  # the second in lines of before tools/
 FUZZED = re.compile(r"(\w+): (\d+) cases(?: of (\d+) of (\d+) shapes)?, (\d+) failures")
 CUT, REPORTED = 124, 9  # exit codes: of `timeout`, and of a tool that found something
 NOT_RUN = "not run yet"
@@ -148,7 +149,7 @@ def last_runs(lines: Iterable[Line], tool: str | None) -> dict[str, tuple[str, F
     for line in lines:
         words = shlex.split(line["command"])
         under = words[words.index("--tool") + 1] if "--tool" in words else None
-        if "tests/fuzz.py" in words and under == tool:
+        if not FUZZERS.isdisjoint(words) and under == tool:
             for match in filter(None, map(FUZZED.fullmatch, line["last_lines"])):
                 op, cases, *counts = match.groups()
                 if int(cases):

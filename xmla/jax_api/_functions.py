@@ -1,4 +1,4 @@
-# Made by tests/front_ends.py from the declarations of the ops: change these and run it.
+# Made by tools/front_ends.py from the declarations of the ops: change these and run it.
 
 """The ops for JAX, a function of each."""
 

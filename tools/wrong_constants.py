@@ -1,0 +1,158 @@
+"""Tells which layouts and tiles the Gluon kernels of attention, its derivative and sm_100's logits refuse; JSON lines.
+
+A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
+    python -m tools.wrong_constants
+The planner never asks for the others. Here constants of planned launches are replaced: by every layout there is, and by
+the served layouts with one field changed.
+"""
+
+import json
+from collections.abc import Hashable
+from dataclasses import replace
+
+from triton.compiler.errors import CompileTimeAssertionFailure
+
+from tools.compile_plans import DEVICES, planned
+from tools.far_strides import ARCH, front_end
+from xmla.core.compile import Specialization, specialize
+from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.plan import with_constant
+from xmla.core.values import Spec
+
+CHANGES: dict[str, list[dict[str, object]]] = {
+    "v32": [
+        {"values": "e2m1"}, {"tile": 64}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": True}, {"rope": 32},
+        {"rope_values": "e4m3"}, {"row": 658}, {"rope_offset": 530}, {"scale_offset": 514},
+    ],
+    "v4": [
+        {"values": "e2m1"}, {"tile": 32}, {"latent": 384}, {"scale": "float32"}, {"footer": 16},
+        {"rope_values": "quantized"}, {"row": 588}, {"row": 1096}, {"rope_offset": 456},
+    ],
+    "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
+}  # fmt: skip
+# Of the kernel for SM12x, which serves more.
+CHANGES_SM120: dict[str, list[dict[str, object]]] = {
+    "v32": [
+        {"values": "e2m1"}, {"latent": 448}, {"scale": "e4m3"}, {"interleaved": True}, {"rope": 32},
+        {"rope_values": "e4m3"}, {"row": 658}, {"rope_offset": 530}, {"scale_offset": 514},
+    ],
+    "v4": [{"tile": 32, "footer": 16, "row": 592}, {"scale": "float32"}, {"row": 588}, {"rope_offset": 456}],
+    "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
+}  # fmt: skip
+# Of sm_100's, which reads an entry's scales, and 16 of its bytes, at once.
+CHANGES_SM100: dict[str, list[dict[str, object]]] = {
+    "v32": [
+        {"values": "e2m1"}, {"tile": 64}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": True},
+        {"rope_values": "e4m3"}, {"row": 660}, {"rope_offset": 536}, {"scale_offset": 520},
+    ],
+    "v4": [
+        {"values": "e2m1"}, {"tile": 32}, {"latent": 384}, {"scale": "float32"}, {"footer": 16, "row": 592},
+        {"rope_values": "quantized"}, {"row": 588}, {"rope_offset": 456},
+    ],
+    "plain": [{"latent": 448}, {"row": 580}, {"rope_offset": 516}],
+}  # fmt: skip
+
+
+def launched(
+    heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH, asked: str = "gluon",
+    pages: int = 64,
+) -> Specialization:  # fmt: skip
+    """The first kernel as it is planned for bf16 queries over pages of such entries."""
+    slots, lengths = Spec((64, 512), "int32"), Spec((64,), "int32")
+    caches = [Spec((pages, 64, row.row), "uint8" if row.packed else "bfloat16") for row in (layout, extra) if row]
+    specs = {"q": Spec((64, heads, layout.dims), "bfloat16"), "cache": caches[0], "slots": slots}
+    attrs: dict[str, object] = {"softmax_scale": 0.1, "cache_format": layout.name}
+    if extra is not None:
+        specs |= {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
+        attrs["extra_cache_format"] = extra.name
+    call = planned("sparse_mla", "", specs, attrs, DEVICES[arch], asked)
+    assert call.plan is not None, call.reason
+    return specialize(call.plan.launches[0], call.plan, specs)
+
+
+def paged_logits() -> Specialization:
+    """The kernel of sm_100 as it is planned for four tokens of each request."""
+    specs = {
+        **{"q8": Spec((64, 64, 128), "float8_e4m3fn"), "weights": Spec((64, 64), "float32")},
+        **{"cache": Spec((64, 64, 132), "uint8"), "block_table": Spec((16, 64), "int32")},
+        "lengths": Spec((64,), "int32"),
+    }
+    call = planned("indexer_logits_paged", "", specs, {}, DEVICES[100], "gluon_sm100")
+    assert call.plan is not None, call.reason
+    return specialize(call.plan.launches[0], call.plan, specs)
+
+
+def differentiated(layout: MlaLayout, deterministic: bool) -> Specialization:
+    """The kernel of the derivative as it is planned."""
+    rows = Spec((64, 64, 512), "bfloat16")
+    specs = {
+        **{"q": Spec((64, 64, layout.dims), "bfloat16"), "cache": Spec((64, 64, layout.row), "bfloat16")},
+        **{"slots": Spec((64, 512), "int32"), "forward_out": rows, "forward_lse": Spec((64, 64), "float32")},
+        "dout": rows,
+    }
+    attrs = {"softmax_scale": 0.1, "cache_format": layout.name, "deterministic": deterministic}
+    call = planned("sparse_mla_backward", "", specs, attrs, DEVICES[ARCH], "gluon")
+    assert call.plan is not None, call.reason
+    (launch,) = (launch for launch in call.plan.launches if launch.name.endswith("_sm90_kernel"))
+    return specialize(launch, call.plan, specs)
+
+
+def refusal(launch: Specialization, name: str, value: Hashable) -> str | None:
+    """The message of the `static_assert` that the kernel fails with this constant; None if it compiles."""
+    constexprs = with_constant(dict(launch.constexprs), name, value)
+    try:
+        front_end(replace(launch, constexprs=tuple(constexprs.items())))
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not isinstance(cause, CompileTimeAssertionFailure):
+            raise
+        return str(cause.error_message)
+    return None
+
+
+def main() -> None:
+    packed, plain, few, two = launched(64, V32), launched(64, PLAIN), launched(16, V32), launched(64, V4, V4)
+    derivative, any_order = (differentiated(PLAIN, deterministic) for deterministic in (True, False))
+    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
+    for layout in (V32, V4, PLAIN):
+        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES[layout.name]]
+    for name, change, layout in layouts:
+        of_layout = packed if layout.packed else plain
+        of_kinds = {"64 heads": of_layout, "16 heads": few, "derivative": derivative, "in any order": any_order}
+        for of, launch in of_kinds.items():
+            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, "SOURCE.LAYOUT", layout)}
+            print(json.dumps(line), flush=True)
+    packed, plain = (launched(64, layout, arch=120) for layout in (V32, PLAIN))
+    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
+    for layout in (V32, V4, PLAIN):
+        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM120[layout.name]]
+    for name, change, layout in layouts:
+        refused = refusal(packed if layout.packed else plain, "SOURCE.LAYOUT", layout)
+        print(json.dumps({"of": "SM12x", "layout": name, "change": change, "refusal": refused}), flush=True)
+    entries = launched(64, V32, None, 100, "gluon_sm100")
+    rows, two_rows = (launched(64, PLAIN_V4, extra, 100, "gluon_sm100") for extra in (None, PLAIN_V4))
+    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
+    for layout in (V32, V4, PLAIN):
+        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM100[layout.name]]
+    for name, change, layout in layouts:
+        refused = refusal(entries if layout.packed else rows, "SOURCE.LAYOUT", layout)
+        print(json.dumps({"of": "sm_100", "layout": name, "change": change, "refusal": refused}), flush=True)
+    others: list[tuple[str, Specialization, str, Hashable]] = [
+        ("64 heads of SM12x", packed, "BLOCK_H", 64),
+        ("32 heads of sm_100", rows, "BLOCK_H", 32),
+        ("another second layout on sm_100", two_rows, "EXTRA.LAYOUT", PLAIN),
+        ("eight tokens of sm_100's logits", paged_logits(), "GROUP", 8),
+        ("small pages of sm_100's logits", paged_logits(), "PAGES.PAGE_SIZE", 32),
+        ("32 heads", launched(64, V32), "BLOCK_H", 32),
+        ("another second layout", two, "EXTRA.LAYOUT", V32),
+        ("few heads of two sources", two, "BLOCK_H", 16),
+        ("a map of marks of 8 KB", launched(64, V32, pages=8), "MAP", 1 << 13),
+    ]
+    for other, launch, name, value in others:
+        print(json.dumps({"other": other, "refusal": refusal(launch, name, value)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
