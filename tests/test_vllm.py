@@ -549,11 +549,14 @@ def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
 
     def decode() -> Call:
         requests, new = any_size(rng, sizes.requests), int(rng.integers(1, sizes.new + 1))
-        specs = query(requests * new)
-        if rng.random() < 0.3:  # as vLLM passes drafted tokens that its kernels do not take together
+        tokens, ragged = requests * new, rng.random() < 0.5
+        if ragged:  # requests of different numbers of tokens
+            tokens = int(rng.integers(requests, tokens + 1))
+        elif rng.random() < 0.3:  # as vLLM passes drafted tokens that its kernels do not take together
             requests *= new
+        specs = query(tokens)
         rows = {"lengths": specs.pop("starts"), "request_ids": specs.pop("ends")}
-        if rng.random() < 0.5:
+        if not ragged and rng.random() < 0.5:
             del rows["request_ids"]
         pages = {"cache": INDEX_POOL, "block_table": Spec((requests, 2560), "int32")}
         return Call("indexer_topk_paged", specs | rows | pages, {"k": 2048, "workspace_bytes": sizes.scratch})
