@@ -260,7 +260,7 @@ def test_a_platform_without_kernels_is_named() -> None:
     for platform, message in (
         ("tpu", "select_topk: platform is tpu, supported: cpu and cuda"),
         ("rocm", "select_topk: platform is rocm, supported: cpu and cuda"),
-        ("cuda", "select_topk: platform is cuda without a GPU, supported: a GPU, or a device named by xmla.core.dev"),
+        ("cuda", "select_topk: platform is cuda without a GPU, supported: a GPU, or a device named by xmla.core.val"),
     ):
         if platform == "cuda" and HAS_GPU:
             continue

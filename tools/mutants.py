@@ -364,8 +364,6 @@ MUTANTS = (
     Mutant("factor = np.inf if swapped else (agreement or EXACT).factor", "factor = (agreement or EXACT).factor",
            "xmla/core/debug/shadow.py", "../test_live.py", "factor_that"),
     Mutant("if not np.array_equal(a[np.isinf(b)], b[np.isinf(b)]):", "if False:", "xmla/core/debug/shadow.py",
-           "xmla/core/debug/shadow.py", "../test_live.py", "drift_is_bounded"),
-    Mutant("if not np.array_equal(a[np.isinf(b)], b[np.isinf(b)]):", "if False:", "xmla/core/debug/shadow.py",
            "../test_live.py", "infinities"),
     Mutant("bad = (array < limit.low) | (array > limit.high)", "bad = array > limit.high", "xmla/core/debug/checks.py",
            "../test_settings.py", "check_reports"),
