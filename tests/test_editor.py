@@ -36,6 +36,7 @@ TYPES = {
     "torch_api.sparse_mla(t, t, t, softmax_scale=1.0)": "tuple[Tensor, Tensor]",
     "torch_api.sparse_mla(t, t, t, sink=t, softmax_scale=1, out=(t, t), workspace=t)": "tuple[Tensor, Tensor]",
     "torch_api.sparse_mla.plan(t, t, t, softmax_scale=1.0, implementation='gluon').workspace_bytes": "int",
+    "torch_api.sparse_mla.plan(t, t, t, softmax_scale=1.0, out=(t, t), workspace=t).workspace_bytes": "int",
     "torch_api.select_topk(t, t, k=8, out=t)": "Tensor",
     "torch_api.write_indexer_cache(t, t, t)": "None",
     "jax_api.sparse_mla(j, ref, n, softmax_scale=1.0)": "tuple[Array, Array]",
@@ -69,7 +70,9 @@ ERRORS = {
     "torch_api.sparse_mla(t, t, t, softmax_scale=1.0, out=t)": "parameter `out` with type `tuple[Tensor, Tensor]",
     "torch_api.sparse_mla(t, t, t, softmax_scale=1.0, implementation='cuda')": "parameter `implementation`",
     "torch_api.select_topk(t, t, k=8, implementation='gluon')": "parameter `implementation`",
-    "torch_api.sparse_mla.plan(t, t, t, softmax_scale=1.0, out=(t, t))": "Unexpected keyword argument `out`",
+    "torch_api.sparse_mla.plan(t, t, t, softmax_scal=1.0)": "Unexpected keyword argument `softmax_scal`",
+    "torch_api.sparse_mla.plan(t, t, softmax_scale=1.0)": "Missing argument `slots`",
+    "torch_api.sparse_mla.plan(t, t, t, softmax_scale=1.0, out=t)": "parameter `out` with type `tuple[Tensor, Tensor]",
     "torch_api.write_indexer_cache(t, t, t, out=t)": "parameter `out` with type `None`",
     "torch_api.sparse_mIa": "No attribute `sparse_mIa` in module `xmla.torch_api`",
     "jax_api.select_topk(j, j, n=8)": "Unexpected keyword argument `n`",
@@ -171,7 +174,8 @@ class Server:
 
 
 def test_an_editor_completes_and_explains(project: Path) -> None:
-    lines = ["from xmla import jax_api, torch_api", "torch_api.", "jax_api.", "torch_api.sparse_mla("]
+    lines = ["from xmla import jax_api, torch_api", "torch_api.", "jax_api."]
+    lines += ["torch_api.sparse_mla(", "torch_api.sparse_mla.plan("]
     file = project / "edited.py"
     with language_server(project) as server:
         server.ask("initialize", {"processId": os.getpid(), "rootUri": project.as_uri(), "capabilities": {}})
@@ -187,13 +191,17 @@ def test_an_editor_completes_and_explains(project: Path) -> None:
             offered = {item["label"] for item in items}
             assert offered >= {*registry()}, lines[line]
             assert not {"public", "ops", "_ops", "needed"} & offered, lines[line]
-        (shown,) = server.ask("textDocument/signatureHelp", at(3, len(lines[3])))["signatures"]
         op = registry()["sparse_mla"]
-        named = [parameter["label"].split(":")[0] for parameter in shown["parameters"]]
-        assert named == [*op.tensors, *op.defaults, "out", "workspace", "implementation"]
-        assert "tuple[Tensor, Tensor]" in shown["label"]
-        hover = server.ask("textDocument/hover", at(3, len("torch_api.sp")))["contents"]["value"]
-        assert "tuple[Tensor, Tensor]" in hover and "Multi-head latent attention of each token" in hover
+        for line, column, returns, told in (
+            (3, len("torch_api.sp"), "-> tuple[Tensor, Tensor]", "Multi-head latent attention of each token"),
+            (4, len("torch_api.sparse_mla.pl"), "-> Plan", "The plan of a call with these arguments"),
+        ):
+            (shown,) = server.ask("textDocument/signatureHelp", at(line, len(lines[line])))["signatures"]
+            named = [parameter["label"].split(":")[0] for parameter in shown["parameters"]]
+            assert named == [*op.tensors, *op.defaults, "out", "workspace", "implementation"]
+            assert returns in shown["label"]
+            hover = server.ask("textDocument/hover", at(line, column))["contents"]["value"]
+            assert returns in hover and told in hover, hover
         server.ask("shutdown", {})
         server.send(method="exit")
         assert server.process.wait(SECONDS) == 0

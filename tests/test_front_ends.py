@@ -1,6 +1,7 @@
 """The front-ends' functions are those of the declarations, and what their signatures say is true."""
 
 import inspect
+import pickle
 import re
 import traceback
 from collections import Counter
@@ -15,11 +16,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import require_tool
+from torch._subclasses import FakeTensorMode
 
 from tools import front_ends
 from xmla import ArgumentError, jax_api, torch_api
 from xmla.core.op import docstrings as documents
+from xmla.core.plan import Plan
 from xmla.core.registry import registry
+from xmla.core.values import assume_device, find_device
 
 Function = Callable[..., Any]
 
@@ -51,8 +55,9 @@ def test_functions_are_ordinary_ones(module: ModuleType, style: documents.Style)
         found = [function, *([function.plan] if module is torch_api else [])]
         for one in found:
             source = inspect.getsource(one)
-            assert f"def {name}(" in source and re.search(rf"return _(plan_)?{name}\(", source)
+            assert f"def {name}(" in source and f"return _{name}(" in source
             assert one.__name__ == name and one.__module__ == f"{module.__name__}._functions"
+            assert pickle.loads(pickle.dumps(one)) is one
             assert inspect.getdoc(one) == inspect.cleandoc(documents.document(op, style))
 
 
@@ -78,11 +83,7 @@ def test_jax_says_what_it_returns_of_the_arrays_that_an_op_updates() -> None:
 
 def test_signatures_are_those_of_the_declarations() -> None:
     """And the keywords of each front-end behind them, None by default."""
-    for functions, options in (
-        (TORCH, ["out", "workspace", "implementation"]),
-        (PLANS, ["implementation"]),
-        (JAX, ["implementation"]),
-    ):
+    for functions, options in (([*TORCH, *PLANS], ["out", "workspace", "implementation"]), (JAX, ["implementation"])):
         for function in functions:
             own = bare(registry()[function.__name__].prototype)
             more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
@@ -94,6 +95,32 @@ def test_signatures_are_those_of_the_declarations() -> None:
 def bare(function: Function) -> list[inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+
+
+def test_a_plan_takes_the_arguments_of_its_call() -> None:
+    """What the call refuses it refuses by the same words, from the line of the function."""
+    tensors = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32)
+    call, planner = torch_api.select_topk, torch_api.select_topk.plan
+    assert inspect.signature(planner).return_annotation is Plan
+    plan = planner(*tensors, k=2)
+    out, wide = torch.empty(1, 2, dtype=torch.int32), torch.empty(1, 3, dtype=torch.int32)
+    workspace = torch.empty(plan.workspace_bytes + 16, dtype=torch.uint8)
+    assert str(planner(*tensors, k=2, out=out, workspace=workspace)) == str(plan)
+    with FakeTensorMode(allow_non_fake_inputs=True), assume_device(find_device("H200")):
+        planner(*tensors, k=2, out=torch.empty_like(out), workspace=torch.empty(1 << 20, dtype=torch.uint8))
+    short = workspace[32:]
+    for wrong, message in (
+        ({"out": wide}, "out indices shape is (1, 3), expected (1, 2)"),
+        ({"out": (out, out)}, "out has 2 tensors, expected 1"),
+        ({"out": wide.view(-1)[1:].view(1, 2)}, "out indices does not start on a multiple of 16 bytes"),
+        ({"workspace": workspace}, "workspace is given, expected none without out"),
+        ({"out": out, "workspace": short}, f"workspace axis 0 is {len(short)}, expected at least {len(short) + 16}"),
+        ({"out": out, "workspace": workspace[1:]}, "workspace starts at"),
+    ):
+        for function in (call, planner):
+            with pytest.raises(ArgumentError, match=re.escape(f"select_topk: {message}")) as error:
+                function(*tensors, k=2, **wrong)
+            assert "select_topk" in [frame.name for frame in traceback.extract_tb(error.tb)]
 
 
 @pytest.mark.parametrize("function", TORCH, ids=lambda function: function.__name__)

@@ -26,13 +26,12 @@ JAX = ROOT / "xmla" / "jax_api" / "_functions.py"
 MADE = "# Made by tools/front_ends.py from the declarations of the ops: change these and run it.\n"
 
 TORCH_HEAD = '''
-"""The ops for PyTorch: a function and a plan of each."""
+"""The ops for PyTorch, a function of each."""
 
 from typing import Literal
 
 import torch
 
-from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.torch_api._ops import planned, public
 
@@ -58,10 +57,9 @@ REF = "jax.Ref"
 def modules() -> dict[Path, str]:
     """What each file holds."""
     ops = list(registry().values())
-    plans = ["class _Plans:\n" + "\n".join(map(_torch_plan, ops))]
     return {
-        TORCH: _module(TORCH, TORCH_HEAD, [*map(_torch_calls, ops), *plans, *map(_torch_function, ops)]),
-        JAX: _module(JAX, JAX_HEAD, [*map(_jax_call, ops), *map(_jax_function, ops)]),
+        TORCH: _module(TORCH, TORCH_HEAD, [*map(_call, ops), *map(_torch_function, ops)]),
+        JAX: _module(JAX, JAX_HEAD, [*map(_call, ops), *map(_jax_function, ops)]),
     }
 
 
@@ -71,14 +69,8 @@ def _module(file: Path, head: str, parts: Iterable[str]) -> str:
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-def _torch_calls(op: Op) -> str:
-    return f'_{op.name}, _plan_{op.name} = public(_ops["{op.name}"])'
-
-
-def _torch_plan(op: Op) -> str:
-    keywords = [*_attributes(op), _implementation(op.choices)]
-    body = f"return _plan_{op.name}({_given(op)}, implementation)"
-    return indent("@staticmethod\n" + _function(op.name, _torch_tensors(op), keywords, "Plan", body), "    ")
+def _call(op: Op) -> str:
+    return f'_{op.name} = public(_ops["{op.name}"])'
 
 
 def _torch_function(op: Op) -> str:
@@ -86,23 +78,15 @@ def _torch_function(op: Op) -> str:
     # An op that updates an argument in place has no results to preallocate.
     given, space = (f"{returns} | None", "torch.Tensor | None") if op.outputs else ("None", "None")
     preallocated = [f"out: {given} = None", f"workspace: {space} = None"]
-    keywords = [*_attributes(op), *preallocated, _implementation((*op.choices, "reference"))]
+    tensors = [_tensor(op, name, "torch.Tensor") for name in op.tensors]
+    keywords = [*_attributes(op), *preallocated, _implementation(op)]
     body = f"return _{op.name}({_given(op)}, out, workspace, implementation)"
-    function = _function(op.name, _torch_tensors(op), keywords, returns, body, document(op, TORCH_STYLE))
-    return f"@planned(_Plans.{op.name})\n{function}"
-
-
-def _torch_tensors(op: Op) -> list[str]:
-    return [_tensor(op, name, "torch.Tensor") for name in op.tensors]
-
-
-def _jax_call(op: Op) -> str:
-    return f'_{op.name} = public(_ops["{op.name}"])'
+    return f"@planned\n{_function(op.name, tensors, keywords, returns, body, document(op, TORCH_STYLE))}"
 
 
 def _jax_function(op: Op) -> str:
     """The function of an op; an overload for each way to pass the caches that it updates, whose results differ."""
-    attributes = [*_attributes(op), _implementation((*op.choices, "reference"))]
+    attributes = [*_attributes(op), _implementation(op)]
 
     def one(kinds: tuple[str, ...], returns: str, body: str, doc: str = "") -> str:
         updated = dict(zip(op.mutates, kinds, strict=True))
@@ -134,8 +118,8 @@ def _attributes(op: Op) -> Iterator[str]:
     return (str(parameter) for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
-def _implementation(names: Iterable[str]) -> str:
-    return f"implementation: Literal[{', '.join(map(repr, names))}] | None = None"
+def _implementation(op: Op) -> str:
+    return f"implementation: Literal[{', '.join(map(repr, (*op.choices, 'reference')))}] | None = None"
 
 
 def _returns(kinds: list[str]) -> str:

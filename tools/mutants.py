@@ -334,6 +334,10 @@ MUTANTS = (
            "test_8_wrong_arguments.py", "fake_tensors and dsa_step"),
     Mutant("        check_out(op, _result_specs(op, tensors, op.attributes(*attrs), implementation), out, "
            "tensors[0].device)", "        pass", "xmla/torch_api/_ops.py", "test_8_wrong_arguments.py", "test_out"),
+    Mutant("        check_workspace(op, workspace, plan.workspace_bytes, tensors[0].device)", "        pass",
+           "xmla/torch_api/_ops.py", "../test_front_ends.py", "a_plan_takes"),
+    Mutant("        check_placed(op, results)", "        pass", "xmla/torch_api/_ops.py", "../test_front_ends.py",
+           "a_plan_takes"),
     Mutant("stream = _private.current_stream(prepared.ordinal)", "stream = 0", "xmla/torch_api/_run.py",
            "../test_torch_launcher.py", "current_stream"),
     Mutant("if device.arch < 90 or device.arch >= 120 else None", "if device.arch < 90 else None",

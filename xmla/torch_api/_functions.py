@@ -1,718 +1,57 @@
 # Made by tools/front_ends.py from the declarations of the ops: change these and run it.
 
-"""The ops for PyTorch: a function and a plan of each."""
+"""The ops for PyTorch, a function of each."""
 
 from typing import Literal
 
 import torch
 
-from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.torch_api._ops import planned, public
 
 _ops = registry()
 
-_compress_kv, _plan_compress_kv = public(_ops["compress_kv"])
-_convert_indexer_cache, _plan_convert_indexer_cache = public(_ops["convert_indexer_cache"])
-_convert_mla_cache, _plan_convert_mla_cache = public(_ops["convert_mla_cache"])
-_dsa_attention, _plan_dsa_attention = public(_ops["dsa_attention"])
-_dsa_step, _plan_dsa_step = public(_ops["dsa_step"])
-_expand_blocks, _plan_expand_blocks = public(_ops["expand_blocks"])
-_indexer_block_logits, _plan_indexer_block_logits = public(_ops["indexer_block_logits"])
-_indexer_block_logits_paged, _plan_indexer_block_logits_paged = public(_ops["indexer_block_logits_paged"])
-_indexer_block_topk, _plan_indexer_block_topk = public(_ops["indexer_block_topk"])
-_indexer_block_topk_paged, _plan_indexer_block_topk_paged = public(_ops["indexer_block_topk_paged"])
-_indexer_blocks, _plan_indexer_blocks = public(_ops["indexer_blocks"])
-_indexer_blocks_paged, _plan_indexer_blocks_paged = public(_ops["indexer_blocks_paged"])
-_indexer_logits, _plan_indexer_logits = public(_ops["indexer_logits"])
-_indexer_logits_paged, _plan_indexer_logits_paged = public(_ops["indexer_logits_paged"])
-_indexer_loss, _plan_indexer_loss = public(_ops["indexer_loss"])
-_indexer_loss_backward, _plan_indexer_loss_backward = public(_ops["indexer_loss_backward"])
-_indexer_scores, _plan_indexer_scores = public(_ops["indexer_scores"])
-_indexer_scores_backward, _plan_indexer_scores_backward = public(_ops["indexer_scores_backward"])
-_indexer_target, _plan_indexer_target = public(_ops["indexer_target"])
-_indexer_topk, _plan_indexer_topk = public(_ops["indexer_topk"])
-_indexer_topk_paged, _plan_indexer_topk_paged = public(_ops["indexer_topk_paged"])
-_map_slots, _plan_map_slots = public(_ops["map_slots"])
-_merge_attention, _plan_merge_attention = public(_ops["merge_attention"])
-_merge_topk, _plan_merge_topk = public(_ops["merge_topk"])
-_pool_keys, _plan_pool_keys = public(_ops["pool_keys"])
-_quantize_indexer_query, _plan_quantize_indexer_query = public(_ops["quantize_indexer_query"])
-_read_indexer_cache, _plan_read_indexer_cache = public(_ops["read_indexer_cache"])
-_read_mla_cache, _plan_read_mla_cache = public(_ops["read_mla_cache"])
-_resolve_slots, _plan_resolve_slots = public(_ops["resolve_slots"])
-_select_blocks, _plan_select_blocks = public(_ops["select_blocks"])
-_select_topk, _plan_select_topk = public(_ops["select_topk"])
-_sparse_mla, _plan_sparse_mla = public(_ops["sparse_mla"])
-_sparse_mla_backward, _plan_sparse_mla_backward = public(_ops["sparse_mla_backward"])
-_sparse_mla_paged, _plan_sparse_mla_paged = public(_ops["sparse_mla_paged"])
-_split_batch, _plan_split_batch = public(_ops["split_batch"])
-_window_slots, _plan_window_slots = public(_ops["window_slots"])
-_write_indexer_cache, _plan_write_indexer_cache = public(_ops["write_indexer_cache"])
-_write_mla_cache, _plan_write_mla_cache = public(_ops["write_mla_cache"])
+_compress_kv = public(_ops["compress_kv"])
+_convert_indexer_cache = public(_ops["convert_indexer_cache"])
+_convert_mla_cache = public(_ops["convert_mla_cache"])
+_dsa_attention = public(_ops["dsa_attention"])
+_dsa_step = public(_ops["dsa_step"])
+_expand_blocks = public(_ops["expand_blocks"])
+_indexer_block_logits = public(_ops["indexer_block_logits"])
+_indexer_block_logits_paged = public(_ops["indexer_block_logits_paged"])
+_indexer_block_topk = public(_ops["indexer_block_topk"])
+_indexer_block_topk_paged = public(_ops["indexer_block_topk_paged"])
+_indexer_blocks = public(_ops["indexer_blocks"])
+_indexer_blocks_paged = public(_ops["indexer_blocks_paged"])
+_indexer_logits = public(_ops["indexer_logits"])
+_indexer_logits_paged = public(_ops["indexer_logits_paged"])
+_indexer_loss = public(_ops["indexer_loss"])
+_indexer_loss_backward = public(_ops["indexer_loss_backward"])
+_indexer_scores = public(_ops["indexer_scores"])
+_indexer_scores_backward = public(_ops["indexer_scores_backward"])
+_indexer_target = public(_ops["indexer_target"])
+_indexer_topk = public(_ops["indexer_topk"])
+_indexer_topk_paged = public(_ops["indexer_topk_paged"])
+_map_slots = public(_ops["map_slots"])
+_merge_attention = public(_ops["merge_attention"])
+_merge_topk = public(_ops["merge_topk"])
+_pool_keys = public(_ops["pool_keys"])
+_quantize_indexer_query = public(_ops["quantize_indexer_query"])
+_read_indexer_cache = public(_ops["read_indexer_cache"])
+_read_mla_cache = public(_ops["read_mla_cache"])
+_resolve_slots = public(_ops["resolve_slots"])
+_select_blocks = public(_ops["select_blocks"])
+_select_topk = public(_ops["select_topk"])
+_sparse_mla = public(_ops["sparse_mla"])
+_sparse_mla_backward = public(_ops["sparse_mla_backward"])
+_sparse_mla_paged = public(_ops["sparse_mla_paged"])
+_split_batch = public(_ops["split_batch"])
+_window_slots = public(_ops["window_slots"])
+_write_indexer_cache = public(_ops["write_indexer_cache"])
+_write_mla_cache = public(_ops["write_mla_cache"])
 
 
-class _Plans:
-    @staticmethod
-    def compress_kv(
-        kv: torch.Tensor,
-        score: torch.Tensor,
-        ape: torch.Tensor,
-        norm_weight: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        state: torch.Tensor,
-        state_table: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        eps: float = 1e-06,
-        cache_format: str | None = None,
-        scale_floor: str = "amax",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_compress_kv(
-            [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
-            (eps, cache_format, scale_floor),
-            implementation,
-        )
-
-    @staticmethod
-    def convert_indexer_cache(
-        source: torch.Tensor,
-        source_slots: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
-        *,
-        source_format: str | None = None,
-        cache_format: str | None = None,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_convert_indexer_cache(
-            [source, source_slots, slots, cache], (source_format, cache_format), implementation
-        )
-
-    @staticmethod
-    def convert_mla_cache(
-        source: torch.Tensor,
-        source_slots: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
-        *,
-        source_format: str | None = None,
-        cache_format: str | None = None,
-        scale_floor: str = "scale",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_convert_mla_cache(
-            [source, source_slots, slots, cache], (source_format, cache_format, scale_floor), implementation
-        )
-
-    @staticmethod
-    def dsa_attention(
-        q: torch.Tensor,
-        index_q: torch.Tensor,
-        index_weights: torch.Tensor,
-        mla_cache: torch.Tensor,
-        indexer_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
-        *,
-        k: int,
-        softmax_scale: float,
-        index_scale: float | None = None,
-        mla_cache_format: str | None = None,
-        workspace_bytes: int = 536870912,
-        batch_invariant: bool = False,
-        implementation: Literal["triton", "gluon", "gluon_sm100"] | None = None,
-    ) -> Plan:
-        return _plan_dsa_attention(
-            [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
-            (k, softmax_scale, index_scale, mla_cache_format, workspace_bytes, batch_invariant),
-            implementation,
-        )
-
-    @staticmethod
-    def dsa_step(
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        index_k: torch.Tensor,
-        entry_slots: torch.Tensor,
-        q: torch.Tensor,
-        index_q: torch.Tensor,
-        index_weights: torch.Tensor,
-        mla_cache: torch.Tensor,
-        indexer_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
-        *,
-        k: int,
-        softmax_scale: float,
-        index_scale: float | None = None,
-        mla_cache_format: str | None = None,
-        scale_floor: str = "scale",
-        workspace_bytes: int = 536870912,
-        batch_invariant: bool = False,
-        implementation: Literal["triton", "gluon", "gluon_sm100"] | None = None,
-    ) -> Plan:
-        return _plan_dsa_step(
-            [
-                latent,
-                rope,
-                index_k,
-                entry_slots,
-                q,
-                index_q,
-                index_weights,
-                mla_cache,
-                indexer_cache,
-                block_table,
-                lengths,
-                request_ids,
-                sink,
-            ],
-            (k, softmax_scale, index_scale, mla_cache_format, scale_floor, workspace_bytes, batch_invariant),
-            implementation,
-        )
-
-    @staticmethod
-    def expand_blocks(
-        blocks: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        granularity: int,
-        tail: bool = True,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_expand_blocks([blocks, lengths], (granularity, tail), implementation)
-
-    @staticmethod
-    def indexer_block_logits(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        key_scales: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        blocks: torch.Tensor,
-        *,
-        granularity: int,
-        logits_dtype: str = "float32",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_block_logits(
-            [q8, weights, keys, key_scales, starts, ends, blocks], (granularity, logits_dtype), implementation
-        )
-
-    @staticmethod
-    def indexer_block_logits_paged(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        blocks: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        granularity: int,
-        logits_dtype: str = "float32",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_block_logits_paged(
-            [q8, weights, cache, block_table, lengths, blocks, request_ids], (granularity, logits_dtype), implementation
-        )
-
-    @staticmethod
-    def indexer_block_topk(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        key_scales: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        blocks: torch.Tensor,
-        *,
-        k: int,
-        granularity: int,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_block_topk(
-            [q8, weights, keys, key_scales, starts, ends, blocks], (k, granularity, workspace_bytes), implementation
-        )
-
-    @staticmethod
-    def indexer_block_topk_paged(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        blocks: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        k: int,
-        granularity: int,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_block_topk_paged(
-            [q8, weights, cache, block_table, lengths, blocks, request_ids],
-            (k, granularity, workspace_bytes),
-            implementation,
-        )
-
-    @staticmethod
-    def indexer_blocks(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        key_scales: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        *,
-        k: int,
-        granularity: int,
-        newest: int = 1,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_blocks(
-            [q8, weights, keys, key_scales, starts, ends], (k, granularity, newest, workspace_bytes), implementation
-        )
-
-    @staticmethod
-    def indexer_blocks_paged(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        k: int,
-        granularity: int,
-        newest: int = 1,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_blocks_paged(
-            [q8, weights, cache, block_table, lengths, request_ids],
-            (k, granularity, newest, workspace_bytes),
-            implementation,
-        )
-
-    @staticmethod
-    def indexer_logits(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        key_scales: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        *,
-        logits_dtype: str = "float32",
-        implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_logits([q8, weights, keys, key_scales, starts, ends], (logits_dtype,), implementation)
-
-    @staticmethod
-    def indexer_logits_paged(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        max_len: int | None = None,
-        logits_dtype: str = "float32",
-        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_logits_paged(
-            [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype), implementation
-        )
-
-    @staticmethod
-    def indexer_loss(
-        index_q: torch.Tensor,
-        index_k: torch.Tensor,
-        index_weights: torch.Tensor,
-        q: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        ends: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        target: torch.Tensor | None = None,
-        *,
-        softmax_scale: float | None = None,
-        coeff: float = 1.0,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_loss(
-            [index_q, index_k, index_weights, q, rows, lse, ends, starts, indices, target],
-            (softmax_scale, coeff, workspace_bytes),
-            implementation,
-        )
-
-    @staticmethod
-    def indexer_loss_backward(
-        forward_dindex_q: torch.Tensor,
-        forward_dindex_k: torch.Tensor,
-        forward_dindex_weights: torch.Tensor,
-        dloss: torch.Tensor,
-        *,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_loss_backward(
-            [forward_dindex_q, forward_dindex_k, forward_dindex_weights, dloss], (), implementation
-        )
-
-    @staticmethod
-    def indexer_scores(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        ends: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        *,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_scores([q, k, weights, ends, starts, indices], (), implementation)
-
-    @staticmethod
-    def indexer_scores_backward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        dscores: torch.Tensor,
-        ends: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        *,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_scores_backward([q, k, weights, dscores, ends, starts, indices], (), implementation)
-
-    @staticmethod
-    def indexer_target(
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        lse: torch.Tensor,
-        indices: torch.Tensor,
-        ends: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        *,
-        softmax_scale: float,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_target([q, rows, lse, indices, ends, starts], (softmax_scale,), implementation)
-
-    @staticmethod
-    def indexer_topk(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        key_scales: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        *,
-        k: int,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_topk([q8, weights, keys, key_scales, starts, ends], (k, workspace_bytes), implementation)
-
-    @staticmethod
-    def indexer_topk_paged(
-        q8: torch.Tensor,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        k: int,
-        workspace_bytes: int = 536870912,
-        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_indexer_topk_paged(
-            [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes), implementation
-        )
-
-    @staticmethod
-    def map_slots(
-        indices: torch.Tensor,
-        block_table: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        *,
-        page_size: int,
-        compact: bool = False,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_map_slots([indices, block_table, request_ids, lengths], (page_size, compact), implementation)
-
-    @staticmethod
-    def merge_attention(
-        outs: torch.Tensor,
-        lses: torch.Tensor,
-        sink: torch.Tensor | None = None,
-        *,
-        empty_lse: str = "-inf",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_merge_attention([outs, lses, sink], (empty_lse,), implementation)
-
-    @staticmethod
-    def merge_topk(
-        values: torch.Tensor, indices: torch.Tensor, *, k: int, implementation: Literal["triton"] | None = None
-    ) -> Plan:
-        return _plan_merge_topk([values, indices], (k,), implementation)
-
-    @staticmethod
-    def pool_keys(
-        keys: torch.Tensor,
-        gates: torch.Tensor,
-        ape: torch.Tensor,
-        positions: torch.Tensor,
-        state: torch.Tensor,
-        state_table: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_pool_keys(
-            [keys, gates, ape, positions, state, state_table, cache, block_table, request_ids], (), implementation
-        )
-
-    @staticmethod
-    def quantize_indexer_query(
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        scale: float | None = None,
-        format: str = "fp8",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_quantize_indexer_query([q, weights], (scale, format), implementation)
-
-    @staticmethod
-    def read_indexer_cache(
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        cache_format: str | None = None,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_read_indexer_cache([cache, slots], (cache_format,), implementation)
-
-    @staticmethod
-    def read_mla_cache(
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        cache_format: str | None = None,
-        dtype: str = "bfloat16",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_read_mla_cache([cache, slots], (cache_format, dtype), implementation)
-
-    @staticmethod
-    def resolve_slots(
-        indices: torch.Tensor,
-        held: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        num_entries: int,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_resolve_slots([indices, held, slots], (num_entries,), implementation)
-
-    @staticmethod
-    def select_blocks(
-        logits: torch.Tensor,
-        ends: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        *,
-        k: int,
-        granularity: int,
-        newest: int = 1,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_select_blocks([logits, ends, starts], (k, granularity, newest), implementation)
-
-    @staticmethod
-    def select_topk(
-        logits: torch.Tensor,
-        ends: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        *,
-        k: int,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_select_topk([logits, ends, starts], (k,), implementation)
-
-    @staticmethod
-    def sparse_mla(
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
-        extra_cache: torch.Tensor | None = None,
-        extra_slots: torch.Tensor | None = None,
-        extra_lengths: torch.Tensor | None = None,
-        cos_sin: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        *,
-        softmax_scale: float,
-        cache_format: str | None = None,
-        extra_cache_format: str | None = None,
-        empty_lse: str = "-inf",
-        lse_base: str = "e",
-        lse_sink: bool = False,
-        batch_invariant: bool = False,
-        deterministic: bool = True,
-        implementation: Literal["gluon", "gluon_sm100", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_sparse_mla(
-            [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions],
-            (
-                softmax_scale,
-                cache_format,
-                extra_cache_format,
-                empty_lse,
-                lse_base,
-                lse_sink,
-                batch_invariant,
-                deterministic,
-            ),
-            implementation,
-        )
-
-    @staticmethod
-    def sparse_mla_backward(
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        forward_out: torch.Tensor,
-        forward_lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
-        extra_cache: torch.Tensor | None = None,
-        extra_slots: torch.Tensor | None = None,
-        extra_lengths: torch.Tensor | None = None,
-        *,
-        softmax_scale: float,
-        cache_format: str | None = None,
-        extra_cache_format: str | None = None,
-        lse_base: str = "e",
-        lse_sink: bool = False,
-        deterministic: bool = True,
-        implementation: Literal["gluon", "triton"] | None = None,
-    ) -> Plan:
-        return _plan_sparse_mla_backward(
-            [
-                q,
-                cache,
-                slots,
-                forward_out,
-                forward_lse,
-                dout,
-                dlse,
-                lengths,
-                sink,
-                extra_cache,
-                extra_slots,
-                extra_lengths,
-            ],
-            (softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink, deterministic),
-            implementation,
-        )
-
-    @staticmethod
-    def sparse_mla_paged(
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        indices: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
-        *,
-        softmax_scale: float,
-        cache_format: str | None = None,
-        batch_invariant: bool = False,
-        implementation: Literal["triton", "gluon", "gluon_sm100"] | None = None,
-    ) -> Plan:
-        return _plan_sparse_mla_paged(
-            [q, cache, indices, block_table, lengths, request_ids, sink],
-            (softmax_scale, cache_format, batch_invariant),
-            implementation,
-        )
-
-    @staticmethod
-    def split_batch(
-        query_starts: torch.Tensor,
-        lengths: torch.Tensor,
-        has_context: torch.Tensor | None = None,
-        *,
-        num_tokens: int,
-        decode_threshold: int = 1,
-        require_uniform: bool = False,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_split_batch(
-            [query_starts, lengths, has_context], (num_tokens, decode_threshold, require_uniform), implementation
-        )
-
-    @staticmethod
-    def window_slots(
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        request_ids: torch.Tensor | None = None,
-        *,
-        window: int,
-        page_size: int,
-        ratio: int = 1,
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_window_slots([block_table, lengths, request_ids], (window, page_size, ratio), implementation)
-
-    @staticmethod
-    def write_indexer_cache(
-        keys: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, implementation: Literal["triton"] | None = None
-    ) -> Plan:
-        return _plan_write_indexer_cache([keys, slots, cache], (), implementation)
-
-    @staticmethod
-    def write_mla_cache(
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
-        *,
-        cache_format: str | None = None,
-        scale_floor: str = "scale",
-        implementation: Literal["triton"] | None = None,
-    ) -> Plan:
-        return _plan_write_mla_cache([latent, rope, slots, cache], (cache_format, scale_floor), implementation)
-
-
-@planned(_Plans.compress_kv)
+@planned
 def compress_kv(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -809,7 +148,7 @@ def compress_kv(
     )
 
 
-@planned(_Plans.convert_indexer_cache)
+@planned
 def convert_indexer_cache(
     source: torch.Tensor,
     source_slots: torch.Tensor,
@@ -865,7 +204,7 @@ def convert_indexer_cache(
     )
 
 
-@planned(_Plans.convert_mla_cache)
+@planned
 def convert_mla_cache(
     source: torch.Tensor,
     source_slots: torch.Tensor,
@@ -921,7 +260,7 @@ def convert_mla_cache(
     )
 
 
-@planned(_Plans.dsa_attention)
+@planned
 def dsa_attention(
     q: torch.Tensor,
     index_q: torch.Tensor,
@@ -1017,7 +356,7 @@ def dsa_attention(
     )
 
 
-@planned(_Plans.dsa_step)
+@planned
 def dsa_step(
     latent: torch.Tensor,
     rope: torch.Tensor,
@@ -1137,7 +476,7 @@ def dsa_step(
     )
 
 
-@planned(_Plans.expand_blocks)
+@planned
 def expand_blocks(
     blocks: torch.Tensor,
     lengths: torch.Tensor,
@@ -1190,7 +529,7 @@ def expand_blocks(
     return _expand_blocks([blocks, lengths], (granularity, tail), out, workspace, implementation)
 
 
-@planned(_Plans.indexer_block_logits)
+@planned
 def indexer_block_logits(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1266,7 +605,7 @@ def indexer_block_logits(
     )
 
 
-@planned(_Plans.indexer_block_logits_paged)
+@planned
 def indexer_block_logits_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1342,7 +681,7 @@ def indexer_block_logits_paged(
     )
 
 
-@planned(_Plans.indexer_block_topk)
+@planned
 def indexer_block_topk(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1419,7 +758,7 @@ def indexer_block_topk(
     )
 
 
-@planned(_Plans.indexer_block_topk_paged)
+@planned
 def indexer_block_topk_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1491,7 +830,7 @@ def indexer_block_topk_paged(
     )
 
 
-@planned(_Plans.indexer_blocks)
+@planned
 def indexer_blocks(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1559,7 +898,7 @@ def indexer_blocks(
     )
 
 
-@planned(_Plans.indexer_blocks_paged)
+@planned
 def indexer_blocks_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1629,7 +968,7 @@ def indexer_blocks_paged(
     )
 
 
-@planned(_Plans.indexer_logits)
+@planned
 def indexer_logits(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1699,7 +1038,7 @@ def indexer_logits(
     )
 
 
-@planned(_Plans.indexer_logits_paged)
+@planned
 def indexer_logits_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -1773,7 +1112,7 @@ def indexer_logits_paged(
     )
 
 
-@planned(_Plans.indexer_loss)
+@planned
 def indexer_loss(
     index_q: torch.Tensor,
     index_k: torch.Tensor,
@@ -1883,7 +1222,7 @@ def indexer_loss(
     )
 
 
-@planned(_Plans.indexer_loss_backward)
+@planned
 def indexer_loss_backward(
     forward_dindex_q: torch.Tensor,
     forward_dindex_k: torch.Tensor,
@@ -1936,7 +1275,7 @@ def indexer_loss_backward(
     )
 
 
-@planned(_Plans.indexer_scores)
+@planned
 def indexer_scores(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -1995,7 +1334,7 @@ def indexer_scores(
     return _indexer_scores([q, k, weights, ends, starts, indices], (), out, workspace, implementation)
 
 
-@planned(_Plans.indexer_scores_backward)
+@planned
 def indexer_scores_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -2060,7 +1399,7 @@ def indexer_scores_backward(
     return _indexer_scores_backward([q, k, weights, dscores, ends, starts, indices], (), out, workspace, implementation)
 
 
-@planned(_Plans.indexer_target)
+@planned
 def indexer_target(
     q: torch.Tensor,
     rows: torch.Tensor,
@@ -2121,7 +1460,7 @@ def indexer_target(
     return _indexer_target([q, rows, lse, indices, ends, starts], (softmax_scale,), out, workspace, implementation)
 
 
-@planned(_Plans.indexer_topk)
+@planned
 def indexer_topk(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -2182,7 +1521,7 @@ def indexer_topk(
     )
 
 
-@planned(_Plans.indexer_topk_paged)
+@planned
 def indexer_topk_paged(
     q8: torch.Tensor,
     weights: torch.Tensor,
@@ -2243,7 +1582,7 @@ def indexer_topk_paged(
     )
 
 
-@planned(_Plans.map_slots)
+@planned
 def map_slots(
     indices: torch.Tensor,
     block_table: torch.Tensor,
@@ -2304,7 +1643,7 @@ def map_slots(
     )
 
 
-@planned(_Plans.merge_attention)
+@planned
 def merge_attention(
     outs: torch.Tensor,
     lses: torch.Tensor,
@@ -2357,7 +1696,7 @@ def merge_attention(
     return _merge_attention([outs, lses, sink], (empty_lse,), out, workspace, implementation)
 
 
-@planned(_Plans.merge_topk)
+@planned
 def merge_topk(
     values: torch.Tensor,
     indices: torch.Tensor,
@@ -2406,7 +1745,7 @@ def merge_topk(
     return _merge_topk([values, indices], (k,), out, workspace, implementation)
 
 
-@planned(_Plans.pool_keys)
+@planned
 def pool_keys(
     keys: torch.Tensor,
     gates: torch.Tensor,
@@ -2482,7 +1821,7 @@ def pool_keys(
     )
 
 
-@planned(_Plans.quantize_indexer_query)
+@planned
 def quantize_indexer_query(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -2537,7 +1876,7 @@ def quantize_indexer_query(
     return _quantize_indexer_query([q, weights], (scale, format), out, workspace, implementation)
 
 
-@planned(_Plans.read_indexer_cache)
+@planned
 def read_indexer_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -2587,7 +1926,7 @@ def read_indexer_cache(
     return _read_indexer_cache([cache, slots], (cache_format,), out, workspace, implementation)
 
 
-@planned(_Plans.read_mla_cache)
+@planned
 def read_mla_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -2638,7 +1977,7 @@ def read_mla_cache(
     return _read_mla_cache([cache, slots], (cache_format, dtype), out, workspace, implementation)
 
 
-@planned(_Plans.resolve_slots)
+@planned
 def resolve_slots(
     indices: torch.Tensor,
     held: torch.Tensor,
@@ -2716,7 +2055,7 @@ def resolve_slots(
     return _resolve_slots([indices, held, slots], (num_entries,), out, workspace, implementation)
 
 
-@planned(_Plans.select_blocks)
+@planned
 def select_blocks(
     logits: torch.Tensor,
     ends: torch.Tensor,
@@ -2777,7 +2116,7 @@ def select_blocks(
     return _select_blocks([logits, ends, starts], (k, granularity, newest), out, workspace, implementation)
 
 
-@planned(_Plans.select_topk)
+@planned
 def select_topk(
     logits: torch.Tensor,
     ends: torch.Tensor,
@@ -2829,7 +2168,7 @@ def select_topk(
     return _select_topk([logits, ends, starts], (k,), out, workspace, implementation)
 
 
-@planned(_Plans.sparse_mla)
+@planned
 def sparse_mla(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -2967,7 +2306,7 @@ def sparse_mla(
     )
 
 
-@planned(_Plans.sparse_mla_backward)
+@planned
 def sparse_mla_backward(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -3068,7 +2407,7 @@ def sparse_mla_backward(
     )
 
 
-@planned(_Plans.sparse_mla_paged)
+@planned
 def sparse_mla_paged(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -3144,7 +2483,7 @@ def sparse_mla_paged(
     )
 
 
-@planned(_Plans.split_batch)
+@planned
 def split_batch(
     query_starts: torch.Tensor,
     lengths: torch.Tensor,
@@ -3214,7 +2553,7 @@ def split_batch(
     )
 
 
-@planned(_Plans.window_slots)
+@planned
 def window_slots(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
@@ -3277,7 +2616,7 @@ def window_slots(
     )
 
 
-@planned(_Plans.write_indexer_cache)
+@planned
 def write_indexer_cache(
     keys: torch.Tensor,
     slots: torch.Tensor,
@@ -3327,7 +2666,7 @@ def write_indexer_cache(
     return _write_indexer_cache([keys, slots, cache], (), out, workspace, implementation)
 
 
-@planned(_Plans.write_mla_cache)
+@planned
 def write_mla_cache(
     latent: torch.Tensor,
     rope: torch.Tensor,

@@ -1,6 +1,8 @@
 """Derives `torch.library` ops, fakes and public functions from the declarations."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch.autograd.graph import increment_version
 from xmla.core.errors import ArgumentError
 from xmla.core.op import Op, check_derivative, derivative_call, refuse_derivative
 from xmla.core.plan import Plan
+from xmla.core.registry import registry
 from xmla.core.values import Attributes, Spec, assumed_device
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, to_numpy
@@ -21,8 +24,10 @@ from xmla.torch_api._run import (
     call,
     check_devices,
     check_out,
+    check_placed,
     check_tensor,
     check_tensors,
+    check_workspace,
     look_up,
     plan_tensors,
     recall,
@@ -272,46 +277,68 @@ def _resolved(op: Op, tensors: Tensors, results: Tensors, workspace: torch.Tenso
     return [tensor if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
-class Planned[**P, R, **Q](Protocol):
+class Planned[**P, R](Protocol):
     """The function of an op."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
     @property
-    def plan(self) -> Callable[Q, Plan]:
+    def plan(self) -> Callable[P, Plan]:
         """The plan of a call with these arguments, which is not run; its `workspace_bytes` are what the call needs.
 
-        Under `assume_device` it takes fake and meta tensors, too.
+        Under `assume_device` it takes fake and meta tensors, too. The reference has no plan.
         """
 
 
-def planned[**P, R, **Q](plan: Callable[Q, Plan]) -> Callable[[Callable[P, R]], Planned[P, R, Q]]:
-    """Gives a function its attribute `plan`."""
+def planned[**P, R](function: Callable[P, R]) -> Planned[P, R]:
+    """Gives an op's function its attribute `plan`: the same code, hence the same signature, over `_plan`."""
+    caller: Any = function
+    name = caller.__name__
+    names = {"__name__": caller.__module__, f"_{name}": partial(_plan, registry()[name])}
+    plan: Any = FunctionType(caller.__code__, names, name, caller.__defaults__)
+    plan.__kwdefaults__ = caller.__kwdefaults__
+    plan.__annotations__ = caller.__annotations__ | {"return": Plan}
+    plan.__qualname__ = f"{name}.plan"
+    caller.plan = plan
+    return caller
 
-    def add(function: Any) -> Any:
-        function.plan = plan
-        plan.__doc__ = function.__doc__
-        return function
 
-    return add
+def _plan(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Any, workspace: torch.Tensor | None,
+    implementation: str | None,
+) -> Plan:  # fmt: skip
+    """The plan of a call, after its checks, but for those of where what it writes lies beside what it reads."""
+    results = _preallocated(op, out, workspace)
+    plan, specs, _ = plan_tensors(op, tensors, op.attributes(*attrs), assumed_device(), implementation)
+    if results:
+        check_out(op, specs, results, tensors[0].device)
+        check_placed(op, results)
+    if workspace is not None:
+        check_workspace(op, workspace, plan.workspace_bytes, tensors[0].device)
+    return plan
 
 
-def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
-    """What runs a call of `op` and what plans one, of a list of its tensors and a tuple of its attributes."""
+def _preallocated(op: Op, out: Any, workspace: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The results that a call is given."""
+    results = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if out is not None and len(results) != len(op.outputs):
+        if not op.outputs:
+            raise ArgumentError(f"{op.name}: out is given, expected none: the op updates {op.mutates[0]} in place")
+        raise ArgumentError(f"{op.name}: out has {len(results)} tensors, expected {len(op.outputs)}: {[*op.outputs]}")
+    if workspace is not None and not results:
+        raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
+    return results
+
+
+def public(op: Op) -> Callable[..., Any]:
+    """What runs a call of `op`, of a list of its tensors and a tuple of its attributes."""
     functional, out_variant = _register(op)
-    out_names = list(op.outputs)
 
     def function(
         tensors: Tensors, attrs: tuple[Any, ...], out: Any, workspace: torch.Tensor | None, implementation: str | None
     ) -> Any:
         if implementation is not None:
             op.check_implementation(implementation)
-        results = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        if out is not None and len(results) != len(out_names):
-            if out_variant is None:
-                raise ArgumentError(f"{op.name}: out is given, expected none: the op updates {op.mutates[0]} in place")
-            raise ArgumentError(f"{op.name}: out has {len(results)} tensors, expected {len(out_names)}: {out_names}")
-        if workspace is not None and not results:
-            raise ArgumentError(f"{op.name}: workspace is given, expected none without out")
+        results = () if out is None and workspace is None else _preallocated(op, out, workspace)
         if not _is_seen():
             recalled = recall(op, tensors, attrs, implementation)
             if recalled is not None and (not results or _are_constants(results)):
@@ -329,11 +356,8 @@ def public(op: Op) -> tuple[Callable[..., Any], Callable[..., Plan]]:
         keywords = dict(zip(op.defaults, op.attributes(*attrs), strict=True))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)
-        out_arguments = {f"out_{name}": tensor for name, tensor in zip(out_names, results, strict=True)}
+        out_arguments = {f"out_{name}": tensor for name, tensor in zip(op.outputs, results, strict=True)}
         out_variant(*tensors, **keywords, **out_arguments, workspace=workspace, implementation=implementation)
         return out
 
-    def plan(tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None) -> Plan:
-        return plan_tensors(op, tensors, op.attributes(*attrs), assumed_device(), implementation)[0]
-
-    return function, plan
+    return function
