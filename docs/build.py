@@ -31,7 +31,7 @@ GLOSSARY = "<!-- glossary -->"
 OPS = "<!-- ops -->"
 PACKAGE = "<!-- package -->"
 FORMAT_NAMES = {layout.name for layout in MLA_LAYOUTS}
-HEADINGS = ("Args", "Returns", "Raises", "Example", "Keywords of every op", "Implementations, best first")
+HEADINGS = ("Args", "Returns", "Raises", "Example", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml"}  # not results, which are long
 
 
@@ -123,9 +123,11 @@ def op_page(op: Op) -> str:
     less = ", without `out` and `workspace`." if op.outputs else "."
     page.append(" ".join(filter(None, [f"In JAX `xj.{op.name}`{less}", updates(op, JAX)])))
     page.append(paragraphs(rest))
-    for heading, title in (("Args", "Arguments"), ("Returns", "Results")):
-        if heading in found:
-            page += [f"## {title}", definitions(found[heading], op)]
+    arguments = definitions(found["Args"], op)
+    told = "[what all of them have](/ops.md#what-all-of-them-have)"
+    page += ["## Arguments", arguments.replace(f"`help({TORCH.package})`", told)]
+    if "Returns" in found:
+        page += ["## Results", definitions(found["Returns"], op)]
     page += ["## Errors", definitions(found["Raises"])]
     page += ["## Example"]
     for title, style in (("PyTorch", TORCH), ("JAX", JAX)):
@@ -133,7 +135,6 @@ def op_page(op: Op) -> str:
         page += [f"{title}:", f"```pycon\n{inspect.cleandoc(example)}\n```"]
     if notes.strip():
         page += ["## Notes", paragraphs(notes)]
-    page += ["## Keywords of every op", definitions(found["Keywords of every op"])]
     page += ["## Implementations, best first", definitions(found["Implementations, best first"])]
     support = (DOCS / "support.md").read_text()
     if f"| `{op.name}` |" in support:

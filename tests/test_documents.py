@@ -269,7 +269,9 @@ def test_documents_are_built(tmp_path: Path) -> None:
     html = tmp_path / "html"
     for name, op in registry().items():
         page = (html / "ops" / f"{name}.html").read_text()
-        assert all(f"{argument}</span>" in page for argument in [*op.tensors, *op.outputs]), name
+        told = [*op.tensors, *op.defaults, *op.outputs, "implementation"]
+        assert all(f'<span class="pre">{one}</span>' in page for one in told), name
+        assert 'href="../ops.html#what-all-of-them-have"' in page, name
     for page in html.rglob("*.html"):
         assert not re.findall(r"(?:src|href)=\"(?:https?:)?//[^\"]*\.(?:js|css|woff2?)", page.read_text()), page
     exported = [name for name in dir(xmla) if getattr(getattr(xmla, name), "__module__", "").startswith("xmla.")]

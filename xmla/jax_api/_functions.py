@@ -180,6 +180,7 @@ def compress_kv(
         eps: Added to the mean square.
         cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
             follow it.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         state: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
@@ -209,10 +210,6 @@ def compress_kv(
         ... )
         >>> xj.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
         [0.00390625]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -270,6 +267,7 @@ def convert_indexer_cache(
         cache: [P, R, ROW], updated, in other memory than `source`; only the entries named by `slots` are
             touched.
         source_format, cache_format: "fp8" or "mxfp4". Needed if SOURCE_ROW and ROW do not determine the dims.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
@@ -288,10 +286,6 @@ def convert_indexer_cache(
         >>> cache = xj.convert_indexer_cache(source, slots, slots, cache)
         >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
         [1, 1, 1, 1]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -348,6 +342,7 @@ def convert_mla_cache(
         cache: [P, R, ROW], updated, in other memory than `source`; only the entries named by `slots` are
             touched.
         source_format, cache_format, scale_floor: As in `write_mla_cache`.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
@@ -365,10 +360,6 @@ def convert_mla_cache(
         >>> cache = xj.convert_mla_cache(source, slots, slots, cache)
         >>> xj.read_mla_cache(cache, slots)[:, 0].tolist()
         [1.0, 1.0]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -428,6 +419,7 @@ def dsa_attention(
         workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
             more on top.
         batch_invariant: As in `sparse_mla`.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q.
@@ -450,10 +442,6 @@ def dsa_attention(
         ... )
         >>> indices.tolist(), out[0, 0, :2].tolist()
         ([[0, 1]], [1.0, 1.0])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
@@ -627,6 +615,7 @@ def dsa_step(
         scale_floor: As in `write_mla_cache`.
         workspace_bytes: As in `dsa_attention`.
         batch_invariant: As in `sparse_mla`.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q.
@@ -653,10 +642,6 @@ def dsa_step(
         ... )
         >>> indices.tolist(), out[0, 0, :2].tolist()
         ([[0, -1]], [1.0, 1.0])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
@@ -703,6 +688,7 @@ def expand_blocks(
         lengths: [T] int32, tokens visible to each token; a negative length counts as 0.
         granularity: Tokens of a block, a power of two up to 128.
         tail: Whether the tokens after the last complete block follow, at most g − 1.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, BLOCKS · g + (g − 1 with tail)] int32, positions within the request. `map_slots` maps them to
@@ -717,10 +703,6 @@ def expand_blocks(
         >>> blocks, lengths = jnp.asarray([[1, -1]], dtype=jnp.int32), jnp.asarray([9], dtype=jnp.int32)
         >>> xj.expand_blocks(blocks, lengths, granularity=4).tolist()
         [[4, 5, 6, 7, -1, -1, -1, -1, 8, -1, -1]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -757,6 +739,7 @@ def indexer_block_logits(
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.
@@ -780,10 +763,6 @@ def indexer_block_logits(
         ... )
         >>> logits.tolist(), widths.tolist()
         ([[96.0, -inf]], [1])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -822,6 +801,7 @@ def indexer_block_logits_paged(
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.
@@ -845,10 +825,6 @@ def indexer_block_logits_paged(
         ... )
         >>> logits.tolist(), widths.tolist()
         ([[0.0, 0.0, 0.0, -inf]], [3])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -887,6 +863,7 @@ def indexer_block_topk(
         q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
         k: K ≥ 1, as in `select_topk`.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, key − start in the order of their columns, so ascending if the blocks are, −1 padded at
@@ -909,10 +886,6 @@ def indexer_block_topk(
         ...     q8, weights, keys, key_scales, starts, ends, blocks, k=2, granularity=2
         ... ).tolist()
         [[2, -1]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; at most 3 times as many keys as a
@@ -952,6 +925,7 @@ def indexer_block_topk_paged(
         q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_logits_paged`.
         k: K ≥ 1, as in `select_topk`.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, positions within the request in the order of their columns, so ascending if the blocks
@@ -972,10 +946,6 @@ def indexer_block_topk_paged(
         ...     q8, weights, cache, block_table, lengths, blocks, k=2, granularity=2
         ... ).tolist()
         [[2, 3]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1013,6 +983,7 @@ def indexer_blocks(
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
         k, granularity, newest: As in `select_blocks`.
         workspace_bytes: The most device memory to use besides the result.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, blocks counted from the token's start, ascending, −1 padded at the end.
@@ -1031,10 +1002,6 @@ def indexer_blocks(
         ...     q8, weights, keys, key_scales, starts, ends, k=2, granularity=1
         ... ).tolist()
         [[0, 2]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits.
@@ -1070,6 +1037,7 @@ def indexer_blocks_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k, granularity, newest: As in `select_blocks`.
         workspace_bytes: The most device memory to use besides the result.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
@@ -1090,10 +1058,6 @@ def indexer_blocks_paged(
         >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
         >>> xj.indexer_blocks_paged(q8, weights, cache, block_table, lengths, k=2, granularity=2).tolist()
         [[0, 2]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits_paged.
@@ -1133,6 +1097,7 @@ def indexer_logits(
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         logits: [T, N] in logits_dtype, every element written.
@@ -1154,10 +1119,6 @@ def indexer_logits(
         >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([1], dtype=jnp.int32)
         >>> xj.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
         [[64.0, -inf]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
@@ -1197,6 +1158,7 @@ def indexer_logits_paged(
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
@@ -1217,10 +1179,6 @@ def indexer_logits_paged(
         >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
         >>> xj.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
         [[0.0, 0.0, 0.0, 0.0, 0.0]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
@@ -1284,6 +1242,7 @@ def indexer_loss(
         coeff: Factor of the loss.
         workspace_bytes: The most device memory to use besides the results. Without target the target is stored for as
             many tokens at a time as fit. The bits of the results do not depend on it.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         loss: [1] float32, divided by all T tokens.
@@ -1318,10 +1277,6 @@ def indexer_loss(
         >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
         0.693
 
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
-
     Implementations, best first:
         triton: every call.
 
@@ -1351,6 +1306,7 @@ def indexer_loss_backward(
         forward_dindex_k: [N, D], dtype of forward_dindex_q.
         forward_dindex_weights: [T, I] float32.
         dloss: [1] float32.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         dindex_q: [T, I, D], dtype of forward_dindex_q.
@@ -1367,10 +1323,6 @@ def indexer_loss_backward(
         >>> scaled = xj.indexer_loss_backward(dq, dk, jnp.ones((1, 2)), jnp.asarray([2.0]))
         >>> scaled[2].tolist()
         [[2.0, 2.0]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1404,6 +1356,7 @@ def indexer_scores(
             documents the range of a token's own document.
         indices: [T, K] int32. A column whose index is outside its token's range is not valid; −1 may stand anywhere,
             and an index twice.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         scores: [T, COLUMNS] float32, COLUMNS = K with indices, else N; every element written.
@@ -1419,10 +1372,6 @@ def indexer_scores(
         >>> q, k = jnp.ones((1, 2, 32), dtype=jnp.bfloat16), jnp.ones((3, 32), dtype=jnp.bfloat16)
         >>> xj.indexer_scores(q, k, jnp.ones((1, 2)), jnp.asarray([2], dtype=jnp.int32)).tolist()
         [[64.0, 64.0, -inf]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1458,6 +1407,7 @@ def indexer_scores_backward(
         q, k, weights, ends, starts, indices: As in `indexer_scores`.
         dscores: [T, COLUMNS] float32, COLUMNS = K with indices, else N: the gradient of the scores. Read only in valid
             columns.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         dq: [T, I, D], dtype of q; 0 for a row without valid columns.
@@ -1479,10 +1429,6 @@ def indexer_scores_backward(
         >>> dq, dk, dweights = xj.indexer_scores_backward(q, k, weights, dscores, ends)
         >>> dk[:, 0].tolist()
         [2.0, 2.0, 0.0]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1517,6 +1463,7 @@ def indexer_target(
             and an index twice.
         ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row.
         softmax_scale: Factor of q · row, natural base.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         target: [T, K] float32, every element written.
@@ -1533,10 +1480,6 @@ def indexer_target(
         >>> lse, indices = jnp.zeros((1, 2)), jnp.asarray([[0, -1]], dtype=jnp.int32)
         >>> xj.indexer_target(q, rows, lse, indices, softmax_scale=0.1).tolist()
         [[2.0, 0.0]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1569,6 +1512,7 @@ def indexer_topk(
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if no logits are stored.
         workspace_bytes: The most device memory to use besides the result.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, key − start, ascending, −1 padded at the end.
@@ -1585,10 +1529,6 @@ def indexer_topk(
         >>> starts, ends = jnp.asarray([0], dtype=jnp.int32), jnp.asarray([2], dtype=jnp.int32)
         >>> xj.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
         [[0]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits.
@@ -1619,6 +1559,7 @@ def indexer_topk_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
         workspace_bytes: The most device memory to use besides the result.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, positions within the request, ascending, −1 padded at the end. Of a token whose request
@@ -1637,10 +1578,6 @@ def indexer_topk_paged(
         >>> block_table, lengths = jnp.asarray([[1, 0]], dtype=jnp.int32), jnp.asarray([5], dtype=jnp.int32)
         >>> xj.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
         [[0, 1]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits_paged.
@@ -1676,6 +1613,7 @@ def map_slots(
             every page of the table counts.
         page_size: R, entries per page.
         compact: List the valid slots of a row first, in their order.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         slots: [T, K] int32.
@@ -1691,10 +1629,6 @@ def map_slots(
         >>> slots, counts = xj.map_slots(indices, block_table, page_size=4)
         >>> slots.tolist(), counts.tolist()
         ([[28, 13, -1]], [2])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1721,6 +1655,7 @@ def merge_attention(
             read.
         sink: [H] float32, as in `sparse_mla`.
         empty_lse: "-inf" or "+inf", the lse of a row that has no keys in any part.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         out: [T, H, L], dtype of outs; 0 for a row that has no keys in any part.
@@ -1737,10 +1672,6 @@ def merge_attention(
         >>> out, lse = xj.merge_attention(outs, lses)
         >>> out.tolist(), round(float(lse[0, 0]), 3)
         ([[[2.0, 6.0]]], 0.693)
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1765,6 +1696,7 @@ def merge_topk(
         indices: [W, T, N] int32, the candidates' indices in the whole row. A negative index is padding wherever it
             stands; its value may be anything. An index that occurs twice is two candidates.
         k: K ≥ 1, any size.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         top_values: [T, K] float32, −inf where there is no index.
@@ -1779,10 +1711,6 @@ def merge_topk(
         >>> top_values, top_indices = xj.merge_topk(values, indices, k=2)
         >>> top_values.tolist(), top_indices.tolist()
         ([[4.0, 5.0]], [[7, 10]])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1886,6 +1814,7 @@ def pool_keys(
         block_table: [B, M] int32, page ids of `cache`: key j is on page block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         state: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
@@ -1906,10 +1835,6 @@ def pool_keys(
         >>> state, cache = xj.pool_keys(keys, gates, ape, positions, state, table, cache, table)
         >>> xj.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
         [0.00390625]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1943,6 +1868,7 @@ def quantize_indexer_query(
         scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
         format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was
             trained with mxfp4, and DeepGEMM and vLLM compute it. Keys in MXFP4 take fp8 queries as well.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         q8: [T, I, D] float8_e4m3fn, or bfloat16 (mxfp4).
@@ -1956,10 +1882,6 @@ def quantize_indexer_query(
         >>> q8, folded_weights = xj.quantize_indexer_query(jnp.ones((1, 2, 32)), jnp.ones((1, 2)), scale=1.0)
         >>> float(q8[0, 0, 0]), folded_weights.tolist()
         (256.0, [[0.00390625, 0.00390625]])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1985,6 +1907,7 @@ def read_indexer_cache(
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a key and scales of zero bytes.
             Entries that no slot names are never read.
         cache_format: "fp8" or "mxfp4". Needed if ROW is 36 or 68, which both formats have.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims per byte, the even one in the low nibble.
@@ -1999,10 +1922,6 @@ def read_indexer_cache(
         >>> keys, key_scales = xj.read_indexer_cache(cache, slots)
         >>> tuple(keys.shape), key_scales.tolist()
         ((2, 128), [0.0, 0.0])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2029,6 +1948,7 @@ def read_mla_cache(
             names are never read. `map_slots` computes slots from a block table.
         cache_format: As in `write_mla_cache`. Default: inferred from ROW and dtype.
         dtype: Of the result: "bfloat16" or "float32".
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         rows: [T, L+E] in `dtype`: 576 or 512 dims.
@@ -2043,10 +1963,6 @@ def read_mla_cache(
         >>> cache, slots = jnp.ones((2, 4, 576), dtype=jnp.bfloat16), jnp.asarray([3, -1], dtype=jnp.int32)
         >>> xj.read_mla_cache(cache, slots)[:, 0].tolist()
         [1.0, 0.0]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2128,6 +2044,7 @@ def resolve_slots(
         slots: [B, PLACES] int32, the slot of each place, in the same order: any numbers. Updated. A request
             begins with its slots in any order, and with held = −1.
         num_entries: Entries that a request can name.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         selected: [T, K] int32, slots, as `sparse_mla` takes them.
@@ -2156,10 +2073,6 @@ def resolve_slots(
         ([[10, 11]], [[4, -1]], [[10, -1]], [1])
         >>> held.tolist(), slots.tolist()
         ([[3, 4, 2]], [[12, 10, 11]])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2192,6 +2105,7 @@ def select_blocks(
         k: K ≥ 1, any size.
         granularity: Columns of a block, a power of two up to 128. The last block of a range may be incomplete.
         newest: Blocks at the end of the range that are always selected, at most k.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, blocks, −1 padded at the end.
@@ -2210,10 +2124,6 @@ def select_blocks(
         >>> logits, ends = jnp.asarray([[0.5, 3.0, 1.0, 2.0, 0.0]]), jnp.asarray([5], dtype=jnp.int32)
         >>> xj.select_blocks(logits, ends, k=2, granularity=2).tolist()
         [[0, 2]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2240,6 +2150,7 @@ def select_topk(
         ends: [T] int32, the end of each row's range, clamped to [0, N].
         starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
         k: K ≥ 1, any size.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         indices: [T, K] int32, column − start, −1 padded at the end.
@@ -2254,10 +2165,6 @@ def select_topk(
         >>> logits, ends = jnp.asarray([[0.5, 3.0, 1.0, 2.0]]), jnp.asarray([4], dtype=jnp.int32)
         >>> xj.select_topk(logits, ends, k=2).tolist()
         [[1, 3]]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: rows of at most k columns.
@@ -2330,6 +2237,7 @@ def sparse_mla(
             its own lengths alone, over the tile of 128 heads.
         deterministic: Whether a derivative of this call has the same bits in every run, as `sparse_mla_backward`; the
             results have in any case.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
@@ -2360,10 +2268,6 @@ def sparse_mla(
         >>> out, lse = xj.sparse_mla(q, cache, slots, softmax_scale=0.1)
         >>> tuple(out.shape), out[0, 0, :2].tolist()
         ((1, 2, 512), [1.0, 1.0])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0 or 12.0; one source of 'v32' or 'v4' entries, no batch_invariant, more heads than
@@ -2439,6 +2343,7 @@ def sparse_mla_backward(
         softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
         deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
             dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
@@ -2470,10 +2375,6 @@ def sparse_mla_backward(
         >>> dq, dcache, *_ = xj.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
         >>> dcache[0, :, 0].tolist()
         [0.5, 0.0, 0.0, 0.5]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; bfloat16; one source; a cache with entries; K ≤ 2097151; rows on multiples of 16
@@ -2522,6 +2423,7 @@ def sparse_mla_paged(
         softmax_scale: Factor of q · k.
         cache_format: As in `sparse_mla`.
         batch_invariant: As in `sparse_mla`.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid indices.
@@ -2539,10 +2441,6 @@ def sparse_mla_paged(
         >>> out, lse = xj.sparse_mla_paged(q, cache, indices, block_table, lengths, softmax_scale=0.1)
         >>> out[0, 0, :2].tolist(), round(float(lse[0, 0]), 3)  # ln 2: of two keys alike
         ([1.0, 1.0], 0.693)
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of sparse_mla.
@@ -2579,6 +2477,7 @@ def split_batch(
         num_tokens: T, all flat tokens, padding included.
         decode_threshold: The most new tokens that a decode has: 1 + speculative tokens.
         require_uniform: All decodes have the same number of new tokens; padding requests may have none.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         counts: [4] int32, the numbers of decodes, prefills, decode tokens, prefill tokens. Padding at the
@@ -2600,10 +2499,6 @@ def split_batch(
         >>> counts, request_ids, token_lengths = xj.split_batch(query_starts, lengths, num_tokens=4)
         >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
         ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2643,6 +2538,7 @@ def window_slots(
         window: The most entries that a token attends to.
         page_size: R, entries per page.
         ratio: Tokens that an entry stands for; an entry that is not complete at the token is not visible.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         slots: [T, window] int32.
@@ -2656,10 +2552,6 @@ def window_slots(
         >>> slots, counts = xj.window_slots(block_table, lengths, window=2, page_size=4)
         >>> slots.tolist(), counts.tolist()
         ([[31, 12]], [2])
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2702,6 +2594,7 @@ def write_indexer_cache(
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
             ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
             nibble. One UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         cache: The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is
@@ -2721,10 +2614,6 @@ def write_indexer_cache(
         >>> cache = xj.write_indexer_cache(keys, slots, cache)
         >>> xj.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
         [0.00390625]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2789,6 +2678,7 @@ def write_mla_cache(
             Plain rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
         scale_floor: "scale": no scale is below 2**-13 (FlashMLA's writer). "amax": no scale is below the scale of a
             tile whose largest magnitude is 1e-4 (vLLM's writer). e4m3 scales have one floor, 2**-9.
+        implementation: As in every op, see `help(xmla.jax_api)`.
 
     e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: to nearest in "v41_fp4" and "v41_fp4_footer"
     (FlashMLA, vLLM), up in "nvfp4" (vLLM).
@@ -2811,10 +2701,6 @@ def write_mla_cache(
         >>> cache = xj.write_mla_cache(latent, rope, slots, cache)
         >>> xj.read_mla_cache(cache, slots)[0, :2].tolist()
         [1.0, 1.0]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.

@@ -2,7 +2,9 @@
 
 Every name here is a function of the op's tensors (positional) and attributes (keyword), plus
   out: Preallocated results, a tensor or a tuple of them, dense and of the right shape and dtype; they are returned.
-  workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory.
+    An op that has none, because it updates an argument in place, takes neither `out` nor `workspace`.
+  workspace: With `out`, a dense uint8 tensor of at least `<op>.plan(...).workspace_bytes` as scratch memory, so that
+    the call allocates nothing.
   implementation: None, the best tested kernels; "triton", the portable kernels (interpreted for CPU tensors under
     TRITON_INTERPRET=1); "gluon", kernels for one architecture; "reference", NumPy in float64 (copies to the host).
     None selects the first of the op's implementations that serves the call, but for those that the op's docstring,

@@ -106,6 +106,7 @@ def compress_kv(
         eps: Added to the mean square.
         cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
             follow it.
+        implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
@@ -131,10 +132,6 @@ def compress_kv(
         ... )
         >>> xt.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
         [0.00390625]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -175,6 +172,7 @@ def convert_indexer_cache(
         cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
             touched.
         source_format, cache_format: "fp8" or "mxfp4". Needed if SOURCE_ROW and ROW do not determine the dims.
+        implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the caches hold different dims; the rows fit
@@ -191,10 +189,6 @@ def convert_indexer_cache(
         >>> xt.convert_indexer_cache(source, slots, slots, cache)
         >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
         [1, 1, 1, 1]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -232,6 +226,7 @@ def convert_mla_cache(
         cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
             touched.
         source_format, cache_format, scale_floor: As in `write_mla_cache`.
+        implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528
@@ -247,10 +242,6 @@ def convert_mla_cache(
         >>> xt.convert_mla_cache(source, slots, slots, cache)
         >>> xt.read_mla_cache(cache, slots)[:, 0].tolist()
         [1.0, 1.0]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -313,6 +304,7 @@ def dsa_attention(
         workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
             more on top.
         batch_invariant: As in `sparse_mla`.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q.
@@ -335,14 +327,6 @@ def dsa_attention(
         ... )
         >>> indices.tolist(), out[0, 0, :2].tolist()
         ([[0, 1]], [1.0, 1.0])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
@@ -417,6 +401,7 @@ def dsa_step(
         scale_floor: As in `write_mla_cache`.
         workspace_bytes: As in `dsa_attention`.
         batch_invariant: As in `sparse_mla`.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q.
@@ -441,14 +426,6 @@ def dsa_step(
         ... )
         >>> indices.tolist(), out[0, 0, :2].tolist()
         ([[0, -1]], [1.0, 1.0])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_topk_paged, sparse_mla.
@@ -500,6 +477,7 @@ def expand_blocks(
         lengths: [T] int32, tokens visible to each token; a negative length counts as 0.
         granularity: Tokens of a block, a power of two up to 128.
         tail: Whether the tokens after the last complete block follow, at most g − 1.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, BLOCKS · g + (g − 1 with tail)] int32, positions within the request. `map_slots` maps them to
@@ -514,14 +492,6 @@ def expand_blocks(
         >>> blocks, lengths = torch.asarray([[1, -1]], dtype=torch.int32), torch.asarray([9], dtype=torch.int32)
         >>> xt.expand_blocks(blocks, lengths, granularity=4).tolist()
         [[4, 5, 6, 7, -1, -1, -1, -1, 8, -1, -1]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -561,6 +531,7 @@ def indexer_block_logits(
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.
@@ -584,14 +555,6 @@ def indexer_block_logits(
         ... )
         >>> logits.tolist(), widths.tolist()
         ([[96.0, -inf]], [1])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -637,6 +600,7 @@ def indexer_block_logits_paged(
         granularity: Keys of a block, a power of two up to 128.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.
@@ -660,14 +624,6 @@ def indexer_block_logits_paged(
         ... )
         >>> logits.tolist(), widths.tolist()
         ([[0.0, 0.0, 0.0, -inf]], [3])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -713,6 +669,7 @@ def indexer_block_topk(
         q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
         k: K ≥ 1, as in `select_topk`.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, key − start in the order of their columns, so ascending if the blocks are, −1 padded at
@@ -735,14 +692,6 @@ def indexer_block_topk(
         ...     q8, weights, keys, key_scales, starts, ends, blocks, k=2, granularity=2
         ... ).tolist()
         [[2, -1]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; at most 3 times as many keys as a
@@ -789,6 +738,7 @@ def indexer_block_topk_paged(
         q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_logits_paged`.
         k: K ≥ 1, as in `select_topk`.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, positions within the request in the order of their columns, so ascending if the blocks
@@ -809,14 +759,6 @@ def indexer_block_topk_paged(
         ...     q8, weights, cache, block_table, lengths, blocks, k=2, granularity=2
         ... ).tolist()
         [[2, 3]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -859,6 +801,7 @@ def indexer_blocks(
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
         k, granularity, newest: As in `select_blocks`.
         workspace_bytes: The most device memory to use besides the result.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, blocks counted from the token's start, ascending, −1 padded at the end.
@@ -877,14 +820,6 @@ def indexer_blocks(
         ...     q8, weights, keys, key_scales, starts, ends, k=2, granularity=1
         ... ).tolist()
         [[0, 2]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits.
@@ -927,6 +862,7 @@ def indexer_blocks_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k, granularity, newest: As in `select_blocks`.
         workspace_bytes: The most device memory to use besides the result.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
@@ -947,14 +883,6 @@ def indexer_blocks_paged(
         >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
         >>> xt.indexer_blocks_paged(q8, weights, cache, block_table, lengths, k=2, granularity=2).tolist()
         [[0, 2]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits_paged.
@@ -999,6 +927,7 @@ def indexer_logits(
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         logits: [T, N] in logits_dtype, every element written.
@@ -1020,14 +949,6 @@ def indexer_logits(
         >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([1], dtype=torch.int32)
         >>> xt.indexer_logits(q8, weights, keys, key_scales, starts, ends).tolist()
         [[64.0, -inf]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
@@ -1072,6 +993,7 @@ def indexer_logits_paged(
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
@@ -1092,14 +1014,6 @@ def indexer_logits_paged(
         >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
         >>> xt.indexer_logits_paged(q8, weights, cache, block_table, lengths)[:, :5].tolist()
         [[0.0, 0.0, 0.0, 0.0, 0.0]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
@@ -1166,6 +1080,7 @@ def indexer_loss(
         coeff: Factor of the loss.
         workspace_bytes: The most device memory to use besides the results. Without target the target is stored for as
             many tokens at a time as fit. The bits of the results do not depend on it.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         loss: [1] float32, divided by all T tokens.
@@ -1199,14 +1114,6 @@ def indexer_loss(
         >>> loss, *gradients = xt.indexer_loss(q, k, torch.ones((1, 2)), indices=indices, target=target)
         >>> round(float(loss[0]), 3)  # ln 2: of two keys alike one is the target
         0.693
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1242,6 +1149,7 @@ def indexer_loss_backward(
         forward_dindex_k: [N, D], dtype of forward_dindex_q.
         forward_dindex_weights: [T, I] float32.
         dloss: [1] float32.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         dindex_q: [T, I, D], dtype of forward_dindex_q.
@@ -1258,14 +1166,6 @@ def indexer_loss_backward(
         >>> scaled = xt.indexer_loss_backward(dq, dk, torch.ones((1, 2)), torch.asarray([2.0]))
         >>> scaled[2].tolist()
         [[2.0, 2.0]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1302,6 +1202,7 @@ def indexer_scores(
             documents the range of a token's own document.
         indices: [T, K] int32. A column whose index is outside its token's range is not valid; −1 may stand anywhere,
             and an index twice.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         scores: [T, COLUMNS] float32, COLUMNS = K with indices, else N; every element written.
@@ -1317,14 +1218,6 @@ def indexer_scores(
         >>> q, k = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
         >>> xt.indexer_scores(q, k, torch.ones((1, 2)), torch.asarray([2], dtype=torch.int32)).tolist()
         [[64.0, 64.0, -inf]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1363,6 +1256,7 @@ def indexer_scores_backward(
         q, k, weights, ends, starts, indices: As in `indexer_scores`.
         dscores: [T, COLUMNS] float32, COLUMNS = K with indices, else N: the gradient of the scores. Read only in valid
             columns.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         dq: [T, I, D], dtype of q; 0 for a row without valid columns.
@@ -1384,14 +1278,6 @@ def indexer_scores_backward(
         >>> dq, dk, dweights = xt.indexer_scores_backward(q, k, weights, dscores, ends)
         >>> dk[:, 0].tolist()
         [2.0, 2.0, 0.0]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1429,6 +1315,7 @@ def indexer_target(
             and an index twice.
         ends, starts: [T] int32, clamped to [0, N], default N and 0; ends ≤ starts is an empty row.
         softmax_scale: Factor of q · row, natural base.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         target: [T, K] float32, every element written.
@@ -1445,14 +1332,6 @@ def indexer_target(
         >>> lse, indices = torch.zeros((1, 2)), torch.asarray([[0, -1]], dtype=torch.int32)
         >>> xt.indexer_target(q, rows, lse, indices, softmax_scale=0.1).tolist()
         [[2.0, 0.0]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1488,6 +1367,7 @@ def indexer_topk(
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if no logits are stored.
         workspace_bytes: The most device memory to use besides the result.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, key − start, ascending, −1 padded at the end.
@@ -1504,14 +1384,6 @@ def indexer_topk(
         >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([2], dtype=torch.int32)
         >>> xt.indexer_topk(q8, weights, keys, key_scales, starts, ends, k=1).tolist()
         [[0]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits.
@@ -1547,6 +1419,7 @@ def indexer_topk_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
         workspace_bytes: The most device memory to use besides the result.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, positions within the request, ascending, −1 padded at the end. Of a token whose request
@@ -1565,14 +1438,6 @@ def indexer_topk_paged(
         >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
         >>> xt.indexer_topk_paged(q8, weights, cache, block_table, lengths, k=2).tolist()
         [[0, 1]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of indexer_logits_paged.
@@ -1611,6 +1476,7 @@ def map_slots(
             every page of the table counts.
         page_size: R, entries per page.
         compact: List the valid slots of a row first, in their order.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         slots: [T, K] int32.
@@ -1626,14 +1492,6 @@ def map_slots(
         >>> slots, counts = xt.map_slots(indices, block_table, page_size=4)
         >>> slots.tolist(), counts.tolist()
         ([[28, 13, -1]], [2])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1665,6 +1523,7 @@ def merge_attention(
             read.
         sink: [H] float32, as in `sparse_mla`.
         empty_lse: "-inf" or "+inf", the lse of a row that has no keys in any part.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         out: [T, H, L], dtype of outs; 0 for a row that has no keys in any part.
@@ -1681,14 +1540,6 @@ def merge_attention(
         >>> out, lse = xt.merge_attention(outs, lses)
         >>> out.tolist(), round(float(lse[0, 0]), 3)
         ([[[2.0, 6.0]]], 0.693)
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1716,6 +1567,7 @@ def merge_topk(
         indices: [W, T, N] int32, the candidates' indices in the whole row. A negative index is padding wherever it
             stands; its value may be anything. An index that occurs twice is two candidates.
         k: K ≥ 1, any size.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         top_values: [T, K] float32, −inf where there is no index.
@@ -1730,14 +1582,6 @@ def merge_topk(
         >>> top_values, top_indices = xt.merge_topk(values, indices, k=2)
         >>> top_values.tolist(), top_indices.tolist()
         ([[4.0, 5.0]], [[7, 10]])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1788,6 +1632,7 @@ def pool_keys(
         block_table: [B, M] int32, page ids of `cache`: key j is on page block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
+        implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B.
@@ -1804,10 +1649,6 @@ def pool_keys(
         >>> xt.pool_keys(keys, gates, ape, positions, state, table, cache, table)
         >>> xt.read_indexer_cache(cache, table[0], cache_format="fp8")[1].tolist()
         [0.00390625]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1848,6 +1689,7 @@ def quantize_indexer_query(
         scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
         format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was
             trained with mxfp4, and DeepGEMM and vLLM compute it. Keys in MXFP4 take fp8 queries as well.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         q8: [T, I, D] float8_e4m3fn, or bfloat16 (mxfp4).
@@ -1861,14 +1703,6 @@ def quantize_indexer_query(
         >>> q8, folded_weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)), scale=1.0)
         >>> float(q8[0, 0, 0]), folded_weights.tolist()
         (256.0, [[0.00390625, 0.00390625]])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1897,6 +1731,7 @@ def read_indexer_cache(
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a key and scales of zero bytes.
             Entries that no slot names are never read.
         cache_format: "fp8" or "mxfp4". Needed if ROW is 36 or 68, which both formats have.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims per byte, the even one in the low nibble.
@@ -1911,14 +1746,6 @@ def read_indexer_cache(
         >>> keys, key_scales = xt.read_indexer_cache(cache, slots)
         >>> tuple(keys.shape), key_scales.tolist()
         ((2, 128), [0.0, 0.0])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -1948,6 +1775,7 @@ def read_mla_cache(
             names are never read. `map_slots` computes slots from a block table.
         cache_format: As in `write_mla_cache`. Default: inferred from ROW and dtype.
         dtype: Of the result: "bfloat16" or "float32".
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         rows: [T, L+E] in `dtype`: 576 or 512 dims.
@@ -1962,14 +1790,6 @@ def read_mla_cache(
         >>> cache, slots = torch.ones((2, 4, 576), dtype=torch.bfloat16), torch.asarray([3, -1], dtype=torch.int32)
         >>> xt.read_mla_cache(cache, slots)[:, 0].tolist()
         [1.0, 0.0]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2014,6 +1834,7 @@ def resolve_slots(
         slots: [B, PLACES] int32, the slot of each place, in the same order: any numbers. Updated in place. A request
             begins with its slots in any order, and with held = −1.
         num_entries: Entries that a request can name.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         selected: [T, K] int32, slots, as `sparse_mla` takes them.
@@ -2040,14 +1861,6 @@ def resolve_slots(
         ([[10, 11]], [[4, -1]], [[10, -1]], [1])
         >>> held.tolist(), slots.tolist()
         ([[3, 4, 2]], [[12, 10, 11]])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2083,6 +1896,7 @@ def select_blocks(
         k: K ≥ 1, any size.
         granularity: Columns of a block, a power of two up to 128. The last block of a range may be incomplete.
         newest: Blocks at the end of the range that are always selected, at most k.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, blocks, −1 padded at the end.
@@ -2101,14 +1915,6 @@ def select_blocks(
         >>> logits, ends = torch.asarray([[0.5, 3.0, 1.0, 2.0, 0.0]]), torch.asarray([5], dtype=torch.int32)
         >>> xt.select_blocks(logits, ends, k=2, granularity=2).tolist()
         [[0, 2]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2138,6 +1944,7 @@ def select_topk(
         ends: [T] int32, the end of each row's range, clamped to [0, N].
         starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
         k: K ≥ 1, any size.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, column − start, −1 padded at the end.
@@ -2152,14 +1959,6 @@ def select_topk(
         >>> logits, ends = torch.asarray([[0.5, 3.0, 1.0, 2.0]]), torch.asarray([4], dtype=torch.int32)
         >>> xt.select_topk(logits, ends, k=2).tolist()
         [[1, 3]]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: rows of at most k columns.
@@ -2235,6 +2034,7 @@ def sparse_mla(
             its own lengths alone, over the tile of 128 heads.
         deterministic: Whether a derivative of this call has the same bits in every run, as `sparse_mla_backward`; the
             results have in any case.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
@@ -2265,14 +2065,6 @@ def sparse_mla(
         >>> out, lse = xt.sparse_mla(q, cache, slots, softmax_scale=0.1)
         >>> tuple(out.shape), out[0, 0, :2].tolist()
         ((1, 2, 512), [1.0, 1.0])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0 or 12.0; one source of 'v32' or 'v4' entries, no batch_invariant, more heads than
@@ -2353,6 +2145,7 @@ def sparse_mla_backward(
         softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
         deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
             dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
@@ -2384,14 +2177,6 @@ def sparse_mla_backward(
         >>> dq, dcache, *_ = xt.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
         >>> dcache[0, :, 0].tolist()
         [0.5, 0.0, 0.0, 0.5]
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         gluon: compute capability 9.0; bfloat16; one source; a cache with entries; K ≤ 2097151; rows on multiples of 16
@@ -2445,6 +2230,7 @@ def sparse_mla_paged(
         softmax_scale: Factor of q · k.
         cache_format: As in `sparse_mla`.
         batch_invariant: As in `sparse_mla`.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid indices.
@@ -2462,14 +2248,6 @@ def sparse_mla_paged(
         >>> out, lse = xt.sparse_mla_paged(q, cache, indices, block_table, lengths, softmax_scale=0.1)
         >>> out[0, 0, :2].tolist(), round(float(lse[0, 0]), 3)  # ln 2: of two keys alike
         ([1.0, 1.0], 0.693)
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         those of sparse_mla.
@@ -2511,6 +2289,7 @@ def split_batch(
         num_tokens: T, all flat tokens, padding included.
         decode_threshold: The most new tokens that a decode has: 1 + speculative tokens.
         require_uniform: All decodes have the same number of new tokens; padding requests may have none.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         counts: [4] int32, the numbers of decodes, prefills, decode tokens, prefill tokens. Padding at the
@@ -2532,14 +2311,6 @@ def split_batch(
         >>> counts, request_ids, token_lengths = xt.split_batch(query_starts, lengths, num_tokens=4)
         >>> counts.tolist(), request_ids.tolist(), token_lengths.tolist()
         ([1, 1, 1, 3], [0, 1, 1, 1], [9, 1, 2, 3])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2586,6 +2357,7 @@ def window_slots(
         window: The most entries that a token attends to.
         page_size: R, entries per page.
         ratio: Tokens that an entry stands for; an entry that is not complete at the token is not visible.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         slots: [T, window] int32.
@@ -2599,14 +2371,6 @@ def window_slots(
         >>> slots, counts = xt.window_slots(block_table, lengths, window=2, page_size=4)
         >>> slots.tolist(), counts.tolist()
         ([[31, 12]], [2])
-
-    Keywords of every op:
-        out: The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They are
-            returned.
-        workspace: With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so that
-            the call allocates nothing.
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2638,6 +2402,7 @@ def write_indexer_cache(
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
             ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
             nibble. One UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+        implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong.
@@ -2655,10 +2420,6 @@ def write_indexer_cache(
         >>> xt.write_indexer_cache(keys, slots, cache)
         >>> xt.read_indexer_cache(cache, slots, cache_format="fp8")[1].tolist()
         [0.00390625]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.
@@ -2704,6 +2465,7 @@ def write_mla_cache(
             Plain rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
         scale_floor: "scale": no scale is below 2**-13 (FlashMLA's writer). "amax": no scale is below the scale of a
             tile whose largest magnitude is 1e-4 (vLLM's writer). e4m3 scales have one floor, 2**-9.
+        implementation: As in every op, see `help(xmla.torch_api)`.
 
     e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: to nearest in "v41_fp4" and "v41_fp4_footer"
     (FlashMLA, vLLM), up in "nvfp4" (vLLM).
@@ -2724,10 +2486,6 @@ def write_mla_cache(
         >>> xt.write_mla_cache(latent, rope, slots, cache)
         >>> xt.read_mla_cache(cache, slots)[0, :2].tolist()
         [1.0, 1.0]
-
-    Keywords of every op:
-        implementation: None: the first of those below that serves the call. The name of one, or "reference": NumPy in
-            float64 on the host.
 
     Implementations, best first:
         triton: every call.

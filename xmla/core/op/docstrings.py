@@ -19,40 +19,35 @@ class Style:
     """How a front-end's users write.
 
     Attributes:
-        ops, arrays: What they call the front-end and its array module.
+        package: The front-end. Its docstring explains the keywords of every op: `implementation`, and `preallocated`.
+        preallocated: The keywords that take memory for the results of an op that has some.
+        ops, arrays: What users call the front-end and its array module.
         returns_updated: Whether a call returns the arrays that it updates.
         updates: What happens to these arrays, `{}`.
         beside_results: The same of an op that has results, too.
-        keywords: The keywords of its functions beside the op's own.
-        of_results: Those that only ops with results take.
     """
 
+    package: str
+    preallocated: tuple[str, ...]
     ops: str
     arrays: str
     returns_updated: bool
     updates: str
     beside_results: str
-    keywords: Mapping[str, str]
-    of_results: frozenset[str] = frozenset()
 
 
 TORCH = Style(
+    "xmla.torch_api",
+    ("out", "workspace"),
     "xt",
     "torch",
     returns_updated=False,
     updates="Updates {} in place and returns None.",
     beside_results="Updates {} in place.",
-    keywords={
-        "out": "The results preallocated, a tensor or a tuple of them, dense and of the right shape and dtype. They "
-        "are returned.",
-        "workspace": "With `out`: a dense uint8 tensor of at least `plan(...).workspace_bytes` as scratch memory, so "
-        "that the call allocates nothing.",
-        "implementation": "None: the first of those below that serves the call. The name of one, or \"reference\": "
-        "NumPy in float64 on the host.",
-    },
-    of_results=frozenset({"out", "workspace"}),
-)  # fmt: skip
+)
 JAX = Style(
+    "xmla.jax_api",
+    (),
     "xj",
     "jnp",
     returns_updated=True,
@@ -60,8 +55,7 @@ JAX = Style(
     "updates it in place and returns None.",
     beside_results="Arrays do not change: returns the new {} after the results, and without them nothing is written. A "
     "`jax.Ref` is updated in place and not returned.",
-    keywords={"implementation": TORCH.keywords["implementation"]},
-)  # fmt: skip
+)
 
 
 NEW = (  # what JAX returns of an array that an op updates
@@ -96,9 +90,10 @@ def document(op: Op, style: Style) -> str:
     elif op.mutates:
         note = fill(updates(op, style), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
         text = text.replace("    Example:\n", f"{note}\n\n    Example:\n")
-    keywords = {name: what for name, what in style.keywords.items() if op.outputs or name not in style.of_results}
-    before, heading, after = text.partition("    Implementations, best first:\n")
-    return f"{before}    Keywords of every op:\n{_entries(keywords)}\n\n{heading}{after}"
+    keywords = ", ".join([*(style.preallocated if op.outputs else ()), "implementation"])
+    before, heading, rest = text.partition("    Args:\n")
+    arguments, gap, after = rest.partition("\n\n")
+    return f"{before}{heading}{arguments}\n        {keywords}: As in every op, see `help({style.package})`.{gap}{after}"
 
 
 def _entries(descriptions: Mapping[str, str]) -> str:
