@@ -10,10 +10,9 @@ from tools import tiles
 from xmla.core.errors import UnsupportedError
 from xmla.core.op import Op, plan_call
 from xmla.core.ops.indexer import indexer_logits
-from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel
-from xmla.core.ops.layer.dsa_attention.plan import select_slots
-from xmla.core.ops.selection.select_topk.plan import going_on
-from xmla.core.plan import Choice, Condition, Implementation, Plan
+from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
+from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
+from xmla.core.plan import Choice, Condition, Implementation, Launch, Plan, fuse
 from xmla.core.registry import registry
 from xmla.core.values import B200, H200, INTERPRETER, Attributes, Device, Spec
 
@@ -110,19 +109,28 @@ def test_parts_of_indexer_topk_are_rounded_to_the_programs_of_a_new_architecture
         part(topk)
 
 
-@pytest.mark.parametrize(("case", "name"), [(0, "topk_whole_kernel"), (1, "topk_select_kernel")])
-def test_selection_and_mapping_are_one_launch_only_where_they_name_different_things(case: int, name: str) -> None:
-    plan = kit.plan_of(registry()["select_topk"], registry()["select_topk"].cases[case], H200)
-    select = plan.launches[-1]
-    rows, k = select.grid[0], select.sizes["k"]
-    mapping_op = registry()["map_slots"]
+def selection_and_mapping(rows: int, columns: int, k: int) -> tuple[Launch, Launch]:
+    """The launch that selects, and the one that maps what it has selected."""
+    select, mapping = registry()["select_topk"], registry()["map_slots"]
+    logits, ends = Spec((rows, columns), "float32"), Spec((rows,), "int32")
+    plan, _ = plan_call(select, (logits, ends, None), select.attributes(k=k), H200)
     specs = (Spec((rows, k), "int32"), Spec((1, 4), "int32"), None, None)
-    attrs = mapping_op.attributes(page_size=64)
-    (mapping,) = plan_call(mapping_op, specs, attrs, H200)[0].launches
-    both = select_slots(select, mapping)
-    assert select.name == name and both.constexprs["C"] == select.constexprs["C"] and both.sizes["k"] == k
-    with pytest.raises(RuntimeError, match="maps whole rows of k indices"):
-        select_slots(select, mapping.with_sizes(index_stride=k + 1))
-    clash = {"outputs": (), "arrays": {}, "sizes": {"k": 1}, "constexprs": {"C": 1}}
-    with pytest.raises(RuntimeError, match=rf"\['k', 'C'\] are of {name} already"):
-        going_on(select, select_slots_kernel, **clash)
+    (mapped,) = plan_call(mapping, specs, mapping.attributes(page_size=64), H200)[0].launches
+    return plan.launches[-1], mapped
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "kernel"), [(3, 64, whole_slots_kernel), (3, 4096, select_slots_kernel), (133, 4096, None)]
+)
+def test_programs_that_select_rows_whole_or_of_few_also_map_them(rows: int, columns: int, kernel: object) -> None:
+    select, mapping = selection_and_mapping(rows, columns, 64)
+    first, *others = fuse((select, mapping), FUSIONS)
+    if kernel is None:
+        assert (first, *others) == (select, mapping)
+    else:
+        assert not others and first.kernel is kernel and first.constexprs["C"] == select.constexprs["C"]
+        assert first.sizes == select.sizes | {
+            name: mapping.sizes[name] for name in first.sizes if name in mapping.sizes
+        }
+        with pytest.raises(RuntimeError, match=f"{first.name} maps whole rows of k indices"):
+            fuse((select, mapping.with_sizes(index_stride=65)), FUSIONS)

@@ -107,6 +107,7 @@ class Problem:
         results: In order.
         implementation: The one asked for by name.
         called_as: Of a call that is a step of another op's.
+        written: The arguments that earlier launches of the same plan write.
     """
 
     op: str
@@ -118,6 +119,7 @@ class Problem:
     results: Mapping[str, Spec]
     implementation: str | None = None
     called_as: CalledAs | None = None
+    written: frozenset[str] = frozenset()
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]

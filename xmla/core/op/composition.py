@@ -1,11 +1,12 @@
 """Calls of several ops as one: the plan of an op that is composed of others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from xmla.core.call import CalledAs, Problem
 from xmla.core.op.op import Op
-from xmla.core.plan import Part, Plan, join
+from xmla.core.plan import Fusion, Part, Plan, fuse, join
 from xmla.core.values import Device, Spec
 
 
@@ -32,6 +33,7 @@ class Composition:
         self.computed_from = computed_from or {}
         self.arrays: dict[str, Spec] = {**problem.specs, **(arrays or {})}
         self.parts: list[Part] = []
+        self.written = {*problem.written}  # arrays that steps before the next one write
 
     def call(self, op: Op, arrays: Mapping[str, str], **attrs: Any) -> None:
         """Call `op`: its argument `a` is the array `arrays[a]` of the composed op, or not given if that has none.
@@ -42,13 +44,19 @@ class Composition:
         asked = self.problem.implementation if self.problem.implementation in op.choices else None
         names = {argument: self.problem.called(name) for argument, name in {**arrays, **self.computed_from}.items()}
         problem = op.bind(specs, op.Values(**attrs), asked, CalledAs(self.problem.called_op, names))
-        plan = op.plan(problem, self.device)
-        self.add(Part(op.name, plan, {**arrays, **same_names(*op.outputs)}, bool(op.mutates)))
+        written = frozenset(argument for argument, name in arrays.items() if name in self.written)
+        plan = op.plan(replace(problem, written=written), self.device)
+        updates = frozenset(arrays[argument] for argument in op.mutates)
+        self.add(Part(op.name, plan, {**arrays, **same_names(*op.outputs)}, updates))
 
     def add(self, part: Part) -> None:
         """Run `part` next."""
         self.parts.append(part)
-        self.arrays |= {part.names[n]: spec for n, spec in part.plan.buffers.items() if n in part.names}
+        results = {part.names[n]: spec for n, spec in part.plan.buffers.items() if n in part.names}
+        self.arrays |= results
+        self.written |= results.keys() | part.updates
 
-    def plan(self) -> Plan:
-        return join(self.parts, tuple(self.problem.results))
+    def plan(self, fusions: Iterable[Fusion] = ()) -> Plan:
+        """The plan of the steps, in which `fusions` make one launch of two."""
+        plan = join(self.parts, tuple(self.problem.results))
+        return replace(plan, launches=fuse(plan.launches, fusions))

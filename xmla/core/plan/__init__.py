@@ -1,8 +1,10 @@
-"""Plans: launches by name, how they are joined and divided, implementations and which one a call takes."""
+"""Plans: launches by name, how they are joined, fused and divided, implementations and which one a call takes."""
 
 from xmla.core.plan.chunking import Rows, divided, in_parts, join_parts
 from xmla.core.plan.clearing import clear
+from xmla.core.plan.fusion import Fusion, fuse
 from xmla.core.plan.implementation import Condition, Implementation, choose
+from xmla.core.plan.overlap import overlap_limit
 from xmla.core.plan.plan import (
     ALIGNMENT,
     Choice,
@@ -14,7 +16,6 @@ from xmla.core.plan.plan import (
     constants_by_name,
     join,
     most_registers,
-    with_constant,
 )
 from xmla.core.plan.roofline import estimate
 from xmla.core.plan.sizes import Trace, arithmetic, sizes_in, with_numbers
@@ -24,6 +25,7 @@ __all__ = [
     "Choice",
     "Condition",
     "Constants",
+    "Fusion",
     "Implementation",
     "Kernel",
     "Launch",
@@ -37,11 +39,12 @@ __all__ = [
     "constants_by_name",
     "divided",
     "estimate",
+    "fuse",
     "in_parts",
     "join",
     "join_parts",
     "most_registers",
+    "overlap_limit",
     "sizes_in",
-    "with_constant",
     "with_numbers",
 ]

@@ -285,13 +285,13 @@ class Part:
 
     Attributes:
         names: The whole's names of the arrays that the step shares with others.
-        updates: Whether it updates arguments in place.
+        updates: The whole's arrays that it updates in place.
     """
 
     label: str
     plan: Plan
     names: Mapping[str, str]
-    updates: bool = False
+    updates: frozenset[str] = frozenset()
 
     def renamed(self) -> dict[str, str]:
         """Each buffer's name in the whole; the step's label distinguishes its private buffers."""

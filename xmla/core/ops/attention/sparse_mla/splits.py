@@ -8,7 +8,7 @@ from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Pages
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
-from xmla.core.plan import Kernel, Launch, Plan, arithmetic, most_registers
+from xmla.core.plan import Kernel, Launch, Plan, arithmetic, most_registers, overlap_limit
 from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 INVARIANT_SPLIT_KEYS = 512
@@ -70,9 +70,13 @@ def count_keys(problem: Problem, config: Config) -> int:
 
 
 def attention_plan(
-    problem: Problem, device: Device, kernel: Kernel, config: Config, constants: Callable[..., Attention] = Attention
-) -> Plan:
-    """The launches of `kernel` over splits of the keys and of their combination; `constants` makes the kernel's."""
+    problem: Problem, device: Device, kernel: Kernel, config: Config, constants: Callable[..., Attention] = Attention,
+    early: tuple[str, ...] = (),
+) -> Plan:  # fmt: skip
+    """The launches of `kernel` over splits of the keys and of their combination.
+
+    `constants` makes the kernel's, which reads the arguments `early` before it waits for earlier launches.
+    """
     specs, attrs = problem.specs, problem.attrs
     tokens, heads = problem["T"], problem["H"]
     head_blocks = cdiv(heads, config.block_h)
@@ -106,7 +110,7 @@ def attention_plan(
         SPLIT=splits > 1,
         EPILOGUE=Epilogue.of(problem),
         BLOCK_H=config.block_h,
-        OVERLAP_LIMIT=device.overlap_limit,
+        OVERLAP_LIMIT=overlap_limit(problem, device, *early),
     )
     launch = Launch(
         kernel,

@@ -4,7 +4,6 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import part as block_logits
 from xmla.core.ops.blocks.indexer_block_topk_paged.kernels import block_indices_kernel
-from xmla.core.ops.blocks.select_blocks.plan import after_ends
 from xmla.core.ops.blocks.shared import capacity_of, entries_of
 from xmla.core.ops.selection import select_topk
 from xmla.core.plan import Launch, Part, Plan, in_parts, join_parts
@@ -48,7 +47,7 @@ def part_of(
         composition.add(Part("block_logits", logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
         composition.call(select_topk.OP, {"logits": "logits", "ends": "widths"}, k=problem.attrs.k)
         composition.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
-        return after_ends(composition.plan())
+        return composition.plan()
 
     return part
 

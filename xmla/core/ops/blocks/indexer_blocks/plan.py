@@ -4,7 +4,6 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.gluon_sm90.plan import maxima
-from xmla.core.ops.blocks.select_blocks.plan import after_ends
 from xmla.core.ops.blocks.shared import selection_attributes
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.plan import of_tokens
@@ -27,7 +26,7 @@ def of_maxima(problem: Problem, device: Device, tokens: int) -> Plan:
     buffers = same_names("block_counts", "maxima")
     composition.add(Part("block_maxima", maxima(problem, device, tokens), buffers))
     composition.call(select_topk.OP, {"logits": "maxima", "ends": "block_counts"}, k=problem.attrs.k)
-    return after_ends(composition.plan())
+    return composition.plan()
 
 
 def plan(problem: Problem, device: Device) -> Plan:

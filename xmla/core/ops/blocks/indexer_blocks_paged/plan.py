@@ -2,7 +2,6 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import part as all_logits
-from xmla.core.ops.blocks.select_blocks.plan import after_ends
 from xmla.core.ops.blocks.shared import capacity_of, selection_attributes
 from xmla.core.ops.indexer import indexer_logits_paged
 from xmla.core.plan import Part, Plan, in_parts, join_parts
@@ -26,7 +25,7 @@ def bounded(problem: Problem, device: Device) -> Plan:
         composition = Composition(problem, device)
         composition.add(Part("logits", all_logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
         composition.call(select_blocks.OP, {"logits": "logits", "ends": "widths"}, **selection_attributes(problem))
-        return after_ends(composition.plan())
+        return composition.plan()
 
     given = problem.attrs.workspace_bytes
     if problem.implementation not in (None, "triton"):

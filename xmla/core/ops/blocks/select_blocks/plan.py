@@ -1,10 +1,7 @@
-from dataclasses import replace
-
 from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks.select_blocks.kernels import block_maxima_kernel
 from xmla.core.ops.selection import select_topk
-from xmla.core.ops.selection.select_topk.kernels import topk_candidates_kernel
 from xmla.core.plan import Launch, Part, Plan
 from xmla.core.values import Device, Spec, cdiv
 
@@ -42,18 +39,4 @@ def plan(problem: Problem, device: Device) -> Plan:
     composition = Composition(problem, device)
     composition.add(Part("block_maxima", Plan((maxima,), buffers, tuple(buffers)), same_names(*buffers)))
     composition.call(select_topk.OP, {"logits": "maxima", "ends": "block_counts"}, k=attrs.k)
-    return after_ends(composition.plan())
-
-
-def after_ends(plan: Plan) -> Plan:
-    """The plan with a selection whose rows end where an earlier launch says: it starts when that one has ended.
-
-    `topk_candidates_kernel` reads the ends before it waits for earlier launches, since they are its caller's.
-    """
-    launches = [
-        launch.in_turn()
-        if launch.kernel is topk_candidates_kernel and launch.pointers["ends_ptr"] in plan.buffers
-        else launch
-        for launch in plan.launches
-    ]
-    return replace(plan, launches=tuple(launches))
+    return composition.plan()

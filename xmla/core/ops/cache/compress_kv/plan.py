@@ -10,7 +10,7 @@ from xmla.core.ops.cache.compress_kv.kernels import (
     compress_parts_kernel,
     keep_states_kernel,
 )
-from xmla.core.plan import Constants, Launch, Plan, most_registers
+from xmla.core.plan import Constants, Launch, Plan, most_registers, overlap_limit
 from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 POOLED = 8192  # elements of the window that a program holds at once: scores and values take 64 registers of 256 threads
@@ -108,7 +108,7 @@ def compress(
         LAYOUT=problem.formats["cache"],
         MIN_EXPONENT=min_exponent,
         HAS_REQUEST_IDS=problem.has("request_ids"),
-        OVERLAP_LIMIT=device.overlap_limit,
+        OVERLAP_LIMIT=overlap_limit(problem, device, "positions", "state_table", "block_table", "request_ids"),
         BLOCK_W=min(window, POOLED // dims),
         BLOCK_D=dims,
         **constants,

@@ -1,16 +1,14 @@
 from dataclasses import replace
-from itertools import pairwise
 
 from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.indexer import indexer_topk_paged, quantize_indexer_query
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
-from xmla.core.ops.selection.select_topk.kernels import topk_whole_kernel
-from xmla.core.ops.selection.select_topk.plan import going_on, may_go_on
+from xmla.core.ops.selection.select_topk.kernels import topk_select_kernel, topk_whole_kernel
 from xmla.core.ops.slots import map_slots
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Fusion, Kernel, Launch, Plan
 from xmla.core.values import Device
 
 # For errors: the arguments of the call from which the intermediate arguments of its steps are computed.
@@ -28,7 +26,7 @@ COMPUTED_FROM = {
 def plan(problem: Problem, device: Device) -> Plan:
     composition = Composition(problem, device, COMPUTED_FROM)
     attend(composition)
-    return selecting_slots(composition.plan())
+    return composition.plan(FUSIONS)
 
 
 def attend(composition: Composition) -> None:
@@ -52,35 +50,48 @@ def attend(composition: Composition) -> None:
     )  # fmt: skip
 
 
-def selecting_slots(plan: Plan) -> Plan:
-    """The plan in which the programs that select a row whole, or of few, also map it to slots: a launch less."""
-    launches = list(plan.launches)
-    for place, (first, second) in enumerate(pairwise(plan.launches)):
-        if may_go_on(first) and second.kernel is map_slots_kernel:
-            launches[place : place + 2] = [select_slots(first, second)]
-    return replace(plan, launches=tuple(launches))
+def map_whole(select: Launch, mapping: Launch) -> Launch:
+    """Programs that select all of a row's columns also map them."""
+    return map_selected(select, mapping, whole_slots_kernel)
 
 
-def select_slots(select: Launch, mapping: Launch) -> Launch:
-    """One launch of what two do: of slots of all of a row's indices."""
-    kernel = whole_slots_kernel if select.kernel is topk_whole_kernel else select_slots_kernel
+def map_few(select: Launch, mapping: Launch) -> Launch | None:
+    """Programs that select among the candidates of few rows also map them; those of many rows have no time for it."""
+    return map_selected(select, mapping, select_slots_kernel) if select.constants["PIECE"] else None
+
+
+def map_selected(select: Launch, mapping: Launch, kernel: Kernel) -> Launch:
+    """A launch of `kernel`, whose programs select as those of `select` and then map the row.
+
+    The kernel has the parameters of the one that selects, in which `candidate_counts` stands for `counts`.
+    """
     keys = {mapping.sizes["num_keys"], mapping.sizes["index_stride"], select.sizes["k"]}
     if mapping.constants["HAS_LENGTHS"] or len(keys) > 1:
         raise RuntimeError(f"{kernel.__name__} maps whole rows of k indices, the plan {mapping}")
+    names = {"counts_ptr": "candidate_counts"}
+    own = {names.get(pointer, pointer.removesuffix("_ptr")): array for pointer, array in select.pointers.items()}
     # Without request ids the mapping's stand-in is the array that this launch writes.
     requests = (
         mapping.pointers["request_ids_ptr"] if mapping.constants["HAS_REQUEST_IDS"] else select.pointers["ends_ptr"]
     )
-    return going_on(
+    of_mapping = {
+        "block_table": mapping.pointers["block_table_ptr"],
+        "request_ids": requests,
+        "slots": mapping.pointers["slots_ptr"],
+        "counts": mapping.pointers["counts_ptr"],
+    }
+    sizes = {name: mapping.sizes[name] for name in ("num_requests", "table_stride", "table_width", "next_n")}
+    return replace(
         select,
-        kernel,
-        outputs=("slots", "counts"),
-        arrays={
-            "block_table": mapping.pointers["block_table_ptr"],
-            "request_ids": requests,
-            "slots": mapping.pointers["slots_ptr"],
-            "counts": mapping.pointers["counts_ptr"],
-        },
-        sizes={name: mapping.sizes[name] for name in ("num_requests", "table_stride", "table_width", "next_n")},
-        constexprs={"MAPPING": mapping.constexprs["MAPPING"]},
+        kernel=kernel,
+        outputs=(*select.outputs, "slots", "counts"),
+        arrays={name: array for name, array in (own | of_mapping).items() if name != array},
+        sizes={**select.sizes, **sizes},
+        constexprs={**select.constexprs, "MAPPING": mapping.constexprs["MAPPING"]},
     )
+
+
+FUSIONS = (
+    Fusion(topk_whole_kernel, map_slots_kernel, map_whole),
+    Fusion(topk_select_kernel, map_slots_kernel, map_few),
+)

@@ -1,16 +1,19 @@
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.cache import write_indexer_cache, write_mla_cache
+from xmla.core.ops.cache.write_indexer_cache.kernels import write_indexer_cache_kernel
 from xmla.core.ops.cache.write_indexer_cache.plan import CachedKeys
+from xmla.core.ops.cache.write_mla_cache.kernels import write_mla_cache_kernel
 from xmla.core.ops.cache.write_mla_cache.plan import Entries
 from xmla.core.ops.indexer.quantize_indexer_query.kernels import quantize_indexer_query_kernel
 from xmla.core.ops.indexer.quantize_indexer_query.plan import QuantizedQuery
-from xmla.core.ops.layer.dsa_attention.plan import COMPUTED_FROM, attend, selecting_slots
+from xmla.core.ops.layer.dsa_attention.plan import COMPUTED_FROM, FUSIONS, attend
 from xmla.core.ops.layer.dsa_step.kernels import prepare_step_kernel, write_both_kernel
-from xmla.core.plan import Constants, Launch, Plan, with_constant
+from xmla.core.plan import Constants, Fusion, Launch, Plan
 from xmla.core.values import Device
 
 
@@ -41,51 +44,62 @@ def plan(problem: Problem, device: Device) -> Plan:
     )  # fmt: skip
     composition.computed_from = COMPUTED_FROM  # its slots are the selection's
     attend(composition)
-    return preparing(selecting_slots(composition.plan()), device.overlap_limit)
+    plan = composition.plan(
+        (
+            *FUSIONS,
+            Fusion(write_mla_cache_kernel, write_indexer_cache_kernel, partial(write_both, device.overlap_limit)),
+            Fusion(write_both_kernel, quantize_indexer_query_kernel, prepare),
+        )
+    )
+    writes, second, *others = plan.launches
+    if "KEYS_EARLY" not in second.constants:  # no other kernel has been timed beside the writes
+        second = second.in_turn()
+    return replace(plan, launches=(writes, second, *others))
 
 
-def preparing(plan: Plan, overlap_limit: int) -> Plan:
-    """The plan whose first launch writes both caches, and quantises the queries where they are: two launches less.
-
-    Logits that follow it may begin early, but read no key before they wait. What else follows takes its turn: it may
-    read a cache before it waits.
-    """
-    entries, keys, *others = plan.launches
-    query = others.pop(0) if others[0].kernel is quantize_indexer_query_kernel else None
-    if "KEYS_EARLY" in others[0].constants:
-        others[0] = replace(others[0], constexprs=with_constant(others[0].constexprs, "KEYS_EARLY", False))
-    else:
-        others[0] = others[0].in_turn()
-    return replace(plan, launches=(prepare(entries, keys, query, overlap_limit), *others))
-
-
-def prepare(entries: Launch, keys: Launch, query: Launch | None, overlap_limit: int) -> Launch:
-    """One launch of those that write both caches and, if it is given, of the one that quantises."""
-    arrays = {
-        "latent": entries.pointers["latent_ptr"],
-        "rope": entries.pointers["rope_ptr"],
-        "index_k": keys.pointers["keys_ptr"],
-        "entry_slots": entries.pointers["slots_ptr"],
-        "mla_cache": entries.pointers["cache_ptr"],
-        "indexer_cache": keys.pointers["cache_ptr"],
-    }
-    if entries.sizes != keys.sizes or keys.pointers["slots_ptr"] != arrays["entry_slots"]:
+def write_both(overlap_limit: int, entries: Launch, keys: Launch) -> Launch:
+    """One launch that writes both caches."""
+    slots = entries.pointers["slots_ptr"]
+    if entries.sizes != keys.sizes or keys.pointers["slots_ptr"] != slots:
         raise RuntimeError(f"{write_both_kernel.__name__} writes both caches at the same slots, the plan {keys}")
-    grid = entries.grid[0] + keys.grid[0]
-    written: dict[str, Any] = {
-        "ENTRIES": entries.constexprs["C"], "KEYS": keys.constexprs["C"], "OVERLAP_LIMIT": overlap_limit,
-    }  # fmt: skip
-    if query is None:
-        constexprs = {"C": Writes(**written)}
-        return Launch(write_both_kernel, grid=(grid,), arrays=arrays, sizes=entries.sizes, constexprs=constexprs)
+    constants: dict[str, Any] = {"ENTRIES": entries.constexprs["C"], "KEYS": keys.constexprs["C"]}
+    return Launch(
+        write_both_kernel,
+        grid=(entries.grid[0] + keys.grid[0],),
+        arrays={
+            "latent": entries.pointers["latent_ptr"],
+            "rope": entries.pointers["rope_ptr"],
+            "index_k": keys.pointers["keys_ptr"],
+            "entry_slots": slots,
+            "mla_cache": entries.pointers["cache_ptr"],
+            "indexer_cache": keys.pointers["cache_ptr"],
+        },
+        sizes=entries.sizes,
+        constexprs={"C": Writes(**constants, OVERLAP_LIMIT=overlap_limit)},
+    )
+
+
+def prepare(writes: Launch, query: Launch) -> Launch:
+    """One launch that writes both caches and quantises the queries."""
     constants: Any = query.constexprs["C"]
-    arrays |= {"index_q": query.pointers["q_ptr"], "index_weights": query.pointers["weights_ptr"]}
-    arrays |= {name: query.pointers[f"{name}_ptr"] for name in query.outputs}
+    written: Any = writes.constexprs["C"]
     return Launch(
         prepare_step_kernel,
-        grid=(query.grid[0] + grid,),
+        grid=(query.grid[0] + writes.grid[0],),
         outputs=query.outputs,
-        arrays=arrays,
-        sizes={**entries.sizes, **query.sizes},
-        constexprs={"C": Preparation(**written, QUERY=replace(constants, OVERLAP_LIMIT=0))},
+        arrays={
+            **{name.removesuffix("_ptr"): array for name, array in writes.pointers.items()},
+            "index_q": query.pointers["q_ptr"],
+            "index_weights": query.pointers["weights_ptr"],
+            **{name: query.pointers[f"{name}_ptr"] for name in query.outputs},
+        },
+        sizes={**writes.sizes, **query.sizes},
+        constexprs={
+            "C": Preparation(
+                ENTRIES=written.ENTRIES,
+                KEYS=written.KEYS,
+                OVERLAP_LIMIT=written.OVERLAP_LIMIT,
+                QUERY=replace(constants, OVERLAP_LIMIT=0),
+            )
+        },
     )

@@ -1,6 +1,5 @@
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from xmla.core.call import Problem
@@ -11,7 +10,7 @@ from xmla.core.ops.selection.select_topk.kernels import (
     topk_whole_kernel,
 )
 from xmla.core.ops.selection.select_topk.tile import COLUMNS_A_WARP
-from xmla.core.plan import Condition, Constants, Implementation, Kernel, Launch, Plan, most_registers
+from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, most_registers, overlap_limit
 from xmla.core.values import Device, Spec, next_power_of_2
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
@@ -157,7 +156,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         "SEGMENTS": config.segments,
         "CAPACITY": config.capacity,
         "PIECE": config.piece,
-        "OVERLAP_LIMIT": device.overlap_limit,
     }
     arrays = problem.stand_ins(starts="ends")
     logits = problem.specs["logits"]
@@ -172,7 +170,11 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("indices",),
             arrays={**arrays, "candidates": "logits", "counts": "ends", "thresholds": "logits"},
             sizes=sizes,
-            constexprs={"C": Selection(**shared, UNIT=unit, TRIALS=2, WARPS=16, K=0, TILE=4096)},
+            constexprs={
+                "C": Selection(
+                    **shared, UNIT=unit, TRIALS=2, WARPS=16, K=0, TILE=4096, OVERLAP_LIMIT=device.overlap_limit
+                )
+            },
             num_warps=16,
             num_stages=3,
         )
@@ -197,6 +199,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 UNIT=rows_unit,
                 TRIALS=config.trials[0],
                 WARPS=config.warps,
+                OVERLAP_LIMIT=overlap_limit(problem, device, "starts", "ends"),
                 LANES=config.lanes,
                 STEP=config.step,
                 EARLY=config.early,
@@ -219,6 +222,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 UNIT=unit,
                 TRIALS=config.trials[1],
                 WARPS=warps,
+                OVERLAP_LIMIT=device.overlap_limit,
                 # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
                 K=k if many else 0,
                 TILE=2048,
@@ -260,36 +264,6 @@ IMPLEMENTATIONS = (
     Implementation("whole_rows", plan_whole, (Condition("rows of at most k columns", _longer),)),
     Implementation("triton", plan),
 )
-
-
-def may_go_on(select: Launch) -> bool:
-    """Whether a launch selects rows whole or of few, whose programs have time to go on with the row they selected."""
-    if select.kernel is topk_whole_kernel:
-        return True
-    return select.kernel is topk_select_kernel and bool(select.constants["PIECE"])
-
-
-def going_on(
-    select: Launch, kernel: Kernel, *, outputs: tuple[str, ...], arrays: Mapping[str, str], sizes: Mapping[str, int],
-    constexprs: Mapping[str, Hashable],
-) -> Launch:  # fmt: skip
-    """A launch of `kernel`, whose programs select as those of `select` and go on with what is given here besides.
-
-    The kernel has the parameters of the one that selects, in which `candidate_counts` stands for `counts`.
-    """
-    names = {"counts_ptr": "candidate_counts"}
-    own = {names.get(pointer, pointer.removesuffix("_ptr")): array for pointer, array in select.pointers.items()}
-    again = [*own.keys() & arrays, *select.sizes.keys() & sizes, *select.constexprs.keys() & constexprs]
-    if again:
-        raise RuntimeError(f"{kernel.__name__}: {again} are of {select.name} already")
-    return replace(
-        select,
-        kernel=kernel,
-        outputs=(*select.outputs, *outputs),
-        arrays={name: array for name, array in {**own, **arrays}.items() if name != array},
-        sizes={**select.sizes, **sizes},
-        constexprs={**select.constexprs, **constexprs},
-    )
 
 
 def choosing_warps(candidates: int, rows: int, device: Device) -> int:

@@ -9,10 +9,11 @@ from xmla.core.values import Device
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)
 # The warps are those of the kernel's first partition. Each half of the dims has a power of two that its warps know.
 CONFIG = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1, powers=HALVES.value)
+EARLY = ("lengths", "extra_lengths", "positions")  # read before the kernel waits
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return attention_plan(problem, device, sparse_mla_sm100_kernel, CONFIG)
+    return attention_plan(problem, device, sparse_mla_sm100_kernel, CONFIG, early=EARLY)
 
 
 def _other_format(problem: Problem, device: Device) -> str | None:

@@ -16,6 +16,7 @@ FORMATS = (V32, V4, PLAIN, PLAIN_V4)
 WIDE = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1, powers=HALVES.value)
 NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2, powers=BLOCKS.value)
 FEWEST_PLACES, MOST_PLACES = 128, 512  # of tokens that are ordered by their lengths
+EARLY = ("q", "lengths", "extra_lengths", "positions")  # read before the kernel waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class HopperAttention(Attention):
 def plan(problem: Problem, device: Device) -> Plan:
     config = NARROW if takes_few_heads(problem) else WIDE
     constants = partial(HopperAttention, ORDERED=places_in_order(problem, config, device))
-    return attention_plan(problem, device, sparse_mla_sm90_kernel, config, constants)
+    return attention_plan(problem, device, sparse_mla_sm90_kernel, config, constants, EARLY)
 
 
 def places_in_order(problem: Problem, config: Config, device: Device) -> int:

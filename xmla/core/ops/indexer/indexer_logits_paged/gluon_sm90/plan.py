@@ -6,7 +6,7 @@ from xmla.core.ops.indexer.indexer_logits.gluon_sm90.plan import PROGRAMS_A_SM, 
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90.kernel import HALF, indexer_logits_paged_sm90_kernel
 from xmla.core.ops.indexer.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Pages, Query, group_tokens
-from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
+from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, overlap_limit
 from xmla.core.values import Device
 
 
@@ -20,7 +20,7 @@ class HopperPagedLogits(Constants):
     STAGES: int  # tiles of keys in shared memory
     BLOCK_G: int  # groups whose tiles are counted at once
     OVERLAP_LIMIT: int  # core/lang/launches.py
-    KEYS_EARLY: bool  # the first keys are copied before it waits: launches before it have written none
+    KEYS_EARLY: bool  # the first keys are copied before it waits: launches before it write none
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -41,8 +41,8 @@ def plan(problem: Problem, device: Device) -> Plan:
                 GROUP=grouping.group,
                 STAGES=2 if few else 3,
                 BLOCK_G=256,
-                OVERLAP_LIMIT=device.overlap_limit,
-                KEYS_EARLY=True,
+                OVERLAP_LIMIT=overlap_limit(problem, device, "block_table", "lengths", "request_ids"),
+                KEYS_EARLY="cache" not in problem.written,
             )
         },
         num_warps=4,
