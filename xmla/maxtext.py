@@ -104,16 +104,17 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.use_indexer:
-            _refuse(config)
+            _check_config(config)
         init(self, config, *args, **kwargs)
 
     return checked
 
 
-def _refuse(config: Any) -> None:
-    """
+def _check_config(config: Any) -> None:
+    """Check that the options of `config` have values that are served.
+
     Raises:
-        UnsupportedError: An option of `config` has a value that is not served.
+        UnsupportedError: One has another.
     """
     for name, served in SERVED.items():
         value = getattr(config, name)
@@ -177,7 +178,7 @@ def _index(
     """
     if model_mode != "train":
         raise UnsupportedError(f"xmla.maxtext: model_mode={model_mode} is given, supported: train")
-    _refuse(self.config)  # the layer may have been made before `install`
+    _check_config(self.config)  # the layer may have been made before `install`
     tokens, latents, keys = jax.lax.stop_gradient((inputs_q, low_rank_q, inputs_kv))
     batch, count, _ = tokens.shape
     q = self.wq_b(latents).reshape(batch, count, self.n_heads, self.head_dim)

@@ -96,8 +96,8 @@ def public(op: Op) -> Callable[..., Any]:
                 remedy = "; a write through a Ref returns None, and the Ref is the cache" if written else ""
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array{remedy}")
             arrays[name] = value
-        _refuse_shared(op, arrays)
-        _refuse_arrays(op, attrs)
+        _check_refs(op, arrays)
+        _check_attributes(op, attrs)
         attrs = op.attributes(*attrs)
         # Checked here, so that an error names the user's line, and of arrays as they are given.
         op.check_devices({name: _devices(array) for name, array in arrays.items()})
@@ -122,16 +122,16 @@ def public(op: Op) -> Callable[..., Any]:
     return function
 
 
-def _refuse_shared(op: Op, arrays: Mapping[str, Any]) -> None:
-    """Refuse a Ref that a call updates and that stands twice: inside of `jit` the last of its new values would stay."""
+def _check_refs(op: Op, arrays: Mapping[str, Any]) -> None:
+    """Check that no Ref that a call updates stands twice: inside of `jit` the last of its new values would stay."""
     for written in op.mutates:
         for name, array in arrays.items():
             if name != written and array is arrays[written] and is_ref(array):
                 raise ArgumentError(f"{op.name}: {written} memory is shared with {name}, expected memory of its own")
 
 
-def _refuse_arrays(op: Op, attrs: tuple[Any, ...]) -> None:
-    """Refuse attributes that are JAX's: kernels are chosen and compiled by their values."""
+def _check_attributes(op: Op, attrs: tuple[Any, ...]) -> None:
+    """Check that no attribute is JAX's: kernels are chosen and compiled by their values."""
     for attr, value in zip(op.attrs, attrs, strict=True):
         for element in value if isinstance(value, tuple | list) else (value,):
             if isinstance(element, jax.Array):

@@ -91,11 +91,11 @@ def _inner(spec: Spec) -> int:
     return Spec(spec.shape[1:], spec.dtype, spec.strides and spec.strides[1:]).span
 
 
-def refuse_shared(op: Op, specs: Mapping[str, Spec], addresses: Iterable[int]) -> None:
-    """Raise if something that a call writes shares memory with something else.
+def check_overlap(op: Op, specs: Mapping[str, Spec], addresses: Iterable[int]) -> None:
+    """Check that what a call writes shares memory with nothing else.
 
     Raises:
-        ArgumentError: It does.
+        ArgumentError: It shares memory.
     """
     at = dict(zip(specs, addresses, strict=True))
     for written, other in _pairs(op, specs):

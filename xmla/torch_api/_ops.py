@@ -18,7 +18,7 @@ from xmla.core.values import Attributes, Spec, assumed_device
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, to_numpy
 from xmla.torch_api._batching import call_each, results_of_none
-from xmla.torch_api._memory import refuse_shared, spaces
+from xmla.torch_api._memory import check_overlap, spaces
 from xmla.torch_api._run import (
     Tensors,
     call,
@@ -74,7 +74,7 @@ def call_reference(
     if out or op.mutated:
         present = {name: spec for name, spec in specs_of(op, tensors).items() if spec is not None}
         memory = [tensor.data_ptr() for tensor in (*tensors, *out) if tensor is not None]
-        refuse_shared(op, spaces(op, present, specs[: len(out)]), memory)
+        check_overlap(op, spaces(op, present, specs[: len(out)]), memory)
     results = _reference(op, tensors, attrs)
     for target, result in zip(out, results, strict=False):
         target.copy_(result)

@@ -303,8 +303,8 @@ def _match(
     return exec_function(text, "matching")
 
 
-def refuse_fork(op: Op) -> None:
-    """Raise in a process that was forked from one that uses CUDA: the driver cannot serve it."""
+def check_fork(op: Op) -> None:
+    """Check that the process was not forked from one that uses CUDA: the driver could not serve it."""
     if _private.is_in_bad_fork():
         raise UnsupportedError(
             f"{op.name}: process was forked after CUDA was initialised, supported: processes that are spawned"
@@ -314,7 +314,7 @@ def refuse_fork(op: Op) -> None:
 def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Prepared:
     """The first call with given shapes, of a family that is kept or of a new one."""
     if tensors[0].is_cuda:
-        refuse_fork(op)
+        check_fork(op)
     check_tensors(op, tensors)
     kind, sizes = kind_of(op, tensors, attrs, implementation)
     prepared = kept.find_of_kind(kind, sizes, attrs)
@@ -477,7 +477,7 @@ def look_up(
         raise
     except RuntimeError:
         check_tensors(op, tensors)
-        refuse_fork(op)
+        check_fork(op)
         raise
     if elsewhere:
         with torch.cuda.device(ordinal):
@@ -552,7 +552,7 @@ def _check_apart(
         prepared.distances = family.distances_of(*prepared.sizes)
     if not apart(prepared.distances, *addresses):
         spaces = _memory.spaces(op, *prepared.specs, prepared.workspace_bytes)
-        _memory.refuse_shared(op, dict([*spaces.items()][: len(addresses)]), addresses)
+        _memory.check_overlap(op, dict([*spaces.items()][: len(addresses)]), addresses)
 
 
 def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
