@@ -1,0 +1,275 @@
+"""`attn_implementation="xmla"` of transformers: each served model beside its own eager attention, caches, refusals."""
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4Config,
+    LlamaConfig,
+    MistralLarge4Config,
+    MistralLarge4ForConditionalGeneration,
+    PixtralVisionConfig,
+)
+
+import xmla.transformers
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.transformers import SERVED, LatentCache
+
+# transformers warns of its own deprecations.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
+
+LAYERS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "index_n_heads": 4, "index_head_dim": 128,
+    "index_topk": 16, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.1,
+}  # fmt: skip
+DENSE = {"mlp_layer_types": ["dense"] * LAYERS}
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"q_lora_rank": 32, "first_k_dense_replace": LAYERS},
+    "glm_moe_dsa": {"q_lora_rank": 32, "indexer_types": ["full", "shared", "full"]} | DENSE,
+    "hy_v4": {"q_lora_rank": 32, "indexer_types": ["full", "full", "shared"]} | DENSE,
+    "mistral_large4_text": {"no_rope_layers": [1, 0, 1], "indexer_types": ["full"] * LAYERS} | DENSE,
+}
+TOKENS = 41
+# Of a config with an indexer: selected blocks of grouped-query attention, no indices given to attention, other latents.
+REFUSED = (
+    "minimax_m3_vl_text", "qwen4_exp_text", "deepseek_v4", "glm5_next_text", "axk2", "dots3_note_text", "hy_v4_vl_text",
+)  # fmt: skip
+
+
+def build(kind: str, device: str, **changes: Any) -> Any:
+    """A small random model in bfloat16."""
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[kind](**SIZES | OF_TYPE[kind] | changes)
+    if kind == "mistral_large4_text":  # whose class has a part for pictures
+        seeing = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = MistralLarge4Config(
+            text_config=config.to_dict(), vision_config=PixtralVisionConfig(**seeing).to_dict()
+        )
+        return attending(
+            MistralLarge4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).to(device).eval()
+        )
+    return attending(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval())
+
+
+def attending(model: Any, implementation: str = "xmla") -> Any:
+    """The model with another attention of its text."""
+    parts = {"text_config": implementation}
+    model.set_attn_implementation(parts if "text_config" in model.config.sub_configs else implementation)
+    return model
+
+
+def first_layer(model: Any) -> Any:
+    return next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn"))
+
+
+def text(device: str, sequences: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (sequences, tokens), device=device)
+
+
+def logits(model: Any, implementation: str, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return attending(model, implementation)(tokens, **given).logits.float()
+
+
+def padded(tokens: torch.Tensor, how: str) -> dict[str, Any]:
+    """A mask, or positions, of sequences of which the first is shorter, or two."""
+    mask, length = torch.ones_like(tokens), tokens.shape[1]
+    if how == "left":
+        mask[0, :9] = 0
+    elif how == "right":
+        mask[0, -9:] = 0
+    elif how == "packed":
+        place = torch.arange(length, device=tokens.device)
+        return {"position_ids": torch.where(place < 23, place, place - 23).expand_as(tokens), "use_cache": False}
+    return {"attention_mask": mask} if how != "none" else {}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> float:
+    return float((a - b)[where].norm() / b[where].norm())
+
+
+@pytest.mark.parametrize("how", ["none", "left", "right", "packed"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_logits_are_as_near_to_float32_as_eager_ones(kind: str, how: str, device: str) -> None:
+    """All keys are selected: behind a rounding that selects another key the two would go apart."""
+    model = build(kind, device, index_topk=64)
+    tokens = text(device)
+    given = padded(tokens, how)
+    real = given.get("attention_mask", torch.ones_like(tokens)).bool()
+    exact = logits(copy.deepcopy(model).float(), "eager", tokens, **given)
+    eager, ours = (logits(model, name, tokens, **given) for name in ("eager", "xmla"))
+    assert ours.isfinite().all()
+    assert distance(ours, exact, real) < 1.2 * distance(eager, exact, real)
+
+
+@pytest.mark.parametrize("how", ["none", "left", "right", "packed"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_selected_keys_are_those_of_transformers(kind: str, how: str, device: str) -> None:
+    """In the first layer, where both have the same hidden states."""
+    model, tokens = build(kind, device), text(device)
+    given = padded(tokens, how)
+    found: list[torch.Tensor] = []
+    first_layer(model).indexer.register_forward_hook(lambda module, args, result: found.append(result))
+    for name in ("eager", "xmla"):
+        logits(model, name, tokens, **given)
+    theirs, ours = found
+    length = torch.arange(TOKENS, device=device)
+    starts = length.new_zeros(2, TOKENS)
+    if how == "packed":
+        starts[:, 23:] = 23
+    seen = (length <= length[:, None]) & (length >= starts[..., None])
+    if "attention_mask" in given:
+        seen &= given["attention_mask"][:, None].bool()
+    chosen = [torch.zeros(2, TOKENS, TOKENS + 1, dtype=torch.bool, device=device) for _ in range(2)]
+    for each, indices in zip(chosen, (theirs, ours), strict=True):
+        each.scatter_(2, torch.where(indices < 0, TOKENS, indices).long(), True)
+    eager, ours = (each[..., :TOKENS] for each in chosen)
+    assert not (ours & ~seen).any(), "a key that the query must not see"
+    assert (ours.sum(-1) == seen.sum(-1).clamp(max=16)).all()
+    assert ((eager & seen) == ours).float().mean() > 0.995, "but for ties: scores of heads that are all negative are 0"
+
+
+@pytest.mark.parametrize("cache", ["own", "latents", "fp8", "static"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_generated_tokens_are_those_of_a_pass_without_a_cache(kind: str, cache: str, device: str) -> None:
+    """Where the two best of a step are not within rounding of each other."""
+    model, prompt = build(kind, device), text(device, tokens=21)
+    given = padded(prompt, "left")
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    if cache == "fp8" and kind == "mistral_large4_text":
+        with pytest.raises(UnsupportedError, match="layers without rotated keys, entries of fp8 have them"):
+            LatentCache(model.config, "fp8")
+        return
+    if cache == "static":
+        options["cache_implementation"] = "static"
+        options["disable_compile"] = True
+    elif cache != "own":
+        options["cache"] = LatentCache(model.config, "fp8" if cache == "fp8" else None)
+    found = model.generate(prompt, **given, **options)
+    new = torch.ones_like(found[:, 21:])
+    mask = torch.cat([given["attention_mask"], new], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    best = logits(model, "xmla", found, attention_mask=mask, position_ids=positions)[:, 20:-1].topk(2)
+    tied = best.values[..., 0] - best.values[..., 1] < (0.5 if cache == "fp8" else 0.1)
+    same = best.indices[..., 0] == found[:, 21:]
+    assert (same | tied).all() and same.float().mean() > 0.7
+
+
+def test_beams_and_drafts_of_another_model(device: str) -> None:
+    """Caches are reordered, repeated and cropped: tokens as with transformers' own cache."""
+    model, prompt = build("deepseek_v32", device), text(device, 1, 21)
+    for options in ({"num_beams": 3}, {"assistant_model": build("glm_moe_dsa", device)}):
+        made = [
+            model.generate(prompt, max_new_tokens=6, do_sample=False, cache=cache, **options)
+            for cache in (None, LatentCache(model.config))
+        ]
+        assert torch.equal(*made)
+
+
+def test_a_cache_that_changes_rows(device: str) -> None:
+    """Against transformers' own, after every change that it can be asked for."""
+    model, tokens = build("deepseek_v32", device), text(device, 3, 300)  # beyond its first array
+    caches = [transformers.DynamicCache(config=model.config), LatentCache(model.config)]
+
+    def both(part: torch.Tensor) -> list[torch.Tensor]:
+        return [logits(model, "xmla", part, cache=cache) for cache in caches]
+
+    changes = (
+        lambda cache: None,
+        lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1], device=device)),
+        lambda cache: cache.crop(-7),
+        lambda cache: cache.batch_select_indices(torch.tensor([0, 2], device=device)),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reset(),
+    )
+    both(tokens[:, :250])
+    for place, change in enumerate(changes):
+        for cache in caches:
+            change(cache)
+        rows = 2 if place == 3 else 3
+        part = tokens[:1].expand(4 if place == 4 else rows, -1)[:, 250 + 4 * place :][:, :4]
+        want, got = both(part)
+        assert torch.equal(want, got), place
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a result."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self.most = max(self.most, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return results
+
+
+def test_nothing_of_all_heads_by_keys_is_made(device: str) -> None:
+    model, tokens = build("deepseek_v32", device), text(device, 1, 200)
+    with Largest() as by_xmla:
+        logits(model, "xmla", tokens)
+    with Largest() as eager:
+        logits(model, "eager", tokens)
+    assert by_xmla.most <= 200 * 4 * 576 and eager.most >= 200 * 200 * 4  # queries of each head; scores of each
+
+
+def test_gradients_are_those_of_eager_attention(device: str) -> None:
+    """All tokens are selected, so that no rounding selects others."""
+    model, tokens = build("deepseek_v32", device), text(device, 2, 14)
+    exact = copy.deepcopy(model).float()
+    for each, name in ((exact, "eager"), (model, "xmla")):
+        each.set_attn_implementation(name)
+        each(tokens, labels=tokens, use_cache=False).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+        if theirs.grad is None:
+            assert "indexer" in name and ours.grad is None
+        else:
+            assert distance(ours.grad.float(), theirs.grad, torch.ones_like(theirs).bool()) < 0.05, name
+
+
+def test_models_with_an_indexer_are_served_or_refused_by_name() -> None:
+    """A new release's that is in neither list fails here."""
+    found = {
+        kind
+        for kind, config in transformers.CONFIG_MAPPING.items()
+        if any(field.name.startswith(("index_", "indexer_")) for field in fields(config))
+    } - {"rag"}
+    assert found == {*SERVED, *REFUSED}
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, DeepseekV4Config])
+def test_other_models_are_refused_by_name(config: type) -> None:
+    named = f"model_type is {config.model_type}, supported: deepseek_v32, "
+    with pytest.raises(UnsupportedError, match=named):
+        xmla.transformers.visible(1, 4, 4, config=config())
+
+
+def test_what_is_not_served_is_refused(device: str) -> None:
+    model, tokens = build("deepseek_v32", device), text(device, 1, 8)
+    with pytest.raises(UnsupportedError, match=r"attention_mask is torch\.float32 of shape \(1, 8, 8\)"):
+        logits(model, "xmla", tokens, attention_mask=torch.zeros(1, 1, 8, 8, device=device))
+    with pytest.raises(UnsupportedError, match=r"the model is torch\.float32, supported are bfloat16"):
+        logits(copy.deepcopy(model).float(), "xmla", tokens)
+    first_layer(model).attention_dropout = 0.1
+    with pytest.raises(UnsupportedError, match=r"attention_dropout is 0\.1, supported: 0"):
+        model.train()(tokens)
+    model.eval()
+    with pytest.raises(UnsupportedError, match="a gradient is recorded, which it has none of"):
+        model(tokens, cache=LatentCache(model.config))
+    with pytest.raises(ArgumentError, match="entries is 'fp4', expected None or 'fp8'"):
+        LatentCache(model.config, "fp4")
+    model.config.kv_lora_rank = 256
+    with pytest.raises(UnsupportedError, match="latents of 256 and 64 dims, entries of fp8 have 512 and 64"):
+        LatentCache(model.config, "fp8")

@@ -1,0 +1,24 @@
+"""DeepSeek sparse attention of transformers' models by xmla: `attn_implementation="xmla"`.
+
+    import xmla.transformers
+
+    model = AutoModelForCausalLM.from_pretrained(…, attn_implementation="xmla", dtype=torch.bfloat16)
+
+Importing this package makes the name known. Models of `SERVED` then select keys by `indexer_scores` and `select_topk`
+and attend by `sparse_mla`, over the latents as they are cached: neither scores of all indexer heads, nor keys and
+values of all heads, nor a mask of tokens by keys are made. Other models are refused by name when they are called.
+`LatentCache` holds latents as the kernels read them, in 16 bits or fp8.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from xmla.transformers.attention import attend
+from xmla.transformers.cache import LatentCache
+from xmla.transformers.masks import visible as visible
+from xmla.transformers.models import NAME, SERVED, serve
+
+__all__ = ["NAME", "SERVED", "LatentCache"]
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, visible)
+serve()

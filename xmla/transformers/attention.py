@@ -1,0 +1,74 @@
+"""Attention over cached latents, as transformers calls it."""
+
+from typing import Any
+
+import torch
+
+from xmla import torch_api as xt
+from xmla.core.errors import UnsupportedError
+
+
+def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
+    """Rows [B, 1, N, L+E] of latents [B, 1, N, L] and rotated keys [B, 1, N, E].
+
+    Nothing is copied if both are one array's; entries in fp8 are rows already.
+    """
+    if kv_nope.dtype == torch.uint8 or not k_rot.shape[-1]:
+        return kv_nope
+    width = kv_nope.shape[-1] + k_rot.shape[-1]
+    follows = k_rot.data_ptr() == kv_nope.data_ptr() + kv_nope.shape[-1] * kv_nope.element_size()
+    if follows and kv_nope.stride() == k_rot.stride() and kv_nope.stride(2) >= width and not kv_nope.requires_grad:
+        return kv_nope.as_strided((*kv_nope.shape[:-1], width), kv_nope.stride())
+    return torch.cat([kv_nope, k_rot], -1)
+
+
+def attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    scaling: float, dropout: float = 0.0, indices: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Multi-head latent attention of queries [B, H, S, ·] to the keys `indices` [B, S, K]: out [B, S, H, V].
+
+    `key` has the rows that `latents` made, which are values, too; the up-projections of both are multiplied with
+    queries and results. `s_aux` [H] are attention sinks.
+
+    Raises:
+        UnsupportedError: The layer selects no keys, there is dropout, or another dtype than bfloat16 and float16.
+    """
+    if indices is None:
+        raise UnsupportedError(
+            f"xmla.transformers: {type(module).__name__} selects no keys; a model of several parts names xmla for its "
+            'text alone: attn_implementation={"text_config": "xmla"}'
+        )
+    if dropout:
+        raise UnsupportedError(f"xmla.transformers: attention_dropout is {dropout}, supported: 0")
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(f"xmla.transformers: the model is {query.dtype}, supported are bfloat16 and float16")
+    batch, heads, queries, _ = query.shape
+    up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
+    up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+    nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    q = torch.cat([torch.einsum("bhsn,hnl->bshl", nope, up_key), rope.transpose(1, 2)], -1).flatten(0, 1)
+    rows, apart = _pool(key[:, 0])
+    slots = indices
+    if batch > 1:
+        first = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None, None] * apart
+        slots = torch.where(indices < 0, -1, indices + first)
+    sink = None if s_aux is None else s_aux.float()
+    out, _ = xt.sparse_mla(q, rows, slots.flatten(0, 1), sink=sink, softmax_scale=float(scaling))
+    return torch.einsum("bshl,hvl->bshv", out.unflatten(0, (batch, queries)).to(up_value.dtype), up_value), None
+
+
+def _pool(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Rows [B, N, ROW] of several sequences as one pool [·, 1, ROW], and how many rows there sequences are apart."""
+    batch, length, row = rows.shape
+    between, step, dense = rows.stride()
+    if batch > 1 and (dense != 1 or between % step):
+        rows = rows.contiguous()
+        between, step = length * row, row
+    if batch == 1:
+        return rows[0, :, None], 0
+    if between == length * step:
+        return rows.flatten(0, 1)[:, None], length
+    count = (batch - 1) * (between // step) + length
+    return rows.as_strided((count, 1, row), (step, step, 1)), between // step

@@ -1,0 +1,106 @@
+"""The mask of a forward pass as ranges of keys: what transformers hands to each layer in place of one of T by N.
+
+A query's keys are a range of the sequence's keys that are no padding, in their order. `visible` packs the ranges, and
+that order where there is padding, into one int32 tensor [B, 1, 1, 2S] or [B, 1, 1, 2S + N], which layers pass on as a
+mask; `Visible.of` reads it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from xmla.core.errors import ArgumentError, UnsupportedError
+
+CHUNK = 1 << 28  # elements of a mask that is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The keys that each query may see.
+
+    Attributes:
+        starts, ends: [B, S] int32, a range of the keys in `order`.
+        order: [B, N] int32, the keys that are no padding first; None: there is no padding.
+    """
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    order: torch.Tensor | None
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, queries: int, keys: int) -> "Visible":
+        """From what `visible` packed, [B, 1, ·], of so many queries and keys.
+
+        Raises:
+            UnsupportedError: It is another mask.
+        """
+        sizes = 2 * queries, 2 * queries + keys
+        if mask.dtype != torch.int32 or mask.shape[1] != 1 or mask.shape[2] not in sizes:
+            raise UnsupportedError(
+                f"xmla.transformers: attention_mask is {mask.dtype} of shape {tuple(mask.shape)}, supported are masks "
+                "of [batch, keys] and none"
+            )
+        starts, ends, *order = mask[:, 0].split([queries, queries, *([keys] if mask.shape[2] > 2 * queries else [])], 1)
+        return cls(starts, ends, order[0] if order else None)
+
+
+def visible(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: torch.Tensor | None = None,
+    device: Any = None, config: Any = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """What transformers asks for in place of a mask, once for all layers of a forward pass.
+
+    Raises:
+        UnsupportedError: The model is not served, or a query's keys are no range.
+    """
+    from xmla.transformers.models import refuse_others
+
+    refuse_others(config)
+    if mask_function is causal_mask_function:
+        place = torch.arange(q_length, device=device) + (q_offset + 1 - kv_offset)
+        starts, ends = torch.zeros_like(place), place.clamp(0, kv_length)
+        parts = [each.expand(batch_size, -1) for each in (starts, ends)]
+        if attention_mask is not None:
+            parts = without_padding(parts[1], attention_mask, kv_length, kv_offset)
+    else:
+        rows = partial(
+            sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, device=device, use_vmap=options.get("use_vmap", False),
+            allow_is_causal_skip=False,
+        )  # fmt: skip
+        at_once = max(1, CHUNK // max(1, batch_size * kv_length))
+        parts = [torch.cat(each, 1) for each in zip(*ranges(rows, q_length, q_offset, at_once), strict=True)]
+    return torch.cat([part.to(torch.int32) for part in parts], 1)[:, None, None]
+
+
+def without_padding(ends: torch.Tensor, mask: torch.Tensor, keys: int, offset: int) -> list[torch.Tensor]:
+    """Ranges, and the order, of the keys that a mask [B, ≥ N] of zeros and ones has; `ends` [B, S] counts all keys."""
+    if mask.dim() != 2:
+        raise ArgumentError(f"xmla.transformers: attention_mask has {mask.dim()} axes, expected [batch, keys]")
+    given = mask[:, offset : offset + keys].bool()
+    given = torch.nn.functional.pad(given, (0, keys - given.shape[1]))  # keys that no token has written yet
+    order = given.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+    counts = torch.nn.functional.pad(given.cumsum(1), (1, 0))
+    ends = counts.gather(1, ends.long())
+    return [torch.zeros_like(ends), ends, order]
+
+
+def ranges(
+    rows: Callable[..., Any], queries: int, first: Any, at_once: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Starts and ends [B, ·] of the keys of some queries after others, by `rows` of a mask for so many at once."""
+    for place in range(0, queries, at_once):
+        mask = rows(q_length=min(at_once, queries - place), q_offset=first + place)[:, 0]
+        count, starts = mask.sum(-1), mask.to(torch.int8).argmax(-1)
+        ends = mask.shape[-1] - mask.flip(-1).to(torch.int8).argmax(-1)
+        if bool(((count > 0) & (ends - starts != count)).any()):
+            raise UnsupportedError(
+                "xmla.transformers: a query's keys are not one after another, supported are causal masks with padding "
+                "and packed sequences"
+            )
+        yield starts, starts + count

@@ -1,0 +1,137 @@
+"""The models of transformers that are served: how their indexers project, and where xmla stands in their classes."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from xmla.core.errors import UnsupportedError
+from xmla.transformers.attention import latents
+from xmla.transformers.masks import Visible
+from xmla.transformers.selection import Projected, select
+
+NAME = "xmla"
+
+
+def _rotate(module: nn.Module, interleaved: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The rotation of the file that defines a module's class."""
+    name = "apply_rotary_pos_emb_interleave" if interleaved else "apply_rotary_pos_emb"
+    return getattr(sys.modules[type(module).__module__], name)
+
+
+def _query(indexer: Any, x: torch.Tensor) -> torch.Tensor:
+    return indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+
+
+def _weights(indexer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Of each head, [B, S, I] float32, with all factors of the scores."""
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    return weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+
+
+def _project(
+    indexer: Any, q: torch.Tensor, k: torch.Tensor, given: dict[str, Any], *, interleaved: bool = False,
+    rope_last: bool = False,
+) -> Projected:  # fmt: skip
+    """Queries [B, S, I, D] and keys [B, S, D], of which some dims are rotated."""
+    rope, rest = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
+    k = k[:, :, None]
+    (q_rest, q_rope), (k_rest, k_rope) = (
+        each.split([rest, rope], -1) if rope_last else each.split([rope, rest], -1)[::-1] for each in (q, k)
+    )
+    q_rope, k_rope = _rotate(indexer, interleaved)(q_rope, k_rope, *given["position_embeddings"], unsqueeze_dim=2)
+    q, k = (
+        torch.cat([each_rest, each_rope] if rope_last else [each_rope, each_rest], -1)
+        for each_rest, each_rope in ((q_rest, q_rope), (k_rest, k_rope))
+    )
+    return Projected(q, k[:, :, 0], _weights(indexer, given["hidden_states"]))
+
+
+def deepseek_v32(indexer: Any, given: dict[str, Any]) -> Projected:
+    x = given["hidden_states"]
+    return _project(indexer, _query(indexer, given["q_resid"]), indexer.k_norm(indexer.wk(x)), given)
+
+
+def glm_moe_dsa(indexer: Any, given: dict[str, Any]) -> Projected:
+    x = given["hidden_states"]
+    q = _query(indexer, given["q_resid"])
+    return _project(indexer, q, indexer.k_norm(indexer.wk(x)), given, interleaved=True)
+
+
+def hy_v4(indexer: Any, given: dict[str, Any]) -> Projected:
+    """The last dims are rotated; keys are normed in float32."""
+    x = given["hidden_states"]
+    k = indexer.k_norm(indexer.wk(x).to(indexer.k_norm.weight.dtype)).to(x.dtype)
+    return _project(indexer, _query(indexer, given["q_resid"]), k, given, rope_last=True)
+
+
+def mistral_large4(indexer: Any, given: dict[str, Any]) -> Projected:
+    """Queries are of the hidden states and scaled by position; some layers rotate nothing."""
+    x = given["hidden_states"]
+    q, k = _query(indexer, indexer.q_input_norm(x)), indexer.k_norm(indexer.wk(x))
+    q = indexer.softmax_scaling(q, given["position_ids"], head_dim_first=False)
+    if indexer.use_rope:
+        return _project(indexer, q, k, given, interleaved=True)
+    return Projected(q, k, _weights(indexer, x))
+
+
+# Of each model type the file of its classes, how their names begin and how its indexer projects.
+_CLASSES: dict[str, tuple[str, str, Callable[..., Projected]]] = {
+    "deepseek_v32": ("deepseek_v32", "DeepseekV32", deepseek_v32),
+    "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa", glm_moe_dsa),
+    "hy_v4": ("hy_v4", "HYV4", hy_v4),
+    "mistral_large4_text": ("mistral_large4", "MistralLarge4Text", mistral_large4),
+}
+SERVED = tuple(_CLASSES)
+
+
+def refuse_others(config: Any) -> None:
+    """Refuse a model that is not of `SERVED`."""
+    if config.model_type not in SERVED:
+        raise UnsupportedError(
+            f"xmla.transformers: model_type is {config.model_type}, supported: {', '.join(SERVED)}; another "
+            "attn_implementation serves it"
+        )
+
+
+def serve() -> None:
+    """Have the classes of each served model ask xmla, where their configuration names it."""
+    for file, prefix, project in _CLASSES.values():
+        module = import_module(f"transformers.models.{file}.modeling_{file}")
+        attention, indexer = getattr(module, f"{prefix}Attention"), getattr(module, f"{prefix}Indexer")
+        attention.expand_kv = _expanding(attention.expand_kv)
+        indexer.forward = _indexing(indexer.forward, project)
+
+
+def _expanding(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.config._attn_implementation != NAME:
+            return own(self, kv_nope, k_rot)
+        rows = latents(kv_nope, k_rot)
+        return rows, rows  # there are no values of their own
+
+    return expand_kv
+
+
+def _indexing(own: Callable[..., Any], project: Callable[..., Projected]) -> Callable[..., Any]:
+    parameters = signature(own)
+
+    @wraps(own)
+    @torch.no_grad()
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.config._attn_implementation != NAME:
+            return own(self, *args, **kwargs)
+        given = parameters.bind(self, *args, **kwargs).arguments
+        query, keys, weights = project(self, given)
+        if given.get("cache") is not None:
+            keys = given["cache"].update_indexer(keys, self.layer_idx)
+        seen = Visible.of(given["attention_mask"], query.shape[1], keys.shape[1])
+        return select(Projected(query, keys, weights), seen, self.index_topk)
+
+    return forward
