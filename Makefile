@@ -20,7 +20,6 @@ PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/f
 	maxtext.py megatron.py torch_api/__init__.py torch_api/_functions.py torch_api/parallel.py jax_api/__init__.py jax_api/_functions.py jax_api/parallel.py core/errors.py \
 	core/models/base.py core/models/v32.py core/models/v4.py core/parallel.py core/support.py
 
-RESULTS ?= benchmarks/results/h200
 SECONDS ?= 60
 # Other numbers are other cases.
 FIRST ?= 0
@@ -117,16 +116,8 @@ pages: docs
 
 # Every figure of the README and the documents, from the committed results.
 report: $(READY)
-	$(PYTHON) -m xmla.bench.report $(RESULTS)/bench.jsonl $(RESULTS)/backward.jsonl benchmarks/results/h100/blocks.jsonl $(RESULTS)/blocks.jsonl --beside benchmarks/results/h100/bench.jsonl --into docs/performance.md --pictures docs/images
-	$(PYTHON) -m xmla.bench.frameworks_report $(RESULTS)/frameworks.jsonl --into docs/performance.md --pictures docs/images
-	$(PYTHON) -m xmla.bench.roofline document $(RESULTS)/bench.jsonl > docs/roofline.md
-	$(PYTHON) -m xmla.bench.layer_report $(RESULTS)/layer.jsonl --into docs/training.md
-	$(PYTHON) -m xmla.bench.megatron_report $(RESULTS)/megatron.jsonl --into docs/megatron.md
-	$(PYTHON) -m xmla.bench.ranks_report $(RESULTS)/parallel.jsonl --into docs/ranks.md
-	$(PYTHON) -m xmla.bench.engine_report $(RESULTS)/vllm_033.jsonl benchmarks/results/h100/vllm_033.jsonl $(RESULTS)/vllm_026.jsonl --into docs/vllm.md
-	$(PYTHON) -m xmla.bench.engine_report benchmarks/results/h100/sglang.jsonl $(RESULTS)/sglang.jsonl --into docs/sglang.md
-	$(PYTHON) -m xmla.bench.evidence_report $(RESULTS) --into docs/contract.md
-	$(PYTHON) -m xmla.bench.summary $(RESULTS) --into README.md
+	$(PYTHON) -m xmla.bench.roofline document benchmarks/results/h200/bench.jsonl > docs/roofline.md
+	$(PYTHON) -m tools.report
 
 # What a release is. setuptools would also pack what an earlier build left.
 wheel: $(READY)

@@ -23,15 +23,9 @@ from xmla import interop, torch_api
 from xmla.bench import (
     baselines,
     cases,
-    engine_report,
-    evidence_report,
-    frameworks_report,
     layer,
     layer_jax,
-    layer_report,
-    picture,
     problems,
-    report,
     run,
     timing,
     timing_jax,
@@ -366,44 +360,6 @@ def test_selections_in_blocks_are_those_of_torch(
     assert not found.check() <= found.tolerance
 
 
-def test_another_devices_times_stand_beside_the_first_runs(tmp_path: Path) -> None:
-    """Its last run's; in a table of their own if no case of the first run is among them."""
-    ceilings = {"copy_bytes_per_s": 4e12, "bf16_flop_per_s": 8e14, "fp8_flop_per_s": 1.5e15}
-    versions = {"devices": ["NVIDIA H200 (sm_90, 132 SMs)"], "torch": "2.11", "triton": "3.9"}
-    head = {"command": "", "date": "2026-11-28", "commit": "0123456", "versions": versions, "ceilings": ceilings}
-    other = head | {"versions": versions | {"devices": ["NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)"]}}
-
-    def case(name: str, us: float) -> dict[str, object]:
-        return {"op": "an op", "case": name, "us": {"xmla": [us, us, us]}, "tflop_per_s": 1.0, "gb_per_s": 2.0,
-                "ceiling": "copy", "share_of_ceiling": 0.5, "ratio_to_peer": {"a peer": us / 10}}  # fmt: skip
-
-    host = {"op": "an op", "case": "", "launches": 1, "allocations": 1, "host_us": 3.0, "torch_add_us": 2.0}
-
-    def table(*lines: dict[str, object]) -> list[str]:
-        for name, each in (("first", (head, case("a", 10), case("b", 20), host)), ("other", lines)):
-            (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in each))
-        return report.report([tmp_path / "first"], tmp_path / "other").splitlines()
-
-    together = table(other, case("a", 11), other, case("b", 30), case("c", 40))
-    assert together[2].startswith("H100: NVIDIA H100 80GB HBM3 (sm_90, 132 SMs), 2026-11-28, commit 0123456")
-    assert together[4:9] == [
-        "| op | case | µs | rate | share of ceiling | against | H100: µs | share of ceiling | against |",
-        "|---|---|---|---|---|---|---|---|---|",
-        "| `an op` | a | 10 | 2 GB/s | 0.50 copy | 1.00 × a peer |  |  |  |",
-        "| `an op` | b | 20 | 2 GB/s | 0.50 copy | 2.00 × a peer | 30 | 0.50 copy | 3.00 × a peer |",
-        "| `an op` | c |  |  |  |  | 40 | 0.50 copy | 4.00 × a peer |",
-    ]
-    apart = table(other, case("c", 40))
-    assert [line for line in apart if line.startswith("| op ")] == [together[4].partition(" H100")[0]] * 2
-    assert "| `an op` | c | 40 | 2 GB/s | 0.50 copy | 4.00 × a peer |" in apart and apart[-2].startswith(
-        "| `an op` | 1 |"
-    )
-    both = table(other, case("a", 11), host | {"host_us": 4.0})
-    assert [line for line in both if line.startswith("| `an op` | 1 |")] == [
-        "| `an op` | 1 | 1 | 3.0 |  |", "| `an op` | 1 | 1 | 4.0 |  |",
-    ]  # fmt: skip
-
-
 def test_a_peers_package_leaves_tritons_functions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's puts a function of its own in the place of one that other peers' kernels call."""
 
@@ -448,146 +404,8 @@ def test_a_layers_step_is_that_of_the_dense_formulation(device: str) -> None:
     assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
 
 
-def test_a_layers_table_has_what_was_measured(tmp_path: Path) -> None:
-    head = {
-        "command": "", "date": "2026-11-24", "commit": "0123456789abcdef",
-        "versions": {"devices": ["a GPU"], "torch": "2.11", "triton": "3.9", "jax": "0.11"},
-    }  # fmt: skip
-    fits, full = {"ms": 2.4, "peak_gib": 1.25, "difference": {"q": 0.02}}, {"out_of_memory": True}
-    lines = [
-        {"tokens": 2048, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": {"ms": 3.0, "peak_gib": 2.0},
-         "difference": {"q": 0.016}, "dense_in_jax": fits},
-        {"tokens": 4096, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": full, "dense_in_jax": full},
-        {"tokens": 8192, "xmla": {"ms": 1.0, "peak_gib": 0.5}, "dense": full, "dense_in_jax": {"failed": "why"}},
-    ]  # fmt: skip
-    file = tmp_path / "layer.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
-    assert layer_report.report(file).splitlines()[2:] == [
-        "| tokens | xmla | dense | dense in JAX | difference of gradients |",
-        "|---|---|---|---|---|",
-        "| 2,048 | 1 ms, 0.5 GiB | 3 ms, 2.0 GiB | 2 ms, 1.2 GiB | 2.0% at most |",
-        "| 4,096 | 1 ms, 0.5 GiB | out of memory | out of memory |  |",
-        "| 8,192 | 1 ms, 0.5 GiB | out of memory | failed |  |",
-    ]
-
-
-def test_what_has_run_is_told_by_commit(tmp_path: Path) -> None:
-    """Parts at one commit are added, what ran again counts once, what is missing is named; of an op the last run."""
-
-    def write(file: str, *runs: tuple[str, str, str, dict[str, Any]]) -> None:
-        versions = {"devices": ["a GPU"] * 2, "triton": "3.9.0"}
-        lines = [
-            {"command": command, "commit": commit, "versions": versions, "exit_code": 0, "last_lines": last.split("; ")}
-            | more
-            for command, commit, last, more in runs
-        ]
-        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    suite = "timeout -k 9 60 python3 -m pytest -v tests --ignore=tests/core --ignore=tests/gpu"
-    core, gpu = ("python3 -m pytest -v tests/core", "python3 -m pytest tests/gpu")
-    old, new = "0123456" + "789" * 11, "abcdef0, with a remark"
-    write(
-        "test",
-        (gpu, old, "== 1 failed in 2.5s ==", {"exit_code": 1}),
-        (suite, old, "== 5 passed, 1 skipped in 7s ==", {}),
-        (core, old, "== 7 passed in 1s ==", {}),
-        (gpu, old, "== 2 failed, 1 passed in 2.5s ==", {"exit_code": 124}),
-        (gpu, old, "== 1 passed in 2.5s ==", {"resumes": True}),
-        (suite, new, "== 1 failed, 2 passed in 60s ==", {"exit_code": 124, "collected": 10, "remark": "mended"}),
-        (core, new, "== 3 passed, 1 error in 1s ==", {"exit_code": 1}),
-        ("python3 -m pytest tests/test_bench.py -k told", "fffffff", "1 passed in 1s", {}),
-    )
-    fuzz, tool = "python3 -m tools.fuzz --seconds 9", "compute-sanitizer --tool {} python3 -m tools.fuzz"
-    write(
-        "contract",
-        (fuzz, old, "map_slots: 100 cases, 0 failures; merge_topk: 100 cases, 0 failures", {}),
-        (tool.format("memcheck"), old, "map_slots: 4 cases, 0 failures", {}),
-        (tool.format("synccheck"), old, "map_slots: 4 cases, 0 failures", {}),
-        (tool.format("racecheck"), old, "map_slots: 4 cases, 0 failures", {"exit_code": 9}),
-        (
-            fuzz, new,
-            "map_slots: 900 cases of 2 of 6 shapes, 0 failures; merge_topk: 0 cases of 0 of 4 shapes, 0 failures",
-            {},
-        ),
-        (fuzz, new, "map_slots: 200 cases of 3 of 6 shapes, 1 failures; 200 cases of 3 of 10 shapes", {"exit_code": 1}),
-    )  # fmt: skip
-    told = evidence_report.report(tmp_path).splitlines()
-    assert told[:2] == ["| what | of which | at commit, by Triton | found |", "|---|---|---|---|"]
-    assert told[2:6] == [
-        "| test suite | on 2 GPUs; without `gpu`; cut by its time: 7 tests not reached | abcdef0, 3.9.0 | "
-        "5 passed, 2 failed; mended |",
-        "| test suite | all, on 2 GPUs | 0123456, 3.9.0 | 14 passed, none failed |",
-        "| fuzzer | 1,100 cases of `map_slots` | abcdef0, 3.9.0 | 1 failed |",
-        "| fuzzer | 100 cases of `merge_topk` | 0123456, 3.9.0 | nothing |",
-    ]
-    assert told[6].startswith("| fuzzer | `compress_kv`, ") and told[6].endswith(" |  | not run yet |")
-    assert told[7:9] == [
-        "| memcheck, synccheck | 4 cases of `map_slots` | 0123456, 3.9.0 | nothing |",
-        "| racecheck | 4 cases of `map_slots` | 0123456, 3.9.0 | reports, see below |",
-    ]
-    assert told[-1] == "| `map_slots` | 3 of 6 |"
-    assert [line.split(" | ")[0] for line in told if "initcheck" in line] == ["| initcheck"]
-
-
 def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs a GPU; its process ends where there is none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = layer.dense_in_jax(16)
     assert found.keys() == {"failed"} and found["failed"]
-
-
-def test_latencies_of_a_trace_beside_own_kernels() -> None:
-    def line(name: str, scale: float, rate: float = 8.0, **more: bool) -> dict[str, Any]:
-        times = {"median": 10.0 * scale, "p99": 40.0 * scale}
-        asked = {"requests": round(12 * rate), "rate": rate, "rounds": 3} | more
-        return {"engine": name, "trace": asked, "ttft_ms": times, "tpot_ms": {"median": 2.0, "p99": 4.0}}
-
-    told, _, _, _, row = engine_report.served([line("v41-xmla-graphs", 1.0), line("v41-own-graphs", 1.5)])
-    assert told == "Both engines on one GPU, in turns."
-    figures = "10.0 ms (1.50 ×) | 40.0 ms (1.50 ×) | 2.0 ms (1.00 ×) | 4.0 ms (1.00 ×)"
-    assert row == f"| 96, 8 a second; 3 rounds | {figures} |"
-    # At a rate that one of the two had no time for nothing is told.
-    lines = [line(name, scale, rate, apart=True) for name, scale in (("xmla-graphs", 1.0), ("own-graphs", 1.5))
-             for rate in (8.0, 4.0)]  # fmt: skip
-    told, *_, first, second = engine_report.served([*lines, line("xmla-graphs", 1.0, 2.0)])
-    assert told == "Each engine on a GPU of its own, at the same time."
-    assert (first, second) == (row, f"| 48, 4 a second; 3 rounds | {figures} |")
-
-
-@pytest.mark.parametrize(("name", "gpus"), [("ranks", "Two GPUs"), ("ranks-4", "Four GPUs")])
-def test_speeds_of_ranks_beside_own_kernels(name: str, gpus: str) -> None:
-    """A case that only one of the two has is left out."""
-    line = {"context": 4096, "requests": 8, "step_us": 3.0, "step_us_by_round": [3.0], "prefill_tokens_per_s": 1000}
-    ranks = [line | {"engine": f"xmla-{name}-graphs"}, line | {"engine": f"own-{name}-graphs", "step_us": 4.5}]
-    told = engine_report.speeds([*ranks, ranks[0] | {"context": 64}])
-    assert told[:2] == [f"{gpus} share the heads.", ""] and told[4:] == [
-        "| 4,096 | 8 | 1,000 (1.00 ×) | 3 µs (1.50 ×) |"
-    ]
-    alone = [each | {"engine": each["engine"].replace(f"{name}-", "")} for each in ranks]
-    assert engine_report.speeds(alone) == told[2:]
-
-
-def test_a_table_of_both_frameworks(tmp_path: Path) -> None:
-    versions = {"devices": ["a GPU"], "torch": "2.11", "triton": "3.9", "jax": "0.11"}
-    head = {"command": "", "date": "2026-11-27", "commit": "0123456789abcdef", "versions": versions}
-    host = {"torch": {"us": [12.0, 11.0, 13.0], "host_us": 20.0, "waited_us": 50.0}}
-    by_jax = {"us": [10.0, 9.0, 11.0], "host_us": 30.0, "waited_us": 60.0, "without_work_us": 40.0, "same_bits": True}
-    times = {"xmla": [11.0, 1, 2], "FlashMLA": [12.0, 1, 2], "slow": [13.0, 1, 2], "itself twice": [5.0, 1, 2]}
-    lines = [
-        {"op": "dsa_attention", "case": "a", "us": times, "jax": by_jax, **host},
-        {"op": "sparse_mla", "case": "b", "us": {"xmla": [9.0, 1, 2]}, "jax": by_jax | {"same_bits": False}, **host},
-        {"op": "sparse_mla", "case": "c", "us": {"xmla": [9.0, 1, 2]}, "jax": {"failed": "why"}},
-        {"op": "jit", "case": "16 donated arrays", "host_us": 75.0}, {"op": "jit", "case": "16 Refs", "host_us": 427.0},
-    ]  # fmt: skip
-    file = tmp_path / "bench.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
-    table = frameworks_report.report(file)
-    assert "The same bits by both in 1 of 2 cases." in table
-    assert "| `dsa_attention` | a | 12.0 | 10.0 | 1.20 | 12.0 FlashMLA |" in table
-    assert "| `sparse_mla` | b | 12.0 | 10.0 | 1.20 |  |" in table
-    assert "| `dsa_attention` | a | 20.0, 50.0 | 30.0, 60.0 | 40.0 |" in table and "| 16 | 75.0 | 427.0 |" in table
-    picture.draw_frameworks(head, lines, tmp_path / "frameworks.svg")
-    assert picture.described(tmp_path / "frameworks.svg") == picture.shown_frameworks(head, lines)
-    assert picture.shown_frameworks(head, lines)["points"] == {
-        "dsa_attention": [[12.0, 1.2]], "sparse_mla": [[12.0, 1.2]]
-    }  # fmt: skip

@@ -16,23 +16,13 @@ import pytest
 from conftest import marked_jax, require_tool
 
 import xmla
-from xmla.bench import (
-    engine_report,
-    evidence_report,
-    frameworks_report,
-    layer_report,
-    megatron_report,
-    picture,
-    ranks_report,
-    summary,
-)
-from xmla.bench.provenance import origin
-from xmla.bench.report import insert, read, report
+from tools.report.pages import PICTURES, RESULTS, TABLES, Picture, Table
+from tools.report.pictures import described
+from xmla.bench.picture import COLORS
 from xmla.command import app
 from xmla.core.registry import registry
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/h200"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -140,31 +130,20 @@ def test_no_block_is_of_another_language() -> None:
     assert kinds <= {"python", "bash", "text", ""}, kinds
 
 
-def test_numbers_are_the_committed_ones() -> None:
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.page} {table.marker}")
+def test_tables_are_of_the_committed_results(table: Table) -> None:
     """`make report` writes them."""
-    numbers = report(
-        [
-            RESULTS / "bench.jsonl",
-            RESULTS / "backward.jsonl",
-            ROOT / "benchmarks/results/h100/blocks.jsonl",
-            RESULTS / "blocks.jsonl",
-        ],
-        ROOT / "benchmarks/results/h100/bench.jsonl",
-    )
-    page = (ROOT / "docs/performance.md").read_text()
-    assert "FlashMLA" in numbers
-    assert insert(page, numbers) == page
+    page = (ROOT / table.page).read_text()
+    assert table.insert(page) == page
 
 
-def test_pictures_are_of_the_committed_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drawn", PICTURES, ids=lambda drawn: drawn.file)
+def test_pictures_are_of_the_committed_results(drawn: Picture, tmp_path: Path) -> None:
     """`make report` draws them."""
-    head, *lines = read([RESULTS / "bench.jsonl"])[0]
-    shown = picture.shown_speeds(head, lines)
-    assert [len(bars) for bars in shown["bars"].values()] == [7, 3, 6]
-    assert picture.described(ROOT / "docs/images/speed.svg") == shown
-    assert picture.described(ROOT / "docs/images/run.svg") == origin(head)
-    picture.draw_speeds(head, lines, tmp_path / "speed.svg")
-    assert picture.described(tmp_path / "speed.svg") == shown
+    results = RESULTS / drawn.results
+    assert described(ROOT / drawn.file) == drawn.shown(results)
+    drawn.draw(results, tmp_path / "drawn.svg")
+    assert described(tmp_path / "drawn.svg") == drawn.shown(results)
 
 
 @pytest.mark.parametrize("name", ["speed", "run", "frameworks"])
@@ -173,85 +152,14 @@ def test_drawn_pictures_are_light_and_dark(name: str) -> None:
     text = (ROOT / f"docs/images/{name}.svg").read_text()
     _, dark = text.split("@media (prefers-color-scheme: dark)")
     rules = dict(re.findall(r'\[style\*="(\w+: #\w{6})"\] \{\w+: (#\w{6}) !important\}', dark.partition("</style>")[0]))
-    used = {style for light, _ in picture.COLORS.values() for style in (f"fill: {light}", f"stroke: {light}")}
+    used = {style for light, _ in COLORS.values() for style in (f"fill: {light}", f"stroke: {light}")}
     used = {style for style in used if f"{style};" in dark or f'{style}"' in dark}
     assert used and used <= rules.keys()
     assert all(rules[style] != style.split(": ")[1] for style in used)
 
 
-def test_steps_over_several_gpus_are_the_committed_ones() -> None:
-    table = ranks_report.report(RESULTS / "parallel.jsonl")
-    page = (ROOT / "docs/ranks.md").read_text()
-    assert insert(page, table, ranks_report.MARKERS) == page
-    assert table.count("µs") > 20
-
-
-def test_both_frameworks_are_the_committed_ones() -> None:
-    """`make report` writes and draws them."""
-    file = RESULTS / "frameworks.jsonl"
-    table = frameworks_report.report(file)
-    page = (ROOT / "docs/performance.md").read_text()
-    assert insert(page, table, frameworks_report.MARKERS) == page
-    assert "in 19 of 19 cases" in table and "step of 8 layers" in table
-    head, *lines = (line for run in read([file]) for line in run)
-    shown = picture.described(ROOT / "docs/images/frameworks.svg")
-    assert shown == picture.shown_frameworks(head, lines)
-
-
-def test_a_layers_training_steps_are_the_committed_ones() -> None:
-    table = layer_report.report(RESULTS / "layer.jsonl")
-    page = (ROOT / "docs/training.md").read_text()
-    assert insert(page, table, layer_report.MARKERS) == page
-    assert table.count("ms") >= 5 and "out of memory" in table
-
-
-def test_figures_of_vllm_are_the_committed_ones() -> None:
-    newer, older = (RESULTS / f"vllm_{release}.jsonl" for release in ("033", "026"))
-    table = engine_report.report([newer, ROOT / "benchmarks/results/h100/vllm_033.jsonl", older])
-    page = (ROOT / "docs/vllm.md").read_text()
-    assert insert(page, table, engine_report.MARKERS) == page
-    assert sum(line.startswith("| ") for line in table.splitlines()) > 40
-
-
-def test_figures_of_sglang_are_the_committed_ones() -> None:
-    table = engine_report.report([ROOT / "benchmarks/results/h100/sglang.jsonl", RESULTS / "sglang.jsonl"])
-    page = (ROOT / "docs/sglang.md").read_text()
-    assert insert(page, table, engine_report.MARKERS) == page
-    assert table.count(" µs (") == 2 * (5 + 4 + 4) and table.count(" of 32 |") == (6 + 8 + 2 + 8) * 5
-
-
-def test_figures_of_megatrons_layer_are_the_committed_ones() -> None:
-    table = megatron_report.report(RESULTS / "megatron.jsonl")
-    page = (ROOT / "docs/megatron.md").read_text()
-    assert insert(page, table, megatron_report.MARKERS) == page
-    assert table.count(" ms, ") >= 4
-
-
-def test_a_step_of_megatrons_layer_by_xmla_alone_has_a_row() -> None:
-    line = {"tokens": 131072, "tensor_parallel": 1, "context_parallel": 2, "sparse_loss": True}
-    alone = line | {"xmla": {"ms": 900.4, "peak_gib": 49.04}}
-    assert megatron_report.row(alone) == (
-        "| 131,072 | 2, tokens shared | selected keys | not run | 900 ms, 49.0 GiB |  |  |"
-    )
-    assert "| out of memory |  |  |" in megatron_report.row(line | {"xmla": {"out_of_memory": True}})
-
-
 def test_the_readme_counts_the_ops() -> None:
     assert f" as {len(registry())} ops: " in (ROOT / "README.md").read_text()
-
-
-def test_what_has_run_is_what_the_results_say() -> None:
-    table = evidence_report.report(RESULTS)
-    page = (ROOT / "docs/contract.md").read_text()
-    assert insert(page, table, evidence_report.MARKERS) == page
-    assert {"test suite", "fuzzer"} < {line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()}
-
-
-def test_the_readmes_speeds_are_the_committed_ones() -> None:
-    table = summary.report(RESULTS)
-    page = (ROOT / "README.md").read_text()
-    assert insert(page, table, summary.MARKERS) == page
-    assert table.count(" × |") == 18
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,10 +1,10 @@
-"""`python -m xmla.bench.evidence_report RESULTS [--into docs/contract.md]`: what has run on GPUs, and what it found.
+"""What has run on a device, and what it found.
 
-RESULTS is the folder of a device's results: test.jsonl has runs of the test suite, contract.jsonl of the fuzzer, alone
-or under a tool of compute-sanitizer. `python -m tools.on_gpus` makes both. What ran at one commit is one run, in any
-number of parts. Of the suite the last run is told, and the last whole one if that is another; of each op the last run
-of the fuzzer, and of each tool. A line's "remark", if somebody gave it one, is told with it. A line that "resumes" ran
-what had not passed in the lines of the same paths before it.
+Its test.jsonl has runs of the test suite, contract.jsonl of the fuzzer, alone or under a tool of compute-sanitizer.
+`python -m tools.on_gpus` makes both. What ran at one commit is one run, in any number of parts. Of the suite the last
+run is told, and the last whole one if that is another; of each op the last run of the fuzzer, and of each tool. A
+line's "remark", if somebody gave it one, is told with it. A line that "resumes" ran what had not passed in the lines of
+the same paths before it.
 """
 
 import re
@@ -13,14 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
-from xmla.bench.report import read, show
+from tools.report.results import Line, read
 from xmla.core.registry import registry
 
-MARKERS = "<!-- evidence -->\n", "<!-- /evidence -->"
 SUITE = "tests"  # the folder of all tests, as a command's argument
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 OUTCOME = re.compile(r"(\d+) (passed|failed|error|skipped)")
@@ -29,13 +25,12 @@ FUZZED = re.compile(r"(\w+): (\d+) cases(?: of (\d+) of (\d+) shapes)?, (\d+) fa
 CUT, REPORTED = 124, 9  # exit codes: of `timeout`, and of a tool that found something
 NOT_RUN = "not run yet"
 FEW = 8  # ops of a row that has their names
-Line = dict[str, Any]
 Row = tuple[str, str, str, str]  # what ran, of which, at which commit and by which Triton, what it found
 
 
 def lines_of(file: Path) -> list[Line]:
     """The commands of a file; of their commits the first seven digits, without remarks."""
-    return [head | {"commit": head["commit"][:7]} for head, *_ in read([file])]
+    return [head | {"commit": head["commit"][:7]} for head, *_ in read(file)]
 
 
 def remarks(lines: Iterable[Line]) -> list[str]:
@@ -196,10 +191,10 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [first, "|---" * len(head) + "|", *others]
 
 
-def report(results: Path) -> str:
+def report(suite: Path, fuzzer: Path) -> str:
     """Markdown: a row of each run, then the shapes that the fuzzer's last runs took, where these are not all."""
-    fuzzing = lines_of(results / "contract.jsonl")
-    rows = [*suites(lines_of(results / "test.jsonl")), *(("fuzzer", *row) for row in fuzzer_rows(fuzzing, None))]
+    fuzzing = lines_of(fuzzer)
+    rows = [*suites(lines_of(suite)), *(("fuzzer", *row) for row in fuzzer_rows(fuzzing, None))]
     same: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for tool in TOOLS:
         for row in fuzzer_rows(fuzzing, tool):
@@ -215,15 +210,3 @@ def report(results: Path) -> str:
             *table(("op", "shapes"), shapes),
         ]
     return "\n".join([*markdown, ""])
-
-
-def main(
-    results: Annotated[Path, typer.Argument(help="Folder of a device's results.", exists=True)],
-    into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
-) -> None:
-    """Print the tables in Markdown, or put them in their place."""
-    show(report(results), into, MARKERS)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,23 +1,14 @@
-"""`python -m xmla.bench.layer_report FILE [--into docs/training.md]`: a layer's training step beside the dense one.
-
-The file's lines are those of `python -m xmla.bench.layer`.
-"""
+"""A layer's training step beside the dense one, by `python -m xmla.bench.layer`."""
 
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
+from tools.report.results import Line, read
 from xmla.bench.provenance import origin
-from xmla.bench.report import read, show
-
-MARKERS = "<!-- layer -->\n", "<!-- /layer -->"
-
 
 NAMES = {"xmla": "xmla", "dense": "dense", "dense_in_jax": "dense in JAX"}
 
 
-def cell(measured: dict[str, Any]) -> str:
+def cell(measured: Line) -> str:
     if "ms" in measured:
         return f"{measured['ms']:.0f} ms, {measured['peak_gib']:.1f} GiB"
     return "failed" if "failed" in measured else "out of memory"
@@ -25,7 +16,7 @@ def cell(measured: dict[str, Any]) -> str:
 
 def report(file: Path) -> str:
     """Markdown: where the figures come from, then a line per number of tokens."""
-    ((head, *lines),) = read([file])
+    ((head, *lines),) = read(file)
     versions = head["versions"]
     measured = [name for name in NAMES if name in lines[0]]
     packages = ["torch", "Triton", *(["JAX"] if "dense_in_jax" in measured else [])]
@@ -40,15 +31,3 @@ def report(file: Path) -> str:
         apart = f"{max(max(each.values()) for each in differences):.1%} at most" if differences else ""
         markdown.append(f"| {line['tokens']:,} | {' | '.join(cell(line[name]) for name in measured)} | {apart} |")
     return "\n".join(markdown) + "\n"
-
-
-def main(
-    file: Annotated[Path, typer.Argument(help="JSON lines written by `python -m xmla.bench.layer`.")],
-    into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
-) -> None:
-    """Print the table in Markdown, or put it in its place."""
-    show(report(file), into, MARKERS)
-
-
-if __name__ == "__main__":
-    typer.run(main)

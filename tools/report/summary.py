@@ -1,19 +1,11 @@
-"""`python -m xmla.bench.summary RESULTS [--into README.md]`: the committed speeds, a line a claim.
-
-RESULTS is the folder of a device's results. A range is of all cases of a kind, the worst first.
-"""
+"""The committed speeds, a line a claim; above 1 xmla is faster. A range is of all cases of a kind, the worst first."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
-from xmla.bench import engine_report, picture
-from xmla.bench.report import read, show
-
-MARKERS = "<!-- speed -->\n", "<!-- /speed -->"
-Line = dict[str, Any]
+from tools.report import engines
+from tools.report.frameworks import in_turns
+from tools.report.results import Line, read
 
 
 def span(ratios: Iterable[float]) -> str:
@@ -23,7 +15,8 @@ def span(ratios: Iterable[float]) -> str:
 
 
 def lines_of(file: Path) -> list[Line]:
-    return [line for _, *lines in read([file]) for line in lines]
+    """The cases of all runs."""
+    return [line for _, *lines in read(file) for line in lines]
 
 
 def beside(lines: list[Line], peer: str, chosen: Callable[[str], bool]) -> str:
@@ -49,7 +42,7 @@ def steps_of(lines: list[Line]) -> list[Line]:
 
 def in_jax(lines: list[Line]) -> str:
     """Speed of a jitted step of layers beside the CUDA graph of PyTorch's."""
-    return span(by_torch / by_jax for by_torch, by_jax in map(picture.in_turns, steps_of(lines)))
+    return span(by_torch / by_jax for by_torch, by_jax in map(in_turns, steps_of(lines)))
 
 
 def waited_in_jax(lines: list[Line]) -> str:
@@ -63,7 +56,7 @@ def model_in_jax(lines: list[Line]) -> str:
 
 
 def megatron(file: Path) -> str:
-    runs = [run for run, *_ in read([file]) if "none" in run]  # of long sequences xmla runs alone
+    runs = [run for run, *_ in read(file) if "none" in run]  # of long sequences xmla runs alone
     return span(run["none"]["ms"] / run["xmla"]["ms"] for run in runs)
 
 
@@ -79,44 +72,45 @@ def vllm(file: Path, key: str) -> str:
 
     Not of several GPUs, whose passes have waits for each other.
     """
-    cases = [engines for _, *lines in read([file]) for engines in engine_report.cases_of(lines).values()]
+    cases = [case for _, *lines in read(file) for case in engines.cases_of(lines).values()]
     pair = "xmla-graphs", "own-graphs"
-    both = [engine_report.figures(engines, pair, key) for engines in cases if engine_report.pair_of(engines) == pair]
+    both = [engines.figures(case, pair, key) for case in cases if engines.pair_of(case) == pair]
     return span(theirs / ours if key.endswith("_us") else ours / theirs for ours, theirs in both)
 
 
-def report(results: Path) -> str:
+def report(
+    bench: Path, backward: Path, frameworks: Path, model_step: Path, jax_peers: Path, layer_steps: Path,
+    megatron_steps: Path, engine: Path,
+) -> str:  # fmt: skip
     """Markdown: what, how fast, beside what and where all cases stand."""
-    bench, backward = lines_of(results / "bench.jsonl"), lines_of(results.parent / "h100/backward.jsonl")
-    frameworks, engine = lines_of(results / "frameworks.jsonl"), results / "vllm_033.jsonl"
-    (faster, memory), tokens = layer(results / "layer.jsonl", 4096), "4096 tokens"
+    ops, derivative, steps, peers = map(lines_of, (bench, backward, frameworks, jax_peers))
+    (faster, memory), tokens = layer(layer_steps, 4096), "4096 tokens"
     both = "[both frameworks](docs/performance.md#in-both-frameworks)"
-    by_xla = "tokamax by XLA"
-    peers, log = lines_of(results / "jax_peers.jsonl"), "[log](benchmarks/log/jax.md)"
+    by_xla, log = "tokamax by XLA", "[log](benchmarks/log/jax.md)"
     always: Callable[[str], bool] = lambda case: True
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
     table = [
         (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
-         beside(bench, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " in case), "FlashMLA",
+         beside(ops, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " in case), "FlashMLA",
          performance),
         (f"decode of V3.2 {pages}, 16 to 64 heads",
-         beside(bench, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " not in case),
+         beside(ops, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " not in case),
          "FlashMLA, which pads to 64 heads", performance),
-        (f"decode of V4 {pages}", beside(bench, "FlashMLA", lambda case: case.startswith("M1-")), "FlashMLA",
+        (f"decode of V4 {pages}", beside(ops, "FlashMLA", lambda case: case.startswith("M1-")), "FlashMLA",
          performance),
-        ("prefill over bf16 rows", beside(bench, "FlashMLA", lambda case: "prefill bf16 rows" in case), "FlashMLA",
+        ("prefill over bf16 rows", beside(ops, "FlashMLA", lambda case: "prefill bf16 rows" in case), "FlashMLA",
          performance),
-        (f"prefill {pages}", beside(bench, "FlashMLA", lambda case: "prefill fp8 pages" in case),
+        (f"prefill {pages}", beside(ops, "FlashMLA", lambda case: "prefill fp8 pages" in case),
          "FlashMLA over bf16 rows, dequantised before", performance),
         ("attention's derivative on an H100, with the same bits in every run",
-         beside(backward, "cuDNN", always), "cuDNN, which adds in any order",
+         beside(derivative, "cuDNN", always), "cuDNN, which adds in any order",
          "[log](benchmarks/log/training.md)"),
-        ("the same in any order", derivative_in_any_order(backward), "cuDNN", "[log](benchmarks/log/training.md)"),
-        ("a jitted step of eight layers in JAX, the GPU's time", in_jax(frameworks),
+        ("the same in any order", derivative_in_any_order(derivative), "cuDNN", "[log](benchmarks/log/training.md)"),
+        ("a jitted step of eight layers in JAX, the GPU's time", in_jax(steps),
          "a CUDA graph of the same in PyTorch", both),
-        ("the same, waited for", waited_in_jax(frameworks), "the same in PyTorch, call by call", both),
+        ("the same, waited for", waited_in_jax(steps), "the same in PyTorch, call by call", both),
         ("a decode step of a model in JAX, eight layers of V3.2, 16 and 128 heads, 1 to 64 requests",
-         model_in_jax(lines_of(results / "model_step.jsonl")),
+         model_in_jax(lines_of(model_step)),
          "a CUDA graph of transformers' model with xmla's ops, its other operations as PyTorch calls them",
          "[a model in JAX](docs/jax_model.md)"),
         ("attention of V3.2 in JAX over bf16 rows, 64 and 1024 tokens", beside(peers, "gather", always),
@@ -127,7 +121,7 @@ def report(results: Path) -> str:
          log),
         (f"a training step of a layer of V3.2, {tokens}", faster, f"the dense one in PyTorch; {memory}",
          "[training](docs/training.md#time-and-memory-of-a-layer)"),
-        (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(results / "megatron.jsonl"),
+        (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(megatron_steps),
          "its PyTorch code", "[Megatron-Core](docs/megatron.md)"),
         ("vLLM 0.33's forward pass, decode of V3.2, V4, V4.1 and GLM-5.3-Flash, 4 or 5 layers",
          vllm(engine, "forward_us"), "its own kernels, with torch 2.11 and without CuTe DSL",
@@ -138,15 +132,3 @@ def report(results: Path) -> str:
     return "\n".join(
         ["| what | speed | beside | more |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in table), ""]
     )
-
-
-def main(
-    results: Annotated[Path, typer.Argument(help="Folder of a device's results.", exists=True)],
-    into: Annotated[Path | None, typer.Option(help="Put the table between this file's markers.", exists=True)] = None,
-) -> None:
-    """Print the table in Markdown, or put it in its place; above 1 xmla is faster."""
-    show(report(results), into, MARKERS)
-
-
-if __name__ == "__main__":
-    typer.run(main)

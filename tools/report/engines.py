@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.engine_report FILE … [--into docs/vllm.md]`: an engine on xmla beside its own kernels.
+"""An engine on xmla beside its own kernels; ratios are speeds, above 1 xmla is faster.
 
 The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run_on_gpu.py`, runs of `check`, of `speed`
 and of `trace`.
@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from tools.report.results import Line, read
 from xmla.bench.provenance import origin
-from xmla.bench.report import read, show
 
-MARKERS = "<!-- engine -->\n", "<!-- /engine -->"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 # Engines that are shown beside each other, with what a table of them begins with.
 PAIRS = {
@@ -26,7 +23,6 @@ PAIRS = {
 Pair = tuple[str, str]
 FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
 MODELS = {"v4-": "DeepSeek-V4", "v41-": "DeepSeek-V4.1", "glm-": "GLM-5.3-Flash", "": "DeepSeek-V3.2"}
-Line = dict[str, Any]
 
 
 def prefix_of(name: str) -> str:
@@ -138,9 +134,9 @@ def served(lines: list[Line]) -> list[str]:
     return [how, "", *rows]
 
 
-def report(files: list[Path]) -> str:
+def report(*files: Path) -> str:
     """Markdown: speeds, traces, then answers; of each run where the figures come from and its table."""
-    runs = [(head, lines) for head, *lines in read(files)]
+    runs = [(head, lines) for head, *lines in read(*files)]
     markdown: list[str] = []
     titles = (
         ("Speed", "step_us", speeds),
@@ -153,15 +149,3 @@ def report(files: list[Path]) -> str:
         for head, lines in chosen:
             markdown += [engine(head, lines), "", *tables(lines), ""]
     return "\n".join(markdown[:-1]) + "\n"
-
-
-def main(
-    files: Annotated[list[Path], typer.Argument(help="JSON lines written by an engine's harness.")],
-    into: Annotated[Path | None, typer.Option(help="Put the tables between this file's markers.", exists=True)] = None,
-) -> None:
-    """Print the tables in Markdown, or put them in their place; ratios are speeds, above 1 xmla is faster."""
-    show(report(files), into, MARKERS)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,0 +1,1 @@
+"""Tables and pictures of the README and the documents, from the committed results."""
