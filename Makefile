@@ -116,7 +116,6 @@ pages: docs
 
 # Every figure of the README and the documents, from the committed results.
 report: $(READY)
-	$(PYTHON) -m xmla.bench.roofline document benchmarks/results/h200/bench.jsonl > docs/roofline.md
 	$(PYTHON) -m tools.report
 
 # What a release is. setuptools would also pack what an earlier build left.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from xmla.bench.roofline import MODELLED, call_of, document, estimates
+from tools.report.roofline import MODELLED, call_of, estimates
 from xmla.core.plan.roofline import REACHED, seconds_of
 from xmla.core.registry import registry
 from xmla.core.values import H200, KNOWN_DEVICES, PEAKS, Device, Spec
@@ -18,11 +18,6 @@ def test_no_kernel_is_faster_than_the_model() -> None:
     found = list(estimates(LINES))
     assert {estimate.op for estimate in found} == set(MODELLED)
     assert all(1 <= estimate.ratio < 13 for estimate in found), [e for e in found if not 1 <= e.ratio < 13]
-
-
-def test_the_document_is_that_of_the_committed_times() -> None:
-    """python -m xmla.bench.roofline document benchmarks/results/h200/bench.jsonl > docs/roofline.md"""
-    assert (ROOT / "docs/roofline.md").read_text() == document(LINES)
 
 
 def test_work_of_known_calls() -> None:

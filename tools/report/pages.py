@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.report import engines, evidence, frameworks, layer, megatron, pictures, ranks, speeds, summary
+from tools.report import engines, evidence, frameworks, layer, megatron, pictures, ranks, roofline, speeds, summary
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -60,6 +60,7 @@ TABLES = (
     )),
     Table("docs/performance.md", "frameworks", frameworks.report, ("h200/frameworks.jsonl",)),
     Table("docs/ranks.md", "ranks", ranks.report, ("h200/parallel.jsonl",)),
+    Table("docs/roofline.md", "roofline", roofline.report, ("h200/bench.jsonl",)),
     Table("docs/sglang.md", "engine", engines.report, ("h100/sglang.jsonl", "h200/sglang.jsonl")),
     Table("docs/training.md", "layer", layer.report, ("h200/layer.jsonl",)),
     Table("docs/vllm.md", "engine", engines.report, (

@@ -15,3 +15,8 @@ def read(*files: Path) -> list[list[Line]]:
             runs.append([])
         runs[-1].append(line)
     return runs
+
+
+def lines_of(file: Path) -> list[Line]:
+    """The cases of all runs of a file."""
+    return [line for _, *lines in read(file) for line in lines]

@@ -5,18 +5,13 @@ from pathlib import Path
 
 from tools.report import engines
 from tools.report.frameworks import in_turns
-from tools.report.results import Line, read
+from tools.report.results import Line, lines_of, read
 
 
 def span(ratios: Iterable[float]) -> str:
     ascending = [f"{ratio:.2f}" for ratio in sorted(ratios)]
     slowest, fastest = ascending[0], ascending[-1]
     return f"{slowest} ×" if slowest == fastest else f"{slowest} to {fastest} ×"
-
-
-def lines_of(file: Path) -> list[Line]:
-    """The cases of all runs."""
-    return [line for _, *lines in read(file) for line in lines]
 
 
 def beside(lines: list[Line], peer: str, chosen: Callable[[str], bool]) -> str:

@@ -13,7 +13,7 @@ from xmla.core.values import PEAKS, Device, Peaks
 # Shares of the data sheet's rates that a copy of 2 GiB and matmuls of 8192³ reach on an H200: 4.26 of 4.8 TB/s, 741 of
 # 989 and 1433 of 1979 TFLOP/s (benchmarks/results/h200/bench.jsonl).
 REACHED = Peaks(bytes_per_s=0.89, bf16_flop_per_s=0.75, fp8_flop_per_s=0.72)
-LAUNCH_SECONDS = 0.96e-6  # from one launch of a graph to the next (H200: benchmarks/results/h200/contract.jsonl)
+LAUNCH_SECONDS = 0.96e-6  # from one launch of a graph to the next on an H200 (benchmarks/launch_time.py)
 
 
 def seconds_of(work: Work, peaks: Peaks) -> float:
