@@ -228,5 +228,6 @@ def test_a_table_of_both_frameworks(tmp_path: Path) -> None:
 def test_a_step_of_megatrons_layer_by_xmla_alone_has_a_row() -> None:
     line = {"tokens": 131072, "tensor_parallel": 1, "context_parallel": 2, "sparse_loss": True}
     alone = line | {"xmla": {"ms": 900.4, "peak_gib": 49.04}}
-    assert megatron.row(alone) == ("| 131,072 | 2, tokens shared | selected keys | not run | 900 ms, 49.0 GiB |  |  |")
-    assert "| out of memory |  |  |" in megatron.row(line | {"xmla": {"out_of_memory": True}})
+    cells = "131,072", "2, tokens shared", "selected keys", "not run", "900 ms, 49.0 GiB", "", ""
+    assert megatron.row(alone) == cells
+    assert megatron.row(line | {"xmla": {"out_of_memory": True}})[-3:] == ("out of memory", "", "")

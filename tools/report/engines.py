@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
@@ -48,12 +49,12 @@ def alike(lines: list[Line]) -> list[str]:
     pairs = sorted((line for line in lines if "mean_abs_logprob" in line), key=lambda pair: max(pair["prompt"]))
     for prompts, of_prompts in groupby(pairs, key=lambda pair: pair["prompt"]):
         markdown += [""] if markdown else []
-        markdown.append(f"| engine | beside | {' | '.join(f'{prompt:,} tokens' for prompt in prompts)} |")
-        markdown.append("|---" * (2 + len(prompts)) + "|")
+        rows = []
         for pair in of_prompts:
             figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
             cells = [f"{apart:.4f}, {same:.1%}, {equal} of {pair['new_tokens']}" for apart, same, equal in figures]
-            markdown.append(f"| {pair['engine']} | {pair['beside']} | {' | '.join(cells)} |")
+            rows.append([pair["engine"], pair["beside"], *cells])
+        markdown += table(["engine", "beside", *(f"{prompt:,} tokens" for prompt in prompts)], rows)
     return markdown
 
 
@@ -92,8 +93,7 @@ def speeds(lines: list[Line]) -> list[str]:
     headings["prefill_tokens_per_s"] = "prefill, tokens/s"
     if all("step_us_by_round" in line for line in timed):
         headings["step_us"] = "decode: a step, with the host's part"
-    rows = [f"| context | requests | {' | '.join(headings.values())} |", "|---" * (2 + len(headings)) + "|"]
-    how = None
+    rows, how = [], None
     for (context, requests), engines in sorted(cases_of(lines).items()):
         pair = pair_of(engines)
         if pair is None:
@@ -103,8 +103,8 @@ def speeds(lines: list[Line]) -> list[str]:
             ours, theirs = figures(engines, pair, key)
             time = key.endswith("_us")
             cells.append(f"{ours:.0f} µs ({theirs / ours:.2f} ×)" if time else f"{ours:,.0f} ({ours / theirs:.2f} ×)")
-        rows.append(f"| {context:,} | {requests} | {' | '.join(cells)} |")
-    return [how, "", *rows] if how else rows
+        rows.append([f"{context:,}", str(requests), *cells])
+    return [*([how, ""] if how else []), *table(["context", "requests", *headings.values()], rows)]
 
 
 def served(lines: list[Line]) -> list[str]:
@@ -117,10 +117,8 @@ def served(lines: list[Line]) -> list[str]:
     both = [(pair, engines) for engines in rates.values() if (pair := pair_of(engines)) is not None]
     apart = any(engines[name]["trace"].get("apart") for (name, _), engines in both)
     how = "Each engine on a GPU of its own, at the same time." if apart else "Both engines on one GPU, in turns."
-    rows = [
-        "| requests of a round | until the first token: median | 99 % | a token behind it: median | 99 % |",
-        "|---" * 5 + "|",
-    ]
+    head = "requests of a round", "until the first token: median", "99 %", "a token behind it: median", "99 %"
+    rows = []
     for pair, engines in both:
         ours, theirs = (engines[name] for name in pair)
         cells = [
@@ -130,8 +128,8 @@ def served(lines: list[Line]) -> list[str]:
         ]
         asked = ours["trace"]
         each = f"{asked['requests']}, {asked['rate']:g} a second; {asked['rounds']} rounds"
-        rows.append(f"| {each} | {' | '.join(cells)} |")
-    return [how, "", *rows]
+        rows.append([each, *cells])
+    return [how, "", *table(head, rows)]
 
 
 def report(*files: Path) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.core.registry import registry
 
@@ -184,11 +185,6 @@ def unreached(lines: list[Line]) -> Iterator[tuple[str, str]]:
         reached, shapes = ran.shapes
         if reached < shapes:
             yield f"`{op}`", f"{reached} of {shapes}"
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
-    return [first, "|---" * len(head) + "|", *others]
 
 
 def report(suite: Path, fuzzer: Path) -> str:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
@@ -20,36 +21,32 @@ def peer_of(line: Line) -> str:
     return f"{peers[name]} {name}"
 
 
-def gpu_rows(lines: list[Line]) -> list[str]:
-    table = ["| op | case | PyTorch, µs | JAX, µs | PyTorch / JAX | best peer, µs |", "|---|---|---|---|---|---|"]
+def gpu_table(lines: list[Line]) -> list[str]:
+    rows = []
     for line in lines:
         ours, by_jax = in_turns(line)
-        table.append(f"| `{line['op']}` | {line['case']} | {ours} | {by_jax} | {ours / by_jax:.2f} | {peer_of(line)} |")
-    return table
+        ratio = f"{ours / by_jax:.2f}"
+        rows.append([f"`{line['op']}`", line["case"], str(ours), str(by_jax), ratio, peer_of(line)])
+    return table(["op", "case", "PyTorch, µs", "JAX, µs", "PyTorch / JAX", "best peer, µs"], rows)
 
 
-def host_rows(lines: list[Line]) -> list[str]:
-    head = "| op | case | PyTorch: call, with result, µs | jitted JAX: call, with result, µs | without work, µs |"
-    table = [head, "|---|---|---|---|---|"]
+def host_table(lines: list[Line]) -> list[str]:
+    rows = []
     for line in lines:
-        cells = [f"{line[name]['host_us']}, {line[name]['waited_us']}" for name in ("torch", "jax")]
-        cells.append(str(line["jax"]["without_work_us"]))
-        table.append(f"| `{line['op']}` | {line['case']} | {' | '.join(cells)} |")
-    return table
+        times = [f"{line[name]['host_us']}, {line[name]['waited_us']}" for name in ("torch", "jax")]
+        rows.append([f"`{line['op']}`", line["case"], *times, str(line["jax"]["without_work_us"])])
+    columns = "PyTorch: call, with result, µs", "jitted JAX: call, with result, µs", "without work, µs"
+    return table(["op", "case", *columns], rows)
 
 
-def cache_rows(lines: list[Line]) -> list[str]:
+def cache_table(lines: list[Line]) -> list[str]:
     """What caches cost the host, as donated arrays and as Refs."""
     times = {line["case"]: line["host_us"] for line in lines if line["op"] == "jit"}
     counts = sorted({int(case.split()[0]) for case in times})
-    if not counts:
-        return []
-    table = [
-        "",
-        "| caches of a jitted step that does next to nothing | donated arrays, µs | Refs, µs |",
-        "|---|---|---|",
-    ]
-    return table + [f"| {n} | {times[f'{n} donated arrays']} | {times[f'{n} Refs']} |" for n in counts]
+    kinds = "donated arrays", "Refs"
+    head = ["caches of a jitted step that does next to nothing", *(f"{kind}, µs" for kind in kinds)]
+    rows = [[str(count), *(str(times[f"{count} {kind}"]) for kind in kinds)] for count in counts]
+    return ["", *table(head, rows)] if rows else []
 
 
 def report(file: Path) -> str:
@@ -60,7 +57,7 @@ def report(file: Path) -> str:
         same = sum(line["jax"]["same_bits"] for line in timed)
         packages = ", ".join(f"{name} {versions[name.lower()]}" for name in ("torch", "Triton", "JAX"))
         markdown += [f"{origin(head)}, {packages}. The same bits by both in {same} of {len(timed)} cases.", ""]
-        markdown += [*gpu_rows(timed), ""]
+        markdown += [*gpu_table(timed), ""]
         every += lines
     steps = {line["case"]: line for line in every if line["op"] == "dsa_attention" and "us" in line}
-    return "\n".join([*markdown, *host_rows([*steps.values()]), *cache_rows(every)]) + "\n"
+    return "\n".join([*markdown, *host_table([*steps.values()]), *cache_table(every)]) + "\n"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
@@ -20,14 +21,11 @@ def report(file: Path) -> str:
     versions = head["versions"]
     measured = [name for name in NAMES if name in lines[0]]
     packages = ["torch", "Triton", *(["JAX"] if "dense_in_jax" in measured else [])]
-    markdown = [
-        f"{origin(head)}, {', '.join(f'{name} {versions[name.lower()]}' for name in packages)}.",
-        "",
-        f"| tokens | {' | '.join(NAMES[name] for name in measured)} | difference of gradients |",
-        "|---" * (len(measured) + 2) + "|",
-    ]
+    told = f"{origin(head)}, {', '.join(f'{name} {versions[name.lower()]}' for name in packages)}."
+    rows = []
     for line in lines:
         differences = [part["difference"] for part in (line, line.get("dense_in_jax", {})) if "difference" in part]
         apart = f"{max(max(each.values()) for each in differences):.1%} at most" if differences else ""
-        markdown.append(f"| {line['tokens']:,} | {' | '.join(cell(line[name]) for name in measured)} | {apart} |")
-    return "\n".join(markdown) + "\n"
+        rows.append([f"{line['tokens']:,}", *(cell(line[name]) for name in measured), apart])
+    columns = ["tokens", *(NAMES[name] for name in measured), "difference of gradients"]
+    return "\n".join([told, "", *table(columns, rows)]) + "\n"

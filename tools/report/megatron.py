@@ -4,6 +4,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tools.report.layer import cell
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
@@ -23,26 +24,20 @@ def origin_and_versions(line: Line) -> str:
     return f"{origin(line)}, {', '.join(f'{name} {version}' for name, version in packages.items())}."
 
 
-def row(line: Line) -> str:
+def row(line: Line) -> tuple[str, ...]:
+    """The cells of a run, by `COLUMNS`."""
     theirs, ours = line.get("none", {}), line["xmla"]  # of some lengths xmla's step was measured alone
     ratio = f"{theirs['ms'] / ours['ms']:.1f} ×" if "ms" in theirs and "ms" in ours else ""
     apart = f"{max(line['difference'].values()):.1%} at most" if "difference" in line else ""
     loss = "selected keys" if line["sparse_loss"] else "all keys"
-    times = f"{cell(theirs) if theirs else 'not run'} | {cell(ours)}"
     document = line.get("document")
     tokens = f"{line['tokens']:,}" + (f" in documents of {document:,}" if document else "")
-    return f"| {tokens} | {gpus(line)} | {loss} | {times} | {ratio} | {apart} |"
+    return tokens, gpus(line), loss, cell(theirs) if theirs else "not run", cell(ours), ratio, apart
 
 
 def report(file: Path) -> str:
     """Markdown: for each origin of figures its sentence, then a line per run."""
     markdown: list[str] = []
     for text, lines in groupby((line for (line,) in read(file)), key=origin_and_versions):
-        markdown += [
-            text,
-            "",
-            "| tokens | GPUs | loss over | Megatron's code | xmla | speed | difference |",
-            "|---" * 7 + "|",
-        ]
-        markdown += [*map(row, lines), ""]
+        markdown += [text, "", *table(COLUMNS, map(row, lines)), ""]
     return "\n".join(markdown)

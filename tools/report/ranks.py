@@ -2,21 +2,18 @@
 
 from pathlib import Path
 
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
 
-def _table(head: Line, *lines: Line) -> str:
+def run_table(head: Line, *lines: Line) -> str:
     versions, cases = head["versions"], {(line["ranks"], line["requests"], line["context"]): line for line in lines}
     *_, most = several = sorted({ranks for ranks, _, _ in cases if ranks > 1})
     columns = [column for ranks in several for column in (f"{ranks} GPUs", f"{ranks}, scattered")]
     columns += ["exchange", "bytes, predicted", "by NVLink"]
-    table = [
-        f"{origin(head)}, torch {versions['torch']}, Triton {versions['triton']}, NCCL.",
-        "",
-        f"| context | requests | 1 GPU | {' | '.join(columns)} |",
-        "|" + "---|" * (3 + len(columns)),
-    ]
+    told = f"{origin(head)}, torch {versions['torch']}, Triton {versions['triton']}, NCCL."
+    rows = []
     for context, requests in sorted({(context, requests) for _, requests, context in cases}):
         alone = cases.get((1, requests, context))  # a run that was short of time has it on more ranks alone
         row = [f"{context:,}", str(requests), f"{alone['us']['one GPU']:.0f} µs" if alone else "not timed"]
@@ -26,10 +23,10 @@ def _table(head: Line, *lines: Line) -> str:
         last = cases[most, requests, context]
         row += [f"{last['share_of_exchange']:.0%}", f"{sum(last['received_bytes'].values()) / 1e6:.2f} MB"]
         row.append(f"{last['nvlink_received_bytes'] / 1e6:.2f} MB" if "nvlink_received_bytes" in last else "")
-        table.append(f"| {' | '.join(row)} |")
-    return "\n".join(table) + "\n"
+        rows.append(row)
+    return "\n".join([told, "", *table(["context", "requests", "1 GPU", *columns], rows)]) + "\n"
 
 
 def report(file: Path) -> str:
     """Markdown: of each run where the figures come from, then a line per case."""
-    return "\n".join(_table(*run) for run in read(file))
+    return "\n".join(run_table(*run) for run in read(file))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
+from tools.report.markdown import table
 from tools.report.results import Line, lines_of
 from xmla.core.models.base import Call
 from xmla.core.values import H200, Spec
@@ -84,11 +85,15 @@ def estimates(lines: Iterable[Line]) -> Iterator[Estimate]:
 def report(file: Path) -> str:
     """Markdown: the ratios of each op, then a line per case."""
     all_estimates = list(estimates(lines_of(file)))
-    rows = ["| op | cases | measured / model, geometric mean | least | most |", "|---|---|---|---|---|"]
+    ops = []
     for op in dict.fromkeys(estimate.op for estimate in all_estimates):
         ratios = [estimate.ratio for estimate in all_estimates if estimate.op == op]
-        cells = f"{geometric_mean(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}"
-        rows.append(f"| `{op}` | {len(ratios)} | {cells} |")
-    cases = ["| op | case | measured, µs | model, µs | measured / model |", "|---|---|---|---|---|"]
-    cases += [f"| `{e.op}` | {e.case} | {e.measured:.1f} | {e.model:.1f} | {e.ratio:.2f} |" for e in all_estimates]
-    return "\n".join([*rows, "", *cases]) + "\n"
+        figures = (f"{ratio:.2f}" for ratio in (geometric_mean(ratios), min(ratios), max(ratios)))
+        ops.append([f"`{op}`", str(len(ratios)), *figures])
+    cases = [
+        [f"`{each.op}`", each.case, f"{each.measured:.1f}", f"{each.model:.1f}", f"{each.ratio:.2f}"]
+        for each in all_estimates
+    ]
+    of_ops = table(["op", "cases", "measured / model, geometric mean", "least", "most"], ops)
+    of_cases = table(["op", "case", "measured, µs", "model, µs", "measured / model"], cases)
+    return "\n".join([*of_ops, "", *of_cases]) + "\n"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
@@ -18,37 +19,36 @@ def by_case(lines: Sequence[Line]) -> dict[tuple[str, str], Line]:
     return {(line["op"], line["case"]): line for line in lines if "us" in line}
 
 
-def rows(lines: list[Line], others: Sequence[Line] = (), device: str = "") -> list[str]:
+def case_table(lines: list[Line], others: Sequence[Line] = (), device: str = "") -> list[str]:
     """A run's cases; the `others`, of another `device`, in columns beside them, and its further cases below."""
     head, own, beside = ["op", "case", "µs", "rate", "share of ceiling", "against"], by_case(lines), by_case(others)
     if beside:
         head += [f"{device}: µs", "share of ceiling", "against"]
-    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    cases = []
     for op, case in own | beside:
         row = [f"`{op}`", case, *(cells(own[op, case]) if (op, case) in own else [""] * 4)]
         if beside:
             us, _, share, against = cells(beside[op, case]) if (op, case) in beside else [""] * 4
             row += [us, share, against]
-        table.append(f"| {' | '.join(row)} |")
-    return table
+        cases.append(row)
+    return table(head, cases)
 
 
-def host_rows(lines: list[Line]) -> list[str]:
+def host_table(lines: list[Line]) -> list[str]:
     calls = [line for line in lines if "torch_add_us" in line]
     if not calls:
         return []
-    table = ["", "| host time of an eager torch call | launches | allocations | µs | with `out` and `workspace` |"]
-    table.append("|---|---|---|---|---|")
-    for line in calls:
-        with_out = line.get("host_us_out_workspace", "")
-        table.append(
-            f"| `{line['op']}` | {line['launches']} | {line['allocations']} | {line['host_us']} | {with_out} |"
-        )
-    table.append(f"| `torch.add` | 1 | 1 | {calls[0]['torch_add_us']} | |")
+    names = "launches", "allocations", "host_us"
+    rows = [
+        [f"`{line['op']}`", *(str(line[name]) for name in names), str(line.get("host_us_out_workspace", ""))]
+        for line in calls
+    ]
+    head = "host time of an eager torch call", "launches", "allocations", "µs", "with `out` and `workspace`"
+    markdown = ["", *table(head, rows), f"| `torch.add` | 1 | 1 | {calls[0]['torch_add_us']} | |"]
     for line in (line for line in lines if "jitted_addition_us" in line):
         addition = f"a jitted addition takes {line['jitted_addition_us']} µs"
-        table += ["", f"Dispatch of a jitted JAX `{line['op']}`: {line['host_us']} µs; {addition}."]
-    return table
+        markdown += ["", f"Dispatch of a jitted JAX `{line['op']}`: {line['host_us']} µs; {addition}."]
+    return markdown
 
 
 def beginning(head: Line) -> str:
@@ -71,11 +71,11 @@ def report(file: Path, beside: Path, *further: Path) -> str:
     (first, *cases), *more = runs = read(file, *further)
     head, *others = read(beside)[-1]
     device = head["versions"]["devices"][0].removeprefix("NVIDIA ").split()[0]
-    markdown = [beginning(first), "", f"{device}: {beginning(head)}", "", *rows(cases, others, device)]
-    hosts = [next(run for run in reversed(runs) if host_rows(run[1:]))]
-    hosts += [[head, *others]] if host_rows(others) else []
+    markdown = [beginning(first), "", f"{device}: {beginning(head)}", "", *case_table(cases, others, device)]
+    hosts = [next(run for run in reversed(runs) if host_table(run[1:]))]
+    hosts += [[head, *others]] if host_table(others) else []
     for head, *lines in more:
-        markdown += ["", beginning(head), "", *rows(lines)] if by_case(lines) else []
+        markdown += ["", beginning(head), "", *case_table(lines)] if by_case(lines) else []
     for head, *lines in hosts:
-        markdown += ["", *([beginning(head)] if head is not first else []), *host_rows(lines)]
+        markdown += ["", *([beginning(head)] if head is not first else []), *host_table(lines)]
     return "\n".join(markdown) + "\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tools.report import engines
 from tools.report.frameworks import in_turns
+from tools.report.markdown import table
 from tools.report.results import Line, lines_of, read
 
 
@@ -84,7 +85,7 @@ def report(
     by_xla, log = "tokamax by XLA", "[log](benchmarks/log/jax.md)"
     always: Callable[[str], bool] = lambda case: True
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
-    table = [
+    rows = [
         (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
          beside(ops, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " in case), "FlashMLA",
          performance),
@@ -124,6 +125,4 @@ def report(
         ("its prefill, tokens a second", vllm(engine, "prefill_tokens_per_s"), "the same",
          "[vLLM](docs/vllm.md#on-an-h200)"),
     ]  # fmt: skip
-    return "\n".join(
-        ["| what | speed | beside | more |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in table), ""]
-    )
+    return "\n".join([*table(("what", "speed", "beside", "more"), rows), ""])
