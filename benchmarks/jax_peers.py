@@ -1,6 +1,6 @@
 """What else computes sparse attention in JAX on a GPU, beside xmla on the same arrays, in one run.
 
-    python benchmarks/jax_peers.py --out benchmarks/results/h200/jax_peers.jsonl
+    python -m benchmarks.jax_peers --out benchmarks/results/h200/jax_peers.jsonl
 
 - attention over selected rows as it is written in `jax.numpy`: a gather and a softmax;
 - tokamax's `sparse_mla` and `lightning_indexer`, whose implementations for a GPU are XLA's;
@@ -212,7 +212,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit to record when this is not a git checkout.")] = None,
 ) -> None:
     """Append a line of provenance and one a case, and print them."""
-    head = provenance(shlex.join(["python", "benchmarks/jax_peers.py", *sys.argv[1:]]), commit)
+    head = provenance(shlex.join(["python", "-m", "benchmarks.jax_peers", *sys.argv[1:]]), commit)
     with out.open("a") as file:
         file.write(json.dumps(head) + "\n")
         for line in lines(peers.split(",")):

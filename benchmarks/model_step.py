@@ -1,6 +1,6 @@
 """A decode step of DeepSeek-V3.2's layers in JAX, beside the same step in PyTorch.
 
-python benchmarks/model_step.py --out FILE [--heads 16 --heads 128] [--batch 1 --batch 8 --batch 64]
+python -m benchmarks.model_step --out FILE [--heads 16 --heads 128] [--batch 1 --batch 8 --batch 64]
 
 The model is the demo's in Flax (xmla/demo/in_jax) and transformers', with the same weights and caches, greedy sampling
 included: 8 layers of the released model's attention, MLPs as small as one expert, and an eighth of its vocabulary. Both
@@ -85,7 +85,8 @@ class TorchStep:
         self.model, self.token = model, token.clone()
         self.position = torch.full((batch,), position, dtype=torch.int32, device="cuda")
         self.block_table = torch.arange(batch * PAGES, dtype=torch.int32, device="cuda").view(batch, PAGES)
-        self.caches = [[pool.repeat(batch, 1, 1) for pool in pools] for _ in range(LAYERS)]
+        mla, indexer = pools
+        self.caches = [(mla.repeat(batch, 1, 1), indexer.repeat(batch, 1, 1)) for _ in range(LAYERS)]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -93,13 +94,13 @@ class TorchStep:
         x = inner.embed_tokens(self.token)[None]
         rope = inner.rotary_emb(x, position[None])
         slots, _ = xt.map_slots(position[:, None], self.block_table, page_size=PAGE)
-        for layer, caches in zip(inner.layers, self.caches, strict=True):
+        for layer, (mla_cache, indexer_cache) in zip(inner.layers, self.caches, strict=True):
             module, h = layer.self_attn, layer.input_layernorm(x)
             projected = project(module, h, rope)
             index_q, index_k, weights = index(module.indexer, h, projected.q_resid, rope)
             out, *_ = xt.dsa_step(
-                projected.latent, projected.k_rope, index_k, slots[:, 0], projected.query, index_q, weights, *caches,
-                self.block_table, position + 1, k=K, softmax_scale=float(module.scaling),
+                projected.latent, projected.k_rope, index_k, slots[:, 0], projected.query, index_q, weights, mla_cache,
+                indexer_cache, self.block_table, position + 1, k=K, softmax_scale=float(module.scaling),
             )  # fmt: skip
             x = x + project_back(module, out)[None]
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -159,8 +160,8 @@ def measure(model: Any, flax_model: Model, batch: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
 
     def caches() -> Caches:
-        tiled = [jnp.tile(interop.to_jax(pool), (LAYERS * batch, 1, 1)) for pool in pools]
-        return Caches(*tiled, jnp.arange(batch * PAGES, dtype=jnp.int32).reshape(batch, PAGES))
+        mla, indexer = (jnp.tile(interop.to_jax(pool), (LAYERS * batch, 1, 1)) for pool in pools)
+        return Caches(mla, indexer, jnp.arange(batch * PAGES, dtype=jnp.int32).reshape(batch, PAGES))
 
     full = lambda value, dtype: jnp.full(batch, value, dtype)
     jax_token = jnp.array(interop.to_jax(token.int()))
@@ -187,7 +188,7 @@ def main(
             file.flush()
             tell(line, flush=True)
 
-        write(provenance(shlex.join(["python", *sys.argv]), commit))
+        write(provenance(shlex.join(["python", "-m", "benchmarks.model_step", *sys.argv[1:]]), commit))
         for count in heads:
             model = build(count)
             flax_model = in_jax(model)

@@ -23,8 +23,6 @@ from xmla import interop, torch_api
 from xmla.bench import (
     baselines,
     cases,
-    layer,
-    layer_jax,
     problems,
     run,
     timing,
@@ -384,28 +382,3 @@ def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:
         (0, ["all passed in . by PYTHON"], "a commit"),
         (3, [], "a commit"),
     ]
-
-
-def test_a_layers_step_is_that_of_the_dense_formulation(device: str) -> None:
-    """Gradients, which the benchmark compares where both fit; both have arrays and products in bfloat16."""
-    torch.manual_seed(0)
-    sizes = layer.Sizes(heads=3, index_heads=2, k=8)
-    step = layer.Layer.random(sizes, 20, device)
-    found, slots = step.gradients(step.by_xmla), step.select()
-    wanted = step.gradients(lambda: step.dense(slots))
-    assert found.keys() == {"loss", *step.leaves}
-    assert all(error < 2**-5 for error in layer.difference(found, wanted).values())
-    unlike = step.gradients(lambda: step.dense(slots.flip(0)))
-    assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
-    in_jax = layer_jax.Step(step, slots).gradients()
-    assert in_jax.keys() == found.keys()
-    assert all(error < 2**-5 for error in layer.difference(found, in_jax).values())
-    unlike = layer_jax.Step(step, slots.flip(0)).gradients()
-    assert all(error > 2**-4 for error in layer.difference(found, unlike).values())
-
-
-def test_a_failure_of_the_dense_step_in_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs a GPU; its process ends where there is none."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = layer.dense_in_jax(16)
-    assert found.keys() == {"failed"} and found["failed"]

@@ -17,8 +17,9 @@ from kit import all_cases, assert_bits_equal
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
+from benchmarks import parallel
 from xmla import ArgumentError, ModelConfig, __version__, torch_api
-from xmla.bench import parallel, picture, record, run
+from xmla.bench import picture, record, run
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import chosen, compare, largest_error
 from xmla.command import app, main
@@ -468,7 +469,7 @@ def test_sizes_are_positive(command: str, option: str, value: str) -> None:
 
 
 def options() -> Iterator[tuple[str, type, OptionInfo]]:
-    """Every option of this command and of those of `xmla.bench`: its name, type and declaration."""
+    """Every option of this command and of programs beside it: its name, type and declaration."""
     for command in (command for part in (app, parallel.app, record.app) for command in part.registered_commands):
         for name, hint in get_type_hints(command.callback, include_extras=True).items():
             (declared,) = getattr(hint, "__metadata__", [None])

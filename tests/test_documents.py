@@ -205,7 +205,11 @@ def test_one_name_means_one_thing() -> None:
     """`xmla` is the package; the front-ends are `xt` and `xj`, or have no other name than their own."""
     files = [
         *PAGES,
-        *(file for folder in ("xmla", "examples", "docs", "tests") for file in (ROOT / folder).rglob("*.py")),
+        *(
+            file
+            for folder in ("xmla", "benchmarks", "examples", "docs", "tests", "tools")
+            for file in (ROOT / folder).rglob("*.py")
+        ),
     ]
     wrong = re.compile(r"(torch_api|jax_api) as (?!xt\b|xj\b|api\b)\w+|import \w+(\.\w+)* as xmla\b")
     found = {name_of(file): wrong.findall(file.read_text()) for file in files}

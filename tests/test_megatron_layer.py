@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import xmla.megatron
-from xmla.bench import megatron
-from xmla.bench.layer import difference
+from benchmarks import megatron
+from benchmarks.layer import difference
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's own

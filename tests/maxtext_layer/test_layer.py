@@ -17,8 +17,8 @@ if find_spec("maxtext") is None:
     pytest.skip("needs MaxText: make maxtext", allow_module_level=True)
 
 import xmla.maxtext
+from benchmarks import maxtext
 from xmla import UnsupportedError
-from xmla.bench import maxtext
 
 pytestmark = [
     pytest.mark.usefixtures("device"),

@@ -1,4 +1,4 @@
-"""A layer's training step beside the dense one, by `python -m xmla.bench.layer`."""
+"""A layer's training step beside the dense one, by `python -m benchmarks.layer`."""
 
 from pathlib import Path
 

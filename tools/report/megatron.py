@@ -1,4 +1,4 @@
-"""Megatron's layer by its code and by xmla, by `python -m xmla.bench.megatron`."""
+"""Megatron's layer by its code and by xmla, by `python -m benchmarks.megatron`."""
 
 from itertools import groupby
 from pathlib import Path

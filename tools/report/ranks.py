@@ -1,4 +1,4 @@
-"""Steps over several GPUs, by `python -m xmla.bench.parallel run`: a table per run."""
+"""Steps over several GPUs, by `python -m benchmarks.parallel run`: a table per run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.maxtext compare`: a training step of MaxText's own `MLA` layer, by MaxText's code and by xmla.
+"""`python -m benchmarks.maxtext compare`: a training step of MaxText's own `MLA` layer, by MaxText's code and by xmla.
 
 A step is forward and backward of one attention layer of DeepSeek-V3.2's sizes, projections included, with the indexer
 and its loss; the layer is made from MaxText's configuration `deepseek3.2-671b` with `use_mla_absorbed_mqa`. Output,
@@ -32,7 +32,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 import xmla.maxtext
-from xmla.bench.layer import JAX_MEMORY
+from benchmarks.layer import JAX_MEMORY
 from xmla.bench.provenance import provenance
 from xmla.core.versions import installed
 from xmla.machine.files import writable
@@ -211,7 +211,7 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         files = {way: Path(folder) / f"{way}.npz" for way in WAYS}
         for way, file in files.items():
-            command = [sys.executable, "-m", "xmla.bench.maxtext", "alone", way, str(file), *options]
+            command = [sys.executable, "-m", "benchmarks.maxtext", "alone", way, str(file), *options]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | JAX_MEMORY, check=True)
             line[way] = json.loads(done.stdout.splitlines()[-1])
         theirs, ours = (np.load(file) for file in files.values())
@@ -219,7 +219,7 @@ def compare(
             apart = difference(dict(ours), dict(theirs))
             line["difference"] = {name: float(f"{d:.2e}") for name, d in apart.items()}
     print(line, flush=True)
-    head = provenance(shlex.join(["python", "-m", "xmla.bench.maxtext", *sys.argv[1:]]), commit)
+    head = provenance(shlex.join(["python", "-m", "benchmarks.maxtext", *sys.argv[1:]]), commit)
     with out.open("a") as file:
         file.write(json.dumps(head | line) + "\n")
 

@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.parallel`: a context-parallel decode step on 1, 2, 4, … GPUs of this machine, and its parts.
+"""`python -m benchmarks.parallel`: a context-parallel decode step on 1, 2, 4, … GPUs of this machine, and its parts.
 
 One process per GPU, NCCL, everything in CUDA graphs; a time is the median of replays on the slowest rank. Before a case
 is timed, all ranks' selections are compared. Results are JSON lines: the first tells where they come from.
@@ -200,13 +200,13 @@ def run(
     seconds: Annotated[float, typer.Option(min=0, help="Begin no case of a number of ranks after this.")] = 60,
 ) -> None:
     """Time every case on each number of ranks; exit 1 if one failed or was wrong."""
-    words = ["python", "-m", "xmla.bench.parallel", "run", *(w for n in ranks for w in ("--ranks", str(n)))]
+    words = ["python", "-m", "benchmarks.parallel", "run", *(w for n in ranks for w in ("--ranks", str(n)))]
     with out.open("a") as file:
         file.write(json.dumps(provenance(shlex.join(words), commit)) + "\n")
     good = True
     for count in ranks:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "xmla.bench.parallel", "worker", f"{folder}/store"]
+            command = [sys.executable, "-m", "benchmarks.parallel", "worker", f"{folder}/store"]
             processes = [
                 subprocess.Popen([*command, str(rank), str(count), str(seconds)],
                                  stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True, env=os.environ)

@@ -1,11 +1,11 @@
-"""`python -m xmla.bench.megatron`: a step of Megatron-Core's own `DSAttention`, by Megatron's code and by xmla.
+"""`python -m benchmarks.megatron`: a step of Megatron-Core's own `DSAttention`, by Megatron's code and by xmla.
 
 A step is forward and backward of one layer of DeepSeek-V3.2's sizes between its projections, with the indexer and its
 loss, in training. Megatron's layer runs with `dsa_kernel_backend` "none", its PyTorch operations, and "xmla"; outputs
 and gradients of both are compared. Each run appends a JSON line. Several GPUs, whose layer is divided by heads or by
 tokens:
 
-    torchrun --nproc-per-node 2 -m xmla.bench.megatron --tensor-parallel 2 --out FILE
+    torchrun --nproc-per-node 2 -m benchmarks.megatron --tensor-parallel 2 --out FILE
 
 Two of Megatron's parts have no wheel and are PyTorch's here, in both runs: linear layers (Transformer Engine's there)
 and the Hadamard transform of the indexer's queries and keys.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 import typer
 
 import xmla.megatron
-from xmla.bench.layer import difference
+from benchmarks.layer import difference
 from xmla.bench.provenance import provenance
 from xmla.core.versions import installed
 from xmla.machine.files import writable
@@ -230,7 +230,7 @@ def main(
             line["difference"] = {name: float(f"{d:.2e}") for each in apart for name, d in each.items()}
         if dist.get_rank() == 0:
             print(line, flush=True)
-            head = provenance(shlex.join(["python", "-m", "xmla.bench.megatron", *sys.argv[1:]]), commit)
+            head = provenance(shlex.join(["python", "-m", "benchmarks.megatron", *sys.argv[1:]]), commit)
             with out.open("a") as file:
                 file.write(json.dumps(head | line) + "\n")
 

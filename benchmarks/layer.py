@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.layer`: a training step of a V3.2 layer, by xmla and by the dense formulation.
+"""`python -m benchmarks.layer`: a training step of a V3.2 layer, by xmla and by the dense formulation.
 
 The layer is all between its projections: selection of keys, attention over them, the indexer's loss, and the gradients
 of queries, rows and the indexer's arrays. The dense formulation is that of transformers and MaxText, scores of all
@@ -152,8 +152,8 @@ def measure(layer: Layer, step: Callable[[], torch.Tensor]) -> dict[str, Any]:
 
 
 def dense_in_jax(tokens: int) -> dict[str, Any]:
-    """The line that `python -m xmla.bench.layer_jax` prints, or why there is none."""
-    command = [sys.executable, "-m", "xmla.bench.layer_jax", str(tokens)]
+    """The line that `python -m benchmarks.layer_jax` prints, or why there is none."""
+    command = [sys.executable, "-m", "benchmarks.layer_jax", str(tokens)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | JAX_MEMORY, timeout=JAX_SECONDS, check=False
@@ -173,7 +173,7 @@ def main(
 ) -> None:
     """Time them, and compare gradients where the dense formulation fits in memory."""
     sizes = Sizes()
-    head = provenance(shlex.join(["python", "-m", "xmla.bench.layer", *sys.argv[1:]]), commit)
+    head = provenance(shlex.join(["python", "-m", "benchmarks.layer", *sys.argv[1:]]), commit)
     with out.open("w") as file:
         file.write(json.dumps(head) + "\n")
         for count in tokens:

@@ -1,4 +1,4 @@
-"""`python -m xmla.bench.layer_jax TOKENS`: the dense training step of `xmla.bench.layer` in JAX, as MaxText has it.
+"""`python -m benchmarks.layer_jax TOKENS`: the dense training step of `benchmarks.layer` in JAX, as MaxText has it.
 
 Scores of all pairs of tokens, a mask added to them, softmax in the scores' own dtype, and attention's distribution for
 the indexer's loss by a second pass in float32: MaxText's defaults, with `indexer_sparse_training`. Prints a JSON line.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 
-from xmla.bench.layer import ROUNDS, Layer, Sizes, difference
+from benchmarks.layer import ROUNDS, Layer, Sizes, difference
 
 MASKED = -0.7 * float(np.finfo(np.float32).max)
 EPSILON = 1e-8  # beside probabilities, in divisions and logarithms
