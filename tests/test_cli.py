@@ -7,22 +7,27 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
 import torch
 from conftest import HAS_GPU
 from kit import all_cases, assert_bits_equal
+from triton.runtime.cache import get_cache_manager
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from benchmarks import parallel
-from xmla import ArgumentError, ModelConfig, __version__, torch_api
+from xmla import ArgumentError, CompileError, ModelConfig, UnsupportedError, __version__, torch_api
+from xmla._warmup import present_device
 from xmla.bench import picture, record, run
 from xmla.cli.plan import configure, find_device
 from xmla.cli.verify import chosen, compare, largest_error
 from xmla.command import app, main
+from xmla.core.compile import packs
 from xmla.core.config import settings, variables
 from xmla.core.op import Op
 from xmla.core.parallel import received_bytes
@@ -415,15 +420,134 @@ def test_softmax_scales_are_the_models() -> None:
 
 
 def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
+    """Packed, its kernels are those that both front-ends ask for elsewhere, where nothing is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["COLUMNS"] = "150"
+
+    def python(cache: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        there = environment | {"TRITON_CACHE_DIR": str(tmp_path / cache)}
+        done = subprocess.run(command, env=there, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    pack = str(tmp_path / "kernels.pack")
     sizes = ["--batch", "1", "--max-len", "128", "--heads", "8", "--k", "64"]
-    command = [sys.executable, "-m", "xmla", "warmup", *sizes, "--device", "H200"]
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "COLUMNS": "150"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "kernels ready for NVIDIA H200 in" in done.stderr and "sparse_mla_sm90_kernel × 1: " in done.stderr
-    assert "q_ptr" not in done.stderr and "nanobind" not in done.stderr
-    assert len(list(tmp_path.glob("*/*.cubin"))) >= 7
+    told = python("there", "-m", "xmla", "warmup", *sizes, "--device", "H200", "--pack", pack).stderr
+    assert "kernels ready for NVIDIA H200 in" in told and "sparse_mla_sm90_kernel × 1: " in told
+    assert "q_ptr" not in told and "nanobind" not in told
+    cubins = len(list(tmp_path.glob("there/*/*.cubin")))
+    assert cubins >= 7
+    if HAS_GPU and (present := present_device()[0]).num_sms != H200.num_sms:
+        pytest.skip(f"the pack is for an H200, this is {present}")
+    device = [] if HAS_GPU else ["--device", "H200"]
+    assert python("here", "-m", "xmla", "warmup", "--unpack", pack, *device).stderr.startswith(f"{cubins} kernels of ")
+    for framework in ("torch", "jax"):
+        calls = python("here", str(ROOT / "tests" / "programs" / "unpacked.py"), framework, *sizes[1::2])
+        assert int(calls.stdout) >= 7
+    assert len(list(tmp_path.glob("here/*/*.cubin"))) == cubins
+
+
+KEY = "ab" * 32
+KERNEL = {"a_kernel.json": json.dumps({"hash": KEY}).encode(), "a_kernel.cubin": b"\x7fELF" + bytes(60)}
+
+
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pack of one kernel for an H200; an empty cache is in the place of Triton's."""
+    for name, content in KERNEL.items():
+        (tmp_path / name).write_bytes(content)
+    kernel = SimpleNamespace(hash=KEY, metadata_group={name: tmp_path / name for name in KERNEL})
+    with monkeypatch.context() as context:
+        context.setattr(packs, "compiled", lambda *_: kernel)
+        packs.write_pack(tmp_path / "pack", [None], H200)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "pack"
+
+
+def rewritten(pack: Path, members: Mapping[str, bytes], change: Callable[[dict[str, Any]], object] = id) -> None:
+    """The pack with other kernels, and a manifest that `change` has changed."""
+    with ZipFile(pack) as archive:
+        manifest = json.loads(archive.read(packs.MANIFEST))
+    change(manifest)
+    with ZipFile(pack, "w") as archive:
+        for name, content in {packs.MANIFEST: json.dumps(manifest).encode(), **members}.items():
+            archive.writestr(name, content)
+
+
+def test_a_pack_goes_where_triton_looks(pack: Path) -> None:
+    assert packs.read_pack(pack, H200) == packs.read_pack(pack, H200) == 1
+    files = get_cache_manager(KEY).get_group("a_kernel.json")
+    assert files and {name: Path(file).read_bytes() for name, file in files.items()} == KERNEL
+
+
+def test_a_pack_for_something_else_is_refused(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what differs, of what Triton's keys and the plans follow from."""
+    whole, parts = pack.read_bytes(), {"facts": packs.facts(H200), "options": packs.options(90)}
+    assert all(parts["facts"].values()) and len(parts["facts"]) == 7
+    for part, name, here in [(part, *item) for part, values in parts.items() for item in values.items()]:
+        rewritten(pack, {}, lambda manifest, part=part, name=name: manifest[part].update({name: "another"}))
+        with pytest.raises(UnsupportedError, match=f"else: {name} is another, expected {re.escape(str(here))}$"):
+            packs.read_pack(pack, H200)
+        pack.write_bytes(whole)
+    rewritten(pack, {}, lambda manifest: manifest["options"].update(DISABLE_PTXAS_OPT="1"))
+    with pytest.raises(UnsupportedError, match=r"else: DISABLE_PTXAS_OPT is 1, expected None$"):
+        packs.read_pack(pack, H200)
+    pack.write_bytes(whole)
+    with pytest.raises(UnsupportedError, match=r"compute capability is 9.0, expected 10.0; SMs is 132, expected 148$"):
+        packs.read_pack(pack, find_device("B200"))
+    monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
+    with pytest.raises(UnsupportedError, match=r"DISABLE_PTXAS_OPT is None, expected "):
+        packs.read_pack(pack, H200)
+
+
+def test_what_is_no_pack_is_refused_whole(pack: Path, tmp_path: Path) -> None:
+    """Before anything is stored: other files, names of other folders, kernels that are damaged or not all there."""
+    whole, good = pack.read_bytes(), {f"{KEY}/{name}": content for name, content in KERNEL.items()}
+    json_, cubin = good
+    names = ["../a.cubin", "/a.cubin", f"{KEY}/../a.cubin", f"{KEY}/a/a.cubin", f"{KEY}/..", f"../{KEY}/a.cubin", "a"]
+    kernels = [
+        *({name: b"", **good} for name in names), {json_: good[json_]}, {cubin: good[cubin]},
+        {**good, json_: json.dumps({"hash": "cd" * 32}).encode()}, {**good, json_: b"["},
+        {**good, cubin: good[cubin][:63]}, {**good, cubin: good[cubin][:41] + b"\x01" + bytes(22)},
+    ]  # fmt: skip
+    for members in kernels:
+        rewritten(pack, members)
+        with pytest.raises(ArgumentError, match=r"pack is not what `xmla warmup --pack` writes, or damaged: "):
+            packs.read_pack(pack, H200)
+    for content in (b"", b"no archive", *(whole[:length] for length in range(0, len(whole), 37))):
+        pack.write_bytes(content)
+        with pytest.raises(ArgumentError, match="or damaged: BadZipFile"):
+            packs.read_pack(pack, H200)
+    pack.write_bytes(whole)
+    rewritten(pack, good)
+    pack.write_bytes(pack.read_bytes().replace(b"ELF", b"elf"))
+    with pytest.raises(ArgumentError, match=r"or damaged: BadZipFile.*Bad CRC"):
+        packs.read_pack(pack, H200)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_pack_beside_a_cache_that_cannot_be_written(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(pack / "cache"))
+    with pytest.raises(CompileError, match=r"not stored: .*Not a directory.* TRITON_CACHE_DIR names another folder"):
+        packs.read_pack(pack, H200)
+
+
+def test_packs_need_keys_that_every_process_computes(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Triton 3.7 are refused, before anything is compiled."""
+    monkeypatch.setattr(packs.triton, "__version__", "3.7.1")
+    for option in (["--pack", f"{pack}2"], ["--unpack", str(pack)]):
+        result = CliRunner().invoke(app, ["warmup", *option, "--device", "H200"], env=WIDE)
+        assert str(result.exception).startswith("warmup: Triton is 3.7.1, packs need 3.8 or newer"), result.output
+    assert not Path(f"{pack}2").exists()
+
+
+def test_unpacking_takes_no_sizes(pack: Path) -> None:
+    words = ["warmup", "--unpack", str(pack), "--device", "H200"]
+    assert CliRunner().invoke(app, words, env=WIDE).exit_code == 0
+    for option in (["--batch", "1"], ["--mixed"], ["--pack", f"{pack}2"], ["--model", "deepseek_v32"]):
+        result = CliRunner().invoke(app, [*words, *option], env=WIDE)
+        assert result.exit_code == 2 and f"expected no {option[0]} beside it" in result.output, result.output
 
 
 def test_picture_and_comparison_of_results(tmp_path: Path) -> None:
@@ -486,9 +610,8 @@ def test_every_number_has_a_bound() -> None:
 
 def test_every_file_is_checked_first() -> None:
     files = {name: option for name, kind, option in options() if kind is Path}
-    assert {"demo out", "demo picture", "bench out", "bench picture", "bench compare", "run out", "main out"} == set(
-        files
-    )
+    assert {"demo out", "demo picture", "bench out", "bench picture", "bench compare", "run out", "main out",
+            "warmup pack", "warmup unpack"} == set(files)  # fmt: skip
     assert [name for name, option in files.items() if option.callback is None and not option.exists] == []
 
 

@@ -61,8 +61,9 @@ def warmup(config: Model, device: Device | None = None, *, workers: int | None =
     """Compile every kernel that serving `config` launches, in parallel, for both PyTorch and JAX.
 
     The list is complete: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 enforces.
-    Compiled kernels stay in Triton's cache on disk (TRITON_CACHE_DIR), so the next process only loads them; several
-    processes may fill one cache. Warm-up does not include XLA's own compilation of a jitted function.
+    Compiled kernels stay in Triton's cache on disk (TRITON_CACHE_DIR), so the next process only loads them, with Triton
+    3.7 most of them; several processes may fill one cache. Warm-up does not include XLA's own compilation of a jitted
+    function.
 
     Args:
         config: The model and the sizes that occur: a `ModelConfig`, `ModelConfigV4`, `ModelConfigV41`,

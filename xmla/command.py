@@ -175,22 +175,51 @@ def plan(
 
 @app.command()
 def warmup(
-    model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
-    prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
+    context: typer.Context, model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None,
+    next_n: NextN = None, prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
     page_size: PageSize = None, softmax_scale: Scale = None, mixed: Mixed = False, ranks: Ranks = 1,
     device: Target = None,
+    pack: Annotated[
+        Path | None, typer.Option(help="Write the kernels into this file, too.", callback=writable)
+    ] = None,
+    unpack: Annotated[
+        Path | None,
+        typer.Option(help="Take the kernels that such a file has; compile none.", exists=True, dir_okay=False),
+    ] = None,
 ) -> None:  # fmt: skip
     """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
     if device is None:
         environment.require_gpu("warmup", "--device H200 fills the cache on disk for that device")
-    from xmla._warmup import warmup
+    if unpack is not None:
+        check_unpack_alone(context)
+    from xmla._warmup import present_device, warmup
     from xmla.cli.plan import configure, find_device
+    from xmla.core.compile import check_steady_keys, read_pack, write_pack
 
+    if pack is not None or unpack is not None:
+        check_steady_keys()
+    target = None if device is None else find_device(device)
+    if unpack is not None:
+        present = target or present_device()[0]
+        count = read_pack(unpack, present)
+        typer.echo(f"{count} kernels of {unpack} ready for {present.name}", err=True)
+        return
     config = configure(
         model, batch, max_len, next_n, prefill, mixed, ranks, heads=heads, index_heads=index_heads, k=k,
         page_size=page_size, softmax_scale=softmax_scale,
     )  # fmt: skip
-    warmup(config, None if device is None else find_device(device))
+    report = warmup(config, target)
+    if pack is not None:
+        write_pack(pack, report.specializations, target or present_device()[0])
+        typer.echo(f"{pack}: {pack.stat().st_size / 2**20:.1f} MiB", err=True)
+
+
+def check_unpack_alone(context: typer.Context) -> None:
+    """Refuse what would say which kernels to compile, where a file says which there are."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in ("unpack", "device") and source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(f"expected no {parameter.opts[0]} beside it", param_hint="'--unpack'")
 
 
 @app.command()

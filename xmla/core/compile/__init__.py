@@ -12,16 +12,20 @@ from xmla.core.compile.compiler import (
     source_of,
     specialize,
 )
+from xmla.core.compile.packs import check_steady_keys, read_pack, write_pack
 
 __all__ = [
     "Compile",
     "Specialization",
     "begins_anywhere",
+    "check_steady_keys",
     "compiled",
     "compiles",
     "compiling_allowed",
     "exec_function",
+    "read_pack",
     "serving_begins",
     "source_of",
     "specialize",
+    "write_pack",
 ]

@@ -250,16 +250,18 @@ def source_of(specialization: Specialization) -> ASTSource:
 
 def _compile(specialization: Specialization, arch: int) -> CompiledKernel:
     kernel = specialization.kernel
-    options = specialization.options() | _ptx_option(arch)
+    options = specialization.options() | ptx_option(arch)
     try:
-        return _load_or_compile(source_of(specialization), GPUTarget("cuda", arch, 32), options)
+        return _load_or_compile(source_of(specialization), target_of(arch), options)
     except Exception as error:
-        reason = _reason(error)
-        if isinstance(error, OSError):
-            reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
         raise CompileError(
-            f"{specialization.op}: {kernel.__name__} was not compiled for sm_{arch}: {reason}"
+            f"{specialization.op}: {kernel.__name__} was not compiled for sm_{arch}: {reason_of(error)}"
         ) from error
+
+
+def target_of(arch: int) -> GPUTarget:
+    """What Triton compiles for."""
+    return GPUTarget("cuda", arch, 32)
 
 
 # This version covers every known device's architecture, and ptxas of CUDA 12.9 and later assembles it.
@@ -269,15 +271,18 @@ YOUNGER_PTX_VERSIONS = {107: 94, 110: 90}
 
 
 @cache
-def _ptx_option(arch: int) -> dict[str, Hashable]:
+def ptx_option(arch: int) -> dict[str, Hashable]:
     """The oldest PTX: JAX assembles it with its own ptxas, and CUDA 13.0's refuses the 9.4 of Triton 3.9."""
     default = get_ptx_version_from_options(SimpleNamespace(ptx_version=None), arch)
     version = YOUNGER_PTX_VERSIONS.get(arch, PTX_VERSION)
     return {"ptx_version": version} if default > version else {}
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost cause in the first line; below it Triton's messages of the calls leading to it, outermost first."""
+def reason_of(error: BaseException) -> str:
+    """The innermost cause in the first line; below it Triton's messages of the calls leading to it, outermost first.
+
+    Of a file that cannot be written also where Triton's cache is.
+    """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
@@ -285,7 +290,10 @@ def _reason(error: BaseException) -> str:
     message = getattr(innermost, "error_message", None) or str(innermost).strip() or repr(innermost)
     kind = "" if isinstance(innermost, OSError) else f"{type(innermost).__name__}: "
     below = [text for text in (str(link).strip() for link in chain) if text and text != message]
-    return "\n".join([f"{kind}{message}", *below])
+    reason = "\n".join([f"{kind}{message}", *below])
+    if isinstance(error, OSError):
+        reason += f" (compiled kernels are kept in {_folder()}; TRITON_CACHE_DIR names another folder)"
+    return reason
 
 
 def _load_or_compile(source: ASTSource, target: GPUTarget, options: dict[str, Hashable]) -> CompiledKernel:

@@ -1,0 +1,68 @@
+"""A decode step's calls in one framework, with the kernels that Triton's cache on disk has: none is compiled.
+
+A script of its own, for a process without the interpreter. Without a GPU the step is lowered for an H200 in JAX, and
+the kernels that PyTorch's front-end asks for are loaded. Prints how many kernels the cache had.
+    JAX_PLATFORMS=cpu python tests/programs/unpacked.py torch|jax BATCH MAX_LEN HEADS K
+"""
+
+import sys
+
+from triton import knobs
+from triton.backends.nvidia.compiler import CUDABackend
+
+from xmla.cli.plan import configure
+from xmla.core.compile import compiled
+from xmla.core.models.base import Call
+from xmla.core.registry import registry
+from xmla.core.values import DTYPES, H200, assume_device
+from xmla.machine.environment import HAS_GPU
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("a kernel is compiled")
+
+
+def by_torch(call: Call) -> None:
+    if not HAS_GPU:
+        for kernel in call.specializations(H200):
+            compiled(kernel, H200.arch)
+        return
+    import torch
+
+    from xmla import torch_api
+
+    tensors = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device="cuda") for n, s in call.specs.items()}
+    getattr(torch_api, call.op)(*map(tensors.get, registry()[call.op].tensors), **call.attrs)
+    torch.cuda.synchronize()
+
+
+def by_jax(call: Call) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from xmla import jax_api
+
+    shapes = {name: jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for name, spec in call.specs.items()}
+    names = registry()[call.op].tensors
+    function = jax.jit(lambda given: getattr(jax_api, call.op)(*map(given.get, names), **call.attrs))
+    if HAS_GPU:
+        jax.block_until_ready(function({name: jnp.zeros(like.shape, like.dtype) for name, like in shapes.items()}))
+        return
+    with assume_device(H200):
+        jax.export.export(function, platforms=["cuda"], disabled_checks=jax_api.EXPORT_CHECKS)(shapes)
+
+
+def main() -> None:
+    framework, batch, max_len, heads, k = sys.argv[1], *map(int, sys.argv[2:])
+    hits: list[bool] = []
+    CUDABackend.add_stages = refuse
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    config = configure("deepseek_v32", [batch], [max_len], None, None, heads=heads, k=k)
+    for call in config.decode(batch, 1, max_len):
+        {"torch": by_torch, "jax": by_jax}[framework](call)
+    assert all(hits), hits
+    print(len(hits))
+
+
+if __name__ == "__main__":
+    main()
