@@ -18,9 +18,8 @@ from transformers import (
     PixtralVisionConfig,
 )
 
-import xmla.transformers
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import SERVED, LatentCache
+from xmla.transformers import SERVED, LatentCache, models
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -253,7 +252,7 @@ def test_models_with_an_indexer_are_served_or_refused_by_name() -> None:
 def test_other_models_are_refused_by_name(config: type) -> None:
     named = f"model_type is {config.model_type}, supported: deepseek_v32, "
     with pytest.raises(UnsupportedError, match=named):
-        xmla.transformers.visible(1, 4, 4, config=config())
+        models.mask(1, 4, 4, config=config())
 
 
 def test_what_is_not_served_is_refused(device: str) -> None:

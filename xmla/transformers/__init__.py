@@ -14,11 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from xmla.transformers.attention import attend
 from xmla.transformers.cache import LatentCache
-from xmla.transformers.masks import visible as visible
-from xmla.transformers.models import NAME, SERVED, serve
+from xmla.transformers.models import NAME, SERVED, mask, serve
 
 __all__ = ["NAME", "SERVED", "LatentCache"]
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, visible)
+AttentionMaskInterface.register(NAME, mask)
 serve()

@@ -51,16 +51,13 @@ class Visible:
 def visible(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function, attention_mask: torch.Tensor | None = None,
-    device: Any = None, config: Any = None, **options: Any,
+    device: Any = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """What transformers asks for in place of a mask, once for all layers of a forward pass.
 
     Raises:
-        UnsupportedError: The model is not served, or a query's keys are no range.
+        UnsupportedError: A query's keys are no range.
     """
-    from xmla.transformers.models import refuse_others
-
-    refuse_others(config)
     if mask_function is causal_mask_function:
         place = torch.arange(q_length, device=device) + (q_offset + 1 - kv_offset)
         starts, ends = torch.zeros_like(place), place.clamp(0, kv_length)
@@ -82,10 +79,10 @@ def without_padding(ends: torch.Tensor, mask: torch.Tensor, keys: int, offset: i
     """Ranges, and the order, of the keys that a mask [B, ≥ N] of zeros and ones has; `ends` [B, S] counts all keys."""
     if mask.dim() != 2:
         raise ArgumentError(f"xmla.transformers: attention_mask has {mask.dim()} axes, expected [batch, keys]")
-    given = mask[:, offset : offset + keys].bool()
-    given = torch.nn.functional.pad(given, (0, keys - given.shape[1]))  # keys that no token has written yet
-    order = given.logical_not().to(torch.int8).argsort(dim=1, stable=True)
-    counts = torch.nn.functional.pad(given.cumsum(1), (1, 0))
+    real = mask[:, offset : offset + keys].bool()
+    real = torch.nn.functional.pad(real, (0, keys - real.shape[1]))  # keys that no token has written yet
+    order = real.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+    counts = torch.nn.functional.pad(real.cumsum(1), (1, 0))
     ends = counts.gather(1, ends.long())
     return [torch.zeros_like(ends), ends, order]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from xmla.core.errors import UnsupportedError
 from xmla.transformers.attention import latents
-from xmla.transformers.masks import Visible
+from xmla.transformers.masks import Visible, visible
 from xmla.transformers.selection import Projected, select
 
 NAME = "xmla"
@@ -35,7 +35,7 @@ def _weights(indexer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _project(
-    indexer: Any, q: torch.Tensor, k: torch.Tensor, given: dict[str, Any], *, interleaved: bool = False,
+    indexer: Any, q: torch.Tensor, k: torch.Tensor, arguments: dict[str, Any], *, interleaved: bool = False,
     rope_last: bool = False,
 ) -> Projected:  # fmt: skip
     """Queries [B, S, I, D] and keys [B, S, D], of which some dims are rotated."""
@@ -44,39 +44,39 @@ def _project(
     (q_rest, q_rope), (k_rest, k_rope) = (
         each.split([rest, rope], -1) if rope_last else each.split([rope, rest], -1)[::-1] for each in (q, k)
     )
-    q_rope, k_rope = _rotate(indexer, interleaved)(q_rope, k_rope, *given["position_embeddings"], unsqueeze_dim=2)
+    q_rope, k_rope = _rotate(indexer, interleaved)(q_rope, k_rope, *arguments["position_embeddings"], unsqueeze_dim=2)
     q, k = (
         torch.cat([each_rest, each_rope] if rope_last else [each_rope, each_rest], -1)
         for each_rest, each_rope in ((q_rest, q_rope), (k_rest, k_rope))
     )
-    return Projected(q, k[:, :, 0], _weights(indexer, given["hidden_states"]))
+    return Projected(q, k[:, :, 0], _weights(indexer, arguments["hidden_states"]))
 
 
-def deepseek_v32(indexer: Any, given: dict[str, Any]) -> Projected:
-    x = given["hidden_states"]
-    return _project(indexer, _query(indexer, given["q_resid"]), indexer.k_norm(indexer.wk(x)), given)
+def deepseek_v32(indexer: Any, arguments: dict[str, Any]) -> Projected:
+    x = arguments["hidden_states"]
+    return _project(indexer, _query(indexer, arguments["q_resid"]), indexer.k_norm(indexer.wk(x)), arguments)
 
 
-def glm_moe_dsa(indexer: Any, given: dict[str, Any]) -> Projected:
-    x = given["hidden_states"]
-    q = _query(indexer, given["q_resid"])
-    return _project(indexer, q, indexer.k_norm(indexer.wk(x)), given, interleaved=True)
+def glm_moe_dsa(indexer: Any, arguments: dict[str, Any]) -> Projected:
+    x = arguments["hidden_states"]
+    q = _query(indexer, arguments["q_resid"])
+    return _project(indexer, q, indexer.k_norm(indexer.wk(x)), arguments, interleaved=True)
 
 
-def hy_v4(indexer: Any, given: dict[str, Any]) -> Projected:
+def hy_v4(indexer: Any, arguments: dict[str, Any]) -> Projected:
     """The last dims are rotated; keys are normed in float32."""
-    x = given["hidden_states"]
+    x = arguments["hidden_states"]
     k = indexer.k_norm(indexer.wk(x).to(indexer.k_norm.weight.dtype)).to(x.dtype)
-    return _project(indexer, _query(indexer, given["q_resid"]), k, given, rope_last=True)
+    return _project(indexer, _query(indexer, arguments["q_resid"]), k, arguments, rope_last=True)
 
 
-def mistral_large4(indexer: Any, given: dict[str, Any]) -> Projected:
+def mistral_large4(indexer: Any, arguments: dict[str, Any]) -> Projected:
     """Queries are of the hidden states and scaled by position; some layers rotate nothing."""
-    x = given["hidden_states"]
+    x = arguments["hidden_states"]
     q, k = _query(indexer, indexer.q_input_norm(x)), indexer.k_norm(indexer.wk(x))
-    q = indexer.softmax_scaling(q, given["position_ids"], head_dim_first=False)
+    q = indexer.softmax_scaling(q, arguments["position_ids"], head_dim_first=False)
     if indexer.use_rope:
-        return _project(indexer, q, k, given, interleaved=True)
+        return _project(indexer, q, k, arguments, interleaved=True)
     return Projected(q, k, _weights(indexer, x))
 
 
@@ -90,13 +90,18 @@ _CLASSES: dict[str, tuple[str, str, Callable[..., Projected]]] = {
 SERVED = tuple(_CLASSES)
 
 
-def refuse_others(config: Any) -> None:
-    """Refuse a model that is not of `SERVED`."""
+def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
+    """`visible` of a model that is served.
+
+    Raises:
+        UnsupportedError: It is not of `SERVED`.
+    """
     if config.model_type not in SERVED:
         raise UnsupportedError(
             f"xmla.transformers: model_type is {config.model_type}, supported: {', '.join(SERVED)}; another "
             "attn_implementation serves it"
         )
+    return visible(*sizes, **options)
 
 
 def serve() -> None:
@@ -127,11 +132,11 @@ def _indexing(own: Callable[..., Any], project: Callable[..., Projected]) -> Cal
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
-        given = parameters.bind(self, *args, **kwargs).arguments
-        query, keys, weights = project(self, given)
-        if given.get("cache") is not None:
-            keys = given["cache"].update_indexer(keys, self.layer_idx)
-        seen = Visible.of(given["attention_mask"], query.shape[1], keys.shape[1])
+        arguments = parameters.bind(self, *args, **kwargs).arguments
+        query, keys, weights = project(self, arguments)
+        if arguments.get("cache") is not None:
+            keys = arguments["cache"].update_indexer(keys, self.layer_idx)
+        seen = Visible.of(arguments["attention_mask"], query.shape[1], keys.shape[1])
         return select(Projected(query, keys, weights), seen, self.index_topk)
 
     return forward

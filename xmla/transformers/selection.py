@@ -48,8 +48,8 @@ def _select(projected: Projected, seen: Visible, k: int) -> torch.Tensor:
     for sequence in range(batch):
         for place in range(0, queries, some):
             rows = [each[sequence, place : place + some] for each in (query, weights, seen.starts, seen.ends)]
-            found = _rows(k, keys[sequence], *rows)
-            chosen[sequence, place : place + some] = torch.where(found < 0, -1, found + rows[2][:, None])
+            column = _rows(k, keys[sequence], *rows)
+            chosen[sequence, place : place + some] = torch.where(column < 0, -1, column + rows[2][:, None])
     return chosen
 
 
