@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a layer; by default DeepSeek-V3.2's."""
+    """Sizes of a layer, by default DeepSeek-V3.2's."""
 
     heads: int = 128
     index_heads: int = 64
@@ -98,7 +98,7 @@ class Layer:
         return loss.detach()
 
     def dense(self, slots: torch.Tensor) -> torch.Tensor:
-        """The same by arrays of all pairs of tokens."""
+        """A step by arrays of all pairs of tokens."""
         count = len(self.q)
         causal = torch.ones(count, count, dtype=torch.bool, device=self.q.device).tril()
         products = torch.einsum("tid,sd->tis", self.index_q, self.index_k).relu()
@@ -117,7 +117,7 @@ class Layer:
         return loss.detach()
 
     def gradients(self, step: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of a step, its loss among them."""
+        """Gradients of a step by leaf, with its loss among them."""
         for leaf in self.leaves.values():
             leaf.grad = None
         results = {"loss": step()}

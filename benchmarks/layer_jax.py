@@ -76,7 +76,7 @@ class Step:
         return gradients
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of a step, its loss among them, as `Layer.gradients` has them."""
+        """Gradients of a step by leaf, with its loss among them, as `Layer.gradients` has them."""
         return {name: torch.from_dlpack(value) for name, value in self().items()}
 
 

@@ -45,7 +45,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a layer; by default DeepSeek-V3.2's."""
+    """Sizes of a layer, by default DeepSeek-V3.2's."""
 
     tokens: int = 4096
     batch: int = 1

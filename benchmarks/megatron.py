@@ -42,7 +42,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a layer; by default DeepSeek-V3.2's."""
+    """Sizes of a layer, by default DeepSeek-V3.2's."""
 
     tokens: int = 4096
     document: int | None = None  # tokens of a document if they are packed documents
@@ -65,7 +65,7 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 class Linear(torch.nn.Linear):
-    """As Megatron builds and calls its linear layers."""
+    """A linear layer, made and called as Megatron does its own."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **_: Any) -> None:
         super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -112,7 +112,7 @@ class Step:
 
     @classmethod
     def random(cls, sizes: Sizes, backend: Any, sparse_loss: bool) -> "Step":
-        """The same for every backend: parameters and inputs of seed 0."""
+        """A step with parameters and inputs of seed 0, the same for every backend."""
         from megatron.core import parallel_state as state
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.transformer.enums import AttnMaskType
@@ -190,7 +190,7 @@ class Step:
 
 
 def measure(sizes: Sizes, backend: str, sparse_loss: bool, keep: bool) -> tuple[dict[str, Any], Tensors]:
-    """Of a random step; its results too if they are to be kept, in the host's memory."""
+    """Time and memory of a random step; its results too if they are to be kept, in the host's memory."""
     try:
         step = Step.random(sizes, backend, sparse_loss)
         results = step.run()

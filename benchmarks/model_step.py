@@ -66,7 +66,7 @@ def in_jax(model: Any) -> Model:
 
 
 def filled() -> tuple[torch.Tensor, torch.Tensor]:
-    """Both caches of one request in one layer, full of random entries."""
+    """The caches of one request in one layer, full of random entries."""
     pools = [torch.zeros(PAGES, PAGE, row, dtype=torch.uint8, device="cuda") for row in (656, 132)]
     latent, rope, keys = (torch.randn(CONTEXT, n, device="cuda", dtype=torch.bfloat16) for n in (512, 64, 128))
     slots = torch.arange(CONTEXT, dtype=torch.int32, device="cuda")

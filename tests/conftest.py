@@ -82,7 +82,7 @@ def _device_memory_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=not HAS_GPU)
 def _cpu_tensors_only_where_a_gpu_would_stand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU nothing is interpreted: a test that runs ops on torch tensors puts them on `device` (or DEVICE).
+    """Refuse to run ops on CPU tensors, but in tests that put theirs on `device` (or DEVICE): a GPU interprets nothing.
 
     One whose code chooses the device itself, or that means the CPU, says so by `usefixtures("device")`.
     """

@@ -124,7 +124,7 @@ def test_gradients_of_any_factor(
 
 
 def smallest(op: Op, name: str) -> Case:
-    """Of the cases that give the attribute, or of all if none does."""
+    """The smallest of the cases that give the attribute, or of all if none does."""
     giving = [case for case in op.cases if case.attrs.get(name) is not None] or op.cases
     return min(giving, key=lambda case: sum(array.size for array in kit.make(case).values()))
 

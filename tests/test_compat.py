@@ -714,7 +714,7 @@ def published_calls(device: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def in_a_wider_buffer(tensor: torch.Tensor, axis: int, step: int, before: int, behind: int) -> torch.Tensor:
-    """The same values, `step` elements of `axis` apart, between others that are all ones in bits."""
+    """A copy with elements of `axis` `step` apart, between others that are all ones in bits."""
     shape = list(tensor.shape)
     shape[axis] = before + step * shape[axis] + behind
     raw = torch.full((math.prod(shape) * tensor.element_size(),), 255, dtype=torch.uint8, device=tensor.device)

@@ -1,12 +1,15 @@
 """Docstrings: the example of every op runs in both front-ends; keywords and axes are explained where one looks."""
 
+import ast
 import doctest
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +24,14 @@ from xmla.core.registry import registry
 
 FRONT_ENDS: dict[str, Any] = {"xt": torch_api, "xj": jax_api}
 OPS = [*registry().values()]
+ROOT = Path(__file__).parent.parent
+FOLDERS = [ROOT / name for name in ("xmla", "tools", "benchmarks", "tests")]
+# A first line that begins so needs the name before it, or another docstring, to say what it is about.
+DEPENDENT = re.compile(
+    r"(?:(?:all|each|one) of|also|and|as|at|both|but|by|for|from|in|its?|likewise|of|on|over|so|that|the same|their"
+    r"|they|those|to|with)\b",
+    re.IGNORECASE,
+)
 
 
 @contextmanager
@@ -94,3 +105,17 @@ def test_docstrings_end_with_the_conditions_of_every_implementation(op: Op) -> N
         line = f"{asked}: {'; '.join(condition.supported for condition in each.conditions) or 'every call'}."
         assert line in told
         told = told.partition(line)[2]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_first_lines_stand_alone(folder: Path) -> None:
+    """But those of tests, which go on from their names."""
+    dependent = []
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            name, (line, *_) = getattr(node, "name", ""), (ast.get_docstring(node) or "").split("\n")
+            if DEPENDENT.match(line) and not name.startswith("test_"):
+                dependent.append(f"{file.relative_to(ROOT)} {name}: {line}")
+    assert dependent == []

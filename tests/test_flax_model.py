@@ -143,7 +143,7 @@ def test_training_is_that_of_transformers(device: str) -> None:
 
 
 def in_one(gradients: dict[str, np.ndarray]) -> Any:
-    """Those of the two up-projections as that of transformers' kv_b_proj."""
+    """The gradients by transformers' names: its kv_b_proj has both up-projections."""
     for name, gradient in gradients.items():
         if name.endswith(".up_key"):
             both = np.concatenate([gradient, gradients[name.replace("up_key", "up_value")]], axis=1)

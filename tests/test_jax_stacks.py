@@ -71,7 +71,7 @@ class Layers:
 
     @classmethod
     def of(cls, op: Op, case: Case, same: tuple[str, str] | None = None) -> "Layers":
-        """With `same`, two arguments are one array."""
+        """The layers of a case; with `same`, two arguments are one array."""
         layers = [{n: np.ascontiguousarray(a) for n, a in kit.make(case, seed).items()} for seed in range(LAYERS)]
         if same is not None:
             layers = [layer | {same[0]: layer[same[1]]} for layer in layers]

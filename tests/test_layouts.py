@@ -224,11 +224,11 @@ def test_convert_refuses() -> None:
 
 
 class UsersTensor(torch.Tensor):
-    """As engines derive for what a weight or a pool has besides."""
+    """A subclass as engines make for what a weight or a pool has besides."""
 
 
 class UsersArray(np.ndarray):
-    """Likewise."""
+    """A subclass of NumPy's array, as users make."""
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])

@@ -46,7 +46,7 @@ def shift_argument(*names: str) -> Callable[[Inputs, dict[str, Any], float], Non
 
 
 def shift_gates(argument: str) -> Callable[[Inputs, dict[str, Any], float], None]:
-    """Those of the call and those that earlier calls have kept."""
+    """Shifts the gates of the call and those that earlier calls have kept."""
     shift = shift_argument(argument, "kept")
 
     def apply(inputs: Inputs, attrs: dict[str, Any], by: float) -> None:
@@ -56,7 +56,7 @@ def shift_gates(argument: str) -> Callable[[Inputs, dict[str, Any], float], None
 
 
 def shift_keys(inputs: Inputs, attrs: dict[str, Any], by: float) -> None:
-    """Of attention: the last dim of every key is the same, and a query's is as large as makes the scores so."""
+    """Shift attention's scores: the last dim of every key is the same, and a query's as large as makes them so."""
     for name in {"cache", "extra_cache"} & inputs.keys():
         (layout,) = mla_layouts(Spec.of_numpy(inputs[name]), attrs.get(f"{name}_format"))
         every = np.arange(inputs[name].shape[0] * inputs[name].shape[1])
@@ -73,7 +73,7 @@ def shift_keys_and_sink(inputs: Inputs, attrs: dict[str, Any], by: float) -> Non
 
 
 def shift_forward(shift: Callable[[Inputs, dict[str, Any], float], None]) -> Callable[..., None]:
-    """Of a derivative, at the shifted call's own results."""
+    """Shifts a derivative's call, at the shifted call's own results."""
 
     def apply(inputs: Inputs, attrs: dict[str, Any], by: float) -> None:
         shift(inputs, attrs, by)
@@ -93,7 +93,7 @@ def shift_rows(inputs: Inputs, attrs: dict[str, Any], by: float) -> None:
 
 
 def shift_indexer(inputs: Inputs, attrs: dict[str, Any], by: float) -> None:
-    """By the first head alone, whose product with each key is the same."""
+    """Shift the indexer's scores by the first head alone, whose product with each key is the same."""
     unit = UNIT / 4
     inputs["index_k"][:, -1] = unit
     inputs["index_q"][:, :, -1] = 0
@@ -165,7 +165,7 @@ def test_shifted_scores(name: str, device: str) -> None:
 
 
 def functions(op: Op, cases: list[Case]) -> dict[str, set[str]]:
-    """Of each function of kernels the names that it uses."""
+    """The names that each function of kernels uses."""
     found: dict[str, set[str]] = {}
 
     def walk(function: Any) -> None:

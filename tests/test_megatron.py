@@ -68,7 +68,7 @@ class Layer:
         return {name: getattr(self, name) for name in ("q", "k", "weights", "query", "key", "up")}
 
     def moving(self, dtype: torch.dtype | None = None, device: str | None = None) -> "Layer":
-        """The same call whose tensors have gradients."""
+        """A copy of the call whose tensors have gradients."""
         leaves = {n: t.detach().to(device, dtype, copy=True).requires_grad_() for n, t in self.leaves().items()}
         rest = {n: t for n, t in vars(self).items() if n not in leaves}
         return Layer(**leaves, **{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in rest.items()})
@@ -180,7 +180,7 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, bound: float 
 
 
 def gradients(output: torch.Tensor, loss: torch.Tensor, layer: Layer) -> dict[str, torch.Tensor]:
-    """Of a sum of outputs whose factors alternate, and of three losses."""
+    """Gradients of a sum of outputs whose factors alternate, and of three losses."""
     factors = torch.arange(output.numel(), device=output.device).view(output.shape) % 5 - 2
     ((output.to(torch.promote_types(output.dtype, torch.float32)) * factors).sum() + 3 * loss).backward()
     return {name: leaf.grad for name, leaf in layer.leaves().items() if leaf.grad is not None}

@@ -37,7 +37,7 @@ def with_each(op: Op, arguments: list[Any]) -> list[tuple[int, str]]:
 
 
 def assert_same(op: Op, found: Any, wanted: Any) -> None:
-    """The same bits, where the op writes."""
+    """Assert equal bits, where the op writes."""
     with np.errstate(all="ignore"):
         values = op.reference(**kit.copies(kit.make(op.cases[0])), **kit.attributes(op, op.cases[0]))
     for (name, result), got, want, value in zip(op.outputs.items(), found, wanted, values, strict=True):
@@ -45,7 +45,7 @@ def assert_same(op: Op, found: Any, wanted: Any) -> None:
 
 
 def negated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, as the negative of memory, as `x.conj().imag` is."""
+    """A tensor of equal values that is the negative of memory, as `x.conj().imag` is."""
     lazy = torch._neg_view(-tensor)
     assert lazy.is_neg() and torch.equal(lazy.isnan(), tensor.isnan())
     return lazy

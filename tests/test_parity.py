@@ -1,4 +1,4 @@
-"""The same inputs through both front-ends give the same bits, and those of JAX are the reference's."""
+"""Equal inputs give equal bits through the two front-ends, and JAX's results are the reference's."""
 
 import jax
 import kit

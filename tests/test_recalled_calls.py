@@ -35,7 +35,7 @@ def arguments(device: str) -> Arguments:
 
 
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call that follows whether it was recalled."""
+    """Whether each call that follows was recalled."""
     found: list[bool] = []
     real = _run.recall
 
@@ -67,7 +67,7 @@ def beside_16_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_space(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with other strides."""
+    """A copy with other strides."""
     room = torch.empty((2 * tensor.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     return room[::2].copy_(tensor)
 

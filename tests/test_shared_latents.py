@@ -34,7 +34,7 @@ def random(module: Any) -> Any:
 
 @dataclass
 class Stored:
-    """In the place of transformers' cache: what layers store of the whole prompt, as xmla's caches round it."""
+    """What layers store of the whole prompt, as xmla's caches round it, in the place of transformers' cache."""
 
     device: str
     latents: dict[int, torch.Tensor] = field(default_factory=dict)  # of a layer [N, 512 or 576]

@@ -64,7 +64,7 @@ def selected(
 
 
 def wanted(visible: list[tuple[int, int]], cache: torch.Tensor, table: torch.Tensor, device: str) -> np.ndarray:
-    """By the reference: each token's request and visible keys."""
+    """The reference's selection, from each token's request and visible keys."""
     requests, lengths = (ints(*values, device=device) for values in zip(*visible, strict=True))
     call = cache, table, lengths, requests
     return xt.indexer_topk_paged(*query(len(visible), device), *call, k=K, implementation="reference").cpu().numpy()

@@ -109,7 +109,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> Any:
 
 
 def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
-    """Those of `targets` that are replaced."""
+    """The functions among `targets` that are replaced."""
     every = set().union(*targets) - (set() if release.startswith("0.33") else SINCE_033 | OF_POOLS | OF_INVARIANCE)
     return {target.removeprefix("*") for target in every if cuda or not target.startswith("*")}
 

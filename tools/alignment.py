@@ -38,7 +38,7 @@ def aligned(case: Case) -> Specs:
 
 
 def apart(op: Op, specs: Specs, name: str) -> Specs:
-    """The same but for `name`, which starts where its dtype, or what is widest in a pool, allows."""
+    """The specs with another alignment of `name`: what its dtype, or what is widest in a pool, allows."""
     least = 4 if name in op.pools else specs[name].itemsize
     return specs | {name: replace(specs[name], alignment=min(least, 16))}
 
@@ -90,7 +90,7 @@ def launches_of(op: Op, device: Device) -> list[tuple[Specialization, Specializa
 
 
 def answers(arch: int, names: list[str], before: dict[str, Answer]) -> Iterator[tuple[str, Answer]]:
-    """Of each op how many of its kernels have sums, and whether their order is the same."""
+    """How many kernels of each op have sums, and whether their order is the same at both alignments."""
     device = next(device for device in KNOWN_DEVICES if device.arch == arch)
     for name in names:
         launches = launches_of(registry()[name], device)

@@ -322,7 +322,7 @@ def properties(value: Any) -> Iterator[str]:
 
 
 def digests(kernels: Iterable[Specialization], arch: int) -> dict[str, str]:
-    """Of each function of kernels one, of all that is compiled of it."""
+    """A digest of each function of kernels: of all that is compiled of it."""
     found: dict[str, list[str]] = {}
     for kernel in kernels:
         found.setdefault(kernel.kernel.__name__, []).append(identity(kernel, arch))

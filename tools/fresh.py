@@ -43,7 +43,7 @@ def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:
 
 
 def programs(extras: str) -> dict[str, str]:
-    """Those whose frameworks are there."""
+    """The programs whose frameworks are among the extras."""
     return {name: code for name, code in PROGRAMS.items() if frameworks(code) <= set(extras.split(","))}
 
 

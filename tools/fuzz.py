@@ -371,7 +371,7 @@ def launch(laid: Arena, buffer: torch.Tensor) -> None:
 
 
 def launch_apart(laid: Arena, buffer: torch.Tensor) -> None:
-    """The same call on arrays that are allocated each by itself, for tools that know where an allocation ends.
+    """A call on arrays that are allocated each by itself, for tools that know where an allocation ends.
 
     The workspace is the call's own, and not initialised.
     """
@@ -396,7 +396,7 @@ def define(laid: Arena, image: np.ndarray) -> tuple[dict[str, np.ndarray], dict[
 
 
 def scores(laid: Arena, image: np.ndarray) -> np.ndarray | None:
-    """By which an op selects keys for its indexer, from the reference; None for other ops.
+    """Scores by which an op selects keys for its indexer, from the reference; None for other ops.
 
     Of a few blocks the same may be selected although a row refers to wild values, but their logits are not the same.
     """
@@ -514,7 +514,7 @@ def run_named(name: str) -> list[str]:
 
 
 def shapes_of(names: Iterable[str], first: int) -> list[tuple[Target, int]]:
-    """One of each op, then another of each that has more; which ones come first depends on `first`."""
+    """A shape of each op, then another of each that has more; which ones come first depends on `first`."""
     rng = np.random.default_rng(first)
     by_op: dict[str, list[tuple[Target, int]]] = {}
     for target in targets(names):
@@ -618,7 +618,7 @@ def fuzz(
 
 
 def fuzz_here(names: list[str], seconds: float, cases: int, first: int) -> tuple[Counter[int], dict[str, str], float]:
-    """As `fuzz`, in this process, arrays apart and without a watchdog: for compute-sanitizer, which is one itself."""
+    """Fuzz in this process, arrays apart and without a watchdog: for compute-sanitizer, which is one itself."""
     began = time.monotonic()
     done: Counter[int] = Counter()
     failures: dict[str, str] = {}

@@ -38,7 +38,7 @@ def epoch() -> str:
 
 
 def compile_launchers(arch: str, folder: Path) -> None:
-    """Both launchers for a platform, into the package that lies in `folder`."""
+    """Compile both launchers for a platform, into the package that lies in `folder`."""
     zig = [sys.executable, "-m", "ziglang"]
     options = ["-target", f"{arch}-linux-gnu.{GLIBC}", "-O2", "-s", "-shared", "-fPIC"]
     cuda = f"-I{importlib.resources.files('triton.backends.nvidia') / 'include'}"
@@ -54,7 +54,7 @@ def compile_launchers(arch: str, folder: Path) -> None:
 
 
 def repacked(sdist: Path, seconds: int) -> None:
-    """The same archive with one time, one owner and sorted names, which setuptools leaves to chance."""
+    """Pack an archive again with one time, one owner and sorted names, which setuptools leaves to chance."""
     packed = io.BytesIO()
     with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):

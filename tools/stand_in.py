@@ -244,7 +244,7 @@ def queries(*shape: int) -> torch.Tensor:
 
 
 def of_requests(requests: int, entries: int, k: int, sets: int) -> list[torch.Tensor]:
-    """For each input set, `k` slots of each request among `entries` of its own."""
+    """Slots of each input set: `k` of each request, among `entries` of its own."""
     owner = torch.arange(requests, device="cuda", dtype=torch.int32)[:, None] * entries
     return [problems.chosen_keys(requests, entries, k) + owner for _ in range(sets)]
 
@@ -309,7 +309,7 @@ def decode_v4(requests: int, heads: int, extra_k: int) -> Benchmark:
 
 
 def prefill(layout: MlaLayout, heads: int, k: int, plain: bool, tokens: int = 1024) -> Benchmark:
-    """Of one prompt, over pages or plain rows."""
+    """A case of attention in the prefill of one prompt, over pages or plain rows."""
     scale = SCALE if layout == V32 else V4_SCALE
     pool = problems.latent_pool(KEYS, layout=layout)
     rows = rows_of(pool)

@@ -126,7 +126,7 @@ def make_ready(
 
 
 def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Warmup:
-    """Those of an engine's calls, in its process of this GPU, which compiles on its share of the cores.
+    """Make an engine's kernels ready in its process of this GPU, which compiles on its share of the cores.
 
     Every GPU's process needs all of them. Each begins with kernels of its own, and finds the others' in Triton's cache
     on disk.

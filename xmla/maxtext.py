@@ -164,7 +164,7 @@ def _index(
     attention_mask: Array | None = None, decoder_segment_ids: Array | None = None, previous_chunk: Any = None,
     kv_cache: Any = None, model_mode: str = "train",
 ) -> tuple[_Indexed, None, _Indexed]:  # fmt: skip
-    """In the place of `Indexer.__call__`: its projections, and the ranges of keys that attention_mask tells.
+    """Stands for `Indexer.__call__`: its projections, and the ranges of keys that attention_mask tells.
 
     Args:
         inputs_q, inputs_kv: [B, S, EMBED], the same.
@@ -196,7 +196,7 @@ def _calculate_indexer_loss(
     self: Any, indexer_score: _Indexed, query: Array, key: Array, attention_mask: Array | None,
     indexer_mask: _Indexed, sparse_loss: bool, scaling_factor: float,
 ) -> Array:  # fmt: skip
-    """In the place of `MLA.calculate_indexer_loss`: the loss over the selected keys, or over all that a token sees.
+    """Stands for `MLA.calculate_indexer_loss`: the loss over the selected keys, or over all that a token sees.
 
         target[t]     = Σ_h softmax(query[t,h] · key)       over these keys, divided by its sum
         prediction[t] = softmax(scores[t])                  over the same keys
@@ -288,7 +288,7 @@ def _first_rows(batch: int, count: int) -> Array:
 
 
 def _slots(indices: Array) -> Array:
-    """Of positions [B, S, K], the rows [B·S, K] of keys [B, S] flattened. What is no position is no row."""
+    """Rows [B·S, K] of flattened keys [B, S], from positions [B, S, K]. What is no position is no row."""
     return _flat(jnp.where(indices < 0, -1, indices + _first_rows(*indices.shape[:2])[..., None]))
 
 

@@ -265,7 +265,7 @@ def _select(q: Tensor, k: Tensor, weights: Tensor, topk: int, starts: Tensor, en
 
 
 def _slots(indices: Tensor) -> Tensor:
-    """Of positions [B, S, K], the rows [S·B, K] int32 of keys [N, B] flattened. What is no position is no row."""
+    """Rows [S·B, K] int32 of flattened keys [N, B], from positions [B, S, K]. What is no position is no row."""
     batch = len(indices)
     slots = indices * batch + torch.arange(batch, device=indices.device)[:, None, None]
     return slots.transpose(0, 1).flatten(0, 1).int()
@@ -310,7 +310,7 @@ class _Loss:
         cls, q: Tensor, softmax_scale: float, coeff: float, pg_collection: object, valid_rows: Tensor | None,
         summed: bool,
     ) -> "_Loss":  # fmt: skip
-        """From Megatron's arguments."""
+        """A loss by Megatron's arguments."""
         tokens, batch = q.shape[:2]
         group = getattr(pg_collection, "tp", None)
         valid = None if valid_rows is None else valid_rows.bool().expand(batch, -1).T
@@ -320,7 +320,7 @@ class _Loss:
     def over_selected(
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, lse: Tensor, slots: Tensor
     ) -> Tensor:
-        """From attention's lse [S·B, H] over the keys slots [S·B, K]."""
+        """The loss over the keys `slots` [S·B, K], from attention's lse [S·B, H] over them."""
         if self.valid is not None:
             slots = slots.masked_fill(~self.valid.flatten()[:, None], -1)
         with torch.no_grad():
@@ -334,7 +334,7 @@ class _Loss:
     def over_ranges(
         self, q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, starts: Tensor, ends: Tensor
     ) -> Tensor:
-        """Over the keys [starts, ends) [S] of each sequence."""
+        """The loss over the keys [starts, ends) [S] of each sequence."""
         averages = []
         with torch.no_grad():
             for b in range(q.shape[1]):

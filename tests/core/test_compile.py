@@ -137,7 +137,7 @@ def check_committed(arch: int, lines: list[support_matrix.Line]) -> None:
 
 
 def check_products(arch: int, kernels: list[support_matrix.Line], left_out: set[str]) -> None:
-    """Of functions whose kernels are all compiled: the architecture's own tensor-core instructions, and few spills."""
+    """Check functions compiled whole for the architecture's own tensor-core instructions, and for few spills."""
     gluon = [kernel for kernel in kernels if kernel["kernel"].endswith(GLUON)]
     if not {name for name in left_out if name.endswith(GLUON)}:
         hopper = {("sparse_mla", 16), ("sparse_mla", 64), ("indexer_logits", 0), ("indexer_logits_paged", 0)}

@@ -72,7 +72,7 @@ ROWS_OF_SM120 = ATTENTION, make_case(1, 17, 130, 64, PLAIN), SM120
 
 
 def causal(case: Case) -> Case:
-    """The same call of the last tokens of one request."""
+    """The case as a call of the last tokens of one request."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = case.make(rng)
@@ -93,7 +93,7 @@ ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, determini
 
 
 def over_one_page(case: Case) -> Case:
-    """The same call over one page of entries, which its slots name often: they are unpacked first."""
+    """The case over one page of entries, which its slots name often: they are unpacked first."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = case.make(rng)
@@ -107,7 +107,7 @@ def over_one_page(case: Case) -> Case:
 
 
 def with_a_missing_page(case: Case) -> Case:
-    """The same call, of whose second request every third page is missing."""
+    """The case with every third page of its second request missing."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = case.make(rng)

@@ -67,7 +67,7 @@ def test_casts_are_those_of_ml_dtypes(target: str) -> None:
 
 @triton.jit
 def load_operand(ptrs):
-    """Those of e4m3 are bytes to kernels."""
+    """Load an operand of a product; elements of e4m3 are bytes to kernels."""
     return load_e4m3(ptrs, None) if ptrs.dtype.element_ty == tl.uint8 else tl.load(ptrs)
 
 

@@ -104,7 +104,7 @@ def read_early(launch: Launch) -> set[str]:
 
 
 def assert_reads_arguments_alone(op: Op, plan: Plan) -> None:
-    """Of arguments none that the call still updates: until a launch that takes its turn."""
+    """Assert that nothing is read early which the call still updates, until a launch that takes its turn."""
     others = {*plan.buffers, *op.mutates}
     for launch in plan.active[1:]:
         assert read_early(launch).isdisjoint(others)
@@ -148,7 +148,7 @@ def test_launches_take_turns_where_nothing_waits() -> None:
 def attention(
     tokens: int, heads: int, k: int, device: Device, padding: int = 0, lengths: bool = False, **attrs: object
 ) -> Plan:
-    """Over 656-byte entries, with so many bytes between pages."""
+    """The plan of attention over 656-byte entries, with so many bytes between pages."""
     op = registry()["sparse_mla"]
     specs = {
         "q": Spec((tokens, heads, 576), "bfloat16"),
@@ -268,7 +268,7 @@ def test_no_logits_are_stored_where_parts_would_not_pay(
 
 
 def select_within(tokens: int, keys: int) -> dict[str, Spec]:
-    """Of a call that selects in 2048 blocks."""
+    """Specs of a call that selects in 2048 blocks."""
     return {
         "q8": Spec((tokens, 32, 128), "float8_e4m3fn"), "weights": Spec((tokens, 32), "float32"),
         "keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32"),
@@ -422,7 +422,7 @@ def test_a_swapped_launch_is_refused() -> None:
 
 
 def specialization(extra: bool, page_size: int = 64) -> Specialization:
-    """Of attention over one source, or over a second one beside it."""
+    """The kernel of attention over one source, or over a second one beside it."""
     cache, slots = Spec((8, page_size, 584), "uint8"), Spec((3, 40), "int32")
     specs = {"q": Spec((3, 64, 512), "bfloat16"), "cache": cache, "slots": slots}
     specs |= {"extra_cache": cache, "extra_slots": slots} if extra else {}

@@ -18,7 +18,7 @@ EPILOGUE = Epilogue(HAS_SINK=False, EMPTY_LSE=-np.inf, LSE_UNIT=1.0, LSE_SINK=Fa
 def combine(
     parts: torch.Tensor, lse: torch.Tensor, powers: int, skip: bool, programs: int, cos_sin: torch.Tensor | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each head by so many programs; with angles, tokens at positions 0, 1, …"""
+    """Combine the parts of each head by so many programs; with angles, tokens at positions 0, 1, …"""
     splits = parts.shape[1]
     rope = () if cos_sin is None else (cos_sin, torch.arange(TOKENS, dtype=torch.int32, device=parts.device))
     epilogue = replace(EPILOGUE, ROPE=rope[0].shape[1], COS_SIN_STRIDE=rope[0].stride(0)) if rope else EPILOGUE

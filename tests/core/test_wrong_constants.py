@@ -19,7 +19,7 @@ FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, der
 
 
 def messages() -> set[str]:
-    """Of every `static_assert` in the kernels' folders."""
+    """The messages of every `static_assert` in the kernels' folders."""
     found = set()
     for file in (file for folder in FOLDERS for file in folder.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -35,7 +35,7 @@ def run(
     to_tensor = TritonSemantic.to_tensor
 
     def unwrapped(self: TritonSemantic, x: Any, check_type: bool = True) -> Any:
-        """To the interpreter a constant plus a tensor is a constant."""
+        """A constant as its value: to the interpreter a constant plus a tensor is a constant."""
         return to_tensor(self, x.value if isinstance(x, tl.constexpr) else x, check_type)
 
     def interpret(launch: Launch, arrays: dict[str, np.ndarray]) -> None:

@@ -83,7 +83,7 @@ def where(condition: Any, x: Any, y: Any) -> Tensor:
 
 
 def _extreme(integers: Any, floats: Any) -> Callable[[Any, Any], Tensor]:
-    """Of two numbers; of NaN and a number the number."""
+    """The minimum or maximum of two numbers; the number, if the other one is NaN."""
 
     def of_two(a: Any, b: Any) -> Tensor:
         x, y = unified(a, b)

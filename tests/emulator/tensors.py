@@ -102,7 +102,7 @@ def _wider(a: Any, b: Any) -> Any:
 
 
 def unified(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    """Both operands in one dtype. A Python number takes the tensor's, unless that has no such numbers."""
+    """The operands in one dtype. A Python number takes the tensor's, unless that has no such numbers."""
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         a = tensor(a, gl.float32 if isinstance(b, float) else None)
     if isinstance(a, Tensor) and isinstance(b, Tensor):

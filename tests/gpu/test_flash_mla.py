@@ -81,7 +81,7 @@ def make_sink(heads: int) -> torch.Tensor:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with a larger stride of the first axis."""
+    """A copy of the tensor with a larger stride of the first axis."""
     wide = torch.full(
         (tensor.shape[0], *tensor.shape[1:-1], tensor.shape[-1] + 16), 9, device="cuda", dtype=tensor.dtype
     )

@@ -92,7 +92,7 @@ def ragged(tokens: int, heads: int, keys: int, dim: int) -> Arrays:
 
 
 def rows_of(inputs: Arrays, kind: str) -> Arrays:
-    """With ranges of a kind."""
+    """The inputs with ranges of a kind."""
     rng, tokens, keys = np.random.default_rng(1), len(inputs["q8"]), len(inputs["keys"])
     if kind == "causal":
         inputs["ends"] = np.arange(keys - tokens + 1, keys + 1, dtype=np.int32)

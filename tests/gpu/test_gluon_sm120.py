@@ -31,7 +31,7 @@ def one_source(layout: MlaLayout, heads: int, keys: int) -> Case:
 
 
 def two_sources(layout: MlaLayout, heads: int, keys: int, extra: int) -> Case:
-    """The same in one source, the other and both."""
+    """Attention over two sources of one format, of which a row has either or both."""
     rotate = layout.rope_in_value
     return make_case(
         4, heads, keys, 64, layout, with_lengths=True, with_sink=True, extra=(layout, extra, 2), rotate=rotate

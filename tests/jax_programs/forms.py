@@ -43,7 +43,7 @@ def one_ref_in_a_loop(call: OpCall, read: Arrays, cache: Arrays) -> Any:
 
 
 def refs_of_parts(call: OpCall, read: Arrays, updated: Arrays) -> Any:
-    """Of a stack that is a Ref, too, into which each part is stored when it is updated."""
+    """Layers whose stack is a Ref too, into which each part is stored when it is updated."""
     stacks = {name: jax.new_ref(stack) for name, stack in updated.items()}
     results = []
     for layer in range(LAYERS):
@@ -123,7 +123,7 @@ def stored_over(call: OpCall, read: Arrays, updated: Arrays) -> Any:
 
 
 def in_branches(call: OpCall, read: Arrays, updated: Arrays) -> Any:
-    """Of every other layer."""
+    """A scan in which every other layer calls."""
 
     def body(layer: Any, arrays: tuple[Arrays, Arrays]) -> Any:
         read, updated = arrays
@@ -166,7 +166,7 @@ def gradient_of_slices(call: OpCall, read: Arrays, updated: Arrays) -> Any:
 
 
 def gradient_of_checkpoints(call: OpCall, read: Arrays, updated: Arrays) -> Any:
-    """Of a scan whose layers are computed again for it."""
+    """Gradient of a scan whose layers are computed again for it."""
 
     def body(loss: jax.Array, read: Arrays) -> tuple[jax.Array, None]:
         return loss + _loss(call, read), None

@@ -45,7 +45,7 @@ class OpCall:
         return {n: a for n, a in arrays.items() if n not in names}, {n: a for n, a in arrays.items() if n in names}
 
     def shapes(self, *leading: int, batch: int | None = None) -> Arrays:
-        """Of all arguments, with leading axes, the last of which is a batch's of those that it does not share."""
+        """Shapes of all arguments with leading axes, the last of which is a batch's of those that it does not share."""
         shapes = {}
         for name, spec in self.specs.items():
             axes = leading if batch is None or self.batch_axes[name] is None else (*leading, batch)

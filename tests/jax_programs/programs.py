@@ -62,7 +62,7 @@ def placed(form: Form, call: OpCall, arguments: Any) -> Any:
 
 
 def arrays(shapes: Iterable[Any]) -> set[hlo.Array]:
-    """As XLA's text has them."""
+    """The arrays as XLA's text has them."""
     return {(XLA_NAMES[array.dtype.name], prod(array.shape)) for array in shapes}
 
 

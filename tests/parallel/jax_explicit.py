@@ -71,7 +71,7 @@ def placed(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> list[
 
 
 def agree(name: str, mine: jax.Array, theirs: object) -> None:
-    """On the CPU bit for bit; on a GPU attention may divide the keys of fewer tokens otherwise."""
+    """Compare bit for bit on the CPU; on a GPU attention may divide the keys of fewer tokens otherwise."""
     if jax.default_backend() == "cpu":
         kit.assert_bits_equal(name, mine, theirs)
     else:
@@ -93,7 +93,7 @@ def sum_of_parts(
 
 
 def check_gradients(mesh: Mesh) -> None:
-    """With the bits of one device, or where what they are sums over is divided, of the sum of the devices' parts."""
+    """Compare gradients with one device's, or where sums are divided with the sum of the devices' parts, by bits."""
     attention = normal(TOKENS, 4, 576), normal(ROWS, 1, 576), SLOTS
     tokens, heads, whole = P("x"), P(None, "x"), P()
     of_the_mesh = f"{mesh.axis_types[0].name.lower()}, {mesh.size}"
@@ -156,7 +156,7 @@ def inputs(op: Op, case: Case, repeats: int, seed: int) -> dict[str, np.ndarray]
 
 
 def check_vmap(mesh: Mesh, op: Op, over: Sequence[str | None], wrap: Callable[[Any], Any] = jax.jit) -> None:
-    """Each of two calls has its own tokens and pools; the mesh shards their batch and their tokens `over` its axes."""
+    """Check two calls with tokens and pools of their own; the mesh shards batch and tokens `over` its axes."""
     chosen = with_even_tokens(op)
     assert chosen is not None, op.name
     case = chosen[0]

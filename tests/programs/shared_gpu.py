@@ -124,7 +124,7 @@ def calls(
 
 
 def repeat(kernels: dict[str, Call], seconds: float) -> tuple[Counter[str], Counter[str]]:
-    """Of each kernel the calls, and the results that differ from the first."""
+    """The calls of each kernel, and the results that differ from the first."""
     first = {name: call() for name, call in kernels.items()}
     made, differ = Counter[str](), Counter[str]()
     end = time.monotonic() + seconds

@@ -356,7 +356,7 @@ def passes_of(engine: Any, file: Path, ahead: bool = False) -> list[tuple[str, i
 
 
 def new_prompts(context: int, requests: int, number: int) -> list[list[int]]:
-    """Those of a case's round, which begin like no other prompts of any round."""
+    """Prompts of a case's round, which begin like no other prompts of any round."""
     return [prompt(context, crc32(f"{context} {requests} {number} {each}".encode())) for each in range(requests)]
 
 
@@ -399,7 +399,7 @@ def timed_round(
 
 
 def kernels_of(engine: Any, folder: Path, context: int, requests: int) -> list[dict[str, Any]]:
-    """Those of a prefill of new prompts and of decode steps, by time."""
+    """Kernels of a prefill of new prompts and of decode steps, by time."""
     rows = []
     ask(engine, new_prompts(context, requests, SHOWN), FEW)  # what it compiles is not shown
     prompts = new_prompts(context, requests, SHOWN + 1)

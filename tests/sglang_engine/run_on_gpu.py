@@ -91,7 +91,7 @@ def child(
 
 
 def model_in(folder: Path, layers: int, heads: int, engines: list[str]) -> Path:
-    """That of V4, which has layers and heads of its own, or of V3.2: the one that these engines serve.
+    """The model that these engines serve: of V4, which has layers and heads of its own, or of V3.2.
 
     Once V4's is made, what nvcc compiles for it is built.
     """
@@ -128,7 +128,7 @@ def lines_file(out: Path, command: str, commit: str | None, model: Path) -> Path
 
 
 def repeated(answers: harness.Answers) -> harness.Figures:
-    """By prompt: of the request that was asked again, how many tokens were cached, and how many new ones are equal."""
+    """How many tokens of a request asked again were cached, and how many new ones are equal, by prompt."""
     found: harness.Figures = {"prompt": [], "cached": [], "equal_again": [], "accepted": []}
     for length, answer in answers.items():
         found["prompt"].append(int(length))

@@ -46,7 +46,7 @@ LENGTHS = [70, 3, 11]  # keys of each request, at the end of a step
 
 @dataclass
 class SGLang:
-    """Its modules, with xmla's hooks."""
+    """SGLang's modules, with xmla's hooks."""
 
     seam: Any
     backend: Any
@@ -210,7 +210,7 @@ class Layer:
         return found
 
     def as_selected(self, positions: list[list[int]], new: list[int], metadata: Any) -> list[list[int]]:
-        """As attention is to read them: positions, rows of gathered entries, or slots; −1 behind them."""
+        """The selection as attention is to read it: positions, rows of gathered entries, or slots; −1 behind them."""
         starts, found = np.cumsum([0, *LENGTHS]), []
         for row, (r, _) in zip(positions, visible(new), strict=True):
             named = self.slots[r, row].tolist()

@@ -112,7 +112,7 @@ class Engine:
         self.serve()
 
     def serve(self, drafts: int = 0) -> None:
-        """By a new backend, which verifies so many tokens of a request."""
+        """Serve by a new backend, which verifies so many tokens of a request."""
         self.drafts = drafts
         self.backend = self.sglang.DeepseekV4AttnBackend(self.runner)
         self.prepare = self.backend.init_forward_metadata

@@ -64,7 +64,7 @@ def smallest(op: Op) -> Case:
 
 
 def axes(op: Op, inputs: dict[str, np.ndarray]) -> list[str]:
-    """Those whose sizes are free."""
+    """The axes whose sizes are free."""
     following = {axis for axis, _ in FOLLOWS.values()}
     return sorted({label for name in inputs for label in op.tensors[name].names} - following)
 

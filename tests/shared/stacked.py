@@ -67,7 +67,7 @@ def scanned_and_used(call: Call, read: Arrays, updated: Arrays) -> Any:
 
 
 def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """By a dynamic index, each part written back."""
+    """A loop over layers by a dynamic index, which writes each part back."""
     shapes = jax.eval_shape(call, part(read, 0), part(updated, 0))[0]
 
     def body(layer: Any, carry: Any) -> Any:
@@ -80,7 +80,7 @@ def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
 
 
 def prefixes(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """Of each layer's arrays, which stand at the start of larger ones."""
+    """Slices of larger arrays: each layer's stands at the start of one."""
     wide = {name: jnp.concatenate([stack, stack], 1) for name, stack in updated.items()}
     wide = jax.lax.optimization_barrier(wide)
     return slices(call, read, {name: wide[name][:, : updated[name].shape[1]] for name in wide})

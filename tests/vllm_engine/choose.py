@@ -88,7 +88,7 @@ def v4_unserved(version: str) -> str:
 
 
 def v4_graphs(version: str, config: VllmConfig) -> str:
-    """Of which steps attention of a DeepSeek-V4 may be in a graph."""
+    """Which steps' attention of a DeepSeek-V4 may be in a graph."""
     select = v4_model(version)._select_dsv4_attn_cls
     layer = select(SimpleNamespace(attention_config=SimpleNamespace(backend=None)))
     return layer.window_backend.get_builder_cls().get_cudagraph_support(config, None).name

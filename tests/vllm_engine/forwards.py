@@ -27,7 +27,7 @@ class Forwards:
         self._engine.collective_rpc(let_ahead, args=(ahead,))
 
     def milliseconds(self) -> list[float]:
-        """Of the passes since the last call."""
+        """Milliseconds of the passes since the last call."""
         return self._engine.collective_rpc(milliseconds)[0]
 
 

@@ -353,7 +353,7 @@ def start_for(name: str, model: Path, contexts: list[int], counts: list[int], to
 
 
 def new_prompts(context: int, requests: int, number: int) -> list[Any]:
-    """Those of a case's round, which begin like no other prompts of any round."""
+    """Prompts of a case's round, which begin like no other prompts of any round."""
     return [prompt(context, crc32(f"{context} {requests} {number} {each}".encode())) for each in range(requests)]
 
 
@@ -395,7 +395,7 @@ def timed_round(
 
 
 def tune_in_turn(lock: Path) -> None:
-    """Of engines that share a cache one tunes a kernel of Triton's, and those that wait for it read its choice.
+    """Let one of the engines that share a cache tune a kernel of Triton's, and those that wait read its choice.
 
     So none is tuned beside another one's work of that kind, or chooses otherwise. Needs TRITON_CACHE_AUTOTUNING=1.
     """
@@ -436,7 +436,7 @@ def measure(name: str, pipe: int, contexts: str = "4096,32768", requests: str = 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One of a trace: the seconds after which it comes, the tokens of its prompt, and its new ones."""
+    """A request of a trace: the seconds after which it comes, the tokens of its prompt, and its new ones."""
 
     comes: float
     tokens: int
@@ -517,7 +517,7 @@ def serve(name: str, pipe: int, chunk: int = 8192, cores: str = "") -> None:
 
 
 def kernels_of(engine: Any, context: int, requests: int) -> list[dict[str, Any]]:
-    """Those of a prefill of new prompts and of decode steps behind them, by time."""
+    """Kernels of a prefill of new prompts and of decode steps behind them, by time."""
     rows = []
     for number in -2, -3:  # what the first compiles is not shown
         prompts = new_prompts(context, requests, number)

@@ -179,7 +179,7 @@ def put(pipe: Connection, question: object) -> Any:
 
 
 def threads_of(process: int) -> Iterator[int]:
-    """Those of a process and of all that it started."""
+    """Threads of a process and of all that it started."""
     parents = dict[int, int]()
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -255,10 +255,11 @@ def same_tokens(answered: Answered, case: tuple[int, int, int], tokens: list[lis
 
 
 def case_of(rounds: list[dict[str, float]], step: Callable[[Iterable[float]], float]) -> dict[str, Any]:
-    """Of rounds: `step` of their steps, the fastest prefill, medians of passes, and the fewest tokens that were cached
-    and that are those of the prompts' first round.
+    """The figures of a case from its rounds.
 
-    There is no step, and why, if a longer request took no longer in some round, or if answers changed.
+    They are `step` of the rounds' steps, the fastest prefill, medians of passes, and the fewest tokens that were cached
+    and that are those of the prompts' first round. There is no step, and why, if a longer request took no longer in
+    some round, or if answers changed.
     """
     by_round = {
         key: [each[key] for each in rounds if key in each]
@@ -359,7 +360,7 @@ def time_cases(
 
 
 def difference(answers: Answers, others: Answers) -> Figures:
-    """By prompt: of log-probabilities the mean distance, the share of equal most likely tokens, equal new tokens."""
+    """Mean distance of log-probabilities, share of equal most likely tokens, equal new tokens, by prompt."""
     found: Figures = {"prompt": [], "mean_abs_logprob": [], "same_likely": [], "equal_tokens": []}
     for length, answer in answers.items():
         other = others[length]
@@ -375,7 +376,7 @@ def difference(answers: Answers, others: Answers) -> Figures:
 def compare(
     file: Path, pairs: Iterable[tuple[str, str]], answers: Answers, new_tokens: Callable[[str], int]
 ) -> Pairs:  # fmt: skip
-    """Of those pairs of engines of which both answered, how far apart they are, also written and printed."""
+    """How far apart pairs of engines are that both answered, also written and printed."""
     found = {
         (name, other): difference(answers[name]["answers"], answers[other]["answers"])
         for name, other in pairs

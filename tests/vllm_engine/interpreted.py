@@ -162,7 +162,7 @@ def linear(layer: Any, remove_weight: bool = False) -> None:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """By NumPy in float64: what is rounded then shows no order of sums, which follows the number of rows on a CPU."""
+    """A product by NumPy in float64: rounded, it shows no order of sums, which on a CPU follows the number of rows."""
     return torch.from_numpy(a.double().numpy() @ b.double().numpy()).to(a.dtype)
 
 

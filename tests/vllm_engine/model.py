@@ -178,7 +178,7 @@ def save_v41(
 
 
 def shapes_v41(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of all weights that vLLM loads."""
+    """Shapes of all weights that vLLM loads of a DeepSeek-V4.1."""
     width, heads, dim, rank = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank")
     )
@@ -238,7 +238,7 @@ def save_glm(
 
 
 def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of all weights that vLLM loads."""
+    """Shapes of all weights that vLLM loads of a GLM-5.3-Flash."""
     width, heads, inner, rank = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size", "q_lora_rank")
     )
@@ -342,7 +342,7 @@ def add_draft_layer(folder: Path, hidden: float = 1) -> None:
 
 
 def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = None) -> None:
-    """The same for V4, by its checkpoint's names, of the layer without compressed entries.
+    """Add V4's drafting layer by its checkpoint's names, of the layer without compressed entries.
 
     Its router, which follows no token's number, and routed experts are those of the layer `experts`; else it has none,
     as the tests' vLLM has no kernel for them.

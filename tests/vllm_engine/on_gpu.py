@@ -217,8 +217,10 @@ def speed(
 
 
 def latencies(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all requests of all rounds: median and 99 % of the times, and each round's median; how much of the time steps
-    with prefills took; what kernels that were not ready took in each round, and why requests waited for long.
+    """The latencies of all requests of all rounds, and what they waited for.
+
+    They are median and 99 % of the times, and each round's median; how much of the time steps with prefills took; what
+    kernels that were not ready took in each round, and why requests waited for long.
     """
     told: dict[str, Any] = {"seconds": round(min(each["seconds"] for each in rounds), 2)}
     for key in ("ttft_ms", "tpot_ms"):
@@ -296,7 +298,7 @@ def trace(
 
 
 def places_of(engines: int) -> list[tuple[dict[str, str], str]]:
-    """For each engine an environment with a GPU, and cores."""
+    """An environment with a GPU, and cores, for each engine."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(engines)))).split(",")
     if len(gpus) < engines:
         raise typer.BadParameter(f"{len(gpus)} GPUs for {engines} engines", param_hint="--apart")

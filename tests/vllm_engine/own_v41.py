@@ -28,7 +28,7 @@ class Beside:
     apart: float = 0
 
     def selection(self, ours: Tensor, own: Tensor) -> int:
-        """Of rows in any order, −1 padded."""
+        """Count the rows, in any order and −1 padded, that differ."""
         self.different += int((ours.sort(dim=1).values != own.sort(dim=1).values).any(dim=1).sum())
         return len(ours)
 
@@ -94,7 +94,7 @@ def install(op: Any) -> Beside:
 
 
 def attend(q: Tensor, entries: Tensor, seen: Tensor, sink: Tensor, scale: float, out: Tensor) -> None:
-    """Of q [T, H, 512] to `entries` [T, K, 512], where `seen`."""
+    """Attention of q [T, H, 512] to `entries` [T, K, 512], where `seen`."""
     scores = torch.einsum("thd,tkd->thk", q.double(), entries.double()) * scale
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     sinks = sink.double()[None, :, None].expand(len(q), -1, 1)
@@ -103,7 +103,7 @@ def attend(q: Tensor, entries: Tensor, seen: Tensor, sink: Tensor, scale: float,
 
 
 def entries_of(cache: Tensor, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Those at `slots` [T, 1, K], of which each token has the first `lengths`, and which these are."""
+    """Entries at `slots` [T, 1, K], of which each token has the first `lengths`, and which these are."""
     slots = slots.squeeze(1)
     seen = (torch.arange(slots.shape[1]) < lengths[:, None]) & (slots >= 0)
     found = read_mla_cache(cache.squeeze(2), torch.where(seen, slots, -1).flatten(), implementation="reference")
@@ -144,7 +144,7 @@ def gather_entries(
 
 
 def slots_of(table: Tensor, first: int, last: int, size: int) -> Tensor:
-    """Those of a request's positions."""
+    """Slots of a request's positions."""
     positions = torch.arange(first, last)
     return (table[positions // size] * size + positions % size).int()
 

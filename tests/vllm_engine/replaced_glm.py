@@ -18,7 +18,7 @@ OF_IMAGES = {
 
 
 def install() -> None:
-    """In this process, before the configuration is made."""
+    """Replace what needs a GPU in this process, before the configuration is made."""
     from vllm.model_executor.layers import mhc
     from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform

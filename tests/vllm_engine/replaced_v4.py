@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def install() -> None:
-    """In this process, before the model is made."""
+    """Replace what needs a GPU in this process, before the model is made."""
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
     from vllm.models.deepseek_v4.nvidia import flashmla, model, mtp
 
@@ -74,7 +74,7 @@ def shared_experts() -> type:
 
 
 def without_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """By the checkpoint's names: transformers saves some under others."""
+    """Weights by the checkpoint's names, without experts': transformers saves some under others."""
     for name, weight in weights:
         if ".experts." not in name and ".gate." not in name:
             yield name.replace(".attn.norm.", ".attn.kv_norm.").replace("hc_head.hc_", "hc_head_"), weight

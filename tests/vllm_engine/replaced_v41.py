@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def install() -> None:
-    """In this process, before the model is made, which is the one of text alone."""
+    """Replace what needs a GPU in this process, before the model is made, which is the one of text alone."""
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
     from vllm.model_executor.models import ModelRegistry
     from vllm.models.deepseek_v41.nvidia import model

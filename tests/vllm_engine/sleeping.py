@@ -63,7 +63,7 @@ class Memory(TorchDispatchMode):
 
 
 def storages(values: Any) -> list[StorageWeakRef]:
-    """Those of the tensors among `values` that have memory."""
+    """Storages of the tensors among `values` that have memory."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu")
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
@@ -78,7 +78,7 @@ MEMORY = Memory()
 
 
 def pool(worker: Any, tag: str) -> AbstractContextManager[None]:
-    """In place of `_maybe_get_memory_pool_context` of vLLM's worker."""
+    """Stands for `_maybe_get_memory_pool_context` of vLLM's worker."""
     return MEMORY.use_memory_pool(tag) if worker.model_config.enable_sleep_mode else nullcontext()
 
 

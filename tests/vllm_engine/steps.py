@@ -51,7 +51,7 @@ class Event:
     what: str
 
     def within(self, first: float, last: float) -> float:
-        """Its seconds between the two times."""
+        """Seconds of the event between the two times."""
         return max(0.0, min(self.begun + self.seconds, last) - max(self.begun, first))
 
 
@@ -184,7 +184,7 @@ def place_of(frame: Any) -> str:
 
 
 def waits(watch: Watch, requests: Iterable[tuple[int, float, float]]) -> list[dict[str, Any]]:
-    """Of each (tokens, when it comes, when its first token is there) that waits long: what the engine did meanwhile."""
+    """What the engine did while a request waited long, of (tokens, when it comes, when its first token is there)."""
     explained = []
     for tokens, comes, first in requests:
         if first - comes < WAIT:
@@ -228,7 +228,7 @@ def by_size(steps: list[Step]) -> list[dict[str, Any]]:
 
 
 def summary(watch: Watch, seconds: float, requests: Iterable[tuple[int, float, float]]) -> dict[str, Any]:
-    """Of a round that took so long: shares of its time, events, medians of steps, long steps and waits."""
+    """Summary of a round that took so long: shares of its time, events, medians of steps, long steps and waits."""
     prefills = sum(step.seconds for step in watch.steps if step.prefill)
     every = sum(step.seconds for step in watch.steps)
     kinds, names = Counter[str](), Counter[str]()

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def install() -> None:
-    """In this process, before the model is made."""
+    """Replace CuTe DSL's kernels in this process, before the model is made."""
     from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
 
     def compress(store_full_kv: bool, store_full_fp8: bool, fp8_scale: None, **call: Any) -> None:

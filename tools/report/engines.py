@@ -44,7 +44,7 @@ def engine(head: Line, lines: list[Line]) -> str:
 
 
 def alike(lines: list[Line]) -> list[str]:
-    """Of each pair of engines how far apart their answers are, by prompt; a table for each set of prompts."""
+    """How far apart the answers of each pair of engines are, by prompt; a table for each set of prompts."""
     markdown: list[str] = []
     pairs = sorted((line for line in lines if "mean_abs_logprob" in line), key=lambda pair: max(pair["prompt"]))
     for prompts, of_prompts in groupby(pairs, key=lambda pair: pair["prompt"]):
@@ -59,7 +59,7 @@ def alike(lines: list[Line]) -> list[str]:
 
 
 def cases_of(lines: list[Line]) -> dict[tuple[int, int], dict[str, list[Line]]]:
-    """Of each context and number of requests the lines of each engine."""
+    """The lines of each engine, by context and number of requests."""
     cases: dict[tuple[int, int], dict[str, list[Line]]] = {}
     for line in lines:
         if "step_us" in line:
@@ -83,7 +83,7 @@ def figures(engines: dict[str, list[Line]], pair: Pair, key: str) -> list[float]
 
 
 def speeds(lines: list[Line]) -> list[str]:
-    """Of each case xmla's times and, in brackets, its speed as a multiple of the engine's own kernels'.
+    """xmla's times in each case and, in brackets, its speed as a multiple of the engine's own kernels'.
 
     Left out are cases that one of the two had no time for, and a step that was timed in one round alone: the host's
     noise decides its ratio.
@@ -108,7 +108,7 @@ def speeds(lines: list[Line]) -> list[str]:
 
 
 def served(lines: list[Line]) -> list[str]:
-    """Of a trace of requests xmla's latencies and, in brackets, the engine's own kernels' as a multiple of them."""
+    """xmla's latencies in a trace of requests and, in brackets, the engine's own kernels' as multiples of them."""
     rates: dict[float, dict[str, Line]] = {}
     for line in lines:
         if "ttft_ms" in line:

@@ -51,7 +51,7 @@ def outcome(line: Line) -> Counter[str]:
 
 
 def outcome_of(lines: list[Line]) -> Counter[str]:
-    """The same of a line and those that resume it: what failed in one ran again in the next."""
+    """How many tests passed, failed and so on in a run and those that resume it: what failed ran again in the next."""
     *before, last = map(outcome, lines)
     return last + sum((Counter({"passed": each["passed"]}) for each in before), Counter[str]())
 
@@ -140,7 +140,7 @@ class Fuzzed:
 
 
 def last_runs(lines: Iterable[Line], tool: str | None) -> dict[str, tuple[str, Fuzzed]]:
-    """By op the commit of the fuzzer's last run, alone or under a tool, and what ran."""
+    """The commit of the fuzzer's last run of each op, alone or under a tool, and what ran."""
     runs: defaultdict[tuple[str, str], Fuzzed] = defaultdict(Fuzzed)
     for line in lines:
         words = shlex.split(line["command"])
@@ -158,7 +158,7 @@ def named(ops: Iterable[str]) -> str:
 
 
 def fuzzer_rows(lines: list[Line], tool: str | None) -> Iterator[tuple[str, str, str]]:
-    """Of each commit that has an op's last run, the latest first: of which, at which commit, what it found."""
+    """What the fuzzer ran, at which commit, and what it found: a row for each commit with an op's last run."""
     by_commit: dict[str, dict[str, Fuzzed]] = {line["commit"]: {} for line in reversed(lines)}
     for op, (commit, ran) in sorted(last_runs(lines, tool).items()):
         by_commit[commit][op] = ran

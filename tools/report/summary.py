@@ -42,7 +42,7 @@ def in_jax(lines: list[Line]) -> str:
 
 
 def waited_in_jax(lines: list[Line]) -> str:
-    """The same until the results are there, beside PyTorch's calls."""
+    """Speed of a jitted step of layers until its results are there, beside PyTorch's calls."""
     return span(line["torch"]["waited_us"] / line["jax"]["waited_us"] for line in steps_of(lines))
 
 

@@ -69,7 +69,7 @@ class _Asking:
 
 
 def asking(benchmark: Benchmark, implementation: str) -> Benchmark:
-    """The same case by an implementation, beside what calls take by default, whose results it is compared with."""
+    """A case by one implementation, timed beside what calls take by default and compared with its results."""
 
     def call(ops: Any, *arrays: Any) -> Any:
         return benchmark.call(_Asking(ops, implementation), *arrays)

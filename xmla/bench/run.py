@@ -89,7 +89,7 @@ def beside_peers(benchmark: "Benchmark") -> tuple[dict[str, "Timing"], dict[str,
 
 
 def in_one_line(failure: Exception) -> str:
-    """Of an exception, for a table."""
+    """An exception in one line, for a table."""
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
@@ -252,7 +252,7 @@ def run(
     ):
 
         def keep(line: Line) -> None:
-            """At once: a run that is cut short has timed what it has timed."""
+            """Write a line at once: a run that is cut short keeps what it has timed."""
             if file is not None:
                 print(json.dumps(line), file=file, flush=True)
 

@@ -109,7 +109,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_int32(here: str, name: str, integers: torch.Tensor) -> torch.Tensor:
-    """As the ops take integers, the argument `name` of `here`; what int32 does not hold stays out of every range."""
+    """The argument `name` of `here` in int32, as ops take it; what int32 does not hold stays out of every range."""
     dtype = integers.dtype
     if dtype == torch.int32:
         return dense(integers)

@@ -106,7 +106,7 @@ def _ragged(
     here: str, q: Query | Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seq_len_k_start: Tensor,
     cu_seq_len_k_end: Tensor, clean_logits: bool, max_seqlen_k: int, logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Of the function `here`, which the caller knows."""
+    """Logits over a range of keys for each token, for the function `here`, which errors name."""
     if not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
     query = _query(here, q)
@@ -195,7 +195,7 @@ def _paged(
     here: str, q: Query | Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor,
     max_context_len: int, clean_logits: bool, logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Of the function `here`, which the caller knows."""
+    """Logits over a paged cache, for the function `here`, which errors name."""
     query = _query(here, q)
     check_axes(here, {
         "q": (query, "B next_n H D"), "kv_cache": (kv_cache, "P R 1 ROW"), "weights": (weights, "B·next_n H"),
@@ -380,7 +380,7 @@ def _check_blocks(here: str, qk_dtype: torch.dtype, granularity: int, page: int 
 
 
 def _first_blocks(blocks: Tensor, lengths: Tensor, granularity: int) -> Tensor:
-    """Of rows of blocks as many as a row of so many keys can have, −1 behind them and for one that it cannot have."""
+    """The blocks, with −1 in columns past a row's number of blocks and for a block that the row cannot have."""
     counts = ((lengths + granularity - 1) // granularity)[:, None]
     place = torch.arange(blocks.shape[1], device=blocks.device)
     return blocks.masked_fill((place >= counts) | (blocks >= counts), -1)

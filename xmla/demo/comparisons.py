@@ -56,7 +56,7 @@ def by_reference(call: Call) -> Results:
 
 
 def _to_jax(tensor: torch.Tensor) -> "jax.Array":
-    """By DLPack; a view that JAX cannot share is copied."""
+    """A tensor as a JAX array by DLPack; a view that JAX cannot share is copied."""
     dense = tensor.contiguous()
     shared = dense.data_ptr() % interop.ALIGNMENT[dense.device.type] == 0
     return interop.to_jax(dense if shared else dense.clone())
@@ -125,7 +125,7 @@ def written_by_reference(layer: PagedAttention) -> list[torch.Tensor]:
 
 
 def written_by_jax(layer: PagedAttention) -> list[torch.Tensor]:
-    """The same by JAX, in Refs."""
+    """The pages of the layer's pools, written from empty ones by the same calls in JAX, in Refs."""
     import jax
 
     from xmla import jax_api

@@ -27,7 +27,7 @@ WARM_UP, JOINT = Stage("warm-up", dense=True, rate=1e-3), Stage("joint", dense=F
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a run: each step sees all the texts."""
+    """Sizes of a run: each step sees all the texts."""
 
     texts: int
     tokens: int

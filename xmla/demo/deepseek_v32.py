@@ -178,7 +178,7 @@ def run_replaced(
 
 
 def _empty_pools(layout: MlaLayout, tokens: int, device: str) -> dict[str, Pool]:
-    """Both have the same block table."""
+    """Empty pools of latent entries and of the indexer's keys, which have the same block table."""
     dtype = torch.uint8 if layout.packed else torch.bfloat16
     indexer = Pool.empty(tokens, PAGE, IndexerLayout(128).row, torch.uint8, device)
     return {"mla": Pool.empty(tokens, PAGE, layout.row, dtype, device), "indexer": indexer}

@@ -35,7 +35,7 @@ def attentions(model: Any) -> list[Any]:
 
 
 def _empty_cache(model: Any) -> dict[str, DynamicCache]:
-    """As the model makes it if it is given none, by the name that the installed transformers has for it."""
+    """An empty cache as the model makes it if given none, under the name that the installed transformers takes."""
     name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     return {name: DynamicCache(config=model.config)}
 
@@ -65,7 +65,7 @@ def run_as_shipped(model: Any, tokens: torch.Tensor, prompt: int) -> Run:
 
 @torch.no_grad()
 def run_with(model: Any, layers: Sequence[PagedAttention], tokens: torch.Tensor, prompt: int) -> Run:
-    """The same with `layers` in place of the forwards of the model's attention modules."""
+    """A pass with `layers` in place of the forwards of the model's attention modules."""
     originals = [layer.module.forward for layer in layers]
     for layer in layers:
         layer.module.forward = layer

@@ -63,7 +63,7 @@ class Attention(ABC):
 
 
 class XmlaAttention(Attention):
-    """It by xmla over plain rows: arguments of the ops in bfloat16, everything else in the model's dtype."""
+    """Attention by xmla over plain rows: arguments of the ops in bfloat16, everything else in the model's dtype."""
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: Rope, **_: Any) -> tuple[torch.Tensor, None]:
         module, texts, tokens = self.module, *hidden_states.shape[:2]
@@ -92,7 +92,7 @@ class XmlaAttention(Attention):
 
 @dataclass
 class EagerAttention(Attention):
-    """It as shipped; the indexer, which does not learn there, has its loss in PyTorch's own operations.
+    """Attention as shipped; the indexer, which does not learn there, has its loss in PyTorch's own operations.
 
     While it is not dense it attends to the next of `selections` [N, K], which xmla selected: two keys that all but tie
     would otherwise part the two models.

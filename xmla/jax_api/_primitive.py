@@ -198,7 +198,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
 def _batch_of_none(
     op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], attrs: Attributes
 ) -> list[jax.Array]:
-    """The results of no calls, which folding could not shape: nothing tells how many rows each would have."""
+    """The results of a batch of 0 calls, of which folding could not tell how many rows each would have."""
     specs = {}
     for name, array in arrays.items():
         shape = [count for axis, count in enumerate(array.shape) if axis != dims[name]]

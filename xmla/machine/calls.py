@@ -35,7 +35,7 @@ def by_torch(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any])
 
 
 def by_jax(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> Arrays:
-    """The same by JAX, whose arrays are dense, under `jax.jit`."""
+    """Results and updated arrays of a call by JAX, whose arrays are dense, under `jax.jit`."""
     import jax
     import jax.numpy as jnp
 
@@ -47,7 +47,7 @@ def by_jax(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -
 
 
 def by_reference(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> Arrays:
-    """The same by the reference, on copies of the arrays."""
+    """Results and updated arrays of a call by the reference, on copies of the arrays."""
     inputs = {name: array.copy() if name in op.mutates else array for name, array in arrays.items()}
     with np.errstate(all="ignore"):
         results = as_tuple(op.reference(**inputs, **op.attributes(**attrs)._asdict()))

@@ -49,7 +49,7 @@ def kernel_num_heads(self: Any, num_tokens: int) -> int:
 
 @cache
 def tell() -> None:
-    """In SGLang's log, which is set up when its backend is made."""
+    """Say what runs on xmla in SGLang's log, which is set up when its backend is made."""
     logging.getLogger(__name__).info(
         "DeepSeek sparse attention runs on xmla: indexer logits, top-k and slots of DeepSeek-V4, attention in prefill "
         "and decode"

@@ -41,7 +41,7 @@ def topk_transform_paged_v2(
     scores: Tensor, seq_lens: Tensor, page_tables: Tensor, out_page_indices: Tensor, page_size: int, metadata: Tensor,
     out_raw_indices: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The same with a plan, which is not read."""
+    """`topk_transform_paged` with a plan, which is not read."""
     topk_transform_paged(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices)
 
 

@@ -44,7 +44,7 @@ class Sizes:
 
     @classmethod
     def of(cls, runner: Any, page: int) -> "Sizes":
-        """Of SGLang's `ModelRunner`, whose pools are made."""
+        """Sizes by SGLang's `ModelRunner`, whose pools are made."""
         from sglang.srt.runtime_context import get_spec
 
         requests, positions = runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1]
@@ -59,7 +59,7 @@ class Sizes:
 
 
 def most_tokens(context: int) -> int:
-    """Of a prefill: a chunk's or, if requests of up to so many tokens are not divided, such a request's."""
+    """The most tokens of a prefill: a chunk's or, if requests of so many tokens are not divided, such a request's."""
     from sglang.srt.runtime_context import get_schedule
 
     chunk = get_schedule().chunked_prefill_size
@@ -67,7 +67,7 @@ def most_tokens(context: int) -> int:
 
 
 def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of SGLang's indexer over its pool [P, R, 132]."""
+    """Calls of SGLang's indexer over its pool [P, R, 132]."""
     page, dim = pool.shape[1], pool.shape[2] - 4
 
     def query(tokens: int, heads: int) -> dict[str, Spec]:
@@ -111,7 +111,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
 
 
 def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `attention` in this layer over the pool [slots, 1, row], and over rows that SGLang gathers of it."""
+    """Calls of `attention` in this layer over the pool [slots, 1, row], and over rows that SGLang gathers of it."""
     packed, k, dims = backend.dsa_kv_cache_store_fp8, backend.dsa_index_topk, layer.head_dim
     served = {backend.dsa_prefill_impl, backend.dsa_decode_impl} & {*SERVED}
     pools: list[tuple[Spec, str | None]] = []
@@ -131,7 +131,7 @@ def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Dev
 
 
 def calls(backend: Any, runner: Any, device: Device) -> Iterator[Call]:
-    """Those of an engine whose pool is made; layers have the same, also the one that drafts."""
+    """Calls of an engine whose pool is made; layers have the same, also the one that drafts."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     pool = runner.token_to_kv_pool

@@ -57,7 +57,7 @@ def widths_of_entries(ratio: int, k: int, pages: int) -> list[int]:
 
 
 def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of SGLang's indexer over its pool [P, R, 132], with a row of the page table for each token."""
+    """Calls of SGLang's indexer over its pool [P, R, 132], with a row of the page table for each token."""
     page, dim = pool.shape[1], pool.shape[2] - 4
     ratio = PAGE // page
 
@@ -93,7 +93,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
 def attend_calls(
     window: Spec, entries: dict[int, Spec], heads: int, scale: float, k: int, sizes: Sizes, device: Device
 ) -> Iterator[Call]:
-    """Those of attention in layers of each ratio: over both pools, and over rows [N, 1, 512] of them.
+    """Calls of attention in layers of each ratio: over both pools, and over rows [N, 1, 512] of them.
 
     Args:
         window: The pool of the window [P, R, 584].
@@ -114,13 +114,13 @@ def attend_calls(
 
 
 def entries_of(pool: Any) -> Spec:
-    """Of SGLang's pool of a layer's entries, as its backend views it."""
+    """The spec of SGLang's pool of a layer's entries, as its backend views it."""
     buffer, page, row = pool.get_key_buffer(pool.start_layer), pool.page_size, pool.kv_cache_total_dim
     return spec_of(buffer[:, : page * row].view(len(buffer), page, row))
 
 
 def calls(backend: Any, runner: Any, device: Device) -> Iterator[Call]:
-    """Those of an engine whose pools are made; layers of a ratio have the same, also the one that drafts."""
+    """Calls of an engine whose pools are made; layers of a ratio have the same, also the one that drafts."""
     from sglang.srt.runtime_context import get_parallel
 
     pool, config = runner.token_to_kv_pool, runner.model_config
@@ -157,7 +157,7 @@ def scratch(heads: int, k: int, pages: int, tokens: int, device: Device) -> int:
 
 
 def scratch_of(config: Any, gpu: int) -> int:
-    """The same of a model before its pools are made, by SGLang's `ModelConfig`, on a rank."""
+    """Bytes that attention needs at most on a rank, by SGLang's `ModelConfig`, before a model's pools are made."""
     from sglang.srt.runtime_context import get_parallel
 
     heads, k = config.num_attention_heads // get_parallel().attn_tp_size, config.hf_text_config.index_topk

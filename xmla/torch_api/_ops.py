@@ -64,7 +64,7 @@ def call_reference(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
     workspace: torch.Tensor | None = None, implementation: str | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """As `call`, with the reference; `workspace` is not used."""
+    """Run `op` by its reference, with the arguments of `call`; `workspace` is not used."""
     check_tensors(op, tensors)
     check_devices(op, tensors)
     attrs = op.attributes(*attrs)

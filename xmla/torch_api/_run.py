@@ -104,7 +104,7 @@ class Prepared:
 
     @property
     def specs(self) -> tuple[dict[str, Spec], tuple[Spec, ...]]:
-        """Of the arguments that are given, by name, and of the results."""
+        """Specs of the arguments that are given, by name, and of the results."""
         op, template = self.family.op, self.family.template
         arguments, results = template.at((template.specs, template.results))(*self.sizes)
         return {n: spec for n, spec in zip(op.tensors, arguments, strict=True) if spec is not None}, results
@@ -452,7 +452,7 @@ def look_up(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
     workspace: torch.Tensor | None = None, implementation: str | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """As `call`, where `recall` has found nothing.
+    """Run a call that `recall` has not found: by one prepared for the same key before, or prepared now.
 
     The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches, and
     flat, since each object of it that holds others is kept with the call.

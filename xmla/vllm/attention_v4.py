@@ -25,7 +25,7 @@ class XmlaV4Attention(TwoSources, flashmla.DeepseekV4FlashMLAAttention):
         return self.compress_ratio > 4
 
     def entry_widths(self) -> tuple[int, ...]:
-        """Of all entries of a request a power of two from 128 on."""
+        """Slots of compressed entries for a token: for all of a request's a power of two from 128 on."""
         if self.compress_ratio <= 1:
             return (0,)
         if not self.attends_to_all:
@@ -47,7 +47,7 @@ class XmlaV4Attention(TwoSources, flashmla.DeepseekV4FlashMLAAttention):
     def entry_places(
         self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of all entries of decodes are the metadata's."""
+        """Slots of the compressed entries, which the metadata have for decodes that attend to all entries."""
         if self.attends_to_all and decodes:
             return compressed.c128a_global_decode_topk_indices.squeeze(1), compressed.c128a_decode_topk_lens
         return super().entry_places(compressed, part, decodes, slots, counts)

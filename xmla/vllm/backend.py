@@ -66,7 +66,7 @@ class XmlaSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """With VLLM_BATCH_INVARIANT=1, of which `refusals` says what else it needs."""
+        """Whether VLLM_BATCH_INVARIANT=1 is served: it is, and `refusals` says what else it needs."""
         return True
 
     @classmethod
@@ -108,7 +108,7 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
         return metadata
 
     def update_draft_decode_metadata(self, metadata: XmlaSparseMetadata) -> None:
-        """For the next drafted token, in place: all but the tokens' requests are views of what vLLM updates."""
+        """Update the tokens' requests for the next drafted token, in place: all else is a view of what vLLM updates."""
         from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 
         if tokens := metadata.num_decode_tokens:

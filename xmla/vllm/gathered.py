@@ -48,7 +48,7 @@ def kept(holder: Any, name: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def kept_for_prefills(step: Any, name: Hashable, make: Callable[[], Any]) -> Any:
-    """As `kept`, unless the step is of decodes alone: their graph is captured after a run over the same metadata."""
+    """`kept`, but in a step of decodes alone: their graph is captured after a run over the same metadata."""
     return kept(step, name, make) if step.num_prefills else make()
 
 
@@ -94,7 +94,7 @@ class Pages:
         return cls(page, rows, positions, table.view(own.shape), shifts, requests)
 
     def slots(self, table: torch.Tensor, page: int) -> torch.Tensor:
-        """Those of the pool's entries [P·R] in the cache of a block table, whose pages may have other sizes."""
+        """Slots of the pool's entries [P·R] in the cache of a block table, whose pages may have other sizes."""
         return xt.map_slots(self.positions, table, self.rows, page_size=page)[0].flatten()
 
     def memory(self, dims: int, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

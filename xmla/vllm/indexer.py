@@ -32,14 +32,14 @@ class Blocks:
 
     @classmethod
     def of(cls, call: dict[str, Any]) -> "Blocks | None":
-        """Those of the op's arguments, which 0.26 has not, or of the layer's attributes of the same names."""
+        """Blocks of the op's arguments, which 0.26 has not, or of the layer's attributes of the same names."""
         if call.get("candidate_blocks") is None:
             return None
         return cls(call["candidate_blocks"], call["candidate_block_size"], call["candidate_write"])
 
     @property
     def keys(self) -> int:
-        """Of a token's blocks."""
+        """Keys in a token's blocks."""
         return self.selected.shape[1] * self.size
 
     def scratch(self, logits: int) -> int:
@@ -265,7 +265,7 @@ def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Te
 
 
 def slots_of(chunk: Any, total: int, page: int) -> torch.Tensor:
-    """Those of the keys of the chunk's requests [total]: each key is a token of a new request."""
+    """Slots of the keys of the chunk's requests [total]: each key is a token of a new request."""
     starts = chunk.local_cu_seq_lens
     _, requests, ends = xt.split_batch(starts, starts.diff(), num_tokens=total)
     return xt.map_slots((ends - 1)[:, None], chunk.block_table, requests, page_size=page)[0][:, 0]

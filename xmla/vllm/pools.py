@@ -115,7 +115,7 @@ class Pools:
 
     @classmethod
     def of(cls, positions: torch.Tensor, rings: torch.Tensor, size: int, pool: int) -> "Pools":
-        """Of tokens with these positions and slots in rings of so many places."""
+        """Pools that end at tokens with these positions and slots in rings of so many places."""
         before = torch.arange(1 - pool, 1, device=positions.device)
         tokens, request = torch.arange(len(positions), device=positions.device)[:, None] + before, rings // size
         within = tokens.clamp(min=0)
@@ -124,5 +124,5 @@ class Pools:
         return cls(within, inside[..., None], request.clamp(min=0)[:, None], places)
 
     def values(self, values: torch.Tensor, ring: torch.Tensor, half: int) -> torch.Tensor:
-        """Of each pool [n, pool, DIM], from those of the prefills' tokens and from a `half` of the ring."""
+        """Values of each pool [n, pool, DIM], from those of the prefills' tokens and from a `half` of the ring."""
         return torch.where(self.inside, values[self.tokens], ring[self.rings, half, self.places])

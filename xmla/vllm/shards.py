@@ -32,7 +32,7 @@ class Shards:
 
     @classmethod
     def of(cls, ranks: int, rank: int, interleave: int) -> "Shards | None":
-        """Of vLLM's group, if there is more than one rank. Adjacent keys of a rank are a page of `Ownership`."""
+        """The ranks of vLLM's group, if it has more than one. Adjacent keys of a rank are a page of `Ownership`."""
         if ranks == 1:
             return None
         from vllm.distributed import get_dcp_group

@@ -113,7 +113,7 @@ class TwoSources:
         return num_heads
 
     def workspace(self, tokens: int) -> list[torch.Tensor]:
-        """Of a call: scratch memory, lse, slots of compressed entries and their counts."""
+        """Memory of a call: scratch, lse, slots of compressed entries and their counts."""
         return current_workspace_manager().get_simultaneous(
             ((self.reserved,), torch.uint8),
             ((tokens, self.padded_heads), torch.float32),
@@ -197,7 +197,7 @@ class TwoSources:
     def memory_of(
         self, context: Any, step: Any, compressed: Any, positions: torch.Tensor, part: slice
     ) -> "Rows | None":  # fmt: skip
-        """Of the windows and of compressed entries; None if either are too many.
+        """Rows of the windows and of compressed entries; None if either are too many.
 
         Entries come first: of the few tokens that V4.1 replays they mostly are, and then no window is made.
         """

@@ -53,7 +53,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any) -> "Sizes":
-        """From vLLM's configuration."""
+        """Sizes by vLLM's configuration."""
         from vllm import envs
         from vllm.v1.attention.backends.mla.indexer import get_max_prefill_buffer_size
 
@@ -84,7 +84,7 @@ def select_calls(
     cache: Spec, heads: int, k: int, ratio: int, sizes: Sizes, device: Device, blocks: Blocks | None = None,
     written: bool = False,
 ) -> Iterator[Call]:  # fmt: skip
-    """Those of `indexer`, over keys that stand for `ratio` tokens, of all `blocks` if there are such.
+    """Calls of `indexer`, over keys that stand for `ratio` tokens, of all `blocks` if there are such.
 
     The model has `written` the keys, if not the indexer does.
     """
@@ -142,7 +142,7 @@ def select_calls(
 
 
 def pool_calls(cache: Spec, heads: int, k: int, pool: int, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `pools`."""
+    """Calls of `pools`: the selection of pools, and of the positions in them."""
     gathered = replace(sizes, keys=sizes.keys // pool)
     yield from select_calls(cache, max(heads, LEAST_HEADS), k // pool, pool, gathered, device, written=True)
     selected = {"blocks": Spec((1, k // pool), "int32"), "lengths": Spec((1,), "int32")}
@@ -150,7 +150,7 @@ def pool_calls(cache: Spec, heads: int, k: int, pool: int, sizes: Sizes, device:
 
 
 def block_calls(blocks: Blocks, paged: str, called: dict[str, Spec], topk: dict[str, int]) -> Iterator[Call]:
-    """Those of the selection in blocks, and before it of theirs if this layer is their source."""
+    """Calls that select in blocks and, if this layer is the blocks' source, the blocks before."""
     most, of_blocks = blocks.selected.shape[1], topk | {"granularity": blocks.size}
     if blocks.source:
         yield Call(f"indexer_blocks{paged}", called, of_blocks | {"k": most})
@@ -159,7 +159,7 @@ def block_calls(blocks: Blocks, paged: str, called: dict[str, Spec], topk: dict[
 
 
 def share_calls(rows: dict[str, Spec], columns: int, k: int, ranks: int) -> Iterator[Call]:
-    """Those of `shards` after the logits: the selection from this rank's keys, and from what all ranks select."""
+    """Calls of `shards` after the logits: the selection from this rank's keys, and from what all ranks select."""
     tokens = rows["ends"].shape[0]
     yield Call("select_topk", {"logits": Spec((tokens, columns), "float32")} | rows, {"k": k})
     shape, strides = (ranks, tokens, k), (2 * tokens * k, k, 1)
@@ -168,7 +168,7 @@ def share_calls(rows: dict[str, Spec], columns: int, k: int, ranks: int) -> Iter
 
 
 def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `backend`, over its cache and over rows that prefills gather."""
+    """Calls of `backend`, over its cache and over rows that prefills gather."""
     page, heads, k = cache.shape[1], impl.query_heads, impl.topk_indices_buffer.shape[1]
     attrs = {"softmax_scale": impl.scale, "batch_invariant": impl.invariant}
     rows = impl.layouts[-1]
@@ -189,7 +189,7 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
 
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Those of `two_sources`, over the window's cache and that of compressed entries, and over rows of both."""
+    """Calls of `two_sources`, over the window's cache and that of compressed entries, and over rows of both."""
     sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
     pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
     if layer.gathers:
@@ -218,7 +218,7 @@ def indexer_of(layer: Any) -> str | None:
 
 
 def calls(config: Any, device: Device) -> Iterator[Call]:
-    """Those of an engine whose caches are made; layers of a kind have the same, but for where caches lie."""
+    """Calls of an engine whose caches are made; layers of a kind have the same, but for where caches lie."""
     sizes, model = Sizes.of(config), config.model_config.hf_text_config
     selected, kpool = (model.index_n_heads, model.index_topk), pool_size(config)
     seen: set[tuple[Any, ...]] = set()

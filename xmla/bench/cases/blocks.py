@@ -50,14 +50,14 @@ def by_vllm(
 
 
 def best_blocks(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """By torch, of logits [T, N] that are −∞ from each row's end on."""
+    """Best blocks of each row by `torch.topk`, of logits [T, N] that are −∞ from the row's end on."""
     best = logits.view(len(logits), -1, GRANULARITY).amax(2)
     best[torch.arange(len(best), device=best.device), (ends.long() - 1) // GRANULARITY] = torch.inf
     return best.topk(BLOCKS).indices
 
 
 def source_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Benchmark:
-    """Over pages if `paged` is the ops' suffix for them, else over keys one after the other."""
+    """A case that selects blocks: over pages if `paged` is the ops' suffix for them, else over dense keys."""
     score, over_all = (getattr(torch_api, f"indexer_{name}{paged}") for name in ("logits", "topk"))
 
     def call(ops: Any, *arrays: Any) -> Any:
@@ -80,7 +80,7 @@ def source_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Be
 
 
 def within_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Benchmark:
-    """In the blocks of the same queries, whose best keys are those of the whole context."""
+    """A case that selects keys in the blocks of the same queries, whose best keys are those of the whole context."""
     score, over_all, select = (getattr(torch_api, f"indexer_{name}{paged}") for name in ("logits", "topk", "blocks"))
     blocks = [select(*arrays, k=BLOCKS, granularity=GRANULARITY) for arrays in inputs]
 
@@ -104,7 +104,7 @@ def within_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Be
 
 
 def steps(case: Callable[..., Benchmark], keys_a_token: int | None = None) -> Iterator[Benchmark]:
-    """Of decode, one token a request; each token reads all keys of its request if not so many."""
+    """Cases of decode, one token a request; each token reads all keys of its request, or `keys_a_token`."""
     pool = problems.indexer_pool(max(requests * keys for requests, keys in PAGED))
     for requests, keys in PAGED:
         q8, weights = problems.e4m3(requests, HEADS, DIMS), torch.randn(requests, HEADS, device=problems.DEVICE)
@@ -117,7 +117,7 @@ def steps(case: Callable[..., Benchmark], keys_a_token: int | None = None) -> It
 
 
 def chunks(case: Callable[..., Benchmark], keys_a_token: int | None = None) -> Iterator[Benchmark]:
-    """Of prefill, the last tokens of a prompt."""
+    """Cases of prefill, over the last tokens of a prompt."""
     for tokens, keys in RAGGED:
         q8, weights = problems.e4m3(tokens, HEADS, DIMS), torch.randn(tokens, HEADS, device=problems.DEVICE)
         k8, scales = problems.e4m3(keys, DIMS), torch.rand(keys, device=problems.DEVICE) + 0.1

@@ -44,7 +44,7 @@ def compressor_case(name: str, dim: int, series: int, ratio: int, requests: int,
         return (arrays[STATE], arrays[CACHE]) if updated is None else updated  # PyTorch updates them in place
 
     def check() -> float:
-        """Of the last entry, in the cache's format."""
+        """Error of the last entry, in the cache's format."""
         call(torch_api, *inputs[0])
         window = positions[-1] + 1 - torch.arange(series * ratio, 0, -1, device=problems.DEVICE)
         rows = state[state_table[-1, window // 8].long(), window % 8].view(series, ratio, 2, series, -1)

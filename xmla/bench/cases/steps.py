@@ -143,7 +143,7 @@ def layer(ops: Any, out: Any, operands: Any, caches: Any, table: Any, lengths: A
 def layer_by_dsa_step(
     ops: Any, out: Any, operands: Any, caches: Any, table: Any, lengths: Any, slots: Any
 ) -> tuple[Any, ...]:
-    """The same in one call."""
+    """A layer's step as one call of `dsa_step`."""
     q, index_q, index_weights, latent, rope, index_k = operands
     query = q if out is None else q + out[..., :1]
     out, _, _, *written = ops.dsa_step(
@@ -165,7 +165,7 @@ def apart(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple
 
 
 def stacked(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
-    """The same step of stacks [LAYERS, …] of what is read, and a list of each cache. Returns the last output alone."""
+    """A step over stacks [LAYERS, …] of what is read, and a list of each cache. Returns the last output alone."""
     operands, caches, out = arrays[:6], list(zip(*batched(arrays[6:], LAYERS), strict=True)), None
     for index, pair in enumerate(caches):
         out, *written = layer(ops, out, [stack[index] for stack in operands], pair, table, lengths, slots)
@@ -187,7 +187,7 @@ def of_each_layer(ops: Any, table: Any, slots: Any, pages: int) -> tuple[Any, An
 def in_one_array(
     ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any, one_layer: Callable[..., Any] = layer
 ) -> tuple[Any, ...]:
-    """The same step with all layers' caches as one array of each kind, [LAYERS · P, R, …]."""
+    """A step with all layers' caches as one array of each kind, [LAYERS · P, R, …]."""
     *operands, mla, indexer = arrays
     tables, layer_slots = of_each_layer(ops, table, slots, mla.shape[0] // LAYERS)
     out = None
@@ -198,7 +198,7 @@ def in_one_array(
 
 
 def scanned(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
-    """The same in a `jax.lax.scan` over layers, whose carry has the caches. PyTorch has Python's loop."""
+    """A step as a `jax.lax.scan` over layers, whose carry has the caches. PyTorch has Python's loop."""
     if ops is torch_api:
         return in_one_array(ops, table, lengths, slots, *arrays)
     import jax
@@ -242,7 +242,7 @@ def layers_case(requests: int, context: int, form: str = "") -> Benchmark:
     arrays = table, lengths, slots, *(array for each in operands for array in each), *caches
 
     def check() -> float:
-        """Of the last layer, whose query follows from the one before it, by the step of arrays of their own."""
+        """Error of the last layer's output, which also has to be that of `apart`, with arrays of each layer's own."""
         last = FORMS[form](torch_api, *arrays)[LAYERS - 1 if form == "" else 0]
         parts = [each if form == "" else [*each[0]] for each in operands]
         own = caches if len(caches) > 2 else [part for cache in caches for part in cache.chunk(LAYERS)]

@@ -148,7 +148,7 @@ class Problem:
         return sum(spec.nbytes for spec in self.specs.values()) + self.bytes_of_results
 
     def stand_ins(self, **stand_ins: str) -> dict[str, str]:
-        """For each optional argument that is not given, the array whose pointer kernels get instead and never read."""
+        """The arrays whose pointers kernels get, and never read, instead of optional arguments that are not given."""
         return {argument: array for argument, array in stand_ins.items() if argument not in self.specs}
 
     def called(self, argument: str) -> str:

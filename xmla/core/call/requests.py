@@ -30,7 +30,7 @@ def unequal(tokens: int, requests: int) -> str | None:
 
 
 def whole_vectors(tokens: int) -> int:
-    """At most so many tokens of each of several calls, so that integers of all of them start on whole vectors."""
+    """Tokens of each of several calls, at most so many, for which integers of all of them start on whole vectors."""
     return tokens - tokens % ALIGNED or tokens
 
 

@@ -59,7 +59,7 @@ def _has_requests(op: Op, name: str) -> bool:
 def shrink(
     op: Op, arrays: Mapping[str, Any], rows: np.ndarray | None, take: Take
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """The same call on the host for few tokens, with only the requests and pages that they use, renumbered.
+    """A call's arrays on the host for few of its tokens, with only the requests and pages that they use, renumbered.
 
     `rows` are the tokens wanted (None: all). The tokens of the result, returned with the arrays, may be more: without
     request ids, requests stay whole. Nothing else leaves the device. Invalid values stay invalid. A call

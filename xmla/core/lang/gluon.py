@@ -27,5 +27,5 @@ _provide(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 @gluon.jit
 def add(a, b):
-    """For running sums by `gl.associative_scan`: Gluon has `cumsum` from Triton 3.9 on."""
+    """The sum of two values, for `gl.associative_scan`: Gluon has `cumsum` from Triton 3.9 on."""
     return a + b

@@ -91,7 +91,7 @@ def place(page: int) -> Iterator[Call]:
 
 
 def map_call(k: int, page: int, *, compact: bool = False) -> Call:
-    """That of `map_slots`, whose kernel is the same for any number of tokens and any table."""
+    """The call of `map_slots`, whose kernel is the same for any number of tokens and any table."""
     shapes = {"indices": (1, k), "block_table": (1, 1), "request_ids": (1,)}
     specs = {name: Spec(shape, "int32") for name, shape in shapes.items()}
     return Call("map_slots", specs, {"page_size": page, "compact": compact})

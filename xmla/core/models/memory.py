@@ -24,7 +24,7 @@ def pool(layout: MlaLayout, pages: int, page: int = PAGE) -> Spec:
 
 
 def arguments(q: Spec, cache: Spec, keys: int, extra: Spec | None = None, width: int = 0) -> dict[str, Spec]:
-    """Those of attention to `keys` slots for each token, and to `width` ones of a second pool."""
+    """Arguments of attention to `keys` slots for each token, and to `width` slots of a second pool."""
     tokens = q.shape[0]
     specs = {"q": q, "cache": cache, "slots": Spec((tokens, keys), "int32"), "lengths": Spec((tokens,), "int32")}
     return specs if extra is None else specs | {"extra_cache": extra, "extra_slots": Spec((tokens, width), "int32")}
@@ -70,9 +70,9 @@ def scratch_v32(
 def scratch_v4(
     heads: int, window: int, widths: tuple[int, ...], tokens: int, device: Device, rows: int = 0
 ) -> int:  # fmt: skip
-    """With as many compressed entries for a token as one of `widths` says, 0 in layers that have none.
+    """Bytes for any step of V4's layers, with as many compressed entries for a token as one of `widths` says.
 
-    Up to `rows` entries are gathered.
+    Layers without such entries have 0 of them. Up to `rows` entries are gathered.
     """
 
     def calls(tokens: int, pages: int) -> Iterable[Call]:

@@ -62,7 +62,7 @@ class ModelConfig(Model):
         return layout_of(self.cache_format, type(self), rope_in_value=False)
 
     def caches(self) -> dict[str, Spec]:
-        """Both pools; the number of pages is arbitrary, since `specializations` replaces it by few and many."""
+        """Specs of both pools; the number of pages is any, since `specializations` replaces it by few and many."""
         layout = self.layout
         return {
             "mla_cache": Spec((1024, self.page_size, layout.row), "uint8" if layout.packed else self.dtype),

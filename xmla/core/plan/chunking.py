@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
 
 def divided(rows: int, size: int) -> list[Rows]:
-    """So many rows, `size` at a time."""
+    """The parts of so many rows, `size` rows at a time."""
     return [Rows(n * size, min(size, rows - n * size)) for n in range(cdiv(rows, size))]
 
 

@@ -64,7 +64,7 @@ class Constants:
         return values
 
     def replaced(self, name: str, value: Hashable) -> "Constants":
-        """The same but for one, by the name that it has in `by_name`."""
+        """These constants with another value for one of them, by the name that it has in `by_name`."""
         name, _, inner = name.partition(".")
         change: dict[str, Any] = {name: getattr(self, name).replaced(inner, value) if inner else value}
         return replace(self, **change)
@@ -175,15 +175,15 @@ class Launch:
         return bool(self.constants.get("OVERLAP_LIMIT"))
 
     def in_turn(self) -> "Launch":
-        """The same launch, which starts when the one before it has ended."""
+        """A copy of the launch that starts when the one before it has ended."""
         return replace(self, constexprs=with_constant(self.constexprs, "OVERLAP_LIMIT", 0))
 
     def with_sizes(self, **sizes: int) -> "Launch":
-        """The same launch with other runtime sizes."""
+        """A copy of the launch with other runtime sizes."""
         return replace(self, sizes={**self.sizes, **sizes})
 
     def renamed(self, names: Mapping[str, str]) -> "Launch":
-        """The same launch with other names for its arrays."""
+        """A copy of the launch with other names for its arrays."""
         bound = {pointer.removesuffix("_ptr"): names.get(array, array) for pointer, array in self.pointers.items()}
         return replace(self, arrays={name: array for name, array in bound.items() if name != array})
 
@@ -265,7 +265,7 @@ class Plan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What it says of itself, in lines: its choices and the steps that are left out."""
+        """The plan's choices and the steps that are left out, in lines."""
         return (*map(str, self.choices), *(f"{step} is left out: nothing reads its results" for step in self.left_out))
 
     def __str__(self) -> str:
@@ -319,5 +319,5 @@ def join(parts: Sequence[Part], results: tuple[str, ...]) -> Plan:
 
 
 def all_choices(plans: Iterable[Plan]) -> tuple[Choice, ...]:
-    """Those of several plans, each once."""
+    """The choices of several plans, each once."""
     return tuple(dict.fromkeys(choice for plan in plans for choice in plan.choices))

@@ -251,7 +251,7 @@ def sizes_in(value: Any) -> Iterator[Size]:
 
 
 def with_numbers(value: Any, number: Callable[[Size], Any]) -> Any:
-    """The same with a number for each of `sizes_in`."""
+    """A value with a number in place of each of its sizes."""
     if isinstance(value, Size):
         return number(value)
     if not any(True for _ in sizes_in(value)):

@@ -64,7 +64,7 @@ def logits_of(
 
 @jax.default_matmul_precision("float32")  # on a GPU it would be TF32
 def dense_logits(model: Model, prompts: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same by jax.numpy, each request's whole text at once."""
+    """Logits of prefill and of decode by jax.numpy, each request's whole text at once."""
     prefills, decodes = [], []
     for prompt, more in zip(prompts, tokens, strict=True):
         text = np.concatenate([prompt[prompt >= 0], more[more >= 0]])

@@ -1,4 +1,4 @@
-"""The same attention and the indexer's loss over all pairs of tokens, in jax.numpy: what xmla is compared with."""
+"""Attention and the indexer's loss over all pairs of tokens, in jax.numpy: what xmla is compared with."""
 
 from typing import Any, NamedTuple
 

@@ -36,7 +36,7 @@ class Caches:
 
     @classmethod
     def empty(cls, config: Config, requests: int, tokens: int) -> "Caches":
-        """With shuffled pages for so many tokens of each request."""
+        """Empty caches with shuffled pages for so many tokens of each request."""
         columns = -(-tokens // PAGE_SIZE)
         pages = config.num_hidden_layers * requests * columns
         rows = V32.row, IndexerLayout(config.index_head_dim).row
@@ -46,7 +46,7 @@ class Caches:
 
     @property
     def tokens(self) -> int:
-        """Of a request, at most."""
+        """The most tokens of a request."""
         return self.block_table.shape[1] * PAGE_SIZE
 
 

@@ -28,7 +28,7 @@ def check_logits_dtype(problem: Problem) -> None:
 
 
 def check_heads(problem: Problem, query: str, most: int = MAX_HEADS) -> None:
-    """Of no heads a sum is 0 whatever the key, where a kernel would make NaN of a key that is NaN."""
+    """Refuse more than `most` heads, and none: their sum is 0, where a kernel makes NaN of a key that is NaN."""
     if problem["I"] < 1:
         problem.refuse(query, "axis I (axis 1)", problem["I"], "at least 1")
     if problem["I"] > most:
@@ -113,7 +113,7 @@ class Keys(Constants):
 
     @classmethod
     def plain(cls, problem: Problem, device: Device) -> "Keys":
-        """Of 16-bit keys, which eight warps multiply."""
+        """Constants for 16-bit keys, which eight warps multiply."""
         return cls(MXFP4=False, HIDE_BYTES=False, **_order_of_sums(problem, device, 32))
 
 
@@ -213,7 +213,7 @@ def selection_work(problem: Problem, keys: int | None) -> list[Work]:
 
 
 def topk_work(problem: Problem, keys: int | None) -> list[Work]:
-    """The same of single keys, which need no logits where all of them are selected."""
+    """The work of selecting single keys, which need no logits where all of them are selected."""
     if capacity_of(problem) > problem.attrs.k:
         return selection_work(problem, keys)
     lengths, indices = problem.specs["lengths" if problem.has("lengths") else "ends"], problem.results["indices"]

@@ -68,7 +68,7 @@ class Attention(Constants):
 
     @property
     def LAYOUT(self) -> MlaLayout:
-        """Of the first source's entries; in kernels for one architecture of all."""
+        """The format of the first source's entries; in kernels for one architecture of all entries."""
         return self.SOURCE.LAYOUT
 
     @property

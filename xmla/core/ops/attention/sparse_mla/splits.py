@@ -52,7 +52,7 @@ def count_splits(programs: int, keys: int, config: Config, device: Device) -> in
 
 @lru_cache(maxsize=1 << 10)
 def split_counts(tiles: int) -> tuple[int, ...]:
-    """Of the numbers of splits that leave as many tiles to a split the least: more of them only cost more."""
+    """The fewest splits for each number of tiles that a split may have: more of them only cost more."""
     counts = [1]
     while counts[-1] < min(tiles, MOST_SPLITS):
         counts.append(cdiv(tiles, cdiv(tiles, counts[-1]) - 1))

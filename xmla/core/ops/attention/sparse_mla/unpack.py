@@ -45,7 +45,7 @@ def rows_of(problem: Problem) -> Spec:
 
 
 def over_rows(problem: Problem) -> Problem:
-    """The same call over the rows."""
+    """A call over the unpacked rows instead of its cache."""
     rows = rows_of(problem)
     return replace(
         problem,

@@ -24,7 +24,7 @@ def reference(
 def take_entries(
     dense: np.ndarray, starts: np.ndarray, lengths: np.ndarray, blocks: np.ndarray, granularity: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows over all keys the logits of the blocks' entries, −inf elsewhere, and the columns up to the last one."""
+    """Logits of the blocks' entries, of rows over all keys, −inf elsewhere, and the columns up to the last entry."""
     logits = np.full((len(blocks), blocks.shape[1] * granularity), -np.inf)
     widths = np.zeros(len(blocks), np.int32)
     for row, position in enumerate(positions_of(blocks, lengths, granularity)):

@@ -26,7 +26,7 @@ class LogitsAtPlaces(Logits):
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    """Over whole ranges where these have no more keys than the blocks: no more products, and tokens share their keys.
+    """Whole ranges are scored where they have no more keys than the blocks: no more products, and tokens share keys.
 
     Otherwise, or without room for the tokens of a program, each token reads the keys of its blocks.
     """
@@ -88,7 +88,7 @@ def at_places(problem: Problem, device: Device, rows: int, logits: Launch) -> Pl
 
 
 def logits(problem: Problem, device: Device, rows: int) -> Launch:
-    """Of `rows` tokens, by the portable kernel."""
+    """The launch that scores the keys of `rows` tokens by the portable kernel."""
     config = configure(problem, device)
     return Launch(
         logits_at_places_kernel,

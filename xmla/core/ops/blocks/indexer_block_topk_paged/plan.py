@@ -30,7 +30,7 @@ def select_in_blocks(problem: Problem, device: Device, logits: Callable[[Problem
 def parts_of(
     problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan], row_bytes: int, together: int = 1
 ) -> Plan | None:
-    """The same by the plan `logits` of multiples of `together` tokens; None if so many do not fit."""
+    """The plan in parts of a multiple of `together` tokens, scored by `logits`; None if so many do not fit."""
     part = part_of(problem, device, logits)
     if not problem["T"]:
         return part(0)

@@ -114,7 +114,7 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
 
 
 def segments_of(rows: int, columns: int, most: int, device: Device) -> int:
-    """So many that there are two programs per SM and that each keeps a tile; at most `most`."""
+    """Segments of a row: as many as give two programs per SM and leave each a tile; at most `most`."""
     most = min(most, 2 * device.num_sms // max(rows, 1))
     segments = 1
     while 2 * segments <= most and columns >= 2 * segments * WARPS * COLUMNS_A_WARP.value:
@@ -123,7 +123,7 @@ def segments_of(rows: int, columns: int, most: int, device: Device) -> int:
 
 
 def configure_few(rows: int, columns: int, k: int, device: Device) -> Config | None:
-    """For rows that do not fill the machine; None if too many candidates are expected.
+    """The configuration for rows that do not fill the machine; None if too many candidates are expected.
 
     Lanes are so few that a step of their search is short. Several of the largest then share one, so that the rank is
     that of a number of lanes: each is hit with the same probability, of which the lanes are that many trials.

@@ -96,7 +96,7 @@ def range_target_kernel(
 
 @triton.jit
 def target_row(target_ptr, row, num_columns, C: tl.constexpr):
-    """Of a part's token: over ranges rows are as long as there are keys."""
+    """Pointer to the target of a part's token: over ranges rows are as long as there are keys."""
     if C.COLUMNS.HAS_INDICES:
         return target_ptr + offset_of(row, C.TARGET_STRIDE)
     else:

@@ -23,7 +23,7 @@ def reference(
 def valid_columns(
     tokens: int, count: int, ends: np.ndarray | None, starts: np.ndarray | None, indices: np.ndarray | None
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """For each token its columns with a key that it may see, and these keys."""
+    """Each token, its columns with a key that it may see, and these keys."""
     for token in range(tokens):
         start = 0 if starts is None else max(int(starts[token]), 0)
         end = count if ends is None else min(int(ends[token]), count)

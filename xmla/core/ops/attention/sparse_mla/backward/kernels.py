@@ -234,7 +234,7 @@ def load_dims(rows, ok, FIRST: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def load_rows(total_ptr, delta_ptr, lse_ptr, dlse_ptr, token, offs_h, C: tl.constexpr):
-    """Of heads `offs_h` [BLOCK_H]: total, delta, and if OWN_LSE lse in log2 and its gradient."""
+    """Total and delta of heads `offs_h` [BLOCK_H], and if OWN_LSE lse in log2 and its gradient."""
     mask = offs_h < C.HEADS
     row = offset_of(token, C.HEADS) + offs_h
     total = tl.load(total_ptr + row, mask=mask, other=float("inf"))  # a head that is none has no probabilities
@@ -408,8 +408,10 @@ def differentiate_entries(
     q_ptr, cache_ptr, slots_ptr, dout_ptr, lengths_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, slope_ptr, num_slots,
     num_keys, C: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of a token's entries: slots, which are valid, gradients by parts of dims, and of roped dims, and which
-    are NaN if DETERMINISTIC; else NaN is among the gradients.
+    """The gradients of a tile of a token's entries.
+
+    Returns the slots, which of them are valid, gradients by parts of dims, and of roped dims, and which entries are NaN
+    if DETERMINISTIC; else NaN is among the gradients.
     """
     LAYOUT: tl.constexpr = C.LAYOUT
     HEADS: tl.constexpr = C.HEADS

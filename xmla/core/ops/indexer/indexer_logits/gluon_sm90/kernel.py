@@ -155,7 +155,7 @@ def sum_heads(dots, halves, GROUP: gl.constexpr, BY_KEY: gl.constexpr):
 
 @gluon.jit
 def pointers_of_tile(first_ptr, KEY_STRIDE: gl.constexpr, D: gl.constexpr):
-    """Of PIECE keys, the first of which is at `first_ptr`: [PIECE, D]."""
+    """Pointers [PIECE, D] to PIECE keys, the first of which is at `first_ptr`."""
     CHUNKS: gl.constexpr = chunks(D)
     offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHUNKS)), 0)
     key_row = offset_of(gl.arange(0, PIECE, layout=gl.SliceLayout(1, CHUNKS)), KEY_STRIDE)

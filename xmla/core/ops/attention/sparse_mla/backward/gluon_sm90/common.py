@@ -112,7 +112,7 @@ def load_heads(ptr, offs_h, C: gl.constexpr, other):
 
 @gluon.jit
 def load_rows(task, offs_h, C: gl.constexpr):
-    """Of heads, against keys: total, delta, and if OWN_LSE lse in log2 and its gradient."""
+    """Total and delta of heads, to be used against keys, and if OWN_LSE lse in log2 and its gradient."""
     # A head that is none has no probabilities.
     total = gl.expand_dims(load_heads(task.total, offs_h, C, float("inf")), 1)
     delta = gl.expand_dims(load_heads(task.delta, offs_h, C, 0.0), 1)

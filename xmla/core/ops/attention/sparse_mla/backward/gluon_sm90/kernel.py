@@ -98,7 +98,7 @@ def load_slots(task, tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def load_summands(task, slot):
-    """Of entries: the bound of their summands, and how many there are."""
+    """The bound of each entry's summands, and how many there are."""
     ok = slot >= 0
     return gl.load(task.bounds + slot, mask=ok, other=0), gl.load(task.references + slot, mask=ok, other=1)
 

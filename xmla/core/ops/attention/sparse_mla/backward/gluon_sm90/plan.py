@@ -52,7 +52,7 @@ class HopperProducts(Products):
 
 
 def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> int:
-    """Those of WAVES CTAs on each SM where entries and their sums exceed the L2 cache, else all.
+    """Tokens for WAVES CTAs on each SM where entries and their sums exceed the L2 cache, else all tokens.
 
     CTAs take keys in one order, but after some waves those that run beside each other are anywhere in it.
     """
