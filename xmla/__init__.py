@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from xmla.core.errors import ArgumentError as ArgumentError
     from xmla.core.errors import CompileError as CompileError
     from xmla.core.errors import UnsupportedError as UnsupportedError
+    from xmla.core.models.checkpoint import model_config as model_config
     from xmla.core.models.glm_flash import ModelConfigGlmFlash as ModelConfigGlmFlash
     from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4 as ModelConfigMistralLarge4
     from xmla.core.models.v4 import ModelConfigV4 as ModelConfigV4
@@ -74,6 +75,7 @@ _MODULES = {
     "UnsupportedError": "core.errors",
     "Warmup": "_warmup",
     "compiles": "core.compile",
+    "model_config": "core.models.checkpoint",
     "supports": "core.support",
     "warmup": "_warmup",
 }

@@ -1,0 +1,242 @@
+"""The layers of a checkpoint, from what its config.json says; no framework is imported."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from xmla.core.errors import ArgumentError, UnsupportedError, meant
+from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.models.base import Model
+from xmla.core.models.glm_flash import ModelConfigGlmFlash
+from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
+from xmla.core.models.published import PUBLISHED
+from xmla.core.models.v4 import RATIOS, ModelConfigV4
+from xmla.core.models.v32 import ModelConfig
+from xmla.core.models.v41 import ModelConfigV41
+from xmla.core.values import Attr
+
+ROPE_DIMS = 64
+Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The fields of a config.json that are of the text model."""
+
+    model_type: str
+    fields: Mapping[str, Any]
+
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        value = self.fields.get(name)
+        got = "missing" if value is None else repr(value)
+        raise UnsupportedError(f"model_config: {name} of {self.model_type} is {got}, expected {expected}")
+
+    def count(self, name: str, least: int = 1) -> int:
+        """A number of things, of which there are at least so many."""
+        value = self.fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self.refuse(name, f"a number from {least}")
+        return value
+
+    def expect(self, name: str, only: int | bool, absent: int | bool | None = None) -> None:
+        """Refuse another value than `only`; a field that is not there counts as `absent`."""
+        if self.fields.get(name, absent) != only:
+            self.refuse(name, str(only))
+
+    def latents(self, rope: int = ROPE_DIMS) -> None:
+        """Refuse latents, which all heads share, of other dims than caches have."""
+        self.expect("kv_lora_rank", VALUE_DIMS)
+        self.expect("qk_rope_head_dim", rope)
+
+    def ratios(self, known: tuple[int, ...]) -> None:
+        """Refuse layers with other numbers of tokens an entry than `known`, or than 0: those have a window alone."""
+        by_kind = self.fields.get("compress_rates")
+        listed = by_kind.values() if isinstance(by_kind, Mapping) else self.fields.get("compress_ratios")
+        name = "compress_rates" if isinstance(by_kind, Mapping) else "compress_ratios"
+        if listed is None or not {*listed} <= {0, *known}:
+            self.refuse(name, f"0, {' or '.join(map(str, known))} tokens an entry in each layer")
+
+    def softmax_scale(self) -> float:
+        """That of queries with roped dims and others, times the square of YaRN's factor where rope has one."""
+        scale = (self.count("qk_nope_head_dim") + self.count("qk_rope_head_dim", 0)) ** -0.5
+        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind != "default" and (factor := rope.get("mscale_all_dim")):
+            yarn = 0.1 * factor * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+            scale = scale * yarn * yarn
+        return scale
+
+    def sizes(self) -> Sizes:
+        """Those that every model has."""
+        return {
+            "heads": self.count("num_attention_heads"), "index_heads": self.count("index_n_heads"),
+            "index_dim": self.count("index_head_dim"), "k": self.count("index_topk"),
+            "max_lens": (self.count("max_position_embeddings"),),
+        }  # fmt: skip
+
+    def shares_selections(self) -> bool:
+        """Whether a layer attends to the selection of an earlier one."""
+        if types := self.fields.get("indexer_types"):
+            return "shared" in types
+        if pattern := self.fields.get("index_topk_pattern"):
+            return "S" in pattern
+        return self.fields.get("index_topk_freq", 1) > 1
+
+
+def one_by_one(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    """Keys are selected one by one: V3.2, A.X-K2, the layers of dots3 that select."""
+    checkpoint.latents()
+    return ModelConfig, {**checkpoint.sizes(), "softmax_scale": checkpoint.softmax_scale()}
+
+
+def glm(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    model, sizes = one_by_one(checkpoint)
+    return model, {**sizes, "shared_selection": checkpoint.shares_selections()}
+
+
+def hy4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    """Its layers share selections also where `indexer_types` is left out, and each head has a sink."""
+    model, sizes = one_by_one(checkpoint)
+    return model, {**sizes, "shared_selection": True, "sink": True}
+
+
+def mistral_large4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    _, sizes = one_by_one(checkpoint)
+    return ModelConfigMistralLarge4, sizes
+
+
+def glm_flash(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    checkpoint.latents(rope=0)
+    checkpoint.expect("index_kpool_always_select_tail", True, absent=True)
+    sizes = {**checkpoint.sizes(), "pool": checkpoint.count("index_kpool")}
+    return ModelConfigGlmFlash, {**sizes, "softmax_scale": checkpoint.softmax_scale()}
+
+
+def v4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    return ModelConfigV4, two_sources(checkpoint, RATIOS)
+
+
+def v41(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
+    blocks = {
+        "blocks": checkpoint.count("candidate_topk_blocks"), "granularity": checkpoint.count("candidate_block_size"),
+    }  # fmt: skip
+    return ModelConfigV41, two_sources(checkpoint, (1, 2)) | blocks
+
+
+def two_sources(checkpoint: Checkpoint, ratios: tuple[int, int]) -> Sizes:
+    checkpoint.expect("head_dim", VALUE_DIMS)
+    checkpoint.expect("qk_rope_head_dim", ROPE_DIMS)
+    checkpoint.ratios(ratios)
+    return {
+        **checkpoint.sizes(), "window": checkpoint.count("sliding_window"),
+        "softmax_scale": checkpoint.count("head_dim") ** -0.5,
+    }  # fmt: skip
+
+
+def grouped_queries(checkpoint: Checkpoint) -> NoReturn:
+    """Keys and values of heads, where attention here is to one latent that all heads share."""
+    checkpoint.refuse("num_key_value_heads", "a latent that all heads share (kv_lora_rank)")
+
+
+# By the model_type of a config.json; that of its text_config ends in _text.
+FAMILIES: dict[str, Callable[[Checkpoint], tuple[type[Model], Sizes]]] = {
+    "axk2": one_by_one,
+    "deepseek_v32": one_by_one,
+    "deepseek_v4": v4,
+    "deepseek_v41": v41,
+    "dots3_note": one_by_one,
+    "glm5_next": glm_flash,
+    "glm_moe_dsa": glm,
+    "hy_v4": hy4,
+    "hy_v4_vl": hy4,
+    "minimax_m3_vl": grouped_queries,
+    "mistral_large4": mistral_large4,
+    "qwen4_exp": grouped_queries,
+}
+
+
+def model_config(config: Any, *, tensor_parallel: int = 1, **sizes: Any) -> Model:
+    """The layers of a checkpoint as one rank serves them, for `warmup` and the command.
+
+        xmla.warmup(xmla.model_config("DeepSeek-V4-Flash/config.json", tensor_parallel=8, next_n=(1, 4)))
+
+    Args:
+        config: A config.json or the folder that has it, what it holds as a dict, a config of transformers, or the name
+            of a released model, as `xmla plan --model` takes it. No framework is imported.
+        tensor_parallel: Ranks that divide the query heads; each has all heads of the indexer.
+        sizes: Fields of the class instead of what the checkpoint says, or of the class's own: `batches`, `max_lens`,
+            `next_n`, `cache_format`, ….
+
+    Returns:
+        A `ModelConfig`, `ModelConfigV4`, `ModelConfigV41`, `ModelConfigGlmFlash` or `ModelConfigMistralLarge4`; what
+            the checkpoint does not say is by the class's default. The longest of `max_lens` is the model's.
+
+    Raises:
+        ArgumentError: There is no such file or model; the file is no config.json; heads cannot be divided so; the class
+            has no field of a name in `sizes`.
+        UnsupportedError: Ops do not serve the model; the message names the field.
+    """
+    checkpoint = read(config)
+    family = checkpoint.model_type.removesuffix("_text")
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        message = f"model_config: model_type is {checkpoint.model_type!r}, expected one of {known}"
+        raise ArgumentError(message + meant(family, FAMILIES))
+    model, said = FAMILIES[family](checkpoint)
+    names = [field.name for field in fields(model)]
+    for name in sizes:
+        if name not in names:
+            expected = f"a field of {model.__name__}: {', '.join(names)}"
+            raise ArgumentError(f"model_config: got {name}, expected {expected}{meant(name, names)}")
+    heads, ranks = said["heads"], Attr("tensor_parallel", int, False, None).plain("model_config", tensor_parallel)
+    if ranks != 1 and "heads" in sizes:
+        raise ArgumentError("model_config: got tensor_parallel and heads, expected one of them")
+    if ranks < 1 or heads % ranks:
+        raise ArgumentError(f"model_config: tensor_parallel value is {ranks}, expected a divisor of {heads} heads")
+    return model(**{**said, "heads": heads // ranks, **sizes})
+
+
+def read(config: Any) -> Checkpoint:
+    """What a config says of its text model.
+
+    Raises:
+        ArgumentError: There is no such file or model; the file is no config.json.
+    """
+    values = contents(config)
+    text = values.get("text_config") or {}
+    text = text if isinstance(text, Mapping) else contents(text)
+    model_type = values.get("model_type") or text.get("model_type")
+    if not isinstance(model_type, str):
+        raise ArgumentError("model_config: config has no model_type, expected what a checkpoint's config.json holds")
+    return Checkpoint(model_type, text or values)
+
+
+def contents(config: Any) -> Mapping[str, Any]:
+    """The fields of a config, of any of the kinds that `model_config` takes."""
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        if not callable(getattr(config, "to_dict", None)):
+            expected = "a config.json, the folder of a checkpoint, a dict, a config of transformers or a model's name"
+            raise ArgumentError(f"model_config: config is {type(config).__name__}, expected {expected}")
+        return config.to_dict()
+    if config in PUBLISHED:
+        return PUBLISHED[config].fields
+    file = Path(config)
+    if file.is_dir():
+        file /= "config.json"
+    try:
+        values = json.loads(file.read_text())
+    except OSError:
+        expected = f"a config.json, the folder that has one, or one of {', '.join(PUBLISHED)}"
+        message = f"model_config: config is {os.fspath(config)!r}, expected {expected}"
+        raise ArgumentError(message + meant(str(config), PUBLISHED)) from None
+    except ValueError as error:
+        raise ArgumentError(f"model_config: {file} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ArgumentError(f"model_config: {file} holds {type(values).__name__}, expected an object")
+    return values
