@@ -631,7 +631,7 @@ def test_fields_of_a_model(model: type[Model]) -> None:
         assert str(refused.value) == f"{model.__name__}: {field} type is {got}, expected {expected}"
     for field, value, got in (
         ("batches", (1, 0), 0), ("next_n", (-2,), -2), ("max_lens", (0,), 0), ("prefill_tokens", (64, -5), -5),
-        ("heads", 0, 0), ("page_size", 0, 0), ("k", -1, -1),
+        ("heads", 0, 0), ("page_size", 0, 0), ("k", -1, -1), ("workspace_bytes", 0, 0),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=rf"^{model.__name__}: {field} value is {got}, expected at least 1$"):
             model(**{field: value})
@@ -643,6 +643,19 @@ def test_fields_of_a_model(model: type[Model]) -> None:
     with pytest.raises(ArgumentError, match=r": softmax_scale value is nan, expected a finite number"):
         model(softmax_scale=float("nan"))
     assert model(batches=[1, np.int64(2)], heads=np.int32(16)) == model(batches=(1, 2), heads=16)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_step_writes_and_selects_follows_the_configuration(model: type[Model]) -> None:
+    """Every op of its steps that takes these attributes, the keys of an indexer apart, whose floor is always one."""
+    small = model(batches=(2,), max_lens=(4096,), prefill_tokens=(64,), next_n=(1,))
+    chosen = {"scale_floor": "amax", "workspace_bytes": 1 << 20}
+    for name, value in chosen.items():
+        calls = [call for _, step in replace(small, **{name: value}).steps() for call in step]
+        takes = [call for call in calls if name in registry()[call.op].defaults]
+        keys = [call for call in takes if call.op == "compress_kv" and "cache_format" not in call.attrs]
+        assert takes and all(call.attrs.get(name) == (None if call in keys else value) for call in takes), name
+    assert not any(call.attrs.keys() & chosen for _, step in small.steps() for call in step)
 
 
 @pytest.mark.parametrize("model", [ModelConfigV4, ModelConfigV41])

@@ -118,6 +118,8 @@ class Model(ABC):
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     max_lens: tuple[int, ...] = (4096, 32768, 131072)
     prefill_tokens: tuple[int, ...] = (2048, 8192)
+    scale_floor: str | None = None
+    workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a field of another type than declared, or a number that counts nothing."""
@@ -127,11 +129,21 @@ class Model(ABC):
             value = declared.plain(model, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             for number in value if declared.many else (value,):
-                if declared.type is int and number < 1:
+                if declared.type is int and number is not None and number < 1:
                     raise ArgumentError(f"{model}: {field.name} value is {number}, expected at least 1")
         for name in ("max_lens", "next_n"):
             if not getattr(self, name):
                 raise ArgumentError(f"{model}: {name} is empty, expected at least one number")
+
+    @property
+    def floor(self) -> dict[str, str]:
+        """The attribute of ops that write latent entries, unless it is each op's own."""
+        return {} if self.scale_floor is None else {"scale_floor": self.scale_floor}
+
+    @property
+    def room(self) -> dict[str, int]:
+        """The attribute of ops that select, unless it is each op's own."""
+        return {} if self.workspace_bytes is None else {"workspace_bytes": self.workspace_bytes}
 
     @abstractmethod
     def caches(self) -> dict[str, Spec]:

@@ -31,6 +31,8 @@ class ModelConfigGlmFlash(Model):
         batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
         max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
+        scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
+        workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
     """
 
     heads: int = 64
@@ -87,7 +89,7 @@ class ModelConfigGlmFlash(Model):
 
         latent, rope = (Spec((tokens, dims), self.dtype) for dims in (self.layout.latent, self.layout.rope))
         cached = {"latent": latent, "rope": rope, "slots": a_token, "cache": caches["mla_cache"]}
-        yield Call("write_mla_cache", cached, {"cache_format": self.cache_format})
+        yield Call("write_mla_cache", cached, {"cache_format": self.cache_format, **self.floor})
         key, of_pools = Spec((tokens, self.index_dim), self.dtype), table(self.pool * self.pool_page)
         pooled = {
             "keys": key, "gates": key, "ape": Spec((self.pool, self.index_dim), "float32"), "positions": a_token,
@@ -104,7 +106,7 @@ class ModelConfigGlmFlash(Model):
             "block_table": of_pools, "lengths": a_token, **ids,
         }  # fmt: skip
         count = self.k // self.pool
-        yield Call("indexer_topk_paged", scored, {"k": count})
+        yield Call("indexer_topk_paged", scored, {"k": count, **self.room})
         selected = {"blocks": Spec((tokens, count), "int32"), "lengths": a_token}
         yield Call("expand_blocks", selected, {"granularity": self.pool})
         width = self.k + self.pool - 1

@@ -30,6 +30,8 @@ class ModelConfigMistralLarge4(Model):
         batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
         max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
+        scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
+        workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
     """
 
     heads: int = 64

@@ -35,6 +35,8 @@ class ModelConfig(Model):
         batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
         max_lens: Contexts, which are the block table's widths in keys, to the longest that occurs.
         prefill_tokens: Tokens of a prefill step, which are also the least keys, to the largest that occurs.
+        scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
+        workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
         sink: Whether attention has a sink.
         ranks: Ranks over which each request's pages are interleaved; decode steps are then those of `ContextParallel`.
     """
@@ -74,14 +76,15 @@ class ModelConfig(Model):
         latent, rope = (Spec((tokens, dims), self.dtype) for dims in (self.layout.latent, self.layout.rope))
         keys = Spec((tokens, self.index_dim), self.dtype)
         cached = {"latent": latent, "rope": rope, "slots": slots, "cache": caches["mla_cache"]}
-        yield Call("write_mla_cache", cached, {"cache_format": self.cache_format})
+        yield Call("write_mla_cache", cached, {"cache_format": self.cache_format, **self.floor})
         yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {})
 
     def step(self, tokens: int, specs: dict[str, Spec], attrs: dict[str, Any]) -> Call:
         """The one call that a caller may make in place of both writes and `dsa_attention`."""
         latent, keys = self.writes(tokens)
         written = {"latent": latent.specs["latent"], "rope": latent.specs["rope"], "index_k": keys.specs["keys"]}
-        return Call("dsa_step", {**written, "entry_slots": latent.specs["slots"], **specs}, attrs, alternative=True)
+        specs = {**written, "entry_slots": latent.specs["slots"], **specs}
+        return Call("dsa_step", specs, attrs | self.floor, alternative=True)
 
     def queries(self, tokens: int) -> dict[str, Spec]:
         return {
@@ -111,7 +114,7 @@ class ModelConfig(Model):
         if self.sink:
             specs["sink"] = Spec((self.heads,), "float32")
         scale = {"softmax_scale": self.softmax_scale}
-        attrs = {"k": self.k, "index_scale": self.index_scale, "mla_cache_format": self.cache_format}
+        attrs = {"k": self.k, "index_scale": self.index_scale, "mla_cache_format": self.cache_format, **self.room}
         yield Call("dsa_attention", specs, scale | attrs)
         yield self.step(tokens, specs, scale | attrs)
         if self.shared_selection:
@@ -196,7 +199,7 @@ class ModelConfig(Model):
             "starts": rows,
             "ends": rows,
         }
-        yield Call("indexer_topk", logits, {"k": self.k})
+        yield Call("indexer_topk", logits, {"k": self.k, **self.room})
         slots = Spec((tokens, self.k), "int32")
         mapped = {"indices": slots, "block_table": self.table(1, keys), "request_ids": rows}
         yield Call("map_slots", mapped, {"page_size": self.page_size})

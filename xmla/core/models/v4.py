@@ -74,9 +74,8 @@ class TwoSources(Model):
         """The call that writes latent entries of the format `name`."""
         layout = layout_of(name, type(self), rope_in_value=True)
         parts = {"latent": Spec((tokens, layout.latent), self.dtype), "rope": Spec((tokens, layout.rope), self.dtype)}
-        return Call(
-            "write_mla_cache", {**parts, "slots": Spec((tokens,), "int32"), "cache": cache}, {"cache_format": name}
-        )
+        specs = {**parts, "slots": Spec((tokens,), "int32"), "cache": cache}
+        return Call("write_mla_cache", specs, {"cache_format": name, **self.floor})
 
     def compress(
         self, tokens: int, requests: int, max_len: int, ratio: int, series: int, dim: int, dtype: str, cache: Spec,
@@ -91,7 +90,7 @@ class TwoSources(Model):
             "positions": Spec((tokens,), "int32"), "state": Spec((PAGES, self.state_page, 2 * width), "float32"),
             "state_table": self.table(requests, max_len, self.state_page), "cache": cache, "block_table": table, **ids,
         }  # fmt: skip
-        return Call("compress_kv", specs, {"cache_format": cache_format} if cache_format else {})
+        return Call("compress_kv", specs, {"cache_format": cache_format, **self.floor} if cache_format else {})
 
     def attend(
         self, tokens: int, requests: int, max_len: int, ids: dict[str, Spec]
@@ -151,6 +150,8 @@ class ModelConfigV4(TwoSources):
         batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
         max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
+        scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
+        workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
     """
 
     def caches(self) -> dict[str, Spec]:
@@ -193,6 +194,6 @@ class ModelConfigV4(TwoSources):
         quantize, query = self.query(tokens)
         yield quantize
         picked = {**query, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"), **ids}
-        yield Call("indexer_topk_paged", picked, {"k": self.k})
+        yield Call("indexer_topk_paged", picked, {"k": self.k, **self.room})
         mapped = {"indices": Spec((tokens, self.k), "int32"), "block_table": entries, **ids}
         yield Call("map_slots", mapped, {"page_size": self.entry_pages[0]})

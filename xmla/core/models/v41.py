@@ -40,6 +40,8 @@ class ModelConfigV41(TwoSources):
         batches: Requests of a decode batch, to the largest that occurs; `xmla plan` shows those listed.
         max_lens: Contexts in tokens, to the longest that occurs; a block table has room for that or for less.
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
+        scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
+        workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
     """
 
     heads: int = 64
@@ -82,8 +84,8 @@ class ModelConfigV41(TwoSources):
             quantize, query = self.query(tokens)
             yield quantize
             scored = {**query, "cache": index, "block_table": entries, "lengths": a_token, **ids}
-            yield Call("indexer_topk_paged", scored, {"k": self.k})
-            of_blocks = {"granularity": self.granularity}
+            yield Call("indexer_topk_paged", scored, {"k": self.k, **self.room})
+            of_blocks = {"granularity": self.granularity, **self.room}
             yield Call("indexer_blocks_paged", scored, {"k": self.blocks, **of_blocks})
             within = {**scored, "blocks": Spec((tokens, self.blocks), "int32")}
             yield Call("indexer_block_topk_paged", within, {"k": self.k, **of_blocks})
