@@ -306,14 +306,17 @@ def test_plan_of_glm() -> None:
     assert {call.specs["index_q"].shape[1:] for call in calls if call.op == "dsa_attention"} == {(32, 128)}
 
 
-@pytest.mark.parametrize(("name", "row", "dims"), [("plain", 576, 576), ("nope", 528, 512), ("nvfp4", 352, 576)])
+@pytest.mark.parametrize(
+    ("name", "row", "dims"), [("plain", 576, 576), ("nope", 528, 512), ("nvfp4", 352, 576), ("plain_v4", 512, 512)]
+)
 def test_rows_of_other_formats(name: str, row: int, dims: int) -> None:
     config = ModelConfig(cache_format=name, shared_selection=True, batches=(2,), max_lens=(4096,), prefill_tokens=(64,))
     assert config.caches()["mla_cache"].shape[2] == row
     calls = [call for _, calls in config.steps() for call in calls]
     assert {call.specs["q"].shape[2] for call in calls if call.op in ("sparse_mla", "dsa_attention")} == {dims}
     assert config.specializations(find_device("H200"))
-    with pytest.raises(ArgumentError, match="ModelConfig: a cache's format is 'v4', expected one of v32, nope, nvfp4"):
+    known = "v32, nope, nvfp4, plain, plain_v4"
+    with pytest.raises(ArgumentError, match=f"ModelConfig: a cache's format is 'v4', expected one of {known}$"):
         ModelConfig(cache_format="v4").caches()
 
 

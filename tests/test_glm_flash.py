@@ -1,12 +1,15 @@
 """GLM-5.3-Flash's selection of pools against that of transformers' glm5_next, on one set of weights."""
 
+from dataclasses import replace
+
 import kit
 import pytest
 import torch
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 
-from xmla import torch_api
+from xmla import ModelConfigGlmFlash, ModelConfigMistralLarge4, torch_api
+from xmla.core.values import H200
 
 LENGTH, PAGE = 43, 8
 
@@ -55,3 +58,28 @@ def test_the_pools_and_tails_that_transformers_selects(pool: int, device: str, m
     assert indices.shape == want.shape
     for mine, theirs in zip(indices.cpu(), want, strict=True):
         assert sorted(mine[mine >= 0].tolist()) == sorted(theirs[theirs >= 0].tolist())
+
+
+def test_rows_of_512_plain_dims(device: str) -> None:
+    """vLLM's rows by default: all dims are the key, and the value, of entries without roped dims."""
+    torch.manual_seed(0)
+    entries = torch.randn(2 * PAGE, 512, device=device).bfloat16()
+    slots = torch.randperm(2 * PAGE, dtype=torch.int32, device=device)
+    cache = torch.full((2, PAGE, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    torch_api.write_mla_cache(*(part.contiguous() for part in entries.split([448, 64], dim=1)), slots, cache)
+    assert torch.equal(cache.view(-1, 512)[slots], entries)
+    q = torch.randn(2, 8, 512, device=device).bfloat16()
+    out, _ = torch_api.sparse_mla(q, cache, slots.expand(2, -1).contiguous(), softmax_scale=256**-0.5)
+    logits = torch.einsum("thd,nd->thn", q.float(), entries.float()) * 256**-0.5
+    want = torch.einsum("thn,nd->thd", logits.softmax(-1), entries.float())
+    assert (out.float() - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+def test_plans_of_rows_of_512_plain_dims() -> None:
+    """Also in Mistral-Large-4's layers without rope; on Hopper by the kernels that other plain rows have."""
+    for config in (
+        ModelConfigGlmFlash(cache_format="plain_v4"), ModelConfigMistralLarge4(nope_format="plain_v4"),
+    ):  # fmt: skip
+        config = replace(config, batches=(2,), max_lens=(4096,), prefill_tokens=(64,), next_n=(1,))
+        kernels = {kernel.kernel.__name__ for kernel in config.specializations(H200)}
+        assert "sparse_mla_sm90_kernel" in kernels and "sparse_mla_kernel" not in kernels

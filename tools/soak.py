@@ -49,8 +49,10 @@ FORMATS = {
         {"cache_format": cache, "extra_format": extra}
         for cache, extra in (("v41", "v41_fp4"), ("v41_footer", "v41_fp4_footer"), ("v4", "v4"))
     ],
-    ModelConfigGlmFlash: [{"cache_format": name} for name in ("nope", "plain")],
-    ModelConfigMistralLarge4: [{"cache_format": name} for name in ("v32", "plain")],
+    ModelConfigGlmFlash: [{"cache_format": name} for name in ("nope", "plain", "plain_v4")],
+    ModelConfigMistralLarge4: [
+        {"cache_format": rope, "nope_format": nope} for rope, nope in (("v32", "nope"), ("plain", "plain_v4"))
+    ],
 }
 
 

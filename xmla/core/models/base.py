@@ -8,7 +8,7 @@ from typing import Any
 
 from xmla.core.compile import Specialization, begins_anywhere, specialize
 from xmla.core.errors import ArgumentError
-from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
+from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN_V4, MlaLayout
 from xmla.core.models.steps import full_waves, powers_of_2, token_counts
 from xmla.core.op import plan_call
 from xmla.core.plan import Plan, estimate
@@ -100,10 +100,13 @@ def map_call(k: int, page: int, *, compact: bool = False) -> Call:
 def layout_of(name: str, model: type, rope_in_value: bool) -> MlaLayout:
     """The format of a latent cache by its name, if entries have the dims of the model's.
 
+    Plain rows of 512 dims are those of V4 and also of entries without roped dims.
+
     Raises:
         ArgumentError: There is no such format for the model.
     """
-    layouts = {layout.name: layout for layout in MLA_LAYOUTS if layout.rope_in_value == rope_in_value}
+    fitting = (layout for layout in MLA_LAYOUTS if layout.rope_in_value == rope_in_value or layout is PLAIN_V4)
+    layouts = {layout.name: layout for layout in fitting}
     if name not in layouts:
         raise ArgumentError(f"{model.__name__}: a cache's format is {name!r}, expected one of {', '.join(layouts)}")
     return layouts[name]

@@ -19,7 +19,8 @@ class ModelConfigGlmFlash(Model):
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
         index_format: Format of the pooled keys, "fp8" or "mxfp4".
-        cache_format: Format of attention's cache: "nope" or "plain" rows.
+        cache_format: Format of attention's cache: "nope", "plain_v4" (rows of 512 plain elements, as vLLM stores them
+            by default), or "v32" or "plain" with roped dims of 0.
         k: Selected tokens per token besides the tail: k / pool pools.
         pool: Tokens of a pool, the model's index_kpool, a power of two that divides k.
         page_size: Tokens per page of attention's cache, R.

@@ -20,7 +20,8 @@ class ModelConfigMistralLarge4(Model):
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
         index_format: Format of the indexer's cache, "fp8" or "mxfp4".
-        cache_format, nope_format: Formats of the latents' caches: "v32", "plain" or "nvfp4" with rope, "nope" without.
+        cache_format, nope_format: Formats of the latents' caches: "v32", "plain" or "nvfp4" with rope, "nope" or
+            "plain_v4" without.
         k: Selected keys per token.
         page_size: Entries per page of all caches, R.
         softmax_scale, index_scale: As in `dsa_attention`; both are compiled in. The scale that grows with the position

@@ -22,7 +22,8 @@ class ModelConfig(Model):
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
         index_format: Format of the indexer's cache, "fp8" or "mxfp4".
-        cache_format: Format of attention's cache: "v32", "plain" rows, "nope" (GLM's without roped dims) or "nvfp4".
+        cache_format: Format of attention's cache: "v32", "plain" rows, "nvfp4", and without roped dims "nope" or
+            "plain_v4".
         k: Selected keys per token.
         shared_selection: Whether some layers attend over the selection of an earlier one, as GLM's do, by
             `sparse_mla_paged`.
