@@ -286,11 +286,11 @@ def test_plan_of_v4() -> None:
     words = ["plan", "--model", "deepseek_v4", "--batch", "8", "--max-len", "32768", "--device", "H200"]
     result = CliRunner().invoke(app, words, env=WIDE)
     assert result.exit_code == 0, result.output
-    for shown in ("compress_kv", "window_slots", "ratio 128: 584 bytes per entry and layer", "of 256"):
+    for shown in ("compress_kv", "window_slots", "ratio 128: 584 bytes per entry and layer", "37,440 per page of 64"):
         assert shown in result.output, shown
     assert "dsa_attention" not in result.output
     config = configure("deepseek_v4", [8], [32768], None, None, k=512)
-    assert (config.k, config.page_size) == (512, 256), "what is not given is the model's own"
+    assert (config.k, config.page_size) == (512, 64), "what is not given is the model's own"
     assert f"{len(configure('deepseek_v4', [8], [32768], None, None).specializations(H200))} kernels" in result.output
 
 

@@ -8,7 +8,7 @@ from xmla.core.models.base import Call
 from xmla.core.models.steps import SPLIT_TOKENS
 from xmla.core.values import Device, Spec
 
-PAGE = 64  # entries on a page of V3.2's cache, and of V4's window, in vLLM and SGLang
+PAGE = 64  # entries on a page of V3.2's cache in vLLM and SGLang, and of V4's window in vLLM
 LARGE = 1 << 20  # pages
 # Entries are gathered from this many references to each on: as in the op, which so dequantises a whole small pool.
 REUSE = 32

@@ -30,7 +30,7 @@ class TwoSources(Model):
     window: int = 128
     cache_format: str = "v4"
     extra_format: str = "v4"
-    page_size: int = 256
+    page_size: int = 64
     entry_pages: tuple[int, int] = (64, 2)
     dense_pages: bool = False
     state_page: int = 8
@@ -140,7 +140,7 @@ class ModelConfigV4(TwoSources):
         window: Tokens of the sliding window.
         cache_format, extra_format: Formats of the window's cache and of the compressed entries: "v4", "v41" with
             "v41_fp4" (DeepSeek-V4.1 as released), "v41_footer" with "v41_fp4_footer" (before its release), "plain_v4".
-        page_size: Entries per page of the window's cache, R.
+        page_size: Entries per page of the window's cache, R: 64 in vLLM, 256 in SGLang.
         entry_pages: Entries per page of the caches of ratio 4 and of ratio 128.
         dense_pages: Whether pages of the latent caches follow each other without padding, as JAX's arrays do.
         state_page: Positions per page of the compressors' states.

@@ -30,7 +30,7 @@ class ModelConfigV41(TwoSources):
         cache_format, extra_format: Formats of the window's cache and of the entries: "v41" with "v41_fp4" (as
             released), "v41_footer" with "v41_fp4_footer" (before), "v4" with "v4" (vLLM on Hopper), "plain_v4".
         ratios: Tokens per entry, of each kind of layer with entries.
-        page_size: Entries per page of the window's cache, R.
+        page_size: Entries per page of the window's cache, R: 64 in vLLM, 256 in SGLang.
         entry_pages: Entries per page of the caches of entries, and of the indexer's and the latents' of the same ratio.
         dense_pages: Whether pages of the latent caches follow each other without padding, as JAX's arrays do.
         state_page: Positions per page of the compressors' states.
