@@ -10,18 +10,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import EVERYTHING
 
 from xmla import ArgumentError, ModelConfig, UnsupportedError, model_config
-from xmla.core.models.base import Model
+from xmla.core.models.base import Model, specializations
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.published import PUBLISHED
 from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v41 import ModelConfigV41
+from xmla.core.values import H200
 
 YARN = {
     "type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536,
@@ -184,6 +187,21 @@ def test_layers_that_share_selections() -> None:
         ({"indexer_types": ["full", "shared"]}, True), ({"indexer_types": ["full"] * 2, "index_topk_freq": 4}, False),
     ):  # fmt: skip
         assert model_config(GLM5 | change).shared_selection is shared, change
+
+
+# Of vLLM's graphs and of recipes: tokens of MTP's and DSpark's drafts and one more, and contexts.
+REQUESTS, NEXT_N, CONTEXTS = (1, 24, 272, 496, 512), (1, 3, 4, 6, 8), (65536, 250_000, 1048576)
+SERVED = RELEASED if EVERYTHING else ("deepseek_v32", "glm5_next")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_warm_up_of_a_name_has_what_engines_launch(name: str) -> None:
+    model = model_config(name)
+    listed = set(model.specializations(H200))
+    for requests, next_n, context in product(REQUESTS, NEXT_N, CONTEXTS):
+        calls = model.decode(requests, next_n, min(context, max(model.max_lens)))
+        missing = set(specializations(calls, H200)) - listed
+        assert not missing, (requests, next_n, context, missing.pop())
 
 
 KNOWN = (

@@ -116,10 +116,10 @@ def layout_of(name: str, model: type, rope_in_value: bool) -> MlaLayout:
 class Model(ABC):
     """The calls that serving a model makes, at every size that occurs; each model says what the sizes mean."""
 
-    next_n: tuple[int, ...] = (1,)
+    next_n: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)  # drafts of up to 7 tokens, as recipes have them
     mixed: bool = False
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    max_lens: tuple[int, ...] = (4096, 32768, 131072)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    max_lens: tuple[int, ...] = (1 << 20,)
     prefill_tokens: tuple[int, ...] = (2048, 8192)
     scale_floor: str | None = None
     workspace_bytes: int | None = None

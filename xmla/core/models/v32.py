@@ -55,6 +55,7 @@ class ModelConfig(Model):
     dtype: str = "bfloat16"
     sink: bool = False
     ranks: int = 1
+    max_lens: tuple[int, ...] = (163840,)
 
     @property
     def indexer(self) -> IndexerLayout:
