@@ -24,8 +24,8 @@ from benchmarks import parallel
 from xmla import ArgumentError, CompileError, ModelConfig, UnsupportedError, __version__, torch_api
 from xmla._warmup import present_device
 from xmla.bench import picture, record, run
-from xmla.cli.plan import configure, find_device
-from xmla.cli.verify import chosen, compare, largest_error
+from xmla.cli.plan import find_device, typical
+from xmla.cli.verify import chosen, compare, formats_of_case, largest_error
 from xmla.command import app, main
 from xmla.core.compile import packs
 from xmla.core.config import settings, variables
@@ -268,7 +268,7 @@ def test_plan_prints_launches_and_workspace() -> None:
     for shown in ("split_counts_kernel", "indexer_logits_paged_kernel", "8 requests × 2, mixed", "prefill 1024 tokens",
                   "656 bytes per entry and layer", "NVIDIA GB10", "or dsa_step"):  # fmt: skip
         assert shown in result.output
-    config = configure("deepseek_v32", [8], [32768], [2], [], True)
+    config = typical("deepseek_v32", batches=[8], max_lens=[32768], next_n=[2], mixed=True)
     calls = dict(config.steps())["decode 8 requests × 2, mixed, max_len 32768"]
     attention = next(call for call in calls if call.op == "dsa_attention")
     assert f"{attention.plan(find_device('GB10')).workspace_bytes:,} B" in result.output
@@ -289,9 +289,10 @@ def test_plan_of_v4() -> None:
     for shown in ("compress_kv", "window_slots", "ratio 128: 584 bytes per entry and layer", "37,440 per page of 64"):
         assert shown in result.output, shown
     assert "dsa_attention" not in result.output
-    config = configure("deepseek_v4", [8], [32768], None, None, k=512)
+    config = typical("deepseek_v4", batches=[8], max_lens=[32768], k=512)
     assert (config.k, config.page_size) == (512, 64), "what is not given is the model's own"
-    assert f"{len(configure('deepseek_v4', [8], [32768], None, None).specializations(H200))} kernels" in result.output
+    config = typical("deepseek_v4", batches=[8], max_lens=[32768])
+    assert f"{len(config.specializations(H200))} kernels" in result.output
 
 
 def test_plan_of_glm() -> None:
@@ -300,7 +301,7 @@ def test_plan_of_glm() -> None:
     result = CliRunner().invoke(app, words, env=WIDE)
     assert result.exit_code == 0, result.output
     assert "dsa_attention" in result.output and "sparse_mla_paged" in result.output
-    config = configure("glm_moe_dsa", [8], [32768], None, [1024])
+    config = typical("glm_moe_dsa", batches=[8], max_lens=[32768], prefill_tokens=[1024])
     calls = [call for _, calls in config.steps() for call in calls]
     assert {call.specs["q"].shape[1:] for call in calls if call.op == "sparse_mla_paged"} == {(64, 576)}
     assert {call.specs["index_q"].shape[1:] for call in calls if call.op == "dsa_attention"} == {(32, 128)}
@@ -335,7 +336,10 @@ def test_completion() -> None:
 def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["plan", "--device", "V100"], "device is 'V100', expected one of H100, H200, B200, B300, RTX PRO 6000, "),
-        (["plan", "--model", "deepseek_v4", "--ranks", "2"], "ranks is 2, expected 1 for deepseek_v4"),
+        (
+            ["plan", "--model", "deepseek_v4", "--ranks", "2"],
+            "model_config: got ranks, expected a field of ModelConfigV4: ",
+        ),
         (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected one of H100, H200, B200, B300, RTX PRO 6000"),
         (
             ["warmup", "--device", "H20"],
@@ -417,8 +421,8 @@ def test_softmax_scales_are_the_models() -> None:
     rope = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     released = DeepseekV32Config(qk_nope_head_dim=128, qk_rope_head_dim=64, rope_parameters=rope | {"rope_theta": 1e4})
     scale = yarn_apply_mscale(released.rope_parameters, released.qk_head_dim**-0.5)
-    assert configure("deepseek_v32", None, None, None, None).softmax_scale == scale == pytest.approx(0.1352, abs=1e-4)
-    given = configure("deepseek_v4", None, None, None, None, softmax_scale=0.25)
+    assert typical("deepseek_v32").softmax_scale == scale == pytest.approx(0.1352, abs=1e-4)
+    given = typical("deepseek_v4", softmax_scale=0.25)
     assert given.softmax_scale == 0.25
 
 
@@ -436,7 +440,9 @@ def test_warmup_for_a_device_that_is_not_there(tmp_path: Path) -> None:
 
     pack = str(tmp_path / "kernels.pack")
     sizes = ["--batch", "1", "--max-len", "128", "--heads", "8", "--k", "64"]
-    told = python("there", "-m", "xmla", "warmup", *sizes, "--device", "H200", "--pack", pack).stderr
+    told = python(
+        "there", "-m", "xmla", "warmup", *sizes, "--next-n", "1", "--no-prefill", "--device", "H200", "--pack", pack
+    ).stderr
     assert "kernels ready for NVIDIA H200 in" in told and "sparse_mla_sm90_kernel × 1: " in told
     assert "q_ptr" not in told and "nanobind" not in told
     cubins = len(list(tmp_path.glob("there/*/*.cubin")))
@@ -584,15 +590,72 @@ def test_an_earlier_file_is_refused_before_the_run(text: str, tmp_path: Path) ->
         run.run(["host"], None, file, None, None)
 
 
+NUMBERS = [
+    "--batch", "--max-len", "--next-n", "--prefill", "--tensor-parallel", "--heads", "--index-heads", "--k",
+    "--page-size", "--workspace", "--ranks",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("command", ["plan", "warmup"])
-@pytest.mark.parametrize(
-    "option",
-    ["--batch", "--max-len", "--next-n", "--prefill", "--heads", "--index-heads", "--k", "--page-size", "--ranks"],
-)
+@pytest.mark.parametrize("option", NUMBERS)
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_sizes_are_positive(command: str, option: str, value: str) -> None:
     result = CliRunner().invoke(app, [command, option, value], env=WIDE)
     assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output, result.output
+
+
+def test_a_checkpoint_in_the_place_of_a_name(tmp_path: Path) -> None:
+    """Its folder or its config.json; what it says, and what options say instead."""
+    config = {
+        "model_type": "deepseek_v32", "num_attention_heads": 128, "index_n_heads": 64, "index_head_dim": 128,
+        "index_topk": 1024, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "max_position_embeddings": 16384,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    words = ["--tensor-parallel", "8", "--cache-format", "plain", "--index-format", "mxfp4", "--workspace", "4000000"]
+    for model in (str(file), str(tmp_path)):
+        planned = CliRunner().invoke(app, ["plan", "--model", model, *words, "--device", "H200"], env=WIDE)
+        assert planned.exit_code == 0, planned.output
+        assert "mla_cache: 1152 bytes per entry" in planned.output and "indexer_cache: 68 bytes" in planned.output
+        mine = typical(model, 8, cache_format="plain", index_format="mxfp4", workspace_bytes=4_000_000)
+        assert (mine.heads, mine.k, mine.softmax_scale) == (16, 1024, 192**-0.5)
+        assert f"{len(mine.specializations(H200))} kernels are compiled" in planned.output
+    file.write_text(json.dumps(config | {"kv_lora_rank": 128}))
+    refused = CliRunner().invoke(app, ["plan", "--model", str(tmp_path)])
+    assert str(refused.exception) == "model_config: kv_lora_rank of deepseek_v32 is 128, expected 512"
+
+
+def test_supports_tells_of_a_model() -> None:
+    """On each device, by which kernels, and if not why."""
+    words = ["supports", "--model", "deepseek_v4_flash", "--tensor-parallel", "2", "--device", "H200"]
+    told = CliRunner().invoke(app, words, env=WIDE)
+    assert told.exit_code == 0 and told.output.startswith("ModelConfigV4("), told.output
+    assert "heads=32, " in told.output and "sparse_mla by gluon" in " ".join(told.output.split())
+    told = CliRunner().invoke(app, ["supports", "--model", "glm5_next", "--cache-format", "v9", "--device", "H200"])
+    assert "a cache's format is 'v9', expected one of v32, nope, nvfp4, plain, plain_v4" in str(told.exception)
+    for words, got in (([], "neither"), (["sparse_mla", "--model", "hy_v4"], "both")):
+        refused = CliRunner().invoke(app, ["supports", *words])
+        assert str(refused.exception) == f"supports: got {got}, expected an op or --model"
+
+
+def test_verify_of_a_model() -> None:
+    """The ops that its steps call, over caches of its formats; with --all every such case."""
+    config = typical("deepseek_v41", prefill_tokens=[64])
+    ops, every = chosen(None, False, None, config), chosen(None, True, None, config)
+    assert {"compress_kv", "window_slots", "indexer_block_topk_paged", "sparse_mla"} <= {*ops}
+    assert "dsa_attention" not in ops and "sparse_mla_backward" not in ops
+    formats = {formats_of_case(op, case) for op, cases in ops.values() for case in cases if op.name == "sparse_mla"}
+    assert formats == {("v41", "v41_fp4")}
+    assert ops.keys() == every.keys() and sum(len(cases) for _, cases in every.values()) > 2 * len(ops)
+
+
+@pytest.mark.usefixtures("device")
+def test_verify_tells_formats_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry()["sparse_mla"]
+    monkeypatch.setattr("xmla.cli.verify.chosen", lambda *_: {op.name: (op, ())})
+    result = CliRunner().invoke(app, ["verify", "--model", "deepseek_v41"], env=WIDE)
+    assert "left out: sparse_mla over v41, of which there is no case\n" in result.output, result.output
 
 
 def options() -> Iterator[tuple[str, type, OptionInfo]]:

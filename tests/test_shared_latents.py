@@ -1,4 +1,4 @@
-"""Hy4's layers, with a sink and 16 index heads, and Mistral-Large-4's, with latents of other layers, by xmla's ops.
+"""Hy4's layers, with a sink for each head, and Mistral-Large-4's, with latents of other layers, by xmla's ops.
 
 On one set of weights with transformers' own layers, whose rotation and projections are the engine's: the same keys are
 selected, and attention is the same up to the rounding of rows and queries to float16.
@@ -13,8 +13,7 @@ import kit
 import pytest
 import torch
 
-from xmla import ArgumentError, torch_api
-from xmla.cli.plan import configure
+from xmla import ArgumentError, model_config, torch_api
 from xmla.core.values import H200
 
 LENGTH, PAGE, K, HIDDEN = 29, 8, 6, 64
@@ -111,7 +110,7 @@ def check(
 
 @pytest.mark.parametrize(("latent", "rope"), [(128, 32), (1024, 64)])
 def test_other_latents_are_refused(latent: int, rope: int, device: str) -> None:
-    """A.X-K2's, and those of dots3's windows."""
+    """A.X-K2-Light's, and those of dots3's windows."""
     row = latent + rope
     q, cache = (torch.zeros(2, 4, row, dtype=torch.bfloat16, device=device) for _ in range(2))
     slots = torch.zeros(2, 1, dtype=torch.int32, device=device)
@@ -132,10 +131,7 @@ def test_what_plans_are_for_is_what_transformers_builds() -> None:
         ("glm_moe_dsa", GlmMoeDsaConfig()), ("hy_v4", HYV4Config()), ("mistral_large4", MistralLarge4TextConfig()),
     )  # fmt: skip
     for name, theirs in models:
-        mine = configure(name, [2], [4096], None, [64])
-        assert (mine.heads, mine.index_heads, mine.index_dim, mine.k) == (
-            theirs.num_attention_heads, theirs.index_n_heads, theirs.index_head_dim, theirs.index_topk
-        )  # fmt: skip
+        mine = model_config(theirs, batches=(2,), max_lens=(4096,), next_n=(1,), prefill_tokens=(64,))
         assert mine.softmax_scale == theirs.qk_head_dim**-0.5
         calls = [call for _, calls in mine.steps() for call in calls]
         dims = {call.specs["q"].shape[2] for call in calls if call.op in ("dsa_attention", "sparse_mla")}

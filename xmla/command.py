@@ -6,13 +6,13 @@ A subcommand imports what it needs when it runs, so that `xmla --help` is quick.
 import json
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from xmla import __version__
+from xmla.core.models.published import PUBLISHED
 from xmla.demo import Framework, Model
 from xmla.machine import environment
 from xmla.machine.files import drawable, writable
@@ -79,6 +79,53 @@ def demo(
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)
 
 
+NAMES = ", ".join(f"{name} ({model.title})" for name, model in PUBLISHED.items())
+
+
+def names_from(incomplete: str) -> list[str]:
+    """For completion."""
+    return [name for name in PUBLISHED if name.startswith(incomplete)]
+
+
+MODEL = typer.Option(
+    "--model", metavar="MODEL", autocompletion=names_from,
+    help=f"A checkpoint's folder, its config.json, or the name of a released model: {NAMES}.",
+)  # fmt: skip
+Served = Annotated[str, MODEL]
+Checked = Annotated[str | None, MODEL]
+TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks that divide the model's query heads.")]
+CacheFormat = Annotated[str | None, typer.Option(help="Of the latents' cache, or of V4's window; default: released.")]
+ExtraFormat = Annotated[str | None, typer.Option(help="Of V4's compressed entries; default: the released one.")]
+NopeFormat = Annotated[str | None, typer.Option(help="Of Mistral-Large-4's layers without rope; default: nope.")]
+IndexFormat = Annotated[str | None, typer.Option(help="Of the indexer's cache, fp8 or mxfp4; default: released.")]
+Batches = Annotated[
+    list[int] | None,
+    typer.Option("--batch", min=1, help="Requests of a decode step; default: 64, of warmup up to 512."),
+]
+Contexts = Annotated[
+    list[int] | None,
+    typer.Option("--max-len", min=1, help="Longest context, in keys; default: 65536, of warmup the model's."),
+]
+NextN = Annotated[
+    list[int] | None,
+    typer.Option("--next-n", min=1, help="Tokens a request decodes at once; default: 1, of warmup up to 8."),
+]
+Prefills = Annotated[
+    list[int] | None,
+    typer.Option("--prefill", min=1, help="Tokens of a prefill step; default: none, of warmup up to 8192."),
+]
+Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of this rank; default: the model's share.")]
+IndexHeads = Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")]
+TopK = Annotated[int | None, typer.Option("--k", min=1, help="Selected keys per token; default: the model's.")]
+PageSize = Annotated[int | None, typer.Option(min=1, help="Entries a page; default: the model's.")]
+Scale = Annotated[float | None, typer.Option(min=0, help="Compiled in; default: the released model's, with YaRN.")]
+Floor = Annotated[str | None, typer.Option(help="Of what a step writes, scale or amax; default: each op's own.")]
+Workspace = Annotated[int | None, typer.Option(min=1, help="The most bytes that a selection uses; default: 2**29.")]
+Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
+Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
+Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
+
+
 @app.command()
 def verify(
     op: Annotated[list[str] | None, typer.Option(help="Every case of these ops, and no other.")] = None,
@@ -86,14 +133,24 @@ def verify(
     implementation: Annotated[
         str | None, typer.Option(help="By these kernels, such as gluon_sm100: the cases that they serve.")
     ] = None,
-) -> None:
+    model: Checked = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
+    nope_format: NopeFormat = None, index_format: IndexFormat = None,
+) -> None:  # fmt: skip
     """Every op against its reference, and the two front-ends against each other, on this machine.
 
-    One case for each format of an op's caches: a minute where kernels are interpreted.
+    One case for each format of an op's caches: a minute where kernels are interpreted. With --model the ops that its
+    steps call, over caches of its formats.
     """
+    from xmla.cli.plan import typical
     from xmla.cli.verify import run
 
-    raise typer.Exit(code=0 if run(op, every, implementation) else 1)
+    config = None
+    if model is not None:
+        config = typical(
+            model, prefill_tokens=[64], cache_format=cache_format, extra_format=extra_format, nope_format=nope_format,
+            index_format=index_format,
+        )  # fmt: skip
+    raise typer.Exit(code=0 if run(op, every, implementation, config) else 1)
 
 
 @app.command()
@@ -106,78 +163,65 @@ def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.
 
 @app.command()
 def supports(
-    op: Annotated[str, typer.Argument(help="An op's name; a word that is none lists them.")],
+    op: Annotated[str | None, typer.Argument(help="An op's name; a word that is none lists them.")] = None,
     asked: Annotated[
         list[str] | None,
         typer.Argument(help="Sizes of axes, formats and dtypes of arguments, such as H=16 K=2048 cache=plain."),
     ] = None,
     device: Annotated[list[str] | None, typer.Option(help="Only devices whose names contain this.")] = None,
-) -> None:
+    model: Checked = None, tensor_parallel: TensorParallel = 1, cache_format: CacheFormat = None,
+    extra_format: ExtraFormat = None, nope_format: NopeFormat = None, index_format: IndexFormat = None,
+) -> None:  # fmt: skip
     """Whether an op runs at these sizes and formats, on each known device; needs no GPU. Exit 1 if on none of them.
 
-    What is not asked for is that of one of the op's cases, which the first line of the answer tells.
+    What is not asked for is that of one of the op's cases, which the first line of the answer tells. With --model, and
+    no op, whether the steps of a model do, and by which kernels: a decode of 64 requests and prefills, at its longest
+    context.
     """
-    from xmla.cli.plan import show_support
+    from xmla.cli.plan import configure, show_model_support, show_support
+    from xmla.core.errors import ArgumentError
 
-    raise typer.Exit(code=0 if show_support(op, asked or [], device) else 1)
-
-
-class Layers(StrEnum):
-    """Models whose layers `plan` and `warmup` know."""
-
-    V32 = "deepseek_v32"
-    V4 = "deepseek_v4"
-    V41 = "deepseek_v41"
-    GLM = "glm_moe_dsa"
-    GLM_FLASH = "glm5_next"
-    HY4 = "hy_v4"
-    MISTRAL_LARGE4 = "mistral_large4"
-
-
-Served = Annotated[
-    Layers, typer.Option("--model", metavar="MODEL", help=f"Whose layers are served: {', '.join(Layers)}.")
-]
-Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests of a decode step; default: 64.")]
-Contexts = Annotated[
-    list[int] | None, typer.Option("--max-len", min=1, help="Longest context, in keys; default: 65536.")
-]
-NextN = Annotated[
-    list[int] | None, typer.Option("--next-n", min=1, help="Tokens a request decodes at once; default: 1.")
-]
-Prefills = Annotated[
-    list[int] | None, typer.Option("--prefill", min=1, help="Tokens of a prefill step; default: no prefill.")
-]
-Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of this rank; default: all of the model.")]
-IndexHeads = Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")]
-TopK = Annotated[int | None, typer.Option("--k", min=1, help="Selected keys per token; default: the model's.")]
-PageSize = Annotated[int | None, typer.Option(min=1, help="Entries a page; default: the model's.")]
-Scale = Annotated[float | None, typer.Option(min=0, help="Compiled in; default: the released model's, with YaRN.")]
-Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
-Ranks = Annotated[int, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
-Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
+    if op is not None and model is None:
+        raise typer.Exit(code=0 if show_support(op, asked or [], device) else 1)
+    if op is not None or model is None:
+        raise ArgumentError(f"supports: got {'neither' if op is None else 'both'}, expected an op or --model")
+    config = configure(
+        model, tensor_parallel, batches=[64], next_n=[1], cache_format=cache_format, extra_format=extra_format,
+        nope_format=nope_format, index_format=index_format,
+    )  # fmt: skip
+    raise typer.Exit(code=0 if show_model_support(config, device) else 1)
 
 
 @app.command()
 def plan(
-    model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
-    prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
-    page_size: PageSize = None, mixed: Mixed = False, ranks: Ranks = 1, device: Target = None,
+    model: Served = "deepseek_v32", batch: Batches = None, max_len: Contexts = None, next_n: NextN = None,
+    prefill: Prefills = None, tensor_parallel: TensorParallel = 1, heads: Heads = None, index_heads: IndexHeads = None,
+    k: TopK = None, page_size: PageSize = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
+    nope_format: NopeFormat = None, index_format: IndexFormat = None, softmax_scale: Scale = None,
+    scale_floor: Floor = None, workspace: Workspace = None, mixed: Mixed = False, ranks: Ranks = None,
+    device: Target = None,
 ) -> None:  # fmt: skip
     """What a model's steps launch, and the bytes of workspace and caches they need; without a GPU for the H200."""
-    from xmla.cli.plan import configure, show_plan
+    from xmla.cli.plan import show_plan, typical
 
-    config = configure(
-        model, batch, max_len, next_n, prefill, mixed, ranks, heads=heads, index_heads=index_heads, k=k,
-        page_size=page_size,
+    config = typical(
+        model, tensor_parallel, batches=batch, max_lens=max_len, next_n=next_n, prefill_tokens=prefill, heads=heads,
+        index_heads=index_heads, k=k, page_size=page_size, cache_format=cache_format, extra_format=extra_format,
+        nope_format=nope_format, index_format=index_format, softmax_scale=softmax_scale, scale_floor=scale_floor,
+        workspace_bytes=workspace, mixed=mixed, ranks=ranks,
     )  # fmt: skip
     show_plan(config, device)
 
 
 @app.command()
 def warmup(
-    context: typer.Context, model: Served = Layers.V32, batch: Batches = None, max_len: Contexts = None,
-    next_n: NextN = None, prefill: Prefills = None, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
-    page_size: PageSize = None, softmax_scale: Scale = None, mixed: Mixed = False, ranks: Ranks = 1,
+    context: typer.Context, model: Served = "deepseek_v32", batch: Batches = None, max_len: Contexts = None,
+    next_n: NextN = None, prefill: Prefills = None,
+    no_prefill: Annotated[bool, typer.Option("--no-prefill", help="Decodes alone, as a pool of decodes has.")] = False,
+    tensor_parallel: TensorParallel = 1, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
+    page_size: PageSize = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
+    nope_format: NopeFormat = None, index_format: IndexFormat = None, softmax_scale: Scale = None,
+    scale_floor: Floor = None, workspace: Workspace = None, mixed: Mixed = False, ranks: Ranks = None,
     device: Target = None,
     pack: Annotated[
         Path | None, typer.Option(help="Write the kernels into this file, too.", callback=writable)
@@ -205,8 +249,10 @@ def warmup(
         typer.echo(f"{count} kernels of {unpack} ready for {present.name}", err=True)
         return
     config = configure(
-        model, batch, max_len, next_n, prefill, mixed, ranks, heads=heads, index_heads=index_heads, k=k,
-        page_size=page_size, softmax_scale=softmax_scale,
+        model, tensor_parallel, batches=batch, max_lens=max_len, next_n=next_n,
+        prefill_tokens=[] if no_prefill else prefill, heads=heads, index_heads=index_heads, k=k, page_size=page_size,
+        cache_format=cache_format, extra_format=extra_format, nope_format=nope_format, index_format=index_format,
+        softmax_scale=softmax_scale, scale_floor=scale_floor, workspace_bytes=workspace, mixed=mixed, ranks=ranks,
     )  # fmt: skip
     report = warmup(config, target)
     if pack is not None:

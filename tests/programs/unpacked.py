@@ -10,7 +10,7 @@ import sys
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
-from xmla.cli.plan import configure
+from xmla.cli.plan import typical
 from xmla.core.compile import compiled
 from xmla.core.models.base import Call
 from xmla.core.registry import registry
@@ -57,7 +57,7 @@ def main() -> None:
     hits: list[bool] = []
     CUDABackend.add_stages = refuse
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-    config = configure("deepseek_v32", [batch], [max_len], None, None, heads=heads, k=k)
+    config = typical("deepseek_v32", batches=[batch], max_lens=[max_len], heads=heads, k=k)
     for call in config.decode(batch, 1, max_len):
         {"torch": by_torch, "jax": by_jax}[framework](call)
     assert all(hits), hits

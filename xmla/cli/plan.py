@@ -1,8 +1,5 @@
 """`xmla plan` and `xmla supports`: what would run, asked without running it."""
 
-from collections.abc import Callable
-from functools import partial
-from inspect import signature
 from typing import Any
 
 from rich import box
@@ -12,45 +9,26 @@ from rich.table import Table
 from xmla._warmup import present_device
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.models.base import Model
-from xmla.core.models.glm_flash import ModelConfigGlmFlash
-from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
-from xmla.core.models.v4 import ModelConfigV4
+from xmla.core.models.checkpoint import model_config
 from xmla.core.models.v32 import ModelConfig
-from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.registry import registry
 from xmla.core.support import supports
 from xmla.core.values import KNOWN_DEVICES, Device, find_device
 
 ARGUMENTS = {name for op in registry().values() for name in op.tensors}
-MODELS: dict[str, Callable[..., Model]] = {
-    "deepseek_v32": ModelConfig,
-    "deepseek_v4": ModelConfigV4,
-    "deepseek_v41": ModelConfigV41,
-    "glm_moe_dsa": partial(ModelConfig, heads=64, index_heads=32, softmax_scale=256**-0.5, shared_selection=True),
-    "glm5_next": ModelConfigGlmFlash,
-    "hy_v4": partial(ModelConfig, heads=32, index_heads=16, softmax_scale=256**-0.5, shared_selection=True, sink=True),
-    "mistral_large4": ModelConfigMistralLarge4,
-}
+TYPICAL = {"batches": (64,), "max_lens": (65536,), "next_n": (1,), "prefill_tokens": ()}
 
 
-def configure(
-    model: str, batches: list[int] | None, max_lens: list[int] | None, next_n: list[int] | None,
-    prefill: list[int] | None, mixed: bool = False, ranks: int = 1, **sizes: float | None,
-) -> Model:  # fmt: skip
-    """A model with these sizes; lists that are not given are one typical value each, without prefill.
+def typical(model: str, tensor_parallel: int = 1, **sizes: Any) -> Model:
+    """A model with these sizes; lists that are not given, or None, are one typical value each, without prefill."""
+    return configure(model, tensor_parallel, **TYPICAL | {name: n for name, n in sizes.items() if n is not None})
 
-    Raises:
-        ArgumentError: The model is not served by several ranks.
-    """
-    options: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    if ranks > 1:
-        if "ranks" not in signature(MODELS[model]).parameters:
-            raise ArgumentError(f"ranks is {ranks}, expected 1 for {model}")
-        options["ranks"] = ranks
-    return MODELS[model](
-        mixed=mixed, batches=tuple(batches or [64]), max_lens=tuple(max_lens or [65536]), next_n=tuple(next_n or [1]),
-        prefill_tokens=tuple(prefill or []), **options,
-    )  # fmt: skip
+
+def configure(model: str, tensor_parallel: int = 1, **sizes: Any) -> Model:
+    """A model with these sizes; those that are not given, or None, are its own."""
+    return model_config(
+        model, tensor_parallel=tensor_parallel, **{name: size for name, size in sizes.items() if size is not None}
+    )
 
 
 def present_or_known(name: str | None, console: Console) -> Device:
@@ -104,6 +82,36 @@ def show_plan(config: Model, device_name: str | None) -> None:
         f"{count} kernels are compiled for these steps, ahead by `xmla warmup`: a launch has more than one where "
         "the plan depends on the length of a context or the size of a pool", soft_wrap=True,
     )  # fmt: skip
+
+
+def show_model_support(config: Model, devices: list[str] | None = None) -> bool:
+    """Print for every known device, or for `devices`, whether the steps run, and each op by what; True if on one.
+
+    Raises:
+        ArgumentError: There is no such device.
+    """
+    console, refusals, served = Console(), dict[str, None](), False
+    table = Table("device", "compute capability", "", "implementations, where an op has several")
+    for device in map(find_device, devices) if devices else KNOWN_DEVICES:
+        choices, refused = dict[str, dict[str, None]](), dict[str, None]()
+        for step, calls in config.steps():
+            for call in calls:
+                try:
+                    plan = call.plan(device)
+                except (ArgumentError, UnsupportedError) as error:
+                    refused[f"{step}: {error}"] = None
+                    continue
+                for choice in plan.choices:
+                    choices.setdefault(choice.op, {})[choice.implementation] = None
+        kernels = "; ".join(f"{op} by {' or '.join(names)}" for op, names in choices.items())
+        table.add_row(device.name, f"{device.arch / 10}", "[red]no" if refused else "yes", kernels)
+        refusals |= refused
+        served |= not refused
+    console.print(f"{config}", soft_wrap=True, markup=False)
+    console.print(table)
+    for refusal in refusals:
+        console.print(refusal, soft_wrap=True, markup=False)
+    return served
 
 
 def show_support(op: str, words: list[str], devices: list[str] | None = None) -> bool:

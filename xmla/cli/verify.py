@@ -9,6 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.models.base import Model
 from xmla.core.op import Case, Op
 from xmla.core.registry import find_op, registry
 from xmla.core.support import kinds_of
@@ -57,11 +58,12 @@ def compare(
 
 
 def chosen(
-    names: Iterable[str] | None, every: bool, implementation: str | None = None
+    names: Iterable[str] | None, every: bool, implementation: str | None = None, config: Model | None = None
 ) -> dict[str, tuple[Op, tuple[Case, ...]]]:
     """The cases to run by op: every one of the ops that are named, or of all with `every`, else one for each format.
 
-    With an implementation those of ops that have it alone.
+    With an implementation those of ops that have it alone; with a model those of ops that its steps call, over caches
+    of its formats.
 
     Raises:
         ArgumentError: There is no op, or no implementation, of a name.
@@ -73,26 +75,53 @@ def chosen(
             message = f"verify: implementation is {implementation!r}, expected one of {', '.join(known)}"
             raise ArgumentError(message)
         ops = {name: op for name, op in ops.items() if implementation in op.choices}
-    return {name: (op, op.cases if names or every else of_formats(op)) for name, op in ops.items()}
+    cases = {name: op.cases if names or every else of_formats(op) for name, op in ops.items()}
+    if config is not None:
+        formats = formats_of(config)
+        cases = {
+            name: tuple(case for case in cases[name] if formats_of_case(op, case) in formats[name])
+            for name, op in ops.items()
+            if name in formats
+        }
+    return {name: (ops[name], some) for name, some in cases.items()}
+
+
+def formats_of(config: Model) -> dict[str, set[tuple[str, ...]]]:
+    """What the pools of each op are that a model's steps call: the formats of caches, dtypes of others."""
+    formats: dict[str, set[tuple[str, ...]]] = {}
+    for call in (call for _, step in config.steps() for call in step):
+        op = registry()[call.op]
+        layouts = op.bind(call.specs, op.attributes(**call.attrs)).formats
+        named = {name: getattr(layout, "format", layout.name) for name, layout in layouts.items()}
+        pools = tuple(named.get(name, call.specs[name].dtype) for name in op.pools if name in call.specs)
+        formats.setdefault(call.op, set()).add(pools)
+    return formats
+
+
+def formats_of_case(op: Op, case: Case) -> tuple[str, ...]:
+    kinds = kinds_of(op.name, op.cases.index(case))
+    return tuple(kinds[name][0] for name in op.pools if name in kinds)
 
 
 def of_formats(op: Op) -> tuple[Case, ...]:
     """The first case with each of the formats that the op's caches have together."""
     cases: dict[tuple[str, ...], Case] = {}
-    for number, case in enumerate(op.cases):
-        kinds = kinds_of(op.name, number)
-        cases.setdefault(tuple(kinds[name][0] for name in op.pools if name in kinds), case)
+    for case in op.cases:
+        cases.setdefault(formats_of_case(op, case), case)
     return tuple(cases.values())
 
 
-def run(names: Iterable[str] | None = None, every: bool = False, implementation: str | None = None) -> bool:
+def run(
+    names: Iterable[str] | None = None, every: bool = False, implementation: str | None = None,
+    config: Model | None = None,
+) -> bool:  # fmt: skip
     """Print a table and a verdict, and on the way each op on stderr; True if everything agrees.
 
     Raises:
         ArgumentError: There is no op, or no implementation, of a name.
         UnsupportedError: No front-end is installed.
     """
-    ops = chosen(names, every, implementation)
+    ops = chosen(names, every, implementation, config)
     console, stderr = Console(), Console(stderr=True)
     front_ends = calls.installed("verify", console)
     kernels = "compiled" if HAS_GPU else "interpreted"
@@ -119,6 +148,10 @@ def run(names: Iterable[str] | None = None, every: bool = False, implementation:
                 row = [name, case.name, f"{error:.1e}", "agrees" if right else "[red]DIFFERS"]
                 table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if len(front_ends) > 1 else []))
     console.print(table)
+    if config is not None:
+        for name, kinds in formats_of(config).items():
+            for kind in kinds - {formats_of_case(ops[name][0], case) for case in ops[name][1]} if name in ops else ():
+                console.print(f"left out: {name} over {' and '.join(kind)}, of which there is no case", soft_wrap=True)
     whole = sum(len(op.cases) for op, _ in ops.values())
     rest = "" if count == whole else f"; of {whole} cases --all runs the other {whole - count} too"
     count -= refused
