@@ -393,7 +393,7 @@ def test_a_runner_that_drafts_compiles_nothing(
 @pytest.mark.parametrize("value", [None, "", "another", "xmla2,another"])
 def test_unnamed_nothing_changes(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even SGLang's version is asked for, which is not installed here."""
-    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", None)
+    monkeypatch.setitem(sys.modules, "xmla.sglang.patches", None)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     if value is not None:
         monkeypatch.setenv("SGLANG_PLUGINS", value)
@@ -401,11 +401,11 @@ def test_unnamed_nothing_changes(value: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def test_any_other_release_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    seam: Any = ModuleType("xmla.sglang.seam")
+    patches: Any = ModuleType("xmla.sglang.patches")
     installed: list[str] = []
-    seam.install = installed.append
-    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", seam)
-    monkeypatch.setattr(xmla.sglang, "seam", seam, raising=False)
+    patches.install = installed.append
+    monkeypatch.setitem(sys.modules, "xmla.sglang.patches", patches)
+    monkeypatch.setattr(xmla.sglang, "patches", patches, raising=False)
     monkeypatch.setenv("SGLANG_PLUGINS", "another, xmla")
     for release in ("0.5.23.post1", "0.6.0"):
         monkeypatch.setattr(xmla.sglang, "version", lambda _, release=release: release)
@@ -420,8 +420,8 @@ def test_required_it_ends_a_process_that_cannot_have_it(monkeypatch: pytest.Monk
     def refuse(_: str) -> None:
         raise UnsupportedError("xmla.sglang: something is missing")
 
-    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", SimpleNamespace(install=refuse))
-    monkeypatch.setattr(xmla.sglang, "seam", SimpleNamespace(install=refuse), raising=False)
+    monkeypatch.setitem(sys.modules, "xmla.sglang.patches", SimpleNamespace(install=refuse))
+    monkeypatch.setattr(xmla.sglang, "patches", SimpleNamespace(install=refuse), raising=False)
     monkeypatch.setattr(xmla.sglang, "version", lambda _: "0.5.23")
     monkeypatch.setenv("SGLANG_PLUGINS", "xmla")
     for value in (None, "", "0"):
@@ -434,7 +434,7 @@ def test_required_it_ends_a_process_that_cannot_have_it(monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as raised:
         xmla.sglang.register()
     assert str(raised.value) == ("XMLA_SGLANG_REQUIRED is set and xmla cannot serve: xmla.sglang: something is missing")
-    monkeypatch.setitem(sys.modules, "xmla.sglang.seam", None)  # as where SGLang cannot be imported
-    monkeypatch.delattr(xmla.sglang, "seam")
+    monkeypatch.setitem(sys.modules, "xmla.sglang.patches", None)  # as where SGLang cannot be imported
+    monkeypatch.delattr(xmla.sglang, "patches")
     with pytest.raises(SystemExit, match="XMLA_SGLANG_REQUIRED is set and xmla cannot serve: "):
         xmla.sglang.register()

@@ -48,7 +48,7 @@ LENGTHS = [70, 3, 11]  # keys of each request, at the end of a step
 class SGLang:
     """SGLang's modules, with xmla's hooks."""
 
-    seam: Any
+    patches: Any
     backend: Any
     indexer: Any
     plugins: Any
@@ -65,7 +65,7 @@ def sglang() -> Iterator[SGLang]:
         from sglang.srt.runtime_context import get_parallel
 
         stand_ins.load_plugins(patch, "xmla")
-        from xmla.sglang import seam
+        from xmla.sglang import patches
 
         for module in (dsa_backend, dsa_indexer):
             patch.setattr(module, "_is_cuda", True)
@@ -73,7 +73,7 @@ def sglang() -> Iterator[SGLang]:
         patch.setattr(dsa_indexer, "can_use_dsa_fused_store", lambda *_: False)  # compiled by nvcc
         patch.setattr(dsa_backend, "seqlens_expand_triton", expanded)
         with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, attn_cp_size=1):
-            yield SGLang(seam, dsa_backend, dsa_indexer, plugins)
+            yield SGLang(patches, dsa_backend, dsa_indexer, plugins)
 
 
 def expanded(new: torch.Tensor, lengths: torch.Tensor, total_len: int, max_q_len: int) -> torch.Tensor:
@@ -298,7 +298,7 @@ def test_a_process_that_loads_plugins_first(named: str, sglang: SGLang) -> None:
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     assert started.returncode == 0, started.stderr[-3000:]
-    expected = {change.target for change in sglang.seam.CHANGES} if "xmla" in named else ()
+    expected = {patch.target for patch in sglang.patches.PATCHES} if "xmla" in named else ()
     assert started.stdout.split() == sorted(expected), started.stderr[-3000:]
 
 
@@ -306,8 +306,8 @@ def test_every_change_is_made_everywhere(sglang: SGLang) -> None:
     """Also in modules that had imported a function by its name before the plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    assert {change.target for change in sglang.seam.CHANGES} <= HookRegistry._patched
-    functions = {change.name for change in sglang.seam.CHANGES if "." not in change.name}
+    assert {patch.target for patch in sglang.patches.PATCHES} <= HookRegistry._patched
+    functions = {patch.name for patch in sglang.patches.PATCHES if "." not in patch.name}
     for module in (sglang.backend, sglang.indexer):
         imported = functions & set(vars(module))
         assert imported and all(hasattr(getattr(module, name), "__wrapped__") for name in imported)
@@ -315,9 +315,9 @@ def test_every_change_is_made_everywhere(sglang: SGLang) -> None:
 
 def test_every_call_has_arguments_that_the_replacement_takes(sglang: SGLang) -> None:
     """Of each replaced function, and of each function that a replaced one returns, in all of SGLang's sources."""
-    replaced = [change for change in sglang.seam.CHANGES if change.hook.name == "REPLACE"]
-    takes = {change.name.split(".")[-1]: inspect.signature(change.function) for change in replaced}
-    gives = {change.name: inspect.signature(change.function()) for change in replaced if change.name.endswith("_fn")}
+    replaced = [patch for patch in sglang.patches.PATCHES if patch.hook.name == "REPLACE"]
+    takes = {patch.name.split(".")[-1]: inspect.signature(patch.function) for patch in replaced}
+    gives = {patch.name: inspect.signature(patch.function()) for patch in replaced if patch.name.endswith("_fn")}
     gives = {f"{name}()": signature for name, signature in gives.items()}
     bound = set()
     for file in (Path(sglang.plugins.__file__).parent.parent / "layers").rglob("*.py"):
@@ -341,30 +341,31 @@ def named(function: ast.expr) -> str:
 
 
 def test_what_is_not_there_is_told(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
-    seam, rest = sglang.seam, "SGLang serves with its own kernels"
+    patches, rest = sglang.patches, "SGLang serves with its own kernels"
     with pytest.raises(UnsupportedError) as raised:
-        seam.check(seam.Change(seam.KERNELS, "gone", lambda: None), "0.6.0")
+        patches.check(patches.Patch(patches.KERNELS, "gone", lambda: None), "0.6.0")
     assert str(raised.value) == (
-        f"xmla.sglang: SGLang 0.6.0 has no {seam.KERNELS}.gone, which xmla replaces (AttributeError: module "
-        f"'{seam.KERNELS}' has no attribute 'gone'); {rest}"
+        f"xmla.sglang: SGLang 0.6.0 has no {patches.KERNELS}.gone, which xmla replaces (AttributeError: module "
+        f"'{patches.KERNELS}' has no attribute 'gone'); {rest}"
     )
     with pytest.raises(UnsupportedError) as raised:
-        seam.check(seam.Change(seam.KERNELS, "resolve_num_sms", lambda device: None), "0.6.0")
+        patches.check(patches.Patch(patches.KERNELS, "resolve_num_sms", lambda device: None), "0.6.0")
     assert str(raised.value) == (
-        f"xmla.sglang: {seam.KERNELS}.resolve_num_sms of SGLang 0.6.0 has the parameters (), expected (device); {rest}"
+        f"xmla.sglang: {patches.KERNELS}.resolve_num_sms of SGLang 0.6.0 has the parameters (), expected (device); "
+        f"{rest}"
     )
 
     with pytest.raises(UnsupportedError, match=r"has no builtins\.max, .* \(ValueError: no signature found for"):
-        seam.check(seam.Change("builtins", "max", lambda: None), "0.6.0")  # as a package's compiled function is
+        patches.check(patches.Patch("builtins", "max", lambda: None), "0.6.0")  # as a package's compiled function is
 
     def taken(name: str) -> None:  # as a module raises beside a newer transformers
         raise ValueError("'qwen3_asr' is already used by a Transformers config")
 
-    monkeypatch.setattr(seam.importlib, "import_module", taken)
+    monkeypatch.setattr(patches.importlib, "import_module", taken)
     with pytest.raises(UnsupportedError) as raised:
-        seam.check(seam.Change(seam.KERNELS, "resolve_num_sms", lambda: None), "0.6.0")
+        patches.check(patches.Patch(patches.KERNELS, "resolve_num_sms", lambda: None), "0.6.0")
     assert str(raised.value) == (
-        f"xmla.sglang: SGLang 0.6.0 has no {seam.KERNELS}.resolve_num_sms, which xmla replaces (ValueError: "
+        f"xmla.sglang: SGLang 0.6.0 has no {patches.KERNELS}.resolve_num_sms, which xmla replaces (ValueError: "
         f"'qwen3_asr' is already used by a Transformers config); {rest}"
     )
 
@@ -379,11 +380,11 @@ def test_the_refusal_is_where_the_indexer_is_made(sglang: SGLang) -> None:
 
 def test_nothing_changes_if_one_change_cannot_be_made(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[str] = []
-    monkeypatch.setattr(sglang.seam.HookRegistry, "register", lambda target, *_: registered.append(target))
-    gone = sglang.seam.Change(sglang.seam.KERNELS, "gone", lambda: None)
-    monkeypatch.setattr(sglang.seam, "CHANGES", (*sglang.seam.CHANGES, gone))
+    monkeypatch.setattr(sglang.patches.HookRegistry, "register", lambda target, *_: registered.append(target))
+    gone = sglang.patches.Patch(sglang.patches.KERNELS, "gone", lambda: None)
+    monkeypatch.setattr(sglang.patches, "PATCHES", (*sglang.patches.PATCHES, gone))
     with pytest.raises(UnsupportedError):
-        sglang.seam.install("0.6.0")
+        sglang.patches.install("0.6.0")
     assert not registered
 
 

@@ -383,9 +383,9 @@ def test_every_change_is_made_everywhere(written: Engine) -> None:
     from sglang.srt.layers.attention.dsv4 import indexer
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from xmla.sglang import seam
+    from xmla.sglang import patches
 
-    assert {change.target for change in seam.CHANGES_V4} <= HookRegistry._patched
+    assert {patch.target for patch in patches.V4_PATCHES} <= HookRegistry._patched
     for name in ("topk_transform_paged", "topk_transform_paged_v2", "plan_topk_v2"):
         assert hasattr(getattr(indexer, name), "__wrapped__")
 
@@ -399,9 +399,9 @@ def test_heads_of_a_rank_are_not_padded(written: Engine) -> None:
 
 def test_every_call_has_arguments_that_the_replacement_takes(written: Engine) -> None:
     """Of each replaced function, in SGLang's sources of DeepSeek-V4."""
-    from xmla.sglang import seam
+    from xmla.sglang import patches
 
-    takes = {change.name.split(".")[-1]: inspect.signature(change.function) for change in seam.CHANGES_V4}
+    takes = {patch.name.split(".")[-1]: inspect.signature(patch.function) for patch in patches.V4_PATCHES}
     srt = Path(written.sglang.__file__).parent.parent.parent
     files = [*(srt / "layers/attention").glob("deepseek_v4_backend.py"), *(srt / "layers/attention/dsv4").glob("*.py")]
     bound = set()
@@ -460,13 +460,13 @@ def test_what_is_not_served_is_refused_at_start(written: Engine, monkeypatch: py
 
 def test_without_deep_gemm_the_process_ends(written: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own V4 needs it, too; no change is made."""
-    from xmla.sglang import seam
+    from xmla.sglang import patches
 
     registered: list[str] = []
-    monkeypatch.setattr(seam.HookRegistry, "register", lambda target, *_: registered.append(target))
+    monkeypatch.setattr(patches.HookRegistry, "register", lambda target, *_: registered.append(target))
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(UnsupportedError) as raised:
-        seam.install_v4.__wrapped__()
+        patches.install_v4.__wrapped__()
     assert str(raised.value) == (
         f"xmla.sglang: SGLang {version('sglang')} has no deep_gemm.fp8_paged_mqa_logits, which xmla replaces "
         "(ModuleNotFoundError: import of deep_gemm halted; None in sys.modules); without xmla in SGLANG_PLUGINS SGLang "
@@ -479,12 +479,12 @@ def test_what_another_plugin_has_changed_ends_the_process(written: Engine, monke
     """SGLang hooks a function once, and passes over later hooks without a word: here of two that are hooked already."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from xmla.sglang import seam
+    from xmla.sglang import patches
 
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
-    monkeypatch.setattr(seam, "CHANGES_V4", seam.CHANGES_V4[-2:])
+    monkeypatch.setattr(patches, "V4_PATCHES", patches.V4_PATCHES[-2:])
     with pytest.raises(UnsupportedError) as raised:
-        seam.install_v4.__wrapped__()
+        patches.install_v4.__wrapped__()
     assert str(raised.value) == (
         f"xmla.sglang: SGLang {version('sglang')} did not replace "
         "sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "

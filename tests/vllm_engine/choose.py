@@ -24,7 +24,7 @@ from vllm.transformers_utils.config import get_config, get_hf_text_config  # noq
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 from xmla import UnsupportedError  # noqa: E402
-from xmla.vllm import seam  # noqa: E402
+from xmla.vllm import patches  # noqa: E402
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 # Of models that 0.33 has and 0.26 has not, as their checkpoints say it, which nest the text model.
@@ -129,7 +129,7 @@ def kernels_by_tokens() -> list[Any]:
     from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
     from vllm.models.common.ops import fused_allreduce_rms_norm
 
-    seam.install_more(seam.CHANGES_OF_INVARIANCE, version("vllm"))
+    patches.apply_all(patches.INVARIANCE_PATCHES, version("vllm"))
     layer = DeepSeekV2FusedQkvAProjLinear.__new__(DeepSeekV2FusedQkvAProjLinear)
     torch.nn.Module.__init__(layer)
     layer._use_min_latency_gemm = True  # as for weights of V3.2 in bfloat16
@@ -137,9 +137,9 @@ def kernels_by_tokens() -> list[Any]:
 
 
 def choose() -> None:
-    seam.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
+    patches.current_platform = SimpleNamespace(is_cuda=lambda: True, dispatch_key="CUDA")
     for _ in range(2):  # vLLM may load a plugin several times
-        seam.install(version("vllm"))
+        patches.install(version("vllm"))
     cases = {
         "fp8": selector("fp8"), "bf16": selector("auto"), "dense": selector("auto", use_sparse=False),
         "ranks that share keys": selector("fp8", use_dcp=True),

@@ -28,9 +28,9 @@ def install() -> None:
     from vllm.models.glm5next.common import kda
     from vllm.models.glm5next.nvidia.ops import kpool_compress
 
-    from xmla.vllm import seam
+    from xmla.vllm import patches
 
-    seam.install_more(seam.CHANGES_OF_POOLS, version("vllm"))
+    patches.apply_all(patches.POOL_PATCHES, version("vllm"))
     kda.Glm5NextLinearAttention._forward = linear_attention
     compress = kpool_compress.kpool_compress_and_write_cache
     kpool_compress.kpool_compress_and_write_cache = compress_complete(compress)

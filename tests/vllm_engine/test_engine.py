@@ -426,8 +426,8 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
 
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
-    every = "seam.CHANGES + seam.CHANGES_OF_POOLS + seam.CHANGES_OF_INVARIANCE"
-    done = run("", "-c", f"from xmla.vllm import seam; print(*(change.name for change in {every}))")
+    every = "patches.PATCHES + patches.POOL_PATCHES + patches.INVARIANCE_PATCHES"
+    done = run("", "-c", f"from xmla.vllm import patches; print(*(patch.name for patch in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()
     _, _, told = (ROOT / "docs/vllm.md").read_text().partition("## What vLLM would need")

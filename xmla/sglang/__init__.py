@@ -1,7 +1,7 @@
 """DeepSeek sparse attention of SGLang by xmla's ops: `SGLANG_PLUGINS=xmla sglang serve …`.
 
 `register` is xmla's entry point in the group `sglang.srt.plugins`, which SGLang calls in each of its processes. What it
-changes in SGLang is in `seam`; `indexer` selects keys, `attention` is the attention over them. With
+changes in SGLang is in `patches`; `indexer` selects keys, `attention` is the attention over them. With
 XMLA_SGLANG_REQUIRED=1 a process that cannot have all of it ends.
 """
 
@@ -37,9 +37,9 @@ def register() -> None:
 
 
 def install() -> None:
-    from xmla.sglang import seam
+    from xmla.sglang import patches
 
     release = version("sglang")
     if ".".join(release.split(".")[:3]) not in TESTED:
         logging.getLogger(__name__).warning("SGLang %s: xmla is tested with %s", release, " and ".join(TESTED))
-    seam.install(release)
+    patches.install(release)

@@ -1,7 +1,7 @@
 """DeepSeek sparse attention of vLLM by xmla's ops: `VLLM_PLUGINS=xmla vllm serve …`.
 
 `register` is xmla's entry point in the group `vllm.general_plugins`, which vLLM calls in each of its processes. What it
-changes in vLLM is in `seam`; `backend` is V3.2's attention, `attention_v4` and `attention_v41` V4's and V4.1's, over
+changes in vLLM is in `patches`; `backend` is V3.2's attention, `attention_v4` and `attention_v41` V4's and V4.1's, over
 `two_sources`, `indexer` the selection of keys, `pools` that of GLM-5.3-Flash's, `shards` that of ranks that share keys,
 `gathered` what prefills read as rows. At start `memory` says what to reserve, and `warmup` compiles all kernels.
 """
@@ -25,9 +25,9 @@ def register() -> None:
         return
     from vllm.logger import init_logger
 
-    from xmla.vllm import seam
+    from xmla.vllm import patches
 
     release = version("vllm")
     if ".".join(release.split(".")[:2]) not in TESTED:
         init_logger("vllm.xmla").warning("vLLM %s: xmla is tested with %s", release, ", ".join(TESTED))
-    seam.install(release)
+    patches.install(release)

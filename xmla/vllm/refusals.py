@@ -33,7 +33,7 @@ def unserved(config: Any) -> dict[str, bool]:
         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)": getattr(
             attention, "indexer_sparse_logits", False
         ),
-        # Its entries of 288 bytes have windows of 528 beside them, where `seam` makes vLLM store V4's.
+        # Its entries of 288 bytes have windows of 528 beside them, where `patches` makes vLLM store V4's.
         "FLASHMLA_MEGA_ATTN_DSV41": getattr(attention.backend, "name", None) == "FLASHMLA_MEGA_ATTN_DSV41",
         # 0.26 has a switch of its own for them.
         "MXFP4 keys of the indexer": attention.indexer_kv_dtype == "mxfp4"

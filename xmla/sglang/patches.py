@@ -30,7 +30,7 @@ OTHERWISE = "SGLang serves with its own kernels"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Patch:
     """One function of SGLang, and what is called in its place or, for another `hook`, before, after or around it."""
 
     module: str
@@ -47,61 +47,61 @@ def prepare_v4(
     self: Any, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0, topk: int = 0,
     speculative_num_steps: int = 0,
 ) -> None:  # fmt: skip
-    """Before `DeepseekV4AttnBackend.__init__`."""
+    """Refuse what is not served of DeepSeek-V4, and patch the rest, before `DeepseekV4AttnBackend.__init__`."""
     refuse(unserved_v4(model_runner.model_config))
     install_v4()
 
 
-CHANGES = (
+PATCHES = (
     # The indexer's logits. SGLang asks these for DeepGEMM's functions, in every call.
-    Change(KERNELS, "resolve_fp8_mqa_logits_fn", lambda: deep_gemm.fp8_mqa_logits),
-    Change(KERNELS, "resolve_fp8_paged_mqa_logits_fn", lambda: deep_gemm.fp8_paged_mqa_logits),
+    Patch(KERNELS, "resolve_fp8_mqa_logits_fn", lambda: deep_gemm.fp8_mqa_logits),
+    Patch(KERNELS, "resolve_fp8_paged_mqa_logits_fn", lambda: deep_gemm.fp8_paged_mqa_logits),
     # DeepGEMM's schedule of a step, which xmla does not have, and the number of multiprocessors for its shape. SGLang
     # splits larger batches of decodes by it.
-    Change(KERNELS, "resolve_paged_mqa_logits_metadata_fn", lambda: deep_gemm.get_paged_mqa_logits_metadata),
-    Change(KERNELS, "resolve_num_sms", deep_gemm.get_num_sms),
+    Patch(KERNELS, "resolve_paged_mqa_logits_metadata_fn", lambda: deep_gemm.get_paged_mqa_logits_metadata),
+    Patch(KERNELS, "resolve_num_sms", deep_gemm.get_num_sms),
     # CuTe DSL's logits would read that schedule.
-    Change(LOGITS, "DSAPagedMQALogitsBackend.resolve", indexer.resolve, HookType.BEFORE),
+    Patch(LOGITS, "DSAPagedMQALogitsBackend.resolve", indexer.resolve, HookType.BEFORE),
     # Top-k of the logits and what becomes of it: positions, slots of the pool, or rows of gathered entries.
-    Change(TOPK, "DSATopKBackend.topk_transform", indexer.topk_transform),
+    Patch(TOPK, "DSATopKBackend.topk_transform", indexer.topk_transform),
     # The plan of the top-k that is replaced: a kernel in every step, compiled by nvcc.
-    Change(BACKEND, "DeepseekSparseAttnBackend._build_topk_v2_plan", indexer.build_topk_v2_plan),
+    Patch(BACKEND, "DeepseekSparseAttnBackend._build_topk_v2_plan", indexer.build_topk_v2_plan),
     # Attention by FlashMLA, which pads heads and runs on sm_90 and sm_100 alone.
-    Change(BACKEND, "DeepseekSparseAttnBackend._forward_flashmla_sparse", attention.forward_flashmla_sparse),
-    Change(BACKEND, "DeepseekSparseAttnBackend._forward_flashmla_kv", attention.forward_flashmla_kv),
+    Patch(BACKEND, "DeepseekSparseAttnBackend._forward_flashmla_sparse", attention.forward_flashmla_sparse),
+    Patch(BACKEND, "DeepseekSparseAttnBackend._forward_flashmla_kv", attention.forward_flashmla_kv),
     # FlashMLA's schedule of a step.
-    Change(BACKEND, "DeepseekSparseAttnBackend._compute_flashmla_metadata", attention.compute_flashmla_metadata),
+    Patch(BACKEND, "DeepseekSparseAttnBackend._compute_flashmla_metadata", attention.compute_flashmla_metadata),
     # Which of the user's backends are xmla's is known here, and SGLang's log is set up by then.
-    Change(BACKEND, "DeepseekSparseAttnBackend.__init__", attention.tell, HookType.AFTER),
+    Patch(BACKEND, "DeepseekSparseAttnBackend.__init__", attention.tell, HookType.AFTER),
     # Its pool is made by then. Else a kernel would be compiled while a graph is captured or a request waits.
-    Change(BACKEND, "DeepseekSparseAttnBackend.__init__", warmup.warm, HookType.AFTER),
+    Patch(BACKEND, "DeepseekSparseAttnBackend.__init__", warmup.warm, HookType.AFTER),
     # SGLang counts the free memory before any step has run.
-    Change(POOLS, "KVCacheConfigurator._profile_available_bytes", scratch.beside_scratch, HookType.AROUND),
+    Patch(POOLS, "KVCacheConfigurator._profile_available_bytes", scratch.beside_scratch, HookType.AROUND),
     # That the model is DeepSeek-V4 is known here. Its changes are to modules that no other model needs, some of which
     # other models' installations cannot import.
-    Change(BACKEND_V4, "DeepseekV4AttnBackend.__init__", prepare_v4, HookType.BEFORE),
+    Patch(BACKEND_V4, "DeepseekV4AttnBackend.__init__", prepare_v4, HookType.BEFORE),
     # As after V3.2's backend.
-    Change(BACKEND_V4, "DeepseekV4AttnBackend.__init__", warmup_v4.warm, HookType.AFTER),
+    Patch(BACKEND_V4, "DeepseekV4AttnBackend.__init__", warmup_v4.warm, HookType.AFTER),
 )
 
-CHANGES_V4 = (
+V4_PATCHES = (
     # The indexer's logits over the pool. SGLang imports the function from DeepGEMM in every call.
-    Change("deep_gemm", "fp8_paged_mqa_logits", deep_gemm.fp8_paged_mqa_logits),
+    Patch("deep_gemm", "fp8_paged_mqa_logits", deep_gemm.fp8_paged_mqa_logits),
     # Its logits over keys that SGLang gathers, for which it asks DeepGEMM too.
-    Change(INDEXER_V4, "C4IndexerBackendMixin._nonpaged_mqa_logits", indexer_v4.nonpaged_mqa_logits),
+    Patch(INDEXER_V4, "C4IndexerBackendMixin._nonpaged_mqa_logits", indexer_v4.nonpaged_mqa_logits),
     # The schedule of a step, which xmla does not have: DeepGEMM's, or SGLang's own, compiled by nvcc.
-    Change("deep_gemm", "get_paged_mqa_logits_metadata", deep_gemm.get_paged_mqa_logits_metadata),
-    Change(f"{KERNELS_V4}.attn", "get_paged_mqa_logits_metadata", indexer_v4.get_paged_mqa_logits_metadata),
+    Patch("deep_gemm", "get_paged_mqa_logits_metadata", deep_gemm.get_paged_mqa_logits_metadata),
+    Patch(f"{KERNELS_V4}.attn", "get_paged_mqa_logits_metadata", indexer_v4.get_paged_mqa_logits_metadata),
     # Top-k of the logits and the slots of these, by one kernel, or another with SGLANG_OPT_USE_TOPK_V2=0.
-    Change(f"{KERNELS_V4}.topk", "topk_transform_paged_v2", indexer_v4.topk_transform_paged_v2),
-    Change(f"{KERNELS_V4}.topk", "topk_transform_paged", indexer_v4.topk_transform_paged),
+    Patch(f"{KERNELS_V4}.topk", "topk_transform_paged_v2", indexer_v4.topk_transform_paged_v2),
+    Patch(f"{KERNELS_V4}.topk", "topk_transform_paged", indexer_v4.topk_transform_paged),
     # The plan of the first: a kernel in every step, compiled by nvcc.
-    Change(f"{KERNELS_V4}.topk", "plan_topk_v2", indexer_v4.plan_topk_v2),
+    Patch(f"{KERNELS_V4}.topk", "plan_topk_v2", indexer_v4.plan_topk_v2),
     # Attention by FlashMLA, in decodes and in prefills. Its schedule of a step is an empty object until its first call.
-    Change(FLASH_MLA, "flash_mla_with_kvcache", attention_v4.flash_mla_with_kvcache),
-    Change(FLASH_MLA, "flash_mla_sparse_fwd", attention_v4.flash_mla_sparse_fwd),
+    Patch(FLASH_MLA, "flash_mla_with_kvcache", attention_v4.flash_mla_with_kvcache),
+    Patch(FLASH_MLA, "flash_mla_sparse_fwd", attention_v4.flash_mla_sparse_fwd),
     # The heads to which SGLang pads a rank's for FlashMLA.
-    Change(MODEL_V4, "MqaAttentionBase._kernel_num_heads", attention_v4.kernel_num_heads),
+    Patch(MODEL_V4, "MqaAttentionBase._kernel_num_heads", attention_v4.kernel_num_heads),
 )
 
 
@@ -111,22 +111,22 @@ def install(release: str) -> None:
     Raises:
         UnsupportedError: Something that is replaced is not there, or has other parameters.
     """
-    register(CHANGES, release, OTHERWISE)
+    register(PATCHES, release, OTHERWISE)
 
 
 @cache
 def install_v4() -> None:
-    """Make those of DeepSeek-V4, once in a process.
+    """Make the changes for DeepSeek-V4, once in a process.
 
     Raises:
         UnsupportedError: As above, or another plugin has changed something: SGLang hooks a function once, and passes
             over later hooks without a word. The model is being made: the process ends.
     """
     release = version("sglang")
-    register(CHANGES_V4, release, f"without xmla in SGLANG_PLUGINS {OTHERWISE}")
-    before = [current(change) for change in CHANGES_V4]
+    register(V4_PATCHES, release, f"without xmla in SGLANG_PLUGINS {OTHERWISE}")
+    before = [current(patch) for patch in V4_PATCHES]
     HookRegistry.apply_hooks()
-    kept = [change.target for change, f in zip(CHANGES_V4, before, strict=True) if current(change) is f]
+    kept = [patch.target for patch, f in zip(V4_PATCHES, before, strict=True) if current(patch) is f]
     if kept:
         raise UnsupportedError(
             f"xmla.sglang: SGLang {release} did not replace {', '.join(kept)}, which another plugin has changed; "
@@ -135,32 +135,32 @@ def install_v4() -> None:
     attention_v4.tell()
 
 
-def current(change: Change) -> Callable[..., Any]:
-    """What SGLang calls now."""
-    function: Callable[..., Any] = attrgetter(change.name)(importlib.import_module(change.module))
+def current(patch: Patch) -> Callable[..., Any]:
+    """The function that SGLang calls now."""
+    function: Callable[..., Any] = attrgetter(patch.name)(importlib.import_module(patch.module))
     return function
 
 
-def register(changes: Iterable[Change], release: str, otherwise: str) -> None:
-    for change in changes:
-        check(change, release, otherwise)
-    for change in changes:
-        HookRegistry.register(change.target, change.function, change.hook)
+def register(patches: Iterable[Patch], release: str, otherwise: str) -> None:
+    for patch in patches:
+        check(patch, release, otherwise)
+    for patch in patches:
+        HookRegistry.register(patch.target, patch.function, patch.hook)
 
 
-def check(change: Change, release: str, otherwise: str = OTHERWISE) -> None:
+def check(patch: Patch, release: str, otherwise: str = OTHERWISE) -> None:
     """Raise UnsupportedError unless the function is there, with the parameters of what is called in its place."""
     try:
-        original = current(change)
-        actual, expected = (tuple(inspect.signature(f).parameters) for f in (original, change.function))
+        original = current(patch)
+        actual, expected = (tuple(inspect.signature(f).parameters) for f in (original, patch.function))
     except Exception as error:  # a module of SGLang raises anything beside versions of packages that it does not know
         raise UnsupportedError(
-            f"xmla.sglang: SGLang {release} has no {change.target}, which xmla replaces "
+            f"xmla.sglang: SGLang {release} has no {patch.target}, which xmla replaces "
             f"({type(error).__name__}: {error}); {otherwise}"
         ) from error
-    expected = expected[1:] if change.hook is HookType.AROUND else expected  # the function itself comes first
-    if change.hook is not HookType.AFTER and actual != expected:
+    expected = expected[1:] if patch.hook is HookType.AROUND else expected  # the function itself comes first
+    if patch.hook is not HookType.AFTER and actual != expected:
         raise UnsupportedError(
-            f"xmla.sglang: {change.target} of SGLang {release} has the parameters ({', '.join(actual)}), "
+            f"xmla.sglang: {patch.target} of SGLang {release} has the parameters ({', '.join(actual)}), "
             f"expected ({', '.join(expected)}); {otherwise}"
         )

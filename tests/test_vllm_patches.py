@@ -51,12 +51,12 @@ CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker
 
 
 def stand_in(name: str) -> Any:
-    """A function, or a class, to which a change can be made."""
+    """A function, or a class, that can be patched."""
     return type(name, (), {}) if name in CLASSES else lambda layer=None, *, more=1: name
 
 
 class Plugin:
-    """The seam, imported above the stand-ins, and the functions that it has replaced."""
+    """The plugin's patches, imported above the stand-ins, and the functions that they have replaced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
         self.path: str | None = None
@@ -81,16 +81,16 @@ class Plugin:
             self.modules[name] = ModuleType(name)
             vars(self.modules[name]).update(members)
             monkeypatch.setitem(sys.modules, name, self.modules[name])
-        monkeypatch.delitem(sys.modules, "xmla.vllm.seam", raising=False)
-        self.seam: Any = importlib.import_module("xmla.vllm.seam")
+        monkeypatch.delitem(sys.modules, "xmla.vllm.patches", raising=False)
+        self.patches: Any = importlib.import_module("xmla.vllm.patches")
         self.made: list[str] = []
-        make: Callable[..., None] = self.seam.make
+        apply: Callable[..., None] = self.patches.apply
 
-        def note(change: Any, release: str) -> None:
-            make(change, release)
-            self.made.append(f"{change.module}.{change.name}")
+        def note(patch: Any, release: str) -> None:
+            apply(patch, release)
+            self.made.append(f"{patch.module}.{patch.name}")
 
-        monkeypatch.setattr(self.seam, "make", note)
+        monkeypatch.setattr(self.patches, "apply", note)
 
 
 @pytest.fixture(params=[True, False], ids=["cuda", "cpu"])
@@ -103,9 +103,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> Any:
     yield Plugin(monkeypatch, cuda)
     import xmla.vllm
 
-    sys.modules.pop("xmla.vllm.seam", None)  # it holds the stand-ins
+    sys.modules.pop("xmla.vllm.patches", None)  # it holds the stand-ins
     with suppress(AttributeError):
-        del xmla.vllm.seam
+        del xmla.vllm.patches
 
 
 def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
@@ -116,21 +116,21 @@ def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
 
 @pytest.mark.parametrize("release", [f"{release}.0" for release in TESTED] + ["0.33.1"])
 def test_each_release_has_the_changes_that_are_for_it(plugin: Plugin, release: str, cuda: bool) -> None:
-    plugin.seam.install(release)
+    plugin.patches.install(release)
     assert sorted(plugin.made) == sorted(of(release, EVERY, SINCE_033, cuda=cuda)), "each once"
-    assert plugin.path == plugin.seam.BACKEND
+    assert plugin.path == plugin.patches.BACKEND
     kernel = plugin.modules[INDEXER].sparse_attn_indexer
     key = {"dispatch_key": "CUDA" if cuda else "CPU", "allow_override": True}
     assert plugin.ops == [("sparse_attn_indexer", kernel, key)], "the op is the function that took its place"
-    plugin.seam.install(release)
+    plugin.patches.install(release)
     assert len(plugin.ops) == 1, "once in a process"
 
 
 @pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
 def test_changes_of_one_model_or_mode_are_made_when_asked_for(plugin: Plugin, release: str) -> None:
-    for changes, targets in (("CHANGES_OF_POOLS", OF_POOLS), ("CHANGES_OF_INVARIANCE", OF_INVARIANCE)):
+    for patches, targets in (("POOL_PATCHES", OF_POOLS), ("INVARIANCE_PATCHES", OF_INVARIANCE)):
         for _ in range(2):
-            plugin.seam.install_more(getattr(plugin.seam, changes), release)
+            plugin.patches.apply_all(getattr(plugin.patches, patches), release)
         assert sorted(plugin.made) == sorted(of(release, targets)), "each once"
         plugin.made.clear()
 
@@ -138,7 +138,7 @@ def test_changes_of_one_model_or_mode_are_made_when_asked_for(plugin: Plugin, re
 def test_what_is_not_there_is_told(plugin: Plugin) -> None:
     del plugin.modules[INDEXER].has_deep_gemm
     with pytest.raises(UnsupportedError) as refused:
-        plugin.seam.install("0.33.0")
+        plugin.patches.install("0.33.0")
     said = str(refused.value)
     assert said.startswith(f"xmla.vllm: vLLM 0.33.0 has no {INDEXER}.has_deep_gemm, which xmla replaces (")
     assert plugin.path is None
@@ -150,4 +150,4 @@ def test_a_model_that_was_imported_before_is_told(plugin: Plugin, monkeypatch: p
     monkeypatch.setitem(sys.modules, early.__name__, early)
     message = r"^xmla\.vllm: vllm\.models\.early imported vLLM's sparse_attn_indexer before the plugin$"
     with pytest.raises(UnsupportedError, match=message):
-        plugin.seam.install("0.33.0")
+        plugin.patches.install("0.33.0")

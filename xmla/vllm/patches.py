@@ -30,7 +30,7 @@ EVERY = SpecifierSet(prereleases=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Patch:
     """One function of vLLM: `replace` makes the new one from the old. `on_gpu`: the module needs CUDA."""
 
     module: str
@@ -40,7 +40,7 @@ class Change:
     on_gpu: bool = False
 
 
-def first_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def prefer_xmla_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """The backends that vLLM tries: xmla's, which refuses dense MLA, and then those of dense MLA.
 
     None of sparse MLA comes behind: of a model or an option that xmla does not serve vLLM then tells xmla's reason.
@@ -55,10 +55,10 @@ def first_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[An
     return prefer_xmla
 
 
-def first_for_layers(module: str, name: str) -> Callable[[Any], Any]:
+def prefer_xmla_for_layers(module: str, name: str) -> Callable[[Any], Any]:
     """The class of a DeepSeek-V4's attention: xmla's, unless the user names another backend."""
 
-    def first_for_model(select: Callable[[Any], type]) -> Callable[[Any], type]:
+    def patched(select: Callable[[Any], type]) -> Callable[[Any], type]:
         def prefer_xmla(vllm_config: Any) -> type:
             if vllm_config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM):
                 return select(vllm_config)
@@ -66,10 +66,10 @@ def first_for_layers(module: str, name: str) -> Callable[[Any], Any]:
 
         return prefer_xmla
 
-    return first_for_model
+    return patched
 
 
-def by_name(module: Any) -> Callable[[Any], Any]:
+def op_by_keywords(module: Any) -> Callable[[Any], Any]:
     """An op of the indexer, by a module's `run`. Its arguments are taken by name: releases insert new ones between."""
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def by_name(module: Any) -> Callable[[Any], Any]:
     return replace
 
 
-def invariant(backend: Any) -> Any:
+def mark_invariant(backend: Any) -> Any:
     """The indexer's backend, served with VLLM_BATCH_INVARIANT=1; those of V4, which derive, are refused before."""
     backend.supports_batch_invariance = classmethod(lambda _: True)
     return backend
@@ -95,51 +95,51 @@ def always(answer: Any) -> Callable[[Any], Any]:
     return lambda _: lambda *_: answer
 
 
-def one_product(layer: type) -> type:
+def force_one_gemm(layer: type) -> type:
     """A layer's product by the same kernel for any number of tokens; the layer sets what is read-only here."""
     layer._use_min_latency_gemm = property(lambda _: False, lambda *_: None)
     return layer
 
 
-def prepared(worker: type) -> type:
+def patch_worker(worker: type) -> type:
     """vLLM's worker, which changes what is for one model or one mode alone before it loads a model."""
 
     def prepare(config: Any) -> None:
         if pool_size(config) > 1:
-            install_more(CHANGES_OF_POOLS, version("vllm"))
+            apply_all(POOL_PATCHES, version("vllm"))
         if has_indexer(config) and is_batch_invariant():
-            install_more(CHANGES_OF_INVARIANCE, version("vllm"))
+            apply_all(INVARIANCE_PATCHES, version("vllm"))
 
     return warmup.warmed(worker, prepare)
 
 
-CHANGES = (
+PATCHES = (
     # Without --attention-backend vLLM takes the first of this list that serves the model. A backend that the user
     # names stays what it is; `--attention-backend CUSTOM` names xmla's.
-    Change("vllm.platforms.cuda", "_get_backend_priorities", first_for_mla, on_gpu=True),
+    Patch("vllm.platforms.cuda", "_get_backend_priorities", prefer_xmla_for_mla, on_gpu=True),
     # DeepSeek-V4's layers ask for no backend, but for a class by the backend that the user names. So do V4.1's.
-    Change(V4_MODEL, "_select_dsv4_attn_cls", first_for_layers("xmla.vllm.attention_v4", "XmlaV4Attention")),
-    Change(
+    Patch(V4_MODEL, "_select_dsv4_attn_cls", prefer_xmla_for_layers("xmla.vllm.attention_v4", "XmlaV4Attention")),
+    Patch(
         f"{V41}.nvidia.model",
         "_select_dsv4_attn_cls",
-        first_for_layers("xmla.vllm.attention_v41", "XmlaV41Attention"),
+        prefer_xmla_for_layers("xmla.vllm.attention_v41", "XmlaV41Attention"),
         SINCE_033,
     ),
     # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper.
-    Change(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
+    Patch(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
     # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
-    Change(INDEXER, "sparse_attn_indexer", by_name(indexer)),
+    Patch(INDEXER, "sparse_attn_indexer", op_by_keywords(indexer)),
     # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.
-    Change(INDEXER, "has_deep_gemm", always(True)),
+    Patch(INDEXER, "has_deep_gemm", always(True)),
     # The metadata has a schedule of DeepGEMM's kernels in every step, if they are there.
-    Change("vllm.v1.attention.backends.mla.indexer", "has_deep_gemm", always(False)),
+    Patch("vllm.v1.attention.backends.mla.indexer", "has_deep_gemm", always(False)),
     # Without DeepGEMM vLLM makes a request of each token where a request has more than two, and each reads all keys.
     # xmla's logits take any number of tokens together.
-    Change("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
+    Patch("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
     # The runner asks the indexer's backend too, and vLLM's says no.
-    Change("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", invariant, SINCE_033),
+    Patch("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", mark_invariant, SINCE_033),
     # On sm_100 the fused writer stores a key's scale as four UE8M0 bytes, for DeepGEMM; xmla reads a float32.
-    Change(
+    Patch(
         "vllm.models.deepseek_v32.common.kernels",
         "mqa_logits_use_mx_scales",
         always(False),
@@ -147,31 +147,31 @@ CHANGES = (
         on_gpu=True,
     ),
     # The compressor of V4's indexer too, and the writer of V4.1's keys.
-    Change(
+    Patch(
         "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache",
         "mqa_logits_use_mx_scales",
         always(False),
         SINCE_033,
     ),
-    Change(f"{V41}.common.ops.indexer_k_store", "mqa_logits_use_mx_scales", always(False), SINCE_033),
+    Patch(f"{V41}.common.ops.indexer_k_store", "mqa_logits_use_mx_scales", always(False), SINCE_033),
     # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
     # kernels, which a first step would wait for. The last: it imports models.
-    Change("vllm.v1.worker.gpu_worker", "Worker", prepared, on_gpu=True),
+    Patch("vllm.v1.worker.gpu_worker", "Worker", patch_worker, on_gpu=True),
 )
-# Of GLM-5.3-Flash, made before such a model is: the package imports all that its images need.
-CHANGES_OF_POOLS = (
-    Change(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", by_name(pools), SINCE_033),
+# For GLM-5.3-Flash, made before such a model is: the package imports all that its images need.
+POOL_PATCHES = (
+    Patch(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", op_by_keywords(pools), SINCE_033),
     # As of `INDEXER`.
-    Change(f"{GLM}.sparse_indexer", "has_deep_gemm", always(True), SINCE_033),
+    Patch(f"{GLM}.sparse_indexer", "has_deep_gemm", always(True), SINCE_033),
     # The writers of pooled keys, as those of keys.
-    Change(f"{GLM}.ops.kpool_compress", "mqa_logits_use_mx_scales", always(False), SINCE_033),
+    Patch(f"{GLM}.ops.kpool_compress", "mqa_logits_use_mx_scales", always(False), SINCE_033),
 )
 # With VLLM_BATCH_INVARIANT=1, where vLLM leaves a kernel to the number of tokens of a step.
-CHANGES_OF_INVARIANCE = (
+INVARIANCE_PATCHES = (
     # Weights of V3.2 in bfloat16 have one for up to 16 tokens.
-    Change("vllm.model_executor.models.deepseek_v2", "DeepSeekV2FusedQkvAProjLinear", one_product, SINCE_033),
+    Patch("vllm.model_executor.models.deepseek_v2", "DeepSeekV2FusedQkvAProjLinear", force_one_gemm, SINCE_033),
     # FlashInfer adds ranks' parts and computes the norm in one, of as many tokens as its buffer holds.
-    Change("vllm.models.common.ops.fused_allreduce_rms_norm", "_can_use_flashinfer", always((False, 0)), SINCE_033),
+    Patch("vllm.models.common.ops.fused_allreduce_rms_norm", "_can_use_flashinfer", always((False, 0)), SINCE_033),
 )
 
 
@@ -184,9 +184,9 @@ def install(release: str) -> None:
     if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() == BACKEND:
         return
     original = getattr(importlib.import_module(INDEXER), "sparse_attn_indexer", None)
-    for change in CHANGES:
-        if change.releases.contains(release) and (current_platform.is_cuda() or not change.on_gpu):
-            make(change, release)
+    for patch in PATCHES:
+        if patch.releases.contains(release) and (current_platform.is_cuda() or not patch.on_gpu):
+            apply(patch, release)
     loaded = {name: getattr(module, "__dict__", {}) for name, module in sys.modules.items()}
     early = [name for name, names in loaded.items() if names.get("sparse_attn_indexer") is original]
     if early:
@@ -197,21 +197,21 @@ def install(release: str) -> None:
 
 
 @cache
-def install_more(changes: tuple[Change, ...], release: str) -> None:
-    """Make the changes that are for one model or one mode alone."""
-    for change in changes:
-        if change.releases.contains(release):
-            make(change, release)
+def apply_all(patches: tuple[Patch, ...], release: str) -> None:
+    """Make those of some changes that are for this release, once in a process: others than `install` makes."""
+    for patch in patches:
+        if patch.releases.contains(release):
+            apply(patch, release)
 
 
-def make(change: Change, release: str) -> None:
-    """Raise UnsupportedError if the function that is replaced is not there."""
+def apply(patch: Patch, release: str) -> None:
+    """Make a change. Raises UnsupportedError if the function that is replaced is not there."""
     try:
-        module = importlib.import_module(change.module)
-        original = getattr(module, change.name)
+        module = importlib.import_module(patch.module)
+        original = getattr(module, patch.name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"xmla.vllm: vLLM {release} has no {change.module}.{change.name}, which xmla replaces ({error}); "
+            f"xmla.vllm: vLLM {release} has no {patch.module}.{patch.name}, which xmla replaces ({error}); "
             "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
         ) from error
-    setattr(module, change.name, change.replace(original))
+    setattr(module, patch.name, patch.replace(original))
