@@ -21,7 +21,7 @@ from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.values import Device, Spec, find_device
 from xmla.vllm import indexer, pools, shards, warmup
-from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills
+from xmla.vllm.gathered import Gathered, Pages, once_with_prefills
 from xmla.vllm.refusals import refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
@@ -380,7 +380,7 @@ def test_what_steps_of_decodes_need_is_made_in_every_layer() -> None:
     for prefills, values in ((1, [0, 0, 1]), (0, [2, 3, 4])):
         step = SimpleNamespace(num_prefills=prefills)
         names = "a", "a", "b"
-        assert [kept_for_prefills(step, name, lambda: next(numbers)) for name in names] == values
+        assert [once_with_prefills(step, name, lambda: next(numbers)) for name in names] == values
 
 
 GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}
@@ -465,12 +465,13 @@ def test_scratch_memory_of_steps_with_gathered_prefills(heads: int, tokens: int)
     split = dequantised = 0
     for decodes in range(min(tokens, 130)):
         rows = memory.gathered_bytes(keys, tokens - decodes)
-        assert rows + needed(PLAIN, tokens - decodes, memory.LARGE) <= reserved
-        for pages in (memory.LARGE, max(1, decodes * keys // (memory.REUSE * memory.PAGE))) if decodes else ():
+        assert rows + needed(PLAIN, tokens - decodes, memory.LARGE_POOL) <= reserved
+        small = max(1, decodes * keys // (memory.MIN_REFERENCES * memory.PAGE))
+        for pages in (memory.LARGE_POOL, small) if decodes else ():
             own = needed(V32, decodes, pages)
             assert rows + own <= reserved, (decodes, pages)
-            split += pages == memory.LARGE and own > 0
-            dequantised += pages < memory.LARGE and own > 0
+            split += pages == memory.LARGE_POOL and own > 0
+            dequantised += pages < memory.LARGE_POOL and own > 0
     assert split > 10 and dequantised > 10
 
 
@@ -484,18 +485,18 @@ def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
     reserved, with_rows = (memory.scratch_v4(64, 128, widths, tokens, device, rows) for rows in (0, 8 * tokens))
     counts = [1, 57, 482, 1100, 1122, 1189, 1249, 1847, 1964, *range(2049, 4200, 61), tokens]
     found = {
-        (count, width): memory.attention(V4, 64, 128, count, memory.LARGE, width).plan(device).workspace_bytes
+        (count, width): memory.attention(V4, 64, 128, count, memory.LARGE_POOL, width).plan(device).workspace_bytes
         for count in counts for width in widths
     }  # fmt: skip
     assert max(found.values()) <= reserved <= with_rows
     for count, width in found:
-        attend = memory.attention(PLAIN_V4, 64, 128, count, memory.LARGE, width)
+        attend = memory.attention(PLAIN_V4, 64, 128, count, memory.LARGE_POOL, width)
         assert 8 * count * 1024 + attend.plan(device).workspace_bytes <= with_rows
     assert not any(needed for (count, _), needed in found.items() if count > memory.SPLIT_TOKENS)
 
 
 def test_rows_are_gathered_where_the_op_unpacks_pools() -> None:
-    assert memory.REUSE == unpack.REUSE
+    assert memory.MIN_REFERENCES == unpack.MIN_REFERENCES
 
 
 def test_gathered_pages(device: str) -> None:

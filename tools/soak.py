@@ -28,7 +28,7 @@ from xmla.core.compile import Specialization, begins_anywhere
 from xmla.core.config import settings
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.base import Call, Model, split
-from xmla.core.models.v4 import TwoSources
+from xmla.core.models.v4 import V4Base
 from xmla.core.registry import registry
 from xmla.core.values import Device, Spec, alignment_of, find_device
 
@@ -67,7 +67,7 @@ def any_size(rng: np.random.Generator, most: int) -> int:
 def configuration(model: type[Model], number: int, framework: str) -> Model:
     """The model as served: configuration 0 is by default, others are random."""
     sizes: dict[str, Any] = {"next_n": (1, 2, 4), "mixed": True}
-    if issubclass(model, TwoSources) and framework == "jax":
+    if issubclass(model, V4Base) and framework == "jax":
         sizes["dense_pages"] = True
     if number == 0:
         return model(**sizes)

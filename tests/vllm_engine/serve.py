@@ -131,14 +131,14 @@ def serve(
         from xmla.core.models import memory
         from xmla.vllm import gathered
 
-        memory.REUSE, gathered.rows_are_faster = 1, lambda heads: True
-        sent = gathered.sent
+        memory.MIN_REFERENCES, gathered.rows_are_faster = 1, lambda heads: True
+        copy_async = gathered.copy_async
 
         def counted_copy(*args: Any) -> Any:
             CALLS["copies to the device"] += 1
-            return sent(*args)
+            return copy_async(*args)
 
-        gathered.sent = counted_copy
+        gathered.copy_async = counted_copy
     arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
     if "enable_jit_warmup" in KernelConfig.__dataclass_fields__:  # of kernels that tests do without
         arguments["kernel_config"] = {"enable_jit_warmup": False}

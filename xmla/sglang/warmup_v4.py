@@ -99,7 +99,7 @@ def attend_calls(
         window: The pool of the window [P, R, 584].
         entries: Pools of compressed entries by how many tokens each is of.
     """
-    rows = memory.pool(PLAIN_V4, memory.LARGE, 1)  # plans follow no number of rows
+    rows = memory.pool(PLAIN_V4, memory.LARGE_POOL, 1)  # plans follow no number of rows
     sources: list[tuple[Spec, int, Spec | None, int]] = []
     for ratio, pool in {0: None, **entries}.items():
         sources += [(window, WINDOW, pool, width) for width in widths_of_entries(ratio, k, sizes.pages)]
@@ -149,7 +149,7 @@ def scratch(heads: int, k: int, pages: int, tokens: int, device: Device) -> int:
     widths = 0, padded(k, SLOTS), slots_of_all(pages)
     most = max(widths_of_rows(ALL, k, pages))
     of_rows = (
-        memory.attention(PLAIN_V4, heads, most, count, memory.LARGE)
+        memory.attention(PLAIN_V4, heads, most, count, memory.LARGE_POOL)
         for count in range(1, min(tokens, SPLIT_TOKENS) + 1)
     )
     pools = memory.scratch_v4(heads, WINDOW, widths, tokens, device)

@@ -1,4 +1,4 @@
-"""Attention of DeepSeek-V4's layers: as in `two_sources`, with entries of 4 tokens, selected, or all of 128."""
+"""Attention of DeepSeek-V4's layers: as in `attention_v4_base`, with entries of 4 tokens, selected, or all of 128."""
 
 from typing import Any, ClassVar
 
@@ -6,14 +6,14 @@ import torch
 from vllm.models.deepseek_v4.nvidia import flashmla
 from vllm.v1.attention.backends.mla import sparse_swa
 
-from xmla.vllm.two_sources import TwoSources, without_schedules
+from xmla.vllm.attention_v4_base import V4AttentionBase, make_window_backend
 
 # FlashMLA has a backend of its own for the window in 0.33, and that of other kernels in 0.26.
 WindowBackend: Any = getattr(flashmla, "DeepseekSparseSWAFlashMLABackend", sparse_swa.DeepseekSparseSWABackend)
 
 
-class XmlaV4Attention(TwoSources, flashmla.DeepseekV4FlashMLAAttention):
-    window_backend: ClassVar = without_schedules(WindowBackend)
+class XmlaV4Attention(V4AttentionBase, flashmla.DeepseekV4FlashMLAAttention):
+    window_backend: ClassVar = make_window_backend(WindowBackend)
 
     @classmethod
     def unserved(cls, vllm_config: Any) -> dict[str, bool]:
@@ -44,10 +44,10 @@ class XmlaV4Attention(TwoSources, flashmla.DeepseekV4FlashMLAAttention):
             return compressed.c128a_prefill_topk_indices
         return super().entry_positions(compressed, part)
 
-    def entry_places(
+    def map_entries(
         self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the compressed entries, which the metadata have for decodes that attend to all entries."""
         if self.attends_to_all and decodes:
             return compressed.c128a_global_decode_topk_indices.squeeze(1), compressed.c128a_decode_topk_lens
-        return super().entry_places(compressed, part, decodes, slots, counts)
+        return super().map_entries(compressed, part, decodes, slots, counts)

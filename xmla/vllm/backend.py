@@ -6,7 +6,8 @@ that it has, with the heads of all ranks, and vLLM merges.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from itertools import batched
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32, VALUE_DIMS
 from xmla.core.models import memory
 from xmla.core.values import KNOWN_DEVICES, Device
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.gathered import Gathered, Pages, kept_for_prefills, rows_are_faster
+from xmla.vllm.gathered import Gathered, Pages, once_with_prefills, rows_are_faster
 from xmla.vllm.refusals import is_batch_invariant, pool_size
 from xmla.vllm.shards import Shards
 
@@ -126,6 +127,23 @@ def gather(metadata: FlashMLASparseMetadata, lengths: torch.Tensor) -> Gathered 
     return None if pages is None else Gathered(pages, pages.slots(metadata.block_table, page))
 
 
+class CallMemory(NamedTuple):
+    """Memory of one of a step's calls."""
+
+    lse: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor  # of each token's slots
+
+
+class Workspace(NamedTuple):
+    """Memory of a step's calls in vLLM's workspace."""
+
+    queries: torch.Tensor
+    out: torch.Tensor
+    scratch: torch.Tensor  # of `sparse_mla`
+    calls: list[CallMemory]
+
+
 class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
     """Attention of one layer. Its memory is vLLM's workspace, which all layers share and which is reserved here."""
 
@@ -158,20 +176,18 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             self.at_once = whole_vectors(self.reserved // a_token)
         self.workspace(tokens, 1)
 
-    def workspace(self, *tokens: int) -> list[torch.Tensor]:
-        """Queries, out and scratch memory for the tokens of all calls; of each call's lse, slots and their counts.
-
-        Each starts on a multiple of 16 bytes, as kernels want it.
-        """
+    def workspace(self, *tokens: int) -> Workspace:
+        """Memory for calls of so many tokens. Each tensor starts on a multiple of 16 bytes, as kernels want it."""
         heads, keys = self.query_heads, self.topk_indices_buffer.shape[1]
         dtypes = torch.float32, torch.int32, torch.int32
         sizes = [size for n in tokens for size in zip(((n, heads), (n, keys), (n,)), dtypes, strict=True)]
-        return current_workspace_manager().get_simultaneous(
+        queries, out, scratch, *others = current_workspace_manager().get_simultaneous(
             ((sum(tokens) if PLAIN in self.layouts else 0, heads, PLAIN.dims), torch.bfloat16),
             ((sum(tokens), heads, VALUE_DIMS), torch.bfloat16),
             ((self.reserved,), torch.uint8),
             *sizes,
         )
+        return Workspace(queries, out, scratch, [CallMemory(*tensors) for tensors in batched(others, 3)])
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: Any
@@ -196,10 +212,9 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         if prefilled != tokens - attn_metadata.num_decode_tokens:  # vLLM gave the prefills to dense attention
             prefilled = 0
         counts = [count for count in (tokens - prefilled, prefilled) if count]
-        queries, out, scratch, *others = kept_for_prefills(
-            attn_metadata, ("workspace", *counts), lambda: self.workspace(*counts)
-        )
-        q = joined(q[0], q[1], queries) if isinstance(q, tuple) else q
+        space = once_with_prefills(attn_metadata, ("workspace", *counts), lambda: self.workspace(*counts))
+        out, scratch = space.out, space.scratch
+        q = concat_query(q[0], q[1], space.queries) if isinstance(q, tuple) else q
         pools = [(cache, attn_metadata.block_table, attn_metadata.req_id_per_token[: counts[0]])]
         if prefilled:
             rows, scratch = gathered.read(cache, PLAIN.dims, scratch)
@@ -207,9 +222,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         # Read in each step: for a connector that moves caches vLLM 0.33 changes it after layers are made.
         shards = Shards.of(self.dcp_world_size, self.dcp_rank, self.parallel.cp_kv_cache_interleave_size)
         first, lse = 0, None
-        for count, (pool, table, requests) in zip(counts, pools, strict=True):
+        for count, (lse, slots, lengths), (pool, table, requests) in zip(counts, space.calls, pools, strict=True):
             part = slice(first, first + count)
-            lse, slots, lengths, *others = others
             positions = self.topk_indices_buffer[part]
             if shards:
                 positions = shards.own(positions)
@@ -226,12 +240,12 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
 
 def invariant_scratch(heads: int, keys: int, device: Device) -> int:
     """Bytes that a token's splits take with batch_invariant, which divides the keys of any number of tokens alike."""
-    calls = (memory.attention(layout, heads, keys, 1, memory.LARGE) for layout in (V32, PLAIN))
+    calls = (memory.attention(layout, heads, keys, 1, memory.LARGE_POOL) for layout in (V32, PLAIN))
     plans = (replace(call, attrs={**call.attrs, "batch_invariant": True}).plan(device) for call in calls)
     return max(plan.workspace_bytes for plan in plans)
 
 
-def joined(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def concat_query(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`out` [T, H, 576] with the queries' two parts.
 
     The latent part is a transposed product, over which `torch.cat` takes eight times as long as vLLM's own kernel

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
-from xmla.vllm.gathered import kept, kept_for_prefills
+from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
@@ -78,7 +78,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         ratio = getattr(layer, "compress_ratio", 1)
         shards = Shards.of(call["dcp_world_size"], call["dcp_rank"], call["cp_kv_cache_interleave_size"])
         share = row_share(step) if blocks is None else None  # vLLM exchanges no blocks
-        buffers = kept_for_prefills(step, ("buffers", blocks is None), make_buffers)
+        buffers = once_with_prefills(step, ("buffers", blocks is None), make_buffers)
         select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards, share, blocks)
     return call["topk_indices_buffer"]
 
@@ -260,7 +260,7 @@ def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Te
     The host's total, of the rank with most keys, may exceed the device's: what is behind the last request has no slot.
     """
     total = chunk.max_local_total_seq_lens
-    slots = kept(chunk, "slots", lambda: slots_of(chunk, total, cache.shape[1]))  # of all layers over such pages
+    slots = once_a_step(chunk, "slots", lambda: slots_of(chunk, total, cache.shape[1]))  # of all layers over such pages
     xt.read_indexer_cache(cache, slots, out=(keys[:total], scales[:total]))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.vllm import indexer
-from xmla.vllm.gathered import kept, kept_for_prefills
+from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import refuse
 
 DIM = 128  # of keys, as vLLM's kernels have it
@@ -37,7 +37,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         indexer.reserve_exchange(selected)
         return selected
     step = context.attn_metadata[_resolve_layer_name(call["k_cache_prefix"])]
-    keys, scales, scratch, pools, positions = kept_for_prefills(step, "buffers", make_buffers)
+    keys, scales, scratch, pools, positions = once_with_prefills(step, "buffers", make_buffers)
     write(call, step, context.attn_metadata[_resolve_layer_name(call["tail_prefix"])])
     share = indexer.row_share(step)
     query = call["q_quant"], call["weights"].float()
@@ -78,7 +78,7 @@ def write(call: dict[str, Any], step: Any, tail: Any) -> None:
     if tokens > first:
         new = slice(first, tokens)
         k_new, gates_new, rings_new = k[new], gates[new], rings[new]
-        pools = kept(tail, "pools", lambda: Pools.of(positions[new], rings_new, ring.shape[2], pool))
+        pools = once_a_step(tail, "pools", lambda: Pools.of(positions[new], rings_new, ring.shape[2], pool))
         slots = step.slot_mapping[new].long()
         own.kpool_ops.kpool_compress_and_write_cache(
             cache, pools.values(k_new, ring, 0), pools.values(gates_new, ring, 1), ape, slots, pool_size=pool,

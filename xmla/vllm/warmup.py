@@ -1,7 +1,7 @@
 """Every kernel that steps of an engine launch, compiled before vLLM captures graphs and serves.
 
-The calls are those that `backend`, `two_sources` and `indexer` make, over the caches that the engine has, at the sizes
-that its steps may have.
+The calls are those that `backend`, `attention_v4_base` and `indexer` make, over the caches that the engine has, at the
+sizes that its steps may have.
 """
 
 from collections.abc import Callable, Iterator
@@ -181,7 +181,7 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
     if impl.gathers and cache.dtype == "uint8":
         yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
         yield map_call(page, page)
-        pools.append(memory.pool(rows, memory.LARGE, page))
+        pools.append(memory.pool(rows, memory.LARGE_POOL, page))
     yield map_call(k, page, compact=impl.compact)
     for tokens, pool in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, heads, rows.dims), "bfloat16")
@@ -189,11 +189,11 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
 
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
-    """Calls of `two_sources`, over the window's cache and that of compressed entries, and over rows of both."""
+    """Calls of `attention_v4_base`, over the window's cache and that of compressed entries, and over rows of both."""
     sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
     pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
     if layer.gathers:
-        rows = partial(memory.pool, PLAIN_V4, memory.LARGE)
+        rows = partial(memory.pool, PLAIN_V4, memory.LARGE_POOL)
         pools.append((rows(memory.PAGE), None if cache is None else rows(cache.shape[1])))
         for pool in filter(None, pools[0]):
             yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})

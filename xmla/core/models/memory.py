@@ -9,14 +9,14 @@ from xmla.core.models.steps import SPLIT_TOKENS
 from xmla.core.values import Device, Spec
 
 PAGE = 64  # entries on a page of V3.2's cache in vLLM and SGLang, and of V4's window in vLLM
-LARGE = 1 << 20  # pages
+LARGE_POOL = 1 << 20  # pages
 # Entries are gathered from this many references to each on: as in the op, which so dequantises a whole small pool.
-REUSE = 32
+MIN_REFERENCES = 32
 
 
 def most_gathered(tokens: int, keys: int) -> int:
     """The most entries that are gathered for so many tokens, each with so many slots."""
-    return tokens * keys // REUSE
+    return tokens * keys // MIN_REFERENCES
 
 
 def pool(layout: MlaLayout, pages: int, page: int = PAGE) -> Spec:
@@ -36,7 +36,9 @@ def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int,
     return Call("sparse_mla", arguments(q, cache, keys, cache if extra else None, extra), {"softmax_scale": 1.0})
 
 
-def most(calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, device: Device, gathered: int = 0) -> int:
+def max_workspace_bytes(
+    calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, device: Device, gathered: int = 0
+) -> int:
     """Bytes for any step of up to so many tokens, whose calls have some of them: `calls(tokens, pages)`.
 
     Splits of the keys, which few tokens have, over pools of any size; and beside them rows of entries, of a pool that
@@ -47,7 +49,7 @@ def most(calls: Callable[[int, int], Iterable[Call]], keys: int, tokens: int, de
     def needed(tokens: int, pages: int) -> int:
         return max(call.plan(device).workspace_bytes for call in calls(tokens, pages))
 
-    splits = max(needed(count, LARGE) for count in range(1, min(tokens, SPLIT_TOKENS) + 1))
+    splits = max(needed(count, LARGE_POOL) for count in range(1, min(tokens, SPLIT_TOKENS) + 1))
     return max(needed(tokens, max(1, most_gathered(tokens, keys) // PAGE)), gathered) + splits
 
 
@@ -63,7 +65,7 @@ def scratch_v32(
     def calls(tokens: int, pages: int) -> Iterable[Call]:
         return (attention(layout, heads, keys, tokens, pages) for layout in layouts)
 
-    return most(calls, keys, tokens, device, gathered_bytes(keys, tokens) if gathers else 0)
+    return max_workspace_bytes(calls, keys, tokens, device, gathered_bytes(keys, tokens) if gathers else 0)
 
 
 @lru_cache
@@ -80,4 +82,4 @@ def scratch_v4(
         layouts = (V4,) if all(widths) and not rows else (V4, PLAIN_V4)
         return (attention(layout, heads, window, tokens, pages, n) for layout in layouts for n in widths)
 
-    return most(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)
+    return max_workspace_bytes(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)

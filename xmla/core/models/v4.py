@@ -15,7 +15,7 @@ PAGES = 1024  # of every pool; arbitrary, since `specializations` replaces it by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwoSources(Model):
+class V4Base(Model):
     """What V4 and V4.1 have in common: layers that attend to a window, and layers that also attend to selected entries.
 
     Arrays are dense, except that the page stride of the latent caches is the multiple that allocators of their format
@@ -126,7 +126,7 @@ class TwoSources(Model):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfigV4(TwoSources):
+class ModelConfigV4(V4Base):
     """A DeepSeek-V4 model as an engine serves it: sliding-window layers, and compressed ones with and without indexer.
 
     Arrays are dense, except that the page stride of the latent caches is the multiple that allocators of their format

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models.base import Call
-from xmla.core.models.v4 import PAGES, TwoSources
+from xmla.core.models.v4 import PAGES, V4Base
 from xmla.core.values import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfigV41(TwoSources):
+class ModelConfigV41(V4Base):
     """A DeepSeek-V4.1 model as an engine serves it: sliding-window layers, and layers that also attend to entries.
 
     Layers of one ratio share a cache of entries, which the first of them writes. Index layers before the source select

@@ -16,7 +16,7 @@ from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 # Entries are dequantised first from this many references per entry of the pool on. It would pay from 16 on, 4.9 against
 # 6.4 ms (H200, 2026-11-21); with 32 the rows take at most 36 bytes per reference, as much as queries and outputs of 32
 # heads.
-REUSE = 32
+MIN_REFERENCES = 32
 WARPS, SLOTS, SLOTS_A_TOKEN = 16, 8192, 2048  # of a program that marks: slots at once, and the most of one token
 BLOCK, ENTRIES = 4, 8  # entries that a program unpacks at once, and in all
 ROWS = {V32: PLAIN, V4: PLAIN_V4}
@@ -121,7 +121,9 @@ def unpack(problem: Problem, device: Device) -> Plan:
 def _seldom(problem: Problem, device: Device) -> str | None:
     entries = problem["P"] * problem["R"]
     references = problem["T"] * min(problem["K"], entries)
-    return None if 0 < REUSE * entries <= references else f"over {entries} entries that {references} slots name"
+    if 0 < MIN_REFERENCES * entries <= references:
+        return None
+    return f"over {entries} entries that {references} slots name"
 
 
 def _kept(problem: Problem, device: Device) -> str | None:
@@ -145,7 +147,7 @@ def _elsewhere(problem: Problem, device: Device) -> str | None:
 CONDITIONS = (
     Condition("compute capability 9.0 or 12.0", _elsewhere),
     Condition("one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of 'v32' on 9.0", _kept),
-    Condition(f"entries that slots name {REUSE} times on average", _seldom),
+    Condition(f"entries that slots name {MIN_REFERENCES} times on average", _seldom),
     Condition("queries on multiples of 16 bytes", _rows_unserved),
 )
 IMPLEMENTATION = Implementation("gluon_unpacked", plan, CONDITIONS, "gluon")

@@ -1,12 +1,12 @@
 """Attention of layers over a window's cache and one of compressed entries, as in DeepSeek-V4 and V4.1.
 
 It is `map_slots` and `sparse_mla`. Metadata, caches and their writers are vLLM's. These layers take no backend: each is
-an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive from with `TwoSources` before it.
+an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive from with `V4AttentionBase` before it.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from xmla import torch_api as xt
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
-from xmla.vllm.gathered import Gathered, Pages, kept, rows_are_faster
+from xmla.vllm.gathered import Gathered, Pages, once_a_step, rows_are_faster
 from xmla.vllm.refusals import refuse
 
 log = init_logger("vllm.xmla")
@@ -30,7 +30,7 @@ LEFT = (
 )
 
 
-def without_schedules(backend: Any) -> type:
+def make_window_backend(backend: Any) -> type:
     """vLLM's backend of the window, whose metadata has no schedules of FlashMLA, which only its own architectures have.
 
     A graph holds one split of a step into decodes and prefills, so it must not be replayed for a step with another.
@@ -52,7 +52,16 @@ def without_schedules(backend: Any) -> type:
     return XmlaWindowBackend
 
 
-class TwoSources:
+class Workspace(NamedTuple):
+    """Memory of a call in vLLM's workspace."""
+
+    scratch: torch.Tensor  # of `sparse_mla`
+    lse: torch.Tensor
+    slots: torch.Tensor  # of compressed entries
+    counts: torch.Tensor  # of each token's slots
+
+
+class V4AttentionBase:
     """FlashMLA's layer with another kernel. Its memory is vLLM's workspace, which is reserved here."""
 
     window_backend: ClassVar[type]
@@ -97,7 +106,7 @@ class TwoSources:
         self.swa_cache_layer.get_attn_backend = lambda: self.window_backend
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
-        self.entry_slots = max(widths)
+        self.max_entry_slots = max(widths)
         self.gathers, device = rows_are_faster(self.padded_heads), device_of(self.attn_sink.device)
         self.reserved = memory.scratch_v4(
             self.padded_heads, self.window_size, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0
@@ -112,14 +121,14 @@ class TwoSources:
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
         return num_heads
 
-    def workspace(self, tokens: int) -> list[torch.Tensor]:
-        """Memory of a call: scratch, lse, slots of compressed entries and their counts."""
-        return current_workspace_manager().get_simultaneous(
+    def workspace(self, tokens: int) -> Workspace:
+        tensors = current_workspace_manager().get_simultaneous(
             ((self.reserved,), torch.uint8),
             ((tokens, self.padded_heads), torch.float32),
-            ((tokens, self.entry_slots), torch.int32),
+            ((tokens, self.max_entry_slots), torch.int32),
             ((tokens,), torch.int32),
         )
+        return Workspace(*tensors)
 
     def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
         """Attention of q [T, H, 512] to `output`. The window's cache has `kv` already."""
@@ -148,16 +157,16 @@ class TwoSources:
     ) -> None:  # fmt: skip
         """The tokens of `part`, with their slots in the window's cache [n, K] and the number of them [n]."""
         slots, counts = window
-        scratch, lse, *places = self.workspace(len(counts))
+        space = self.workspace(len(counts))
         extra: tuple[torch.Tensor | None, ...] = None, None, None
         if compressed is not None:
-            extra = self.entry_cache(), *self.entry_places(compressed, part, decodes, *places)
+            extra = self.entry_cache(), *self.map_entries(compressed, part, decodes, space.slots, space.counts)
         xt.sparse_mla(
             q[part], self.swa_cache_layer.kv_cache, slots, counts, self.attn_sink, *extra, softmax_scale=self.scale,
-            out=(output[part], lse), workspace=scratch,
+            out=(output[part], space.lse), workspace=space.scratch,
         )  # fmt: skip
 
-    def entry_places(
+    def map_entries(
         self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots [n, K] of the compressed entries of each token and the number of them, in the memory for them."""
@@ -171,15 +180,17 @@ class TwoSources:
         self, q: torch.Tensor, output: torch.Tensor, part: slice, step: Any, compressed: Any, rows: "Rows"
     ) -> None:
         """`attend` of prefills, over rows of the entries in both caches."""
-        window = kept(step, "slots of rows", lambda: rows.pages.slots(step.block_table, step.block_size))
+        window = once_a_step(step, "slots of rows", lambda: rows.pages.slots(step.block_table, step.block_size))
         xt.read_mla_cache(self.swa_cache_layer.kv_cache, window, out=rows.window)
         extra: tuple[torch.Tensor | None, ...] = None, None, None
         if rows.entries is not None:
             entries = rows.entries
             xt.read_mla_cache(self.entry_cache(), entries.slots, out=entries.rows)
             selected, pages = self.entry_positions(compressed, part), entries.pages
-            xt.map_slots(selected, pages.table, pages.requests, page_size=pages.page, out=entries.places)
-            extra = entries.pool, *entries.places
+            xt.map_slots(
+                selected, pages.table, pages.requests, page_size=pages.page, out=(entries.selected, entries.counts)
+            )
+            extra = entries.pool, entries.selected, entries.counts
         whole = part == slice(0, len(q))
         xt.sparse_mla(
             q if whole else q[part], rows.pool, rows.slots, step.prefill_swa_lens, self.attn_sink, *extra,
@@ -192,32 +203,33 @@ class TwoSources:
         Layers whose windows are in pages of their own have the same rows, which they read from other slots.
         """
         holder = context if compressed is None else compressed
-        return kept(holder, "rows", lambda: self.memory_of(context, step, compressed, positions, part))
+        return once_a_step(holder, "rows", lambda: self.gather_rows(context, step, compressed, positions, part))
 
-    def memory_of(
+    def gather_rows(
         self, context: Any, step: Any, compressed: Any, positions: torch.Tensor, part: slice
     ) -> "Rows | None":  # fmt: skip
         """Rows of the windows and of compressed entries; None if either are too many.
 
         Entries come first: of the few tokens that V4.1 replays they mostly are, and then no window is made.
         """
-        requests = kept(context, "requests", lambda: step.token_to_req_indices[part] - step.num_decodes)
+        requests = once_a_step(context, "requests", lambda: step.token_to_req_indices[part] - step.num_decodes)
         gathered = None if compressed is None else self.entry_rows(step, compressed, requests)
         if compressed is not None and gathered is None:
             return None
-        window = kept(context, "window", lambda: self.window(step, positions, part, requests))
+        window = once_a_step(context, "window", lambda: self.window(step, positions, part, requests))
         if window is None:
             return None
         pages, slots = window
-        scratch, lse, places, counts = self.workspace(len(slots))
-        recent, scratch = pages.memory(VALUE_DIMS, scratch)
+        space = self.workspace(len(slots))
+        recent, scratch = pages.memory(VALUE_DIMS, space.scratch)
         entries = None
         if gathered is not None:
             rows, scratch = gathered.pages.memory(VALUE_DIMS, scratch)
             shape = self.entry_positions(compressed, part).shape
-            places = places.flatten()[: shape.numel()].view(shape)
-            entries = Entries(gathered.pages, gathered.slots, rows, pooled(rows, gathered.pages), (places, counts))
-        return Rows(pages, slots, recent, pooled(recent, pages), entries, lse, scratch)
+            selected = space.slots.flatten()[: shape.numel()].view(shape)
+            pool = as_pool(rows, gathered.pages)
+            entries = Entries(gathered.pages, gathered.slots, rows, pool, selected, space.counts)
+        return Rows(pages, slots, recent, as_pool(recent, pages), entries, space.lse, scratch)
 
     def window(
         self, step: Any, positions: torch.Tensor, part: slice, requests: torch.Tensor
@@ -240,7 +252,7 @@ class TwoSources:
         return None if pages is None else Gathered(pages, pages.slots(compressed.block_table, page))
 
 
-def pooled(rows: torch.Tensor, pages: Pages) -> torch.Tensor:
+def as_pool(rows: torch.Tensor, pages: Pages) -> torch.Tensor:
     """Rows as a pool of pages [P, R, 512]."""
     return rows.view(-1, pages.page, VALUE_DIMS)
 
@@ -253,7 +265,8 @@ class Entries:
     slots: torch.Tensor  # [P·R] of the rows in the cache
     rows: torch.Tensor  # [P·R, 512]
     pool: torch.Tensor  # the same, as pages
-    places: tuple[torch.Tensor, torch.Tensor]  # [n, K] slots of the pool, and the number of them
+    selected: torch.Tensor  # [n, K] slots of the pool
+    counts: torch.Tensor  # [n] of these
 
 
 @dataclass(frozen=True, slots=True)
