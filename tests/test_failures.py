@@ -243,12 +243,12 @@ def fork_once(device: str) -> None:
     case = op.cases[0]
     arguments = kit.torch_inputs(op, kit.make(case), device)
     want = torch_api.map_slots(*arguments, **case.attrs)
-    assert _run.kept.prepared
+    assert _run.call_cache.prepared
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            if _run.kept.prepared or _run.kept.recent:
+            if _run.call_cache.prepared or _run.call_cache.recent:
                 code = 4
             else:
                 again = torch_api.map_slots(*arguments, **case.attrs)

@@ -255,7 +255,7 @@ def test_spans_and_pages_tell_what_numpy_does() -> None:
             specs[name] = Spec(shape, "uint8", (max(int(rng.choice([12, inner, 2 * inner])), inner), shape[2], 1))
         addresses = [int(x) for x in rng.integers(1 << 20, (1 << 20) + 60, 2)]
         pairs, numbers = _memory.distances(op, specs)
-        apart = _memory.apart(pairs, len(addresses))(numbers, *addresses)
+        apart = _memory.disjoint_check(pairs, len(addresses))(numbers, *addresses)
         shared = specs["source"].overlaps(addresses[0], specs["cache"], addresses[1])
         assert not (apart and shared)
         seen += apart and not shared

@@ -44,4 +44,4 @@ def test_families_of_ever_new_sizes_are_few_and_all_kept(name: str, monkeypatch:
         else:
             template = trace_call(op, specs, attrs, H200, None)
             families.insert(0, template.trace.function((template.workspace_bytes,)))
-    assert len(families) <= MOST_FAMILIES[name] <= _run.Kept.FAMILIES
+    assert len(families) <= MOST_FAMILIES[name] <= _run.CallCache.FAMILIES

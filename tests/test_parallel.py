@@ -251,7 +251,7 @@ def test_the_model_lists_the_calls_of_a_step(
         return real(op, tensors, attrs, *rest)
 
     monkeypatch.setattr(_run, "prepare", prepare)
-    monkeypatch.setattr(_run, "kept", _run.Kept())
+    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
     next_n = 1 if at_once is None else 3
     problem = make(Ownership(1, PAGE), (31, 17), next_n, index_format=index_format)
     pages, width = len(problem.ranks[0]["mla_cache"]), problem.whole["block_table"].shape[1]

@@ -361,7 +361,7 @@ def test_threads_plan_and_launch_at_once(device: str) -> None:
     engine = Engine([40, 9], 64, device)
     batches = [(int32(lengths, device), engine.queries(2)) for lengths in ([40, 9], [17, 3], [1, 0], [33, 8])]
     want = [engine.attend(queries, lengths) for lengths, queries in batches]
-    torch_api._run.kept.clear()
+    torch_api._run.call_cache.clear()
     got: list[Any] = [None] * len(batches)
     start = threading.Barrier(len(batches))
 
@@ -401,9 +401,9 @@ def test_threads_share_what_the_process_keeps(
     few = lru_cache(maxsize=4)(plan_call.__wrapped__)
     monkeypatch.setattr(jax_api._run, "plan_call", few)
     monkeypatch.setattr(jax_api._ops, "plan_call", few)
-    monkeypatch.setattr(torch_api._run, "kept", torch_api._run.Kept())
+    monkeypatch.setattr(torch_api._run, "call_cache", torch_api._run.CallCache())
     for bound in ("MOST", "MOST_KINDS", "FAMILIES"):
-        monkeypatch.setattr(torch_api._run.Kept, bound, 4)
+        monkeypatch.setattr(torch_api._run.CallCache, bound, 4)
     front_end, zeros = {
         "torch": (torch_api, lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)),
         "jax": (jax_api, jnp.zeros),
@@ -419,10 +419,10 @@ def test_threads_share_what_the_process_keeps(
     if api == "jax":
         assert few.cache_info().currsize == 4
     else:
-        kept = torch_api._run.kept
-        assert len(kept.prepared) == 4 and 0 < len(kept.families) <= 4
-        assert max(map(len, kept.families.values())) <= 4
-        assert all(len(calls) <= kept.RECENT for calls in kept.recent.values())
+        cache = torch_api._run.call_cache
+        assert len(cache.prepared) == 4 and 0 < len(cache.families) <= 4
+        assert max(map(len, cache.families.values())) <= 4
+        assert all(len(calls) <= cache.RECENT for calls in cache.recent.values())
 
 
 @pytest.mark.gpu

@@ -395,7 +395,7 @@ def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     warmup(config, progress=False)
     monkeypatch.setattr(settings, "forbid_jit", True)
-    torch_api._run.kept.clear()
+    torch_api._run.call_cache.clear()
     before = len(compiles())
     for requests in (1, 2, 3, 4):
         for next_n in (1, 2):

@@ -84,14 +84,14 @@ def test_launches_are_those_made_one_after_the_other(op: Op, case: Case, noting:
     results = [torch.empty(1) for _ in plan.results]
     space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
     arrays = [*specs], plan.results, plan.workspace
-    sequence, numbers = _launch.sequence(starters, *arrays)
-    sequence(numbers, STREAM, None, None, inputs, results, space)
-    descriptions = _launch.described(kernels, *arrays)
+    launch_each, numbers = _launch.sequential_launcher(starters, *arrays)
+    launch_each(numbers, STREAM, None, None, inputs, results, space)
+    descriptions = _launch.describe_launches(kernels, *arrays)
     assert descriptions is not None
-    together = _launch.together(DEVICE, descriptions)
-    together(STREAM, inputs, results, space)
+    launch_all = _launch.batch_launcher(DEVICE, descriptions)
+    launch_all(STREAM, inputs, results, space)
     assert noting.noted() == wanted
-    together(STREAM, tuple(inputs), tuple(results), space)
+    launch_all(STREAM, tuple(inputs), tuple(results), space)
     assert noting.noted() == wanted and noting.library.noted_device() == DEVICE
 
 
@@ -101,13 +101,13 @@ def test_launches_are_on_the_current_stream_of_the_calls_gpu(
 ) -> None:
     plan, specs = plan_of(*kit.all_cases()[0])
     streams: list[int] = []
-    descriptions = _launch.described(compiled(plan.active), [*specs], plan.results, plan.workspace)
+    descriptions = _launch.describe_launches(compiled(plan.active), [*specs], plan.results, plan.workspace)
     assert descriptions is not None
     prepared: Any = SimpleNamespace(
         ordinal=DEVICE,
         numbers=(),
-        family=SimpleNamespace(sequence=lambda _, stream, *__: streams.append(stream)),
-        together=_launch.together(DEVICE, descriptions),
+        family=SimpleNamespace(launch_each=lambda _, stream, *__: streams.append(stream)),
+        launch_all=_launch.batch_launcher(DEVICE, descriptions),
     )
     monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
     monkeypatch.setattr(_run, "profiler_hooks", lambda: (print, print) if profiled else (None, None))
@@ -126,11 +126,11 @@ def test_launches_by_a_template_are_those_of_the_plan(op: Op, case: Case, noting
     arrays = [*specs], template.plan.results, template.workspace
     kernels = compiled(template.active)
     starters = [(starter, launch) for starter, (_, launch, _) in enumerate(kernels)]
-    made = _launch.described(kernels, *arrays), _launch.sequence(starters, *arrays)[1]
+    made = _launch.describe_launches(kernels, *arrays), _launch.sequential_launcher(starters, *arrays)[1]
     wanted = compiled(plan.active)
-    want = _launch.described(wanted, [*specs], plan.results, plan.workspace)
+    want = _launch.describe_launches(wanted, [*specs], plan.results, plan.workspace)
     in_turn = [(starter, launch) for starter, (_, launch, _) in enumerate(wanted)]
-    numbers = _launch.sequence(in_turn, [*specs], plan.results, plan.workspace)[1]
+    numbers = _launch.sequential_launcher(in_turn, [*specs], plan.results, plan.workspace)[1]
     assert template.trace.function(made)(*sizes_of(given, attrs)) == (want, numbers)
 
 
@@ -140,13 +140,13 @@ def test_launches_by_a_template_are_those_of_the_plan(op: Op, case: Case, noting
 def test_another_launcher_is_left_alone(change: dict[str, Any]) -> None:
     plan, specs = plan_of(*kit.all_cases()[0])
     other = SimpleNamespace(**vars(PLAIN) | change)
-    assert _launch.described(compiled(plan.active, other), [*specs], plan.results, plan.workspace) is None
+    assert _launch.describe_launches(compiled(plan.active, other), [*specs], plan.results, plan.workspace) is None
 
 
 def test_without_the_extension_launches_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, specs = plan_of(*kit.all_cases()[0])
     monkeypatch.setattr(_launch, "_extension", lambda: None)
-    assert _launch.described(compiled(plan.active), [*specs], plan.results, plan.workspace) is None
+    assert _launch.describe_launches(compiled(plan.active), [*specs], plan.results, plan.workspace) is None
 
 
 def test_an_extension_that_cannot_be_compiled_is_told(

@@ -101,7 +101,7 @@ def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, 
         gc.collect()
         return time.perf_counter() - start
 
-    _run.kept.clear()
+    _run.call_cache.clear()
     for _ in range(WARM_UP):
         seconds()
     collection()
@@ -109,7 +109,7 @@ def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, 
     times = sorted(1e6 * seconds() for _ in range(CALLS))
     collection()
     objects, kept = len(gc.get_objects()) - objects, collection()
-    _run.kept.clear()
+    _run.call_cache.clear()
     collection()
     return {
         "op": name, "case": "host time of an eager torch call of new sizes", "host_us": round(times[CALLS // 2], 2),

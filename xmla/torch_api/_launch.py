@@ -32,7 +32,7 @@ NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", 
 log = logging.getLogger("xmla")
 
 
-def starter(kernel: CompiledKernel, constexprs: tuple[Any, ...], early: bool) -> Start:
+def bind_launch(kernel: CompiledKernel, constexprs: tuple[Any, ...], early: bool) -> Start:
     """Load `kernel` onto the current device; return a function that launches it.
 
     `early`: it may start before the launch before it has ended.
@@ -86,11 +86,11 @@ def _extension() -> Any:
         return None
 
 
-def described(
+def describe_launches(
     launches: Sequence[tuple[CompiledKernel, Launch, bool]], inputs: Sequence[str], results: Sequence[str],
     workspace: Mapping[str, int],
 ) -> list[Any] | None:  # fmt: skip
-    """What `together` takes for launches of kernels that `starter` has loaded, each with whether it may start early.
+    """What `batch_launcher` takes for launches of kernels that are loaded, each with whether it may start early.
 
     None where the extension or Triton's launcher does not serve them.
     """
@@ -108,12 +108,12 @@ def described(
     return descriptions
 
 
-def together(device: int, descriptions: list[Any]) -> Callable[..., None]:
-    """The function that makes launches in one call: that of `sequence` without numbers and hooks."""
+def batch_launcher(device: int, descriptions: list[Any]) -> Callable[..., None]:
+    """The function that makes launches in one call: that of `sequential_launcher` without numbers and hooks."""
     return _extension().Launches(device, descriptions)
 
 
-def sequence(
+def sequential_launcher(
     launches: Sequence[tuple[Start, Launch]], inputs: Sequence[str], results: Sequence[str],
     workspace: Mapping[str, int],
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:  # fmt: skip
@@ -123,7 +123,7 @@ def sequence(
     where buffers start at the offsets in `workspace`. It is generated: picking the arguments of a launch from a list
     costs as much as all other Python of the launch. For two launches it reads
 
-        def sequence(numbers, stream, enter, leave, inputs, results, workspace):
+        def launch_each(numbers, stream, enter, leave, inputs, results, workspace):
             n0, n1, n2, n3, n4, n5, = numbers
             a0, a1, = inputs
             a2 = results[0].data_ptr()
@@ -148,10 +148,10 @@ def sequence(
         arguments = [*[names[name] for name in launch.reads], *sizes, *[names[name] for name in launch.writes]]
         values = "".join(f"{argument}, " for argument in arguments)
         lines.append(f"start{place}({programs}, stream, enter, leave, ({values}))")
-    head = "def sequence(numbers, stream, enter, leave, inputs, results, workspace):"
+    head = "def launch_each(numbers, stream, enter, leave, inputs, results, workspace):"
     taken = f"{''.join(f'n{place}, ' for place, _ in enumerate(numbers)) or '()'} = numbers"
     scope = {f"start{place}": start for place, (start, _) in enumerate(launches)}
-    return exec_function("\n    ".join([head, taken, *lines]), "sequence", **scope), tuple(numbers)
+    return exec_function("\n    ".join([head, taken, *lines]), "launch_each", **scope), tuple(numbers)
 
 
 def profiler_hooks() -> tuple[Any, Any]:

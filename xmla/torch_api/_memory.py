@@ -39,7 +39,7 @@ Pair = tuple[int, int, bool]
 
 
 def distances(op: Op, specs: Mapping[str, Spec]) -> tuple[tuple[Pair, ...], tuple[int, ...]]:
-    """Which of `spaces` have to lie apart, and the numbers by which `apart` tells it. Sizes may be symbols."""
+    """Which of `spaces` have to lie apart, and the numbers by which `disjoint_check` tells it. Sizes may be symbols."""
     places = {name: place for place, name in enumerate(specs)}
     spans = {name: spec.span for name, spec in specs.items()}  # once, not for each pair
     pages = {name: _page(spec) for name, spec in specs.items()}
@@ -57,13 +57,13 @@ def distances(op: Op, specs: Mapping[str, Spec]) -> tuple[tuple[Pair, ...], tupl
 
 
 @cache
-def apart(pairs: tuple[Pair, ...], count: int) -> Callable[..., bool]:
+def disjoint_check(pairs: tuple[Pair, ...], count: int) -> Callable[..., bool]:
     """The function that tells by the first `count` addresses of `spaces` that they lie apart.
 
     It may not see it of a few that do; pages of one length that lie between each other's are seen. It is generated,
     since it runs before launches: for an argument that is updated and two that are read
 
-        def apart(numbers, a0, a1, a2):
+        def disjoint(numbers, a0, a1, a2):
             low0, high0, low1, high1, page1, near1, far1, = numbers
             return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
     """
@@ -75,10 +75,10 @@ def apart(pairs: tuple[Pair, ...], count: int) -> Callable[..., bool]:
             between = f" and not near{n} <= ({distance}) % page{n} <= far{n}" * paged
             tests.append(f"low{n} < {distance} < high{n}{between}")
     addresses = "".join(f", a{place}" for place in range(count))
-    text = f"""def apart(numbers{addresses}):
+    text = f"""def disjoint(numbers{addresses}):
     {"".join(f"{name}, " for name in names) or "()"} = numbers
     return not ({" or ".join(tests) or False})"""
-    return exec_function(text, "apart")
+    return exec_function(text, "disjoint")
 
 
 def _page(spec: Spec) -> int | None:

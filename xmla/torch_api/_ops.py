@@ -82,7 +82,7 @@ def call_reference(
     return out or results
 
 
-def _way(implementation: str | None) -> Callable[..., Any]:
+def _runner_for(implementation: str | None) -> Callable[..., Any]:
     """The function that runs a call on real tensors."""
     return call_reference if implementation == "reference" else call
 
@@ -115,7 +115,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         return [values[name] for name in tensor_names], tuple(values[name] for name in attr_names)
 
     def kernel(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        return _single(_way(implementation)(op, *unpack(args, kwargs), implementation=implementation))
+        return _single(_runner_for(implementation)(op, *unpack(args, kwargs), implementation=implementation))
 
     def fake(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
         tensors, attrs = unpack(args, kwargs)
@@ -123,7 +123,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
 
     def kernel_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
-        _way(implementation)(op, *unpack(args, kwargs), out, workspace, implementation)
+        _runner_for(implementation)(op, *unpack(args, kwargs), out, workspace, implementation)
 
     def fake_out(*args: Any, workspace: Any = None, implementation: str | None = None, **kwargs: Any) -> None:
         out = [kwargs.pop(f"out_{name}") for name in results]
@@ -252,8 +252,8 @@ def _differentiated(tensor: torch.Tensor) -> str | None:
     return REVERSE_MODE if tensor.requires_grad and torch.is_grad_enabled() else None
 
 
-def _is_seen() -> bool:
-    """Whether something around a call sees it: tracing, a mode, a transformation."""
+def _is_traced() -> bool:
+    """Whether something around a call takes part in it: tracing, a mode, a transformation."""
     return torch.compiler.is_compiling() or _private.dispatches()
 
 
@@ -339,14 +339,14 @@ def public(op: Op) -> Callable[..., Any]:
         if implementation is not None:
             op.check_implementation(implementation)
         results = () if out is None and workspace is None else _preallocated(op, out, workspace)
-        if not _is_seen():
+        if not _is_traced():
             recalled = recall(op, tensors, attrs, implementation)
             if recalled is not None and (not results or _are_constants(results)):
                 outputs = run(op, tensors, *recalled, results, workspace)
                 return _single(outputs) if out is None else out
             if _are_constants((*tensors, *results)):
-                way = call_reference if implementation == "reference" else look_up
-                outputs = way(op, tensors, attrs, results, workspace, implementation)
+                runner = call_reference if implementation == "reference" else look_up
+                outputs = runner(op, tensors, attrs, results, workspace, implementation)
                 return _single(outputs) if out is None else out
         # Before the dispatcher, whose messages do not name the op.
         check_tensors(op, tensors)

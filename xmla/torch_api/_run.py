@@ -20,7 +20,7 @@ from xmla.core.plan import Plan
 from xmla.core.values import DTYPES, Attributes, Device, Spec, alignment_of, row_major
 from xmla.torch_api import _memory, _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
-from xmla.torch_api._launch import described, profiler_hooks, sequence, starter, together
+from xmla.torch_api._launch import batch_launcher, bind_launch, describe_launches, profiler_hooks, sequential_launcher
 
 # An op's tensor arguments in order; optional arguments may be None, the first never is.
 Tensors = Sequence[Any]
@@ -32,23 +32,23 @@ class Family:
 
     Attributes:
         calls: Of the sizes of a call its results, as `Prepared` has them, the bytes of its workspace, and what
-            `together` takes, or None if that does not serve the kernels; None of a call of another template.
-        sequence: Starts the kernels one after the other. None on the CPU, where the interpreter runs plans.
+            `batch_launcher` takes, or None if that does not serve the kernels; None of a call of another template.
+        launch_each: Starts the kernels one after the other. None on the CPU, where the interpreter runs plans.
         numbers: What it takes, of the template's sizes.
         pairs: Which of a call's `_memory.spaces` have to lie apart.
         distances: The numbers by which it is told, of the template's sizes.
-        apart: `_memory.apart`, which tells it, of so many addresses.
+        disjoint: What tells it of so many addresses, made by `_memory.disjoint_check`.
     """
 
     op: Op
     template: Template
     ordinal: int  # −1 on the CPU
     calls: Callable[..., tuple[Any, ...] | None]
-    sequence: Callable[..., None] | None
+    launch_each: Callable[..., None] | None
     numbers: tuple[Any, ...]
     pairs: tuple[_memory.Pair, ...]
     distances: tuple[Any, ...]
-    apart: dict[int, Callable[..., bool]] = field(default_factory=dict)
+    disjoint: dict[int, Callable[..., bool]] = field(default_factory=dict)
 
     def call_of(self, sizes: Sizes, attrs: tuple[Any, ...]) -> "Prepared | None":
         """The call of these sizes and attributes, if it is of the template."""
@@ -56,8 +56,8 @@ class Family:
         if numbers is None:
             return None
         results, workspace_bytes, launches = numbers
-        at_once = None if launches is None else together(self.ordinal, launches)
-        return Prepared(self, sizes, tuple(attrs), results, workspace_bytes, self.ordinal, at_once, self.op.mutated)
+        launch_all = None if launches is None else batch_launcher(self.ordinal, launches)
+        return Prepared(self, sizes, tuple(attrs), results, workspace_bytes, self.ordinal, launch_all, self.op.mutated)
 
     @cached_property
     def numbers_of(self) -> Callable[..., tuple[int, ...]]:
@@ -79,13 +79,13 @@ class Prepared:
     Attributes:
         sizes: As `core.op.template.sizes_of` has them.
         results: Shape, strides and dtype of each.
-        together: Starts the kernels where no profiler looks on, in less time than the family's `sequence`; or None.
+        launch_all: Starts the kernels where no profiler looks on, faster than the family's `launch_each`; or None.
         mutated: The op's.
-        numbers: What `sequence` takes, once it is called.
-        distances: What `_memory.apart` takes, likewise.
-        plan: What the interpreter runs, likewise.
+        numbers: What `launch_each` takes, once it is called.
+        distances: What the family's `disjoint` takes, once it is called.
+        plan: What the interpreter runs, once it has.
         same_out: Compares `out` with what was accepted before.
-        same_workspace: Likewise.
+        same_workspace: Compares `workspace` with what was accepted before.
     """
 
     family: Family
@@ -94,7 +94,7 @@ class Prepared:
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     workspace_bytes: int
     ordinal: int
-    together: Callable[..., None] | None
+    launch_all: Callable[..., None] | None
     mutated: tuple[int, ...]
     numbers: tuple[int, ...] | None = None
     distances: tuple[int, ...] | None = None
@@ -156,7 +156,7 @@ def specs_of(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
 Match = Callable[[Tensors, tuple[Any, ...], str | None], list[int] | None]
 
 
-class Kept:
+class CallCache:
     """The prepared calls of this process: by everything that they depend on, and the last ones of each op.
 
     A call of new sizes is of a family of calls that differ from it in sizes alone, if there has been one. Of many calls
@@ -219,8 +219,8 @@ def _add[T](entries: OrderedDict[Any, T], key: Any, entry: T, most: int) -> None
         entries.popitem(last=False)
 
 
-kept = Kept()
-os.register_at_fork(after_in_child=kept.clear)  # so that a forked process calls `prepare`, which refuses it
+call_cache = CallCache()
+os.register_at_fork(after_in_child=call_cache.clear)  # so that a forked process calls `prepare`, which refuses it
 
 
 def recall(
@@ -230,7 +230,7 @@ def recall(
 
     None where a gradient may be recorded, a pointer is not a multiple of 16, or another GPU is current.
     """
-    for match, prepared in kept.recent[op]:
+    for match, prepared in call_cache.recent[op]:
         pointers = match(tensors, attrs, implementation)
         if pointers is not None:
             return prepared, pointers
@@ -244,7 +244,7 @@ def remember(op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: s
         same = _private.comparison(present)
         if same is not None:
             match = matcher(op, tensors, attrs, implementation, same)
-            kept.recent[op] = ((match, prepared), *kept.recent[op][: Kept.RECENT - 1])
+            call_cache.recent[op] = ((match, prepared), *call_cache.recent[op][: CallCache.RECENT - 1])
 
 
 def matcher(
@@ -317,11 +317,11 @@ def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
         check_fork(op)
     check_tensors(op, tensors)
     kind, sizes = kind_of(op, tensors, attrs, implementation)
-    prepared = kept.find_of_kind(kind, sizes, attrs)
+    prepared = call_cache.find_of_kind(kind, sizes, attrs)
     if prepared is not None:
         return prepared
     family = make_family(op, tensors, attrs, implementation)
-    kept.add_family(kind, family)
+    call_cache.add_family(kind, family)
     return family.call_of(sizes, attrs)  # pyrefly: ignore
 
 
@@ -368,16 +368,16 @@ def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str
 def _launches(
     template: Template, specs: Mapping[str, Spec], device: torch.device
 ) -> tuple[list[Any] | None, Callable[..., None], tuple[Any, ...]]:
-    """Compile and load a template's kernels: what `described` has of the launches, and what `sequence` has."""
+    """Compile and load a template's kernels: what `describe_launches` and `sequential_launcher` make of them."""
     starters, launches = [], []
     for launch in template.active:
         kernel = compiled(specialize(launch, template.plan, specs), device_of(device).arch, device.index)
         constexprs = tuple(value for _, value in launch.constexpr_values)
         early = launch.waits and bool(launches)
-        starters.append((starter(kernel, constexprs, early), launch))
+        starters.append((bind_launch(kernel, constexprs, early), launch))
         launches.append((kernel, launch, early))
     arrays = [*specs], template.plan.results, template.workspace
-    return described(launches, *arrays), *sequence(starters, *arrays)
+    return describe_launches(launches, *arrays), *sequential_launcher(starters, *arrays)
 
 
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -401,7 +401,7 @@ def check_placed(op: Op, out: Sequence[torch.Tensor]) -> None:
             raise ArgumentError(f"{op.name}: out {name} does not start on a multiple of 16 bytes")
 
 
-def fits(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
+def accepts_out(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
     """Whether `check_out` and `check_placed` would accept `out`, in a tenth of their time."""
     if prepared.same_out is None or not prepared.same_out(*out):
         for tensor, (shape, strides, dtype) in zip(out, prepared.results, strict=True):
@@ -419,7 +419,7 @@ def fits(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
     return not [tensor for tensor in out if tensor.data_ptr() % 16]
 
 
-def suits(prepared: Prepared, workspace: torch.Tensor) -> bool:
+def accepts_workspace(prepared: Prepared, workspace: torch.Tensor) -> bool:
     """Whether `check_workspace` has accepted a workspace like this one."""
     return prepared.same_workspace is not None and prepared.same_workspace(workspace) and not workspace.data_ptr() % 16
 
@@ -483,7 +483,7 @@ def look_up(
         with torch.cuda.device(ordinal):
             return call(op, tensors, attrs, out, workspace, implementation)
     try:
-        prepared = kept.find(tuple(key))
+        prepared = call_cache.find(tuple(key))
     except TypeError:  # an attribute that cannot be hashed
         prepared = None
     if prepared is None:
@@ -491,7 +491,7 @@ def look_up(
         if [*map(type, checked)] != [*map(type, attrs)]:
             return call(op, tensors, checked, out, workspace, implementation)
         prepared = prepare(op, tensors, checked, implementation)
-        kept.add(tuple(key), prepared)
+        call_cache.add(tuple(key), prepared)
     remember(op, tensors, attrs, implementation, prepared)
     return run(op, tensors, prepared, pointers, out, workspace)
 
@@ -503,18 +503,18 @@ def run(
     """Run a prepared call on tensors whose pointers are given."""
     taken = None
     if settings.live:
-        taken = _before(op, tensors, op.Values(*prepared.attrs))
+        taken = _check_and_sample(op, tensors, op.Values(*prepared.attrs))
 
     allocate = _private.empty_strided_cpu if prepared.ordinal < 0 else _private.empty_strided_cuda
     try:
         results, space = out, workspace
         if not out:
             results = [allocate(*result) for result in prepared.results]
-        elif not fits(prepared, out):
+        elif not accepts_out(prepared, out):
             check_out(op, prepared.specs[1], out, tensors[0].device)
             check_placed(op, out)
         if workspace is not None:
-            if not suits(prepared, workspace):
+            if not accepts_workspace(prepared, workspace):
                 check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
                 prepared.same_workspace = _private.comparison([workspace])
         elif prepared.workspace_bytes:
@@ -523,7 +523,7 @@ def run(
         error.add_note(f"{op.name}: results {prepared.results} and {prepared.workspace_bytes} bytes of workspace")
         raise
     if prepared.mutated or out:
-        _check_apart(op, prepared, pointers, out, workspace)
+        _check_overlap(op, prepared, pointers, out, workspace)
         # Autograd then refuses a backward that saved their old values.
         _private.increment_version([*(tensors[place] for place in prepared.mutated), *out])
     if prepared.ordinal < 0:
@@ -537,7 +537,7 @@ def run(
     return results
 
 
-def _check_apart(
+def _check_overlap(
     op: Op, prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None
 ) -> None:
     """Refuse a call that writes what it reads. Whether it does depends on addresses, which no earlier call tells."""
@@ -545,12 +545,12 @@ def _check_apart(
     if workspace is not None and prepared.workspace_bytes:
         addresses.append(workspace.data_ptr())
     family = prepared.family
-    apart = family.apart.get(len(addresses))
-    if apart is None:
-        apart = family.apart[len(addresses)] = _memory.apart(family.pairs, len(addresses))
+    disjoint = family.disjoint.get(len(addresses))
+    if disjoint is None:
+        disjoint = family.disjoint[len(addresses)] = _memory.disjoint_check(family.pairs, len(addresses))
     if prepared.distances is None:
         prepared.distances = family.distances_of(*prepared.sizes)
-    if not apart(prepared.distances, *addresses):
+    if not disjoint(prepared.distances, *addresses):
         spaces = _memory.spaces(op, *prepared.specs, prepared.workspace_bytes)
         _memory.check_overlap(op, dict([*spaces.items()][: len(addresses)]), addresses)
 
@@ -559,7 +559,7 @@ def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
 
 
-def _before(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None:
+def _check_and_sample(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None:
     """XMLA_CHECK's validation of a call, and XMLA_SHADOW's sample of it; neither works while a graph is captured."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
@@ -577,13 +577,13 @@ def _launch(
 ) -> None:
     stream = _private.current_stream(prepared.ordinal)
     enter, leave = profiler_hooks()
-    if enter is None and prepared.together is not None:
-        prepared.together(stream, pointers, out, workspace)
+    if enter is None and prepared.launch_all is not None:
+        prepared.launch_all(stream, pointers, out, workspace)
     else:
         family = prepared.family
         if prepared.numbers is None:
             prepared.numbers = family.numbers_of(*prepared.sizes)
-        family.sequence(prepared.numbers, stream, enter, leave, pointers, out, workspace)  # pyrefly: ignore
+        family.launch_each(prepared.numbers, stream, enter, leave, pointers, out, workspace)  # pyrefly: ignore
 
 
 def _interpret(
