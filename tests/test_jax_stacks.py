@@ -39,7 +39,7 @@ from xmla.core.op import Case, Op, plan_call
 from xmla.core.registry import registry
 from xmla.core.values import Device
 from xmla.jax_api import _launcher
-from xmla.jax_api._run import _spec, describe
+from xmla.jax_api._run import describe, spec_of
 
 UPDATING = [op for op in registry().values() if op.mutates]
 
@@ -194,7 +194,7 @@ def stored_over(op: Op) -> tuple[str, str, Case] | None:
     for case in op.cases:
         inputs = kit.make(case)
         results = op.bind(
-            {n: _spec(np.ascontiguousarray(inputs[n])) if n in inputs else None for n in op.tensors},
+            {n: spec_of(np.ascontiguousarray(inputs[n])) if n in inputs else None for n in op.tensors},
             op.attributes(**case.attrs),
         ).results
         for name, array in inputs.items():
@@ -249,7 +249,7 @@ def launched(function: Callable[[], Any], names: set[str]) -> int:
 def test_a_program_launches_what_its_calls_launch(op: Op, form: Callable[..., Any]) -> None:
     case = fused_case(op) if op.mutates else min(op.cases, key=lambda c: sum(a.nbytes for a in kit.make(c).values()))
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
-    specs = {name: _spec(array) for name, array in inputs.items()}
+    specs = {name: spec_of(array) for name, array in inputs.items()}
     device: Device = describe(jax.devices()[0])
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs), device)
     stacks = {name: jnp.stack([jnp.asarray(array)] * LAYERS) for name, array in inputs.items()}

@@ -24,7 +24,7 @@ from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import H100, Device
 from xmla.jax_api import _launcher
-from xmla.jax_api._run import _spec
+from xmla.jax_api._run import spec_of
 
 # More than 48 KB of shared memory has to be asked for, which the driver of the tests adds to a kernel's name.
 SHARED = {"small": 1 << 10, "large": 100 << 10}
@@ -137,7 +137,7 @@ def test_a_wheels_library_that_does_not_load_is_built_here(
 def run(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any], device: Device) -> tuple[Plan, dict[str, int]]:
     """A call's plan, run on the CPU by the launcher, and the address of each of its arrays that has elements."""
     given = {n: a for n, a in zip(op.tensors, kit.jax_inputs(op, inputs), strict=True) if a is not None}
-    specs = {name: _spec(array) for name, array in given.items()}
+    specs = {name: spec_of(array) for name, array in given.items()}
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**attrs), device)
     if not plan.active:
         return plan, {}

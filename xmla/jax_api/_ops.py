@@ -19,7 +19,7 @@ from xmla.jax_api._primitive import call, is_ref
 from xmla.jax_api._run import describe
 
 
-def _spec(op: Op, name: str, array: Any) -> Spec:
+def _checked_spec(op: Op, name: str, array: Any) -> Spec:
     """The argument as it is given.
 
     Raises:
@@ -102,7 +102,7 @@ def public(op: Op) -> Callable[..., Any]:
         # Checked here, so that an error names the user's line, and of arrays as they are given.
         op.check_devices({name: _devices(array) for name, array in arrays.items()})
         device = _known_device(arrays)
-        specs = {name: _spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
+        specs = {name: _checked_spec(op, name, arrays[name]) if name in arrays else None for name in op.tensors}
         if device is None or implementation == "reference":
             op.bind(specs, attrs, implementation)
         else:
@@ -156,7 +156,7 @@ def _sample(op: Op, arrays: Mapping[str, Any], attrs: Attributes) -> shadow.Samp
     """
     if any(isinstance(array, jax.core.Tracer) for array in (*arrays.values(), jnp.zeros(()))):
         return None
-    specs = {name: _spec(op, name, array) for name, array in arrays.items()}
+    specs = {name: _checked_spec(op, name, array) for name, array in arrays.items()}
     return shadow.sample(op, arrays, specs, attrs, _take, _default_device())
 
 

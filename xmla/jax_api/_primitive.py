@@ -29,14 +29,14 @@ call_p = Primitive("xmla")
 # The primitive of a call that `jit` may partition over devices. JAX passes the devices to its lowering, and then
 # refuses an AbstractMesh or a second mesh in the program. A call that cannot be partitioned, as in a shard_map, uses
 # the other primitive.
-jit_p = Primitive("xmla")
+partitioned_call_p = Primitive("xmla")
 
 
 def bind(*operands: Any, op: Op, names: tuple[str, ...], **params: Any) -> list[Any]:
     """A call; params are attrs, implementation, device, the one that is known (None: the lowering finds it), and
     derivative_of, if the call is the derivative of another op's."""
     split = _private.MESHES and _sharding.shared_axes(op, names) and not get_abstract_mesh().are_all_axes_manual
-    return (jit_p if split else call_p).bind(*operands, op=op, names=names, **params)
+    return (partitioned_call_p if split else call_p).bind(*operands, op=op, names=names, **params)
 
 
 def is_ref(value: Any) -> bool:
@@ -173,11 +173,11 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None or name in rows}
     pools = set() if op.sums_over_tokens else _batching.batched_pools(op, dims)
     if op.sums_over_tokens:
-        outputs = _batch_in_turn(op, arrays, dims, params)
+        outputs = _batch_sequentially(op, arrays, dims, params)
     elif size == 0:
-        outputs = _batch_of_none(op, arrays, dims, params["attrs"])
+        outputs = _batch_of_size_0(op, arrays, dims, params["attrs"])
     elif pools and op.batch is not None:
-        return _batch_apart(op.batch, arrays, dims, size, params)
+        return _batch_of_pools(op.batch, arrays, dims, size, params)
     else:
         # Each element updates its own cache, even if all start from the same one.
         for name in op.mutates:
@@ -195,7 +195,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
     return outputs, [0] * len(outputs)
 
 
-def _batch_of_none(
+def _batch_of_size_0(
     op: Op, arrays: Mapping[str, Any], dims: Mapping[str, int | None], attrs: Attributes
 ) -> list[jax.Array]:
     """The results of a batch of 0 calls, of which folding could not tell how many rows each would have."""
@@ -207,7 +207,9 @@ def _batch_of_none(
     return [jnp.zeros((0, *spec.shape), spec.dtype) for spec in results]
 
 
-def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]) -> list[Any]:
+def _batch_sequentially(
+    op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]
+) -> list[Any]:
     """One call after another, of an op that sums over rows: folded, the sums would be those of the whole batch."""
     moved = {
         name: _batching.replicate(_batching.move(arrays[name], dim, 0), 0)
@@ -222,7 +224,7 @@ def _batch_in_turn(op: Op, arrays: dict[str, Any], dims: dict[str, int | None], 
     return jax.lax.map(one, moved)
 
 
-def _batch_apart(
+def _batch_of_pools(
     batch: Callable[..., Any], arrays: dict[str, Any], dims: dict[str, int | None], size: int, params: dict[str, Any]
 ) -> tuple[list[Any], list[int]]:
     """A batch whose calls have separate pools, computed as `Op.batch` declares."""
@@ -255,7 +257,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, n
     specs = _specs(names, [jax.typeof(value) for value in arrays.values()])
     constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
     check_derivative(op, constants, specs, params["attrs"], params["implementation"])
-    arrays, moving = _private.vary_alike(arrays, moving)
+    arrays, moving = _private.vary_over_same_axes(arrays, moving)
     results = bind(*arrays.values(), op=op, names=names, **params)
     out = [checkpoint_name(v, f"{op.name}_{name}") for v, name in zip(results, op.outputs, strict=True)]
     moved = tangent_p.bind(*arrays.values(), *out, *moving.values(), op=op, names=names, moving=tuple(moving), **params)
@@ -304,7 +306,7 @@ tangent_p.def_abstract_eval(_tangent_shapes)
 mlir.register_lowering(tangent_p, _refuse_tangent)
 batching.primitive_batchers[tangent_p] = _refuse_tangent
 ad.primitive_transposes[tangent_p] = _transpose
-for primitive in (call_p, jit_p):
+for primitive in (call_p, partitioned_call_p):
     primitive.multiple_results = True
     primitive.def_impl(partial(_impl, primitive))
     primitive.def_effectful_abstract_eval(_shapes)
@@ -313,8 +315,8 @@ for primitive in (call_p, jit_p):
     ad.primitive_jvps[primitive] = _differentiate
 for platform in ("cpu", "cuda", None):
     mlir.register_lowering(call_p, partial(_lower, platform), platform)
-    mlir.register_lowering(jit_p, partial(_lower_in_parts, platform), platform)
-_private.require_devices_during_lowering(jit_p)
+    mlir.register_lowering(partitioned_call_p, partial(_lower_in_parts, platform), platform)
+_private.require_devices_during_lowering(partitioned_call_p)
 
 
 def call(

@@ -66,7 +66,7 @@ def varying(avals: Sequence[Any]) -> dict[str, Any]:
     return {"manual_axis_type": _manual[0](varying=frozenset[Any]().union(*(aval.mat.varying for aval in avals)))}
 
 
-def vary_alike(*groups: dict[str, Any]) -> list[dict[str, Any]]:
+def vary_over_same_axes(*groups: dict[str, Any]) -> list[dict[str, Any]]:
     """The arrays, each varying over every mesh axis that one of them varies over in a `shard_map`.
 
     The derivative of the cast is the sum over those axes.

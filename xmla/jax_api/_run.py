@@ -18,7 +18,7 @@ HostFunction = Callable[..., tuple[np.ndarray, ...]]
 devices.entered_with.append(jax.make_user_context())  # JAX traces and lowers anew for another assumed device
 
 
-def _spec(array: Any) -> Spec:
+def spec_of(array: Any) -> Spec:
     return Spec(tuple(array.shape), jnp.dtype(array.dtype).name)
 
 
@@ -77,7 +77,7 @@ def host_function(op: Op, names: Sequence[str], attrs: Attributes, implementatio
 
     def compute(*operands: Any) -> tuple[np.ndarray, ...]:
         host = {name: np.array(value, order="C") for name, value in zip(names, operands, strict=True)}
-        specs = {name: _spec(host[name]) if name in host else None for name in op.tensors}
+        specs = {name: spec_of(host[name]) if name in host else None for name in op.tensors}
         if implementation == "reference":
             results = op.bind(specs, attrs).results.values()
             outputs = op.reference(**host, **attrs._asdict())
@@ -125,7 +125,7 @@ def execute(
     replaces `jax.pure_callback`. On a GPU it is one custom call by `launch`, which is `_launcher.run`, or without it
     jaxlib's for each kernel.
     """
-    specs = {name: _spec(arrays[name]) if name in arrays else None for name in op.tensors}
+    specs = {name: spec_of(arrays[name]) if name in arrays else None for name in op.tensors}
     if implementation == "reference":
         outputs = op.bind(specs, attrs).results.values()
     else:
@@ -136,7 +136,7 @@ def execute(
         from xmla.core.compile import interpreter
 
         interpreter.require(op.name, plan)
-    results = [*outputs, *(_spec(arrays[name]) for name in op.mutates)]
+    results = [*outputs, *(spec_of(arrays[name]) for name in op.mutates)]
     types = tuple(jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for spec in results)
     if callback is None:
         callback = partial(jax.pure_callback, host_function(op, list(arrays), attrs, implementation))

@@ -62,14 +62,14 @@ def _mesh_axes(op: Op, problem: Problem, specs: Sequence[P]) -> dict[str, Any]:
     return mesh_axes
 
 
-def _spec(axes: Axes, mesh_axes: Mapping[str, Any]) -> P:
+def _partition_spec(axes: Axes, mesh_axes: Mapping[str, Any]) -> P:
     return P(*(mesh_axes.get(axis) if axis else None for axis in axes))
 
 
 def result_specs(op: Op, problem: Problem, specs: Sequence[P]) -> list[P]:
     """How the results are sharded if the operands have `specs`."""
     mesh_axes = _mesh_axes(op, problem, specs)
-    return [_spec(axes, mesh_axes) for axes in _result_axes(op, problem)]
+    return [_partition_spec(axes, mesh_axes) for axes in _result_axes(op, problem)]
 
 
 def over_devices(module: mlir.ModuleContext) -> bool:
@@ -147,7 +147,7 @@ def partitioned(
         mesh_axes = _mesh_axes(op, problem, [argument.sharding.spec for argument in arguments[: len(names)]])
 
         def place(arrays: Sequence[Axes]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, _spec(axes, mesh_axes)) for axes in arrays)
+            return tuple(NamedSharding(mesh, _partition_spec(axes, mesh_axes)) for axes in arrays)
 
         def local(*arrays: Any) -> tuple[Any, ...]:
             # They have no mesh: XLA would take an operation on parts for one that it has yet to partition.
