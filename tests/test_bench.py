@@ -28,7 +28,7 @@ from xmla.bench import (
     timing,
     timing_jax,
 )
-from xmla.bench.benchmark import Benchmark, asking
+from xmla.bench.benchmark import Benchmark, with_implementation
 from xmla.bench.cases import blocks, training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.formats.indexer import IndexerLayout
@@ -131,7 +131,7 @@ def test_an_implementation_is_timed_beside_the_default(device: str, monkeypatch:
     monkeypatch.setattr(
         torch_api, "read_mla_cache", lambda *_, implementation=None: torch.ones(2) * bool(implementation)
     )
-    assert asking(benchmark, "reference").check() > benchmark.tolerance and lines("reference")[0]["wrong"]
+    assert with_implementation(benchmark, "reference").check() > benchmark.tolerance and lines("reference")[0]["wrong"]
 
 
 def written_and_read(device: str) -> Benchmark:

@@ -58,7 +58,7 @@ def rotation(bytes_a_set: float) -> int:
 
 
 @dataclass(frozen=True)
-class _Asking:
+class _WithImplementation:
     """A front-end whose ops are asked for by an implementation."""
 
     ops: Any
@@ -68,11 +68,11 @@ class _Asking:
         return partial(getattr(self.ops, op), implementation=self.implementation)
 
 
-def asking(benchmark: Benchmark, implementation: str) -> Benchmark:
+def with_implementation(benchmark: Benchmark, implementation: str) -> Benchmark:
     """A case by one implementation, timed beside what calls take by default and compared with its results."""
 
     def call(ops: Any, *arrays: Any) -> Any:
-        return benchmark.call(_Asking(ops, implementation), *arrays)
+        return benchmark.call(_WithImplementation(ops, implementation), *arrays)
 
     def first(results: Any) -> torch.Tensor:
         result = results[0] if isinstance(results, tuple) else results

@@ -99,7 +99,7 @@ def time_cases(
     """A line per case, that the implementation serves if one is asked for; of a wrong one it tells the error alone."""
     import torch
 
-    from xmla.bench.benchmark import asking
+    from xmla.bench.benchmark import with_implementation
 
     for name in names:
         for benchmark in cases_of(name):
@@ -107,7 +107,7 @@ def time_cases(
                 yield time_case(benchmark, limits, with_jax)
             else:
                 with suppress(UnsupportedError):
-                    yield time_case(asking(benchmark, implementation), limits, with_jax)
+                    yield time_case(with_implementation(benchmark, implementation), limits, with_jax)
         torch.cuda.empty_cache()
 
 

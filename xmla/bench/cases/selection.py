@@ -20,7 +20,7 @@ TOPK = (
 ENGINES = {"SGLang topk_v2": baselines.sglang_topk, "vLLM": baselines.vllm_topk}
 
 
-def unlike(got: torch.Tensor, want: torch.Tensor) -> float:
+def mismatch_share(got: torch.Tensor, want: torch.Tensor) -> float:
     """The share of indices that differ."""
     return float((got != want).float().mean())
 
@@ -83,7 +83,7 @@ def paged_case(pool: torch.Tensor, requests: int, next_n: int, keys: int) -> Ben
         case=f"b={requests} next_n={next_n} keys={keys} k={K}",
         call=call,
         inputs=inputs,
-        check=lambda: unlike(call(torch_api, *inputs[0]), apart(0)),
+        check=lambda: mismatch_share(call(torch_api, *inputs[0]), apart(0)),
         peers={"its ops apart": apart},
         flops=2 * tokens * keys * HEADS * DIMS,
         bytes=requests * keys * 132,
@@ -114,7 +114,7 @@ def bounded_case(tokens: int, keys: int, mib: int) -> Benchmark:
         case=f"i={HEADS} s_q={tokens} s_kv={keys} k={K} in {mib} MiB",
         call=call,
         inputs=[arguments],
-        check=lambda: unlike(call(torch_api, *arguments), stored(0)),
+        check=lambda: mismatch_share(call(torch_api, *arguments), stored(0)),
         peers={"stored logits": stored},
         flops=2 * int(ends.sum()) * HEADS * DIMS,
         bound="fp8",
@@ -150,7 +150,7 @@ def resolved_case(requests: int, next_n: int, keys: int) -> Benchmark:
             call(torch_api, *others)
         copies = [array.clone() for array in inputs[0]]
         want = torch_api.resolve_slots(*copies, num_entries=keys, implementation="reference")
-        return max(map(unlike, call(torch_api, *inputs[0]), (*want, *copies[1:])))
+        return max(map(mismatch_share, call(torch_api, *inputs[0]), (*want, *copies[1:])))
 
     return Benchmark(
         op="resolve_slots",
