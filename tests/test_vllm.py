@@ -703,5 +703,5 @@ def test_calls_of_parts_start_on_whole_vectors(columns: int) -> None:
 
 def test_warmup_of_every_place_of_rows() -> None:
     """Requests' rows of a table whose width is no multiple of 4 do not start on 16 bytes."""
-    kernels = warmup.map_call(64, 64).at_any_place().specializations(find_device("H200"))
+    kernels = warmup.map_call(64, 64).with_unaligned().specializations(find_device("H200"))
     assert [kernel.unaligned for kernel in kernels] == [frozenset(), {"block_table_ptr", "request_ids_ptr"}]

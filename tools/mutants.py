@@ -178,7 +178,7 @@ MUTANTS = (
            "xmla/core/models/base.py", "../core/test_plan.py", "fields_of"),
     Mutant("for max_len in self.contexts():", "for max_len in self.max_lens:", "xmla/core/models/base.py",
            "../core/test_soak.py", "ModelConfig-17"),
-    Mutant("(call.at_any_place() for call in self.prefills(tokens, max_len))", "self.prefills(tokens, max_len)",
+    Mutant("(call.with_unaligned() for call in self.prefills(tokens, max_len))", "self.prefills(tokens, max_len)",
            "xmla/core/models/base.py", "../core/test_soak.py", "ModelConfig-17"),
     Mutant("for n in range(4 // gcd(entries, 4))", "for n in (0,)", "xmla/core/models/base.py", "../core/test_soak.py",
            "ModelConfigV4-17"),

@@ -102,13 +102,13 @@ def step(config: Model, seed: tuple[int, int], framework: str, most_pages: int =
             calls = config.paged(decodes, 1, max_len, mixed=True)
         else:
             calls = config.decode(requests, next_n, max_len)
-        yield from (call.over(pages) for call in calls)
+        yield from (call.with_pages(pages) for call in calls)
     if config.prefill_tokens and (not decodes or rng.random() < 0.5):
         tokens = any_size(rng, max(config.prefill_tokens))
         gathers, mixed = rng.random(2) < 0.5
         calls = config.prefill(tokens, max_len) if gathers else config.paged(1, tokens, max_len, bool(mixed))
         for call in calls:
-            call = call.over(pages)
+            call = call.with_pages(pages)
             yield behind(call, decodes, rng) if framework == "torch" else call  # in JAX a slice is an array of its own
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message that refuses a name: those of `known` that may have been meant, if there are any."""
     by_case = {each.lower(): each for each in known}
     near = [by_case[match] for match in get_close_matches(name.lower(), by_case, n=3)]

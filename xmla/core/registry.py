@@ -1,6 +1,6 @@
 """Every op by name. A new op is one folder in a family of `xmla.core.ops` and its name in the family's `OPS`."""
 
-from xmla.core.errors import ArgumentError, meant
+from xmla.core.errors import ArgumentError, did_you_mean
 from xmla.core.op import Op
 from xmla.core.ops import attention, blocks, cache, indexer, layer, selection, slots, training
 
@@ -20,5 +20,5 @@ def find_op(name: str, asked_by: str) -> Op:
         ArgumentError: There is none; the message starts with `asked_by`.
     """
     if name not in _OPS:
-        raise ArgumentError(f"{asked_by}: op is {name!r}, expected one of {', '.join(_OPS)}{meant(name, _OPS)}")
+        raise ArgumentError(f"{asked_by}: op is {name!r}, expected one of {', '.join(_OPS)}{did_you_mean(name, _OPS)}")
     return _OPS[name]

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from xmla.core.errors import ArgumentError, UnsupportedError, meant
+from xmla.core.errors import ArgumentError, UnsupportedError, did_you_mean
 from xmla.core.op import Op, plan_call
 from xmla.core.registry import find_op, registry
 from xmla.core.values import DTYPES, Attr, Device, Spec, find_device
@@ -53,7 +53,9 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
     known = sorted({name for tensor in declared.tensors.values() for name in tensor.names})
     if unknown := set(axes) - set(known):
         name = min(unknown)
-        raise ArgumentError(f"supports: axis is {name!r}, expected one of {', '.join(known)}{meant(name, known)}")
+        raise ArgumentError(
+            f"supports: axis is {name!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}"
+        )
     number, dtypes = _case_with(declared, kinds)
     case = declared.cases[number]
     inputs = case.make(np.random.default_rng(0))
@@ -92,7 +94,7 @@ def _case_with(op: Op, kinds: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     for name, kind in dtypes.items():
         if kind not in DTYPES:
             raise ArgumentError(
-                f"supports: {name} is {kind!r}, expected one of {', '.join(DTYPES)}{meant(kind, DTYPES)}"
+                f"supports: {name} is {kind!r}, expected one of {', '.join(DTYPES)}{did_you_mean(kind, DTYPES)}"
             )
     for number in every:
         if all(kind in kinds_of(op.name, number).get(name, ()) for name, kind in caches.items()):
@@ -101,7 +103,7 @@ def _case_with(op: Op, kinds: Mapping[str, str]) -> tuple[int, dict[str, str]]:
         there = sorted({form for number in every for form in kinds_of(op.name, number).get(name, ())})
         if kind not in there:
             known = f"{', '.join(there)}, which cases of {op.name} have"
-            raise ArgumentError(f"supports: {name} is {kind!r}, expected one of {known}{meant(kind, there)}")
+            raise ArgumentError(f"supports: {name} is {kind!r}, expected one of {known}{did_you_mean(kind, there)}")
     combination = " and ".join(f"{name} {kind}" for name, kind in caches.items())
     raise ArgumentError(f"supports: {op.name} has no case with {combination} together")
 

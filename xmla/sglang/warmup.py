@@ -88,7 +88,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
         return Call(call.op, {name: spec for name, spec in call.specs.items() if name not in more}, {"page_size": page})
 
     yield mapped("request_ids")
-    yield mapped().at_any_place()
+    yield mapped().with_unaligned()
 
     for new, width in product(sorted({1, sizes.new}), around_powers_of_2(sizes.pages)):
         most = sizes.requests * (sizes.new if new == 1 else 1)  # drafted tokens as requests, or a request's in one call
@@ -97,7 +97,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
             table = {"cache": pool, "block_table": Spec((count, width), "int32"), "lengths": a_token(tokens)}
             call = Call("indexer_logits_paged", query(tokens, heads) | table, {"max_len": row_stride(columns)})
             # SGLang splits requests by the number of multiprocessors.
-            yield call.at_any_place() if device.num_sms % 4 else call
+            yield call.with_unaligned() if device.num_sms % 4 else call
             yield select(tokens, columns)
     for tokens in full_waves(device, sizes.tokens):  # of prompts with at most k keys, of zeros in place of logits
         zeros = Spec((tokens, k), "float32")
@@ -106,8 +106,8 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
         keys = row_stride(columns)
         gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
         rows = query(tokens, max(heads, LEAST_HEADS)) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-        yield Call("indexer_logits", rows, {}).at_any_place()
-        yield select(tokens, columns, "starts").at_any_place()
+        yield Call("indexer_logits", rows, {}).with_unaligned()
+        yield select(tokens, columns, "starts").with_unaligned()
 
 
 def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:

@@ -70,23 +70,23 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
 
     def select(tokens: int, columns: int) -> Call:
         logits = Spec((tokens, columns), "float32", (row_stride(columns), 1))
-        return Call("select_topk", {"logits": logits, "ends": a_token(tokens)}, {"k": k}).at_any_place()
+        return Call("select_topk", {"logits": logits, "ends": a_token(tokens)}, {"k": k}).with_unaligned()
 
     mapped = map_call(k, page)
     pages = {name: spec for name, spec in mapped.specs.items() if name != "request_ids"}
-    yield Call(mapped.op, pages, {"page_size": page}).at_any_place()
+    yield Call(mapped.op, pages, {"page_size": page}).with_unaligned()
     for width in around_powers_of_2(sizes.pages):
         columns = width * page
         for tokens in (token_counts if width == sizes.pages else full_waves)(device, sizes.tokens):
             table = {"cache": pool, "block_table": Spec((tokens, width), "int32"), "lengths": a_token(tokens)}
             call = Call("indexer_logits_paged", query(tokens) | table, {"max_len": row_stride(columns)})
-            yield call.at_any_place()  # SGLang divides a step's rows by the memory of their logits
+            yield call.with_unaligned()  # SGLang divides a step's rows by the memory of their logits
             yield select(tokens, columns)
     for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.pages * PAGE // ratio)):
         keys = row_stride(columns)
         gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
         rows = query(tokens) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-        yield Call("indexer_logits", rows, {}).at_any_place()
+        yield Call("indexer_logits", rows, {}).with_unaligned()
         yield select(tokens, columns)
 
 

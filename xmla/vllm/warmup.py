@@ -102,7 +102,7 @@ def select_calls(
         yield Call("write_indexer_cache", keys, {})
     yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
     yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, {})
-    yield map_call(1, page).at_any_place()
+    yield map_call(1, page).with_unaligned()
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
     if blocks is not None:
@@ -208,7 +208,7 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
         yield Call("sparse_mla", called, scale)
     if cache is not None:
         for width in layer.entry_widths():
-            yield map_call(width, cache.shape[1]).at_any_place()
+            yield map_call(width, cache.shape[1]).with_unaligned()
 
 
 def indexer_of(layer: Any) -> str | None:

@@ -24,14 +24,14 @@ class Call:
 
     Attributes:
         alternative: A step may make it in the place of calls before it.
-        anywhere: In some steps arrays begin on no multiple of 16 bytes, as where a step's others end.
+        unaligned: In some steps arrays begin on no multiple of 16 bytes, as where a step's others end.
     """
 
     op: str
     specs: Mapping[str, Spec]
     attrs: Mapping[str, Any]
     alternative: bool = False
-    anywhere: bool = False
+    unaligned: bool = False
 
     def plan(self, device: Device, implementation: str | None = None) -> Plan:
         op = registry()[self.op]
@@ -41,26 +41,26 @@ class Call:
     def specializations(self, device: Device) -> list[Specialization]:
         """The kernels that the call launches on `device`."""
         plan = self.plan(device)
-        places = [self.specs, self.shifted()] if self.anywhere else [self.specs]
+        places = [self.specs, self.unaligned_specs()] if self.unaligned else [self.specs]
         return [specialize(launch, plan, specs) for specs in places for launch in plan.active]
 
-    def shifted(self) -> dict[str, Spec]:
+    def unaligned_specs(self) -> dict[str, Spec]:
         """The arguments, of which those that may begin anywhere do not begin on 16 bytes; the plan is the same."""
         return {
             name: replace(spec, alignment=spec.itemsize) if begins_anywhere(name, spec) else spec
             for name, spec in self.specs.items()
         }
 
-    def over(self, pages: int) -> "Call":
+    def with_pages(self, pages: int) -> "Call":
         """The call with pools of `pages` pages."""
         tensors = registry()[self.op].tensors
         pools = {name: spec for name, spec in self.specs.items() if tensors[name].format is not None}
         pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
         return replace(self, specs={**self.specs, **pools})
 
-    def at_any_place(self) -> "Call":
+    def with_unaligned(self) -> "Call":
         """The call, and the same with arrays that begin on no multiple of 16 bytes."""
-        return replace(self, anywhere=True)
+        return replace(self, unaligned=True)
 
     def estimate(self, device: Device, keys: int | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
@@ -72,7 +72,7 @@ class Call:
 def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
     """The kernels that these calls launch on `device`, each once, in order of first use."""
     kernels: dict[Specialization, None] = {}
-    for call in {(c.op, *c.specs.items(), *c.attrs.items(), c.anywhere): c for c in calls}.values():
+    for call in {(c.op, *c.specs.items(), *c.attrs.items(), c.unaligned): c for c in calls}.values():
         kernels |= dict.fromkeys(call.specializations(device))
     return list(kernels)
 
@@ -205,15 +205,15 @@ class Model(ABC):
             for tokens in full_waves(device, requests * most if self.mixed else 0):
                 yield from self.paged(tokens, 1, max_len, mixed=True)
             for tokens in full_waves(device, prefill):
-                yield from (call.at_any_place() for call in self.prefills(tokens, max_len))
+                yield from (call.with_unaligned() for call in self.prefills(tokens, max_len))
         if self.mixed and requests:
             yield split(requests, most)
         for tokens in token_counts(device, requests * most):
-            yield from (call.over(pages) for call in self.attention(tokens) for pages in POOLS)
+            yield from (call.with_pages(pages) for call in self.attention(tokens) for pages in POOLS)
         for tokens in token_counts(device, prefill):
-            yield from (call.over(pages).at_any_place() for call in self.attention(tokens) for pages in POOLS)
+            yield from (call.with_pages(pages).with_unaligned() for call in self.attention(tokens) for pages in POOLS)
         for page in {spec.shape[1]: None for spec in self.caches().values()}:
-            yield from (call.at_any_place() for call in place(page))
+            yield from (call.with_unaligned() for call in place(page))
 
     def contexts(self) -> list[int]:
         """Lengths of contexts, in tokens, whose tables have the widths at which plans differ: powers of two, the most.

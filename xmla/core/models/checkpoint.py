@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xmla.core.errors import ArgumentError, UnsupportedError, meant
+from xmla.core.errors import ArgumentError, UnsupportedError, did_you_mean
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models.base import Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
@@ -185,13 +185,13 @@ def model_config(config: Any, *, tensor_parallel: int = 1, **sizes: Any) -> Mode
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         message = f"model_config: model_type is {checkpoint.model_type!r}, expected one of {known}"
-        raise ArgumentError(message + meant(family, FAMILIES))
+        raise ArgumentError(message + did_you_mean(family, FAMILIES))
     model, said = FAMILIES[family](checkpoint)
     names = [field.name for field in fields(model)]
     for name in sizes:
         if name not in names:
             expected = f"a field of {model.__name__}: {', '.join(names)}"
-            raise ArgumentError(f"model_config: got {name}, expected {expected}{meant(name, names)}")
+            raise ArgumentError(f"model_config: got {name}, expected {expected}{did_you_mean(name, names)}")
     heads, ranks = said["heads"], Attr("tensor_parallel", int, False, None).plain("model_config", tensor_parallel)
     if ranks != 1 and "heads" in sizes:
         raise ArgumentError("model_config: got tensor_parallel and heads, expected one of them")
@@ -234,7 +234,7 @@ def contents(config: Any) -> Mapping[str, Any]:
     except OSError:
         expected = f"a config.json, the folder that has one, or one of {', '.join(PUBLISHED)}"
         message = f"model_config: config is {os.fspath(config)!r}, expected {expected}"
-        raise ArgumentError(message + meant(str(config), PUBLISHED)) from None
+        raise ArgumentError(message + did_you_mean(str(config), PUBLISHED)) from None
     except ValueError as error:
         raise ArgumentError(f"model_config: {file} is no JSON: {error}") from None
     if not isinstance(values, dict):

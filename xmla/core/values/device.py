@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from xmla.core.errors import ArgumentError, meant
+from xmla.core.errors import ArgumentError, did_you_mean
 
 # Shared memory that one CTA may use, in bytes, by compute capability (CUDA programming guide, table of technical
 # specifications per compute capability; 10.7, which it lacks: CUDA 13.4's cuda_occupancy.h, which tells no 10.x apart).
@@ -113,7 +113,7 @@ def find_device(name: str) -> Device:
         if name.lower() in [each.lower() for each in names]:
             return device
     known = short.values()
-    raise ArgumentError(f"device is {name!r}, expected one of {', '.join(known)}{meant(name, known)}")
+    raise ArgumentError(f"device is {name!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 _assumed: ContextVar[Device | None] = ContextVar("xmla_assumed_device", default=None)

@@ -31,13 +31,13 @@ def plan(problem: Problem, device: Device) -> Plan:
     Otherwise, or without room for the tokens of a program, each token reads the keys of its blocks.
     """
     if problem["N"] <= entries_of(problem):
-        over_ranges = of_ranges(problem, device, logits, configure(problem, device).block_t)
-        if over_ranges is not None:
-            return over_ranges
+        dense = dense_plan(problem, device, logits, configure(problem, device).block_t)
+        if dense is not None:
+            return dense
     return select_in_blocks(problem, device, gathered)
 
 
-def of_ranges(
+def dense_plan(
     problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Launch], together: int
 ) -> Plan | None:
     """The plan that scores all keys of ranges by a launch of `logits`, of `together` tokens or more at a time.
@@ -46,7 +46,7 @@ def of_ranges(
     """
 
     def part(problem: Problem, device: Device, rows: int) -> Plan:
-        return at_places(problem, device, rows, logits(problem, device, rows))
+        return scatter_logits(problem, device, rows, logits(problem, device, rows))
 
     row_bytes = 4 * max(entries_of(problem) + num_blocks(problem), 1)
     return parts_of(problem, device, part, row_bytes, max(1, min(together, problem["T"])))
@@ -66,7 +66,7 @@ def sizes_of_rows(problem: Problem) -> dict[str, int]:
     }
 
 
-def at_places(problem: Problem, device: Device, rows: int, logits: Launch) -> Plan:
+def scatter_logits(problem: Problem, device: Device, rows: int, logits: Launch) -> Plan:
     """The logits of the blocks of `rows` tokens, which the launch `logits` stores at each block's place."""
     sizes = sizes_of_rows(problem) | {"blocks_stride": problem.specs["blocks"].stride(0)}
     constexprs = {
