@@ -61,6 +61,6 @@ def selection_attributes(problem: Problem) -> dict[str, Any]:
     return {name: getattr(problem.attrs, name) for name in ("k", "granularity", "newest")}
 
 
-def expanded(problem: Problem) -> int:
+def expanded_columns(problem: Problem) -> int:
     """Columns of a row of positions: those of the blocks and, with the attribute `tail`, of an incomplete one."""
     return entries_of(problem) + (problem.attrs.granularity - 1 if problem.attrs.tail else 0)

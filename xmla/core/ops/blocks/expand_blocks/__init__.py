@@ -6,7 +6,7 @@ from xmla.core.op import Op
 from xmla.core.ops.blocks.expand_blocks.cases import CASES
 from xmla.core.ops.blocks.expand_blocks.plan import plan
 from xmla.core.ops.blocks.expand_blocks.reference import reference
-from xmla.core.ops.blocks.shared import check_granularity, expanded
+from xmla.core.ops.blocks.shared import check_granularity, expanded_columns
 from xmla.core.plan import Implementation
 
 
@@ -49,7 +49,7 @@ def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
 OP = Op(
     prototype=expand_blocks,
     tensors={"blocks": Tensor("T BLOCKS", INDEX), "lengths": Tensor("T", INDEX)},
-    outputs={"indices": Result("T ENTRIES", "int32", sizes={"ENTRIES": expanded})},
+    outputs={"indices": Result("T ENTRIES", "int32", sizes={"ENTRIES": expanded_columns})},
     check=check_granularity,
     limits=limits,
     implementations=(Implementation("triton", plan),),

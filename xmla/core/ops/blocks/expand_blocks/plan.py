@@ -1,6 +1,6 @@
 from xmla.core.call import Problem
 from xmla.core.ops.blocks.expand_blocks.kernels import expand_blocks_kernel
-from xmla.core.ops.blocks.shared import entries_of, expanded
+from xmla.core.ops.blocks.shared import entries_of, expanded_columns
 from xmla.core.plan import Launch, Plan
 from xmla.core.values import Device, cdiv
 
@@ -9,7 +9,7 @@ BLOCK_C = 256  # columns of a program
 
 def plan(problem: Problem, device: Device) -> Plan:
     results = problem.results
-    parts = max(cdiv(expanded(problem), BLOCK_C), 1)
+    parts = max(cdiv(expanded_columns(problem), BLOCK_C), 1)
     launch = Launch(
         expand_blocks_kernel,
         grid=(problem["T"] * parts,),
@@ -17,11 +17,11 @@ def plan(problem: Problem, device: Device) -> Plan:
         sizes={
             "num_columns": entries_of(problem),
             "blocks_stride": problem.specs["blocks"].stride(0),
-            "width": expanded(problem),
+            "width": expanded_columns(problem),
             "parts": parts,
         },
         constexprs={
-            "UNIT": results["indices"].vector(expanded(problem)),
+            "UNIT": results["indices"].vector(expanded_columns(problem)),
             "GRANULARITY": problem.attrs.granularity,
             "TAIL": problem.attrs.tail,
             "BLOCK_C": BLOCK_C,

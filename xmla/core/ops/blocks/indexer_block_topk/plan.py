@@ -8,7 +8,7 @@ from xmla.core.ops.blocks.indexer_block_topk.kernels import (
     logits_at_places_kernel,
     repeat_logits_kernel,
 )
-from xmla.core.ops.blocks.indexer_block_topk_paged.plan import parts_of, select_in_blocks
+from xmla.core.ops.blocks.indexer_block_topk_paged.plan import plan_in_parts, select_in_blocks
 from xmla.core.ops.blocks.shared import entries_of
 from xmla.core.ops.indexer.indexer_logits.plan import Logits, configure
 from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Query, head_rows
@@ -31,13 +31,13 @@ def plan(problem: Problem, device: Device) -> Plan:
     Otherwise, or without room for the tokens of a program, each token reads the keys of its blocks.
     """
     if problem["N"] <= entries_of(problem):
-        dense = dense_plan(problem, device, logits, configure(problem, device).block_t)
+        dense = plan_over_ranges(problem, device, logits, configure(problem, device).block_t)
         if dense is not None:
             return dense
     return select_in_blocks(problem, device, gathered)
 
 
-def dense_plan(
+def plan_over_ranges(
     problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Launch], together: int
 ) -> Plan | None:
     """The plan that scores all keys of ranges by a launch of `logits`, of `together` tokens or more at a time.
@@ -49,7 +49,7 @@ def dense_plan(
         return scatter_logits(problem, device, rows, logits(problem, device, rows))
 
     row_bytes = 4 * max(entries_of(problem) + num_blocks(problem), 1)
-    return parts_of(problem, device, part, row_bytes, max(1, min(together, problem["T"])))
+    return plan_in_parts(problem, device, part, row_bytes, max(1, min(together, problem["T"])))
 
 
 def num_blocks(problem: Problem) -> int:

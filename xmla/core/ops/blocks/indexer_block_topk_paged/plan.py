@@ -19,7 +19,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def select_in_blocks(problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan]) -> Plan:
     """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
-    plan = parts_of(problem, device, logits, 4 * max(entries_of(problem), 1))
+    plan = plan_in_parts(problem, device, logits, 4 * max(entries_of(problem), 1))
     if plan is None:
         needed = join_parts(problem, part_of(problem, device, logits), 1, WHOLE).workspace_bytes
         given = problem.attrs.workspace_bytes
@@ -27,7 +27,7 @@ def select_in_blocks(problem: Problem, device: Device, logits: Callable[[Problem
     return plan
 
 
-def parts_of(
+def plan_in_parts(
     problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan], row_bytes: int, together: int = 1
 ) -> Plan | None:
     """The plan in parts of a multiple of `together` tokens, scored by `logits`; None if so many do not fit."""

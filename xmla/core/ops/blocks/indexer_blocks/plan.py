@@ -6,21 +6,21 @@ from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.gluon_sm90.plan import maxima
 from xmla.core.ops.blocks.shared import selection_attributes
 from xmla.core.ops.indexer import indexer_logits
-from xmla.core.ops.indexer.indexer_topk.plan import of_tokens
+from xmla.core.ops.indexer.indexer_topk.plan import arrays_of_tokens
 from xmla.core.ops.selection import select_topk
 from xmla.core.plan import Part, Plan, in_parts, join_parts
 from xmla.core.values import Device, cdiv
 
 
-def stored(problem: Problem, device: Device, tokens: int) -> Plan:
+def plan_by_logits(problem: Problem, device: Device, tokens: int) -> Plan:
     """The plan that stores all logits of so many tokens and selects from them."""
-    composition = Composition(problem, device, arrays=of_tokens(problem, tokens))
+    composition = Composition(problem, device, arrays=arrays_of_tokens(problem, tokens))
     composition.call(indexer_logits.OP, same_names(*indexer_logits.OP.tensors))
     composition.call(select_blocks.OP, same_names("logits", "starts", "ends"), **selection_attributes(problem))
     return composition.plan()
 
 
-def of_maxima(problem: Problem, device: Device, tokens: int) -> Plan:
+def plan_by_maxima(problem: Problem, device: Device, tokens: int) -> Plan:
     """The plan that stores the largest logit of each block of so many tokens."""
     composition = Composition(problem, device)
     buffers = same_names("block_counts", "maxima")
@@ -38,8 +38,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     def part(rows: int) -> Plan:
         if by_hopper:
             of_logits = replace(choice, op=indexer_logits.OP.name)  # as the steps' plan tells it
-            return replace(of_maxima(problem, device, rows), choices=(of_logits,))
-        return stored(problem, device, rows)
+            return replace(plan_by_maxima(problem, device, rows), choices=(of_logits,))
+        return plan_by_logits(problem, device, rows)
 
     at_once, limit = part(problem["T"]), problem.attrs.workspace_bytes
     if at_once.workspace_bytes <= limit:

@@ -15,10 +15,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     composition.call(indexer_logits_paged.OP, same_names(*indexer_logits_paged.OP.tensors))
     composition.call(select_blocks.OP, {"logits": "logits", "ends": "lengths"}, **selection_attributes(problem))
     stored = composition.plan()
-    return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else bounded(problem, device)
+    return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else plan_in_parts(problem, device)
 
 
-def bounded(problem: Problem, device: Device) -> Plan:
+def plan_in_parts(problem: Problem, device: Device) -> Plan:
     """The plan that stores the logits of as many tokens at a time as fit the workspace; these share no keys."""
 
     def part(rows: int) -> Plan:

@@ -66,38 +66,38 @@ def configure(mxfp4: bool, device: Device) -> Config:
     return Config(128, 8, max_registers=registers)
 
 
-def stored(problem: Problem, device: Device, tokens: int) -> Plan:
+def plan_by_logits(problem: Problem, device: Device, tokens: int) -> Plan:
     """The plan that stores all logits of so many tokens and selects from them."""
-    composition = Composition(problem, device, arrays=of_tokens(problem, tokens))
+    composition = Composition(problem, device, arrays=arrays_of_tokens(problem, tokens))
     composition.call(indexer_logits.OP, same_names(*indexer_logits.OP.tensors))
     composition.call(select_topk.OP, same_names("logits", "starts", "ends"), k=problem.attrs.k)
     return composition.plan()
 
 
-def parts_of(problem: Problem, device: Device) -> Plan | None:
+def plan_in_parts(problem: Problem, device: Device) -> Plan | None:
     """The plan that stores the logits of as many tokens at a time as fit the workspace."""
     keys = problem["N"]
     together = indexer_logits.tokens_a_program(problem, device)
     return in_parts(
-        problem, lambda size: stored(problem, device, size), 4 * max(keys, 1), together,
+        problem, lambda size: plan_by_logits(problem, device, size), 4 * max(keys, 1), together,
         lambda size: size >= PART_TOKENS or size * keys >= PART_LOGITS,
     )  # fmt: skip
 
 
-def of_tokens(problem: Problem, tokens: int) -> dict[str, Spec]:
+def arrays_of_tokens(problem: Problem, tokens: int) -> dict[str, Spec]:
     """The call's arrays of `tokens` of its tokens."""
     rows = {name: problem.specs[name] for name in ("q8", "weights", "starts", "ends")}
     return {name: replace(spec, shape=(tokens, *spec.shape[1:])) for name, spec in rows.items()}
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    whole = stored(problem, device, problem["T"])
+    whole = plan_by_logits(problem, device, problem["T"])
     if whole.workspace_bytes <= problem.attrs.workspace_bytes:
         return whole
-    return parts_of(problem, device) or bounded(problem, device)
+    return plan_in_parts(problem, device) or plan_by_candidates(problem, device)
 
 
-def bounded(problem: Problem, device: Device) -> Plan:
+def plan_by_candidates(problem: Problem, device: Device) -> Plan:
     """The plan whose programs keep candidates and no logits."""
     k = problem.attrs.k
     block_i = head_rows(problem)

@@ -29,10 +29,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     composition.call(indexer_logits_paged.OP, same_names(*indexer_logits_paged.OP.tensors))
     composition.call(select_topk.OP, {"logits": "logits", "ends": "lengths"}, k=problem.attrs.k)
     stored = composition.plan()
-    return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else bounded(problem, device)
+    return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else plan_by_candidates(problem, device)
 
 
-def bounded(problem: Problem, device: Device) -> Plan:
+def plan_by_candidates(problem: Problem, device: Device) -> Plan:
     """The plan whose programs keep candidates and no logits, of as many tokens at a time as fit the workspace."""
     grouping, tokens = group_tokens(problem, MAX_ROWS), problem["T"]
     divides = grouping.groups_a_request * grouping.group == grouping.next_n or problem["B"] == 1

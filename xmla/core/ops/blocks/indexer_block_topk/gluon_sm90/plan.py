@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from xmla.core.call import Problem
 from xmla.core.ops.blocks.indexer_block_logits.plan import part as gathered
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel import logits_at_places_sm90_kernel
-from xmla.core.ops.blocks.indexer_block_topk.plan import dense_plan, sizes_of_rows
+from xmla.core.ops.blocks.indexer_block_topk.plan import plan_over_ranges, sizes_of_rows
 from xmla.core.ops.blocks.indexer_block_topk_paged.plan import select_in_blocks
 from xmla.core.ops.blocks.shared import entries_of
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.plan import REGISTERS, HopperLogits, grid_of, tokens_a_program
@@ -44,7 +44,7 @@ def logits(problem: Problem, device: Device, rows: int) -> Launch:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    dense = dense_plan(problem, device, logits, tokens_a_program(problem, device))
+    dense = plan_over_ranges(problem, device, logits, tokens_a_program(problem, device))
     if dense is not None:
         return dense
     if problem.implementation == "gluon":
