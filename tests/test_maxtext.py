@@ -164,11 +164,11 @@ def test_what_is_not_served_is_refused_by_name(option: str, value: Any) -> None:
     dense, served = SimpleNamespace(use_indexer=False), SimpleNamespace(**SERVED)
     refused = SimpleNamespace(config=SimpleNamespace(**SERVED | {option: value}))
     with pytest.raises(UnsupportedError, match=f"{option}={value} .*given, supported: "):
-        maxtext._checked(init)(None, refused.config)
+        maxtext._with_check(init)(None, refused.config)
     with pytest.raises(UnsupportedError, match=f"{option}={value} .*given, supported: "):
         maxtext._index(refused, *[normal(0, 4)] * 3)  # made before `install`
     for config in (dense, served):
-        maxtext._checked(init)(None, config)
+        maxtext._with_check(init)(None, config)
     assert made == [dense, served]
 
 

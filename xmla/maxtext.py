@@ -70,7 +70,7 @@ def install(*, deterministic: bool = True) -> None:
         layers = import_module("maxtext.layers.attention_mla")
         attention_op = import_module("maxtext.layers.attention_op").AttentionOp
         replaced = {
-            (layers.MLA, "__init__"): _checked(layers.MLA.__init__),
+            (layers.MLA, "__init__"): _with_check(layers.MLA.__init__),
             (layers.MLA, "calculate_indexer_loss"): _calculate_indexer_loss,
             (layers.Indexer, "__call__"): _index,
             (attention_op, "__call__"): _attention(attention_op.__call__),
@@ -98,7 +98,7 @@ def uninstall() -> None:
         setattr(owner, name, function)
 
 
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
+def _with_check(init: Callable[..., None]) -> Callable[..., None]:
     """`MLA.__init__` for the configurations that are served, and for layers without an indexer."""
 
     @wraps(init)

@@ -63,7 +63,7 @@ def in_integers() -> Iterator[mock.Mock]:
 def test_every_value_interpreted() -> None:
     values, x = np.zeros(256, np.float32), values_to_round()
     codes = np.zeros(len(x), np.uint8)
-    with interpreter.corrected(), in_integers(), np.errstate(all="ignore"):
+    with interpreter.corrections(), in_integers(), np.errstate(all="ignore"):
         compile_e4m3.decode_kernel[(2,)](interpreter._pointer(CODES), interpreter._pointer(values), N=128)
         compile_e4m3.encode_kernel[(len(x),)](interpreter._pointer(x), interpreter._pointer(codes), N=1)
     check_decoded(values)

@@ -89,7 +89,7 @@ def test_dot_multiplies_values(dtype: type) -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((16, 16)).astype(dtype) for _ in range(2))
     out = np.full((16, 16), np.nan, np.float32)
-    with interpreter.corrected():
+    with interpreter.corrections():
         dot_kernel[(1,)](*(interpreter._pointer(x) for x in (a, b, out)), N=16)
     assert np.allclose(out, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-5, atol=1e-5)
 
@@ -101,7 +101,7 @@ def test_a_rows_bits_do_not_depend_on_its_place() -> None:
     a, b = (rng.standard_normal((64, 64), np.float32).astype(ml_dtypes.bfloat16) for _ in range(2))
     first, second = (np.full((64, 64), np.nan, np.float32) for _ in range(2))
     for left, out in ((a, first), (np.roll(a, 3, axis=0), second)):
-        with interpreter.corrected():
+        with interpreter.corrections():
             dot_kernel[(1,)](*(interpreter._pointer(x) for x in (left, b, out)), N=64)
     assert np.array_equal(np.roll(first, 3, axis=0), second)
 
@@ -188,7 +188,7 @@ def test_shortcuts_change_no_bit(left: str, monkeypatch: pytest.MonkeyPatch) -> 
         found = []
         for b in operands:
             out = np.full((43, 16, 16), UNWRITTEN)
-            with interpreter.corrected():
+            with interpreter.corrections():
                 operators_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
             found.append(out)
         return found
@@ -229,7 +229,7 @@ def test_loads_by_shortcuts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyP
         found = []
         for n in (9, 1, 16):
             out = np.full((15, 16, 16), UNWRITTEN)
-            with interpreter.corrected(), np.errstate(all="ignore"):
+            with interpreter.corrections(), np.errstate(all="ignore"):
                 loads_kernel[(1,)](interpreter._pointer(a), interpreter._size(n), interpreter._pointer(out), N=16)
             found.append(out)
         return found
@@ -256,7 +256,7 @@ def test_products_by_shortcuts_change_no_bit(dtype: type, monkeypatch: pytest.Mo
 
     def run() -> np.ndarray:
         out = np.full((3, 16, 16), np.nan, np.float32)
-        with interpreter.corrected():
+        with interpreter.corrections():
             products_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
         return out
 
@@ -290,7 +290,7 @@ from xmla.core.compile import interpreter
 original, inside = tritons._convert_float, threading.Event()
 
 def stay():
-    with interpreter.corrected():
+    with interpreter.corrections():
         inside.set()
         time.sleep(1)
 

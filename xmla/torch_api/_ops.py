@@ -167,7 +167,7 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = [*zip(op.tensors, args, strict=False), *kwargs.items()]
-        moving = {n: constant for n, t in arguments if isinstance(t, torch.Tensor) and (constant := _differentiated(t))}
+        moving = {n: constant for n, t in arguments if isinstance(t, torch.Tensor) and (constant := _detaching_call(t))}
         if not moving:
             return _private.below_autograd(keyset, overload, kernel, args, kwargs)
         written = any(name.startswith("out_") for name in kwargs)
@@ -245,7 +245,7 @@ REVERSE_MODE = "{0}.detach() or torch.no_grad()"
 FORWARD_MODE = "{0}.detach()"  # no_grad does not affect forward mode
 
 
-def _differentiated(tensor: torch.Tensor) -> str | None:
+def _detaching_call(tensor: torch.Tensor) -> str | None:
     """The call that makes `tensor` a constant, if it is differentiated in backward or forward mode, else None."""
     if _private.forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None:
         return FORWARD_MODE
@@ -268,7 +268,9 @@ def _are_constants(tensors: Tensors) -> bool:
     return True
 
 
-def _resolved(op: Op, tensors: Tensors, results: Tensors, workspace: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _resolve_negated(
+    op: Op, tensors: Tensors, results: Tensors, workspace: torch.Tensor | None
+) -> list[torch.Tensor | None]:
     """Tensors that are negatives of their memory as tensors of their own; the dispatcher's way takes no `None`."""
     written = {f"out {name}": result for name, result in zip(op.outputs, results, strict=False)}
     written |= {op.mutates[i]: tensors[place] for i, place in enumerate(op.mutated)}
@@ -352,7 +354,7 @@ def public(op: Op) -> Callable[..., Any]:
         check_tensors(op, tensors)
         check_devices(op, tensors)
         if not torch.compiler.is_compiling():
-            tensors = _resolved(op, tensors, results, workspace)
+            tensors = _resolve_negated(op, tensors, results, workspace)
         keywords = dict(zip(op.defaults, op.attributes(*attrs), strict=True))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)

@@ -110,7 +110,7 @@ def patch_worker(worker: type) -> type:
         if has_indexer(config) and is_batch_invariant():
             apply_all(INVARIANCE_PATCHES, version("vllm"))
 
-    return warmup.warmed(worker, prepare)
+    return warmup.with_warmup(worker, prepare)
 
 
 PATCHES = (

@@ -254,7 +254,7 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
                 yield from pool_calls(pool, *selected, kpool, sizes, device)
 
 
-def warmed(worker: type, prepare: Callable[[Any], None]) -> type:
+def with_warmup(worker: type, prepare: Callable[[Any], None]) -> type:
     """vLLM's worker, which refuses and prepares before it loads weights, and compiles before it captures graphs.
 
     What its memory profile compiles is not refused. `prepare` gets the engine's configuration.

@@ -64,7 +64,7 @@ _CORRECTIONS: tuple[tuple[Any, str, Any], ...] = (
 
 
 @contextmanager
-def corrected() -> Iterator[None]:
+def corrections() -> Iterator[None]:
     """Triton's interpreter with the shim and `SHORTCUTS`, for one thread at a time."""
     with _lock:
         kept = [(owner, name, getattr(owner, name)) for owner, name, _ in (*_CORRECTIONS, *SHORTCUTS)]
@@ -122,7 +122,7 @@ def _run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         # Uninitialised memory on a GPU holds anything; 0xFF bytes are NaN in every float dtype and -1 in every integer.
         poison = np.full(spec.nbytes, 0xFF, np.uint8)
         arrays.setdefault(name, poison.view(DTYPES[spec.dtype][0]).reshape(spec.shape))
-    with corrected(), np.errstate(all="ignore"), warnings.catch_warnings():
+    with corrections(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # a row of NaN, which kernels accept
         for launch in plan.active:
             _interpret(launch, arrays)

@@ -3,7 +3,7 @@
 Of an interpreted operation NumPy takes a tenth. In the rest the interpreter works out again what it has worked out
 before: types of the same shape, NumPy's dtype of a type, that operands of one type need neither a cast nor a broadcast;
 and of every sum and product of integers whether it overflows, in int64, for an assertion that is off. While a plan runs
-(`xmla.core.compile.interpreter.corrected`), the functions below stand in for Triton's: of an operator whose operands
+(`xmla.core.compile.interpreter.corrections`), the functions below stand in for Triton's: of an operator whose operands
 have types that it has had before NumPy's function is called at once. tests/core/test_interpreter.py compares.
 """
 
