@@ -54,7 +54,7 @@ def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
 
 @contextmanager
 def ops_replaced(make: Callable[[str, Any], Any]) -> Iterator[None]:
-    """With functions that `make` makes of each op of the layer."""
+    """Replace each op of the layer by what `make` makes of it."""
     own = {module: module.xt for module in OPS}
     for module, names in OPS.items():
         vars(module)["xt"] = SimpleNamespace(**{name: make(name, getattr(own[module], name)) for name in names})

@@ -83,7 +83,7 @@ NAMES = ", ".join(f"{name} ({model.title})" for name, model in PUBLISHED.items()
 
 
 def names_from(incomplete: str) -> list[str]:
-    """For completion."""
+    """Names of released models, to complete what is typed."""
     return [name for name in PUBLISHED if name.startswith(incomplete)]
 
 

@@ -100,11 +100,11 @@ def draw_frameworks(results: Path, file: Path) -> None:
 
 
 def shown_run(results: Path) -> Any:
-    """Of `draw_run` its origin alone."""
+    """The origin of a run, all that `draw_run`'s picture is compared by."""
     return origin(read(results)[0][0])
 
 
 def draw_run(results: Path, file: Path) -> None:
-    """As `xmla bench --picture` does."""
+    """Draw a run as `xmla bench --picture` does."""
     head, *lines = read(results)[0]
     picture.draw(head, lines, file)

@@ -33,7 +33,7 @@ class Visible:
 
     @classmethod
     def of(cls, mask: torch.Tensor, queries: int, keys: int) -> "Visible":
-        """From what `visible` packed, [B, 1, ·], of so many queries and keys.
+        """The keys of so many queries, from what `visible` packed, [B, 1, ·].
 
         Raises:
             UnsupportedError: It is another mask.

@@ -29,7 +29,7 @@ def _query(indexer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(indexer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Of each head, [B, S, I] float32, with all factors of the scores."""
+    """Weights of each head, [B, S, I] float32, with all factors of the scores."""
     weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
     return weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 

@@ -61,7 +61,7 @@ class Checkpoint:
             self.refuse(name, f"0, {' or '.join(map(str, known))} tokens an entry in each layer")
 
     def softmax_scale(self) -> float:
-        """That of queries with roped dims and others, times the square of YaRN's factor where rope has one."""
+        """The scale of queries with roped dims and others, times the square of YaRN's factor where rope has one."""
         scale = (self.count("qk_nope_head_dim") + self.count("qk_rope_head_dim", 0)) ** -0.5
         rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -71,7 +71,7 @@ class Checkpoint:
         return scale
 
     def sizes(self) -> Sizes:
-        """Those that every model has."""
+        """The sizes that every model has."""
         return {
             "heads": self.count("num_attention_heads"), "index_heads": self.count("index_n_heads"),
             "index_dim": self.count("index_head_dim"), "k": self.count("index_topk"),
@@ -99,7 +99,7 @@ def glm(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
 
 
 def hy4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
-    """Its layers share selections also where `indexer_types` is left out, and each head has a sink."""
+    """Hy4's layers share selections also where `indexer_types` is left out, and each head has a sink."""
     model, sizes = one_by_one(checkpoint)
     return model, {**sizes, "shared_selection": True, "sink": True}
 
