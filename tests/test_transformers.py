@@ -202,6 +202,20 @@ def test_a_cache_that_changes_rows(device: str) -> None:
         assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("how", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_prefill_in_parts(kind: str, how: str, cache: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are those of all queries at once, but for rounding in products of other sizes."""
+    model, tokens = build(kind, device, index_topk=64), text(device)
+    given = padded(tokens, how)
+    real = given.get("attention_mask", torch.ones_like(tokens)).bool()
+    at_once = logits(model, "xmla", tokens, **given)
+    monkeypatch.setattr(models, "AT_ONCE", 7)
+    in_parts = logits(model, "xmla", tokens, use_cache=cache, **given)
+    assert distance(in_parts, at_once, real) < 0.01
+
+
 class Largest(TorchDispatchMode):
     """The most elements of a result."""
 

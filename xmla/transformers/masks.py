@@ -33,19 +33,24 @@ class Visible:
 
     @classmethod
     def of(cls, mask: torch.Tensor, queries: int, keys: int) -> "Visible":
-        """The keys of so many queries, from what `visible` packed, [B, 1, ·].
+        """The keys of so many queries, from what `visible` packed, [B, 1, ·], which may know of keys that come later.
 
         Raises:
             UnsupportedError: It is another mask.
         """
-        sizes = 2 * queries, 2 * queries + keys
-        if mask.dtype != torch.int32 or mask.shape[1] != 1 or mask.shape[2] not in sizes:
+        ordered = mask.shape[2] - 2 * queries
+        if mask.dtype != torch.int32 or mask.shape[1] != 1 or (ordered and ordered < keys):
             raise UnsupportedError(
                 f"xmla.transformers: attention_mask is {mask.dtype} of shape {tuple(mask.shape)}, supported are masks "
                 "of [batch, keys] and none"
             )
-        starts, ends, *order = mask[:, 0].split([queries, queries, *([keys] if mask.shape[2] > 2 * queries else [])], 1)
-        return cls(starts, ends, order[0] if order else None)
+        starts, ends, order = mask[:, 0].split([queries, queries, ordered], 1)
+        return cls(starts, ends, order[:, :keys].clamp(max=keys - 1) if ordered else None)
+
+
+def part(mask: torch.Tensor, queries: int, first: int, last: int) -> torch.Tensor:
+    """The mask of the queries from `first` to before `last`, from what `visible` packed of so many `queries`."""
+    return torch.cat([mask[..., first:last], mask[..., queries + first : queries + last], mask[..., 2 * queries :]], -1)
 
 
 def visible(

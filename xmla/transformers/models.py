@@ -12,10 +12,12 @@ from torch import nn
 
 from xmla.core.errors import UnsupportedError
 from xmla.transformers.attention import latents
-from xmla.transformers.masks import Visible, visible
+from xmla.transformers.cache import LatentCache
+from xmla.transformers.masks import Visible, part, visible
 from xmla.transformers.selection import Projected, select
 
 NAME = "xmla"
+AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
 
 
 def _rotate(module: nn.Module, interleaved: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -109,11 +111,48 @@ def serve() -> None:
     for file, prefix, project in _CLASSES.values():
         module = import_module(f"transformers.models.{file}.modeling_{file}")
         attention, indexer = getattr(module, f"{prefix}Attention"), getattr(module, f"{prefix}Indexer")
-        attention.expand_kv = _expanding(attention.expand_kv)
-        indexer.forward = _indexing(indexer.forward, project)
+        attention.forward = _attention(attention.forward)
+        attention.expand_kv = _expand_kv(attention.expand_kv)
+        indexer.forward = _indexer(indexer.forward, project)
 
 
-def _expanding(own: Callable[..., Any]) -> Callable[..., Any]:
+def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of many queries in parts, one after another, where no gradient is recorded."""
+    parameters = signature(own)
+
+    @wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = parameters.bind(self, *args, **kwargs)
+        whole = dict(bound.arguments)
+        x = whole["hidden_states"]
+        queries = x.shape[1]
+        if self.config._attn_implementation != NAME or torch.is_grad_enabled() or queries <= AT_ONCE:
+            return own(self, *args, **kwargs)
+        if whole.get("cache") is None:
+            bound.arguments["cache"] = LatentCache(self.config)
+        out, selections = torch.empty_like(x), []
+        for first in range(0, queries, AT_ONCE):
+            last = min(first + AT_ONCE, queries)
+            bound.arguments |= {
+                "hidden_states": x[:, first:last],
+                "position_embeddings": tuple(each[:, first:last] for each in whole["position_embeddings"]),
+                "attention_mask": part(whole["attention_mask"], queries, first, last),
+            }
+            for name in ("position_ids", "prev_topk_indices"):
+                if whole.get(name) is not None:
+                    bound.arguments[name] = whole[name][:, first:last]
+            out[:, first:last], _, *selection = own(*bound.args, **bound.kwargs)
+            selections += selection
+        if not selections:
+            return out, None
+        width = max(each.shape[-1] for each in selections)  # keys of the first parts may be fewer than are selected
+        padded = [nn.functional.pad(each, (0, width - each.shape[-1]), value=-1) for each in selections]
+        return out, None, torch.cat(padded, 1)
+
+    return forward
+
+
+def _expand_kv(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.config._attn_implementation != NAME:
@@ -124,7 +163,7 @@ def _expanding(own: Callable[..., Any]) -> Callable[..., Any]:
     return expand_kv
 
 
-def _indexing(own: Callable[..., Any], project: Callable[..., Projected]) -> Callable[..., Any]:
+def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Callable[..., Any]:
     parameters = signature(own)
 
     @wraps(own)
