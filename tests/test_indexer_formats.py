@@ -179,3 +179,27 @@ def test_an_ambiguous_row_is_refused(device: str) -> None:
     assert [t.shape[1:] for t in (fp8[0], mxfp4[0])] == [(64,), (64,)]
     assert (fp8[0].dtype, fp8[1].dtype) == (torch.float8_e4m3fn, torch.float32)
     assert (mxfp4[0].dtype, mxfp4[1].dtype) == (torch.uint8, torch.int32)
+
+
+def test_queries_and_keys_are_transformed_alike(device: str) -> None:
+    """A Hadamard transform of both selects the same keys but for rounding; of the queries alone others."""
+    torch.manual_seed(0)
+    matrix = torch.ones(1, 1)
+    for _ in range(7):
+        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) / 2**0.5
+    keys, q, weights = torch.randn(2048, 128), torch.randn(4, 8, 128), torch.rand(4, 8)
+
+    def selected(q: torch.Tensor, keys: torch.Tensor) -> list[set[int]]:
+        cache = torch.zeros(32, 64, 132, dtype=torch.uint8, device=device)
+        torch_api.write_indexer_cache(keys.to(device), torch.arange(2048, dtype=torch.int32, device=device), cache)
+        table = torch.arange(32, dtype=torch.int32, device=device)[None]
+        lengths = torch.full((4,), 2048, dtype=torch.int32, device=device)
+        query = torch_api.quantize_indexer_query(q.to(device), weights.to(device))
+        return [{*row} for row in torch_api.indexer_topk_paged(*query, cache, table, lengths, k=128).tolist()]
+
+    want = selected(q, keys)
+    shares = [
+        sum(len(one & other) for one, other in zip(want, selected(q @ matrix, with_keys), strict=True)) / (4 * 128)
+        for with_keys in (keys @ matrix, keys)
+    ]
+    assert shares[0] > 0.9 and shares[1] < 0.3, shares

@@ -71,7 +71,7 @@ def show_plan(config: Model, device_name: str | None) -> None:
             console.print(remark, soft_wrap=True)
     for name, spec in config.caches().items():
         entry, page = spec.shape[2] * spec.itemsize, spec.stride(0) * spec.itemsize
-        console.print(f"{name}: {entry} bytes per entry and layer, {page:,} per page of {spec.shape[1]}")
+        console.print(f"{name}: {entry} bytes per entry and layer that has it, {page:,} per page of {spec.shape[1]}")
     if isinstance(config, ModelConfig) and config.ranks > 1:
         console.print(f"{config.ranks} ranks share each request's pages; received per rank, step and layer:")
         for name, parts in config.exchanged():

@@ -114,6 +114,9 @@ def compress_kv(
     DeepSeek-V4.1 has r = 1 and 2 with C = 1 and an ape of 0, at r = 1 also a score of 0. It projects the indexer's keys
     from the normed latent, which is an entry of plain rows whose angles are 0 (cosines 1, sines 0).
 
+    The indexer's keys have no Hadamard transform, as in vLLM: queries must have none either. DeepSeek's reference and
+    SGLang transform both, so that their keys are others in rows of the same bytes.
+
     Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
     vLLM's compressor (states addressed by position, norm before rounding).
 
@@ -1684,7 +1687,8 @@ def quantize_indexer_query(
     values themselves, in bfloat16, which holds them exactly.
 
     Args:
-        q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, 1 ≤ I ≤ 128. Roped.
+        q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, 1 ≤ I ≤ 128. Roped and rotated as the keys are: by
+            a Hadamard transform, as in DeepSeek's reference and SGLang, or by none, as in vLLM and `compress_kv`.
         weights: [T, I], any of the same dtypes: weights_proj(x), unscaled.
         scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
         format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was
@@ -2396,7 +2400,8 @@ def write_indexer_cache(
         mxfp4:  scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale), blocks of 32 dims
 
     Args:
-        keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised and roped.
+        keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised, roped, and rotated by a
+            Hadamard transform where the queries are.
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped. Valid slots must be distinct.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:

@@ -77,6 +77,9 @@ def compress_kv(
     DeepSeek-V4.1 has r = 1 and 2 with C = 1 and an ape of 0, at r = 1 also a score of 0. It projects the indexer's keys
     from the normed latent, which is an entry of plain rows whose angles are 0 (cosines 1, sines 0).
 
+    The indexer's keys have no Hadamard transform, as in vLLM: queries must have none either. DeepSeek's reference and
+    SGLang transform both, so that their keys are others in rows of the same bytes.
+
     Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
     vLLM's compressor (states addressed by position, norm before rounding).
 

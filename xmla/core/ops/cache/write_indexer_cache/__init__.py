@@ -15,7 +15,8 @@ def write_indexer_cache(keys, slots, cache) -> Any:
         mxfp4:  scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale), blocks of 32 dims
 
     Args:
-        keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised and roped.
+        keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised, roped, and rotated by a
+            Hadamard transform where the queries are.
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped. Valid slots must be distinct.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
