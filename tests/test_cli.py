@@ -653,8 +653,10 @@ def test_verify_of_a_model() -> None:
 @pytest.mark.usefixtures("device")
 def test_verify_tells_formats_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry()["sparse_mla"]
+    every = chosen(["sparse_mla"], True, None, typical("deepseek_v41"))["sparse_mla"][1]
     monkeypatch.setattr("xmla.cli.verify.chosen", lambda *_: {op.name: (op, ())})
     result = CliRunner().invoke(app, ["verify", "--model", "deepseek_v41"], env=WIDE)
+    assert 0 < len(every) < len(op.cases) and f"; of {len(every)} cases --all runs" in result.output
     assert "left out: sparse_mla over v41, of which there is no case\n" in result.output, result.output
 
 

@@ -148,11 +148,12 @@ def run(
                 row = [name, case.name, f"{error:.1e}", "agrees" if right else "[red]DIFFERS"]
                 table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if len(front_ends) > 1 else []))
     console.print(table)
-    if config is not None:
-        for name, kinds in formats_of(config).items():
-            for kind in kinds - {formats_of_case(ops[name][0], case) for case in ops[name][1]} if name in ops else ():
-                console.print(f"left out: {name} over {' and '.join(kind)}, of which there is no case", soft_wrap=True)
-    whole = sum(len(op.cases) for op, _ in ops.values())
+    formats = {} if config is None else formats_of(config)
+    for name, kinds in formats.items():
+        for kind in kinds - {formats_of_case(ops[name][0], case) for case in ops[name][1]} if name in ops else ():
+            console.print(f"left out: {name} over {' and '.join(kind)}, of which there is no case", soft_wrap=True)
+    every_case = [(op, case) for op, _ in ops.values() for case in op.cases]
+    whole = sum(config is None or formats_of_case(op, case) in formats[op.name] for op, case in every_case)
     rest = "" if count == whole else f"; of {whole} cases --all runs the other {whole - count} too"
     count -= refused
     if refused:
