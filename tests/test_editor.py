@@ -60,6 +60,7 @@ TYPES = {
     "xmla.supports('sparse_mla', 'H200', H=16).ok": "bool",
     "xmla.compiles()[0].seconds": "float",
     "xmla.warmup(xmla.ModelConfig(heads=16), progress=False).seconds": "float",
+    "xmla.model_config('deepseek_v4', tensor_parallel=8, next_n=(1, 4)).max_lens": "tuple[int, ...]",
     "xmla.warmup(xmla.ModelConfigV4(next_n=(1, 2)), xmla.Device.of('NVIDIA H200', 90, 132), workers=2)": "Warmup",
 }
 ERRORS = {
@@ -81,6 +82,7 @@ ERRORS = {
     "jax_api.select_topk(j, j, k=8, out=j)": "Unexpected keyword argument `out`",
     "jax_api.write_indexer_cache(j, ref, j)": "No matching overload",
     "xmla.warmup('v3.2')": "parameter `config` with type `Model`",
+    "xmla.model_config('deepseek_v4', tensor_parallel='8')": "parameter `tensor_parallel` with type `int`",
     "xmla.ModelConfig(head=16)": "Unexpected keyword argument `head`",
     "xmla.warm_up": "No attribute `warm_up` in module `xmla`",
     "layouts.convert([1], 'v4')": "`list[int]` is not assignable",

@@ -129,8 +129,8 @@ class V4Base(Model):
 class ModelConfigV4(V4Base):
     """A DeepSeek-V4 model as an engine serves it: sliding-window layers, and compressed ones with and without indexer.
 
-    Arrays are dense, except that the page stride of the latent caches is the multiple that allocators of their format
-    use. Weights, angles and states are float32.
+    Sizes are by default V4-Pro's; V4-Flash has 64 heads and k = 512. Arrays are dense, except that the page stride of
+    the latent caches is the multiple that allocators of their format use. Weights, angles and states are float32.
 
     Attributes:
         heads: Query heads of this rank, H.
