@@ -184,6 +184,7 @@ def test_layers_that_share_selections() -> None:
     for change, shared in (
         ({}, False), ({"index_topk_freq": 1}, False), ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, True),
         ({"index_topk_pattern": "FSSF"}, True), ({"index_topk_pattern": "FFF"}, False),
+        ({"index_topk_pattern": ["full", "shared"]}, True), ({"index_topk_freq": None}, False),
         ({"indexer_types": ["full", "shared"]}, True), ({"indexer_types": ["full"] * 2, "index_topk_freq": 4}, False),
     ):  # fmt: skip
         assert model_config(GLM5 | change).shared_selection is shared, change
@@ -221,6 +222,15 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
      "compress_ratios of deepseek_v4 is missing, expected 0, 4 or 128 tokens an entry in each layer"),
     (V4_PRO, {"compress_rates": {"compressed_sparse_attention": 8}}, UnsupportedError,
      "compress_rates of deepseek_v4 is {'compressed_sparse_attention': 8}, expected 0, 4 or 128 tokens an entry"),
+    (V4_PRO, {"compress_ratios": 4}, UnsupportedError,
+     "compress_ratios of deepseek_v4 is 4, expected 0, 4 or 128 tokens an entry in each layer"),
+    (V4_PRO, {"compress_ratios": [[4]]}, UnsupportedError,
+     "compress_ratios of deepseek_v4 is [[4]], expected 0, 4 or 128 tokens an entry in each layer"),
+    (V32, {"rope_scaling": "yarn"}, UnsupportedError, "rope_scaling of deepseek_v32 is 'yarn', expected an object"),
+    (V32, {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, UnsupportedError,
+     "rope_parameters of deepseek_v32 is {'rope_type': 'yarn', 'mscale_all_dim': 1.0}, expected numbers as factor "),
+    (GLM5, {"index_topk_freq": "4"}, UnsupportedError,
+     "index_topk_freq of glm_moe_dsa is '4', expected a number from 0"),
     (V41["text_config"], {"candidate_block_size": None}, UnsupportedError,
      "candidate_block_size of deepseek_v41_text is missing, expected a number from 1"),
     (GLM53_FLASH["text_config"], {"qk_rope_head_dim": 64}, UnsupportedError,

@@ -54,21 +54,27 @@ class Checkpoint:
 
     def ratios(self, known: tuple[int, ...]) -> None:
         """Refuse layers with other numbers of tokens an entry than `known`, or than 0: those have a window alone."""
-        by_kind = self.fields.get("compress_rates")
-        listed = by_kind.values() if isinstance(by_kind, Mapping) else self.fields.get("compress_ratios")
-        name = "compress_rates" if isinstance(by_kind, Mapping) else "compress_ratios"
-        if listed is None or not {*listed} <= {0, *known}:
+        name = "compress_rates" if self.fields.get("compress_rates") else "compress_ratios"
+        rates = self.fields.get(name)
+        listed = [*rates.values()] if isinstance(rates, Mapping) else rates
+        if not isinstance(listed, list | tuple) or any(rate not in (0, *known) for rate in listed):
             self.refuse(name, f"0, {' or '.join(map(str, known))} tokens an entry in each layer")
 
     def softmax_scale(self) -> float:
         """The scale of queries with roped dims and others, times the square of YaRN's factor where rope has one."""
         scale = (self.count("qk_nope_head_dim") + self.count("qk_rope_head_dim", 0)) ** -0.5
-        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default" and (factor := rope.get("mscale_all_dim")):
-            yarn = 0.1 * factor * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
-            scale = scale * yarn * yarn
-        return scale
+        name = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
+        rope = self.fields.get(name) or {}
+        if not isinstance(rope, Mapping):
+            self.refuse(name, "an object")
+        kind, all_dims = rope.get("rope_type") or rope.get("type") or "default", rope.get("mscale_all_dim")
+        if kind == "default" or not all_dims:
+            return scale
+        longer = rope.get("factor")
+        if not isinstance(all_dims, int | float) or not isinstance(longer, int | float):
+            self.refuse(name, "numbers as factor and mscale_all_dim")
+        yarn = 0.1 * all_dims * math.log(longer) + 1.0 if longer > 1 else 1.0
+        return scale * yarn * yarn
 
     def sizes(self) -> Sizes:
         """The sizes that every model has."""
@@ -83,8 +89,8 @@ class Checkpoint:
         if types := self.fields.get("indexer_types"):
             return "shared" in types
         if pattern := self.fields.get("index_topk_pattern"):
-            return "S" in pattern
-        return self.fields.get("index_topk_freq", 1) > 1
+            return "S" in pattern or "shared" in pattern
+        return self.fields.get("index_topk_freq") is not None and self.count("index_topk_freq", 0) > 1
 
 
 def one_by_one(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
