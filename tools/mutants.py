@@ -187,8 +187,6 @@ MUTANTS = (
            "xmla/core/models/published.py", "../test_checkpoints.py", "released_checkpoint"),
     Mutant("self.fields.get(name, absent) != only", "False", "xmla/core/models/checkpoint.py",
            "../test_checkpoints.py", "name_the_field"),
-    Mutant("row = first_token - first_row", "row = first_token", f"{OPS}/indexer/indexer_topk_paged/kernels.py",
-           "../test_ops.py", "indexer_topk_paged and parts"),
     Mutant("if ranks < 1 or heads % ranks:", "if False:", "xmla/core/models/checkpoint.py", "../test_checkpoints.py",
            "other_arguments"),
     Mutant("requests = sizes.requests * (sizes.new if new == 1 else 1)", "requests = sizes.requests",

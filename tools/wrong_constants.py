@@ -16,7 +16,7 @@ from tools.compile_plans import DEVICES, planned
 from tools.far_strides import ARCH, front_end
 from xmla.core.compile import Specialization, specialize
 from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.plan import with_constant
+from xmla.core.plan.plan import with_constant
 from xmla.core.values import Spec
 
 CHANGES: dict[str, list[dict[str, object]]] = {

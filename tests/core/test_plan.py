@@ -658,16 +658,6 @@ def test_what_a_step_writes_and_selects_follows_the_configuration(model: type[Mo
     assert not any(call.attrs.keys() & chosen for _, step in small.steps() for call in step)
 
 
-@pytest.mark.parametrize("tokens", [32768, 65536])
-@pytest.mark.parametrize("model", MODELS)
-def test_prefills_of_a_pool_are_served(model: type[Model], tokens: int) -> None:
-    """Of as many tokens as a recipe's server batches, which select within the default workspace."""
-    config = model(batches=(), max_lens=(131072,), prefill_tokens=(tokens,))
-    for call in config.prefill(tokens, 131072):
-        room = call.plan(H200).workspace_bytes
-        assert "workspace_bytes" not in registry()[call.op].defaults or room <= 1 << 29, (call.op, room)
-
-
 @pytest.mark.parametrize("model", [ModelConfigV4, ModelConfigV41])
 @pytest.mark.parametrize("pages", [(64,), (64, 2, 2)])
 def test_pages_of_entries_are_of_each_ratio(model: type[Model], pages: tuple[int, ...]) -> None:

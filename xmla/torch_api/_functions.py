@@ -1430,8 +1430,8 @@ def indexer_topk_paged(
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B; k < 1.
-        UnsupportedError: I > 128; workspace_bytes is too small for the tokens of one program, or for 1024 parts;
-            k > 8192 and the logits do not fit.
+        UnsupportedError: I > 128; workspace_bytes is too small for one program per group of tokens; k > 8192 and the
+            logits do not fit.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

@@ -172,9 +172,8 @@ def indexer_topk_kernel(
 
 @triton.jit
 def merge_segments_kernel(
-    candidates_ptr,  # [tokens of a part, SEGMENTS, CAPACITY] pairs
-    counts_ptr,  # [tokens of a part, SEGMENTS] i32
-    first_row,  # the part's first token
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
+    counts_ptr,  # [T, SEGMENTS] i32
     indices_ptr,  # [T, K] i32
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -185,7 +184,7 @@ def merge_segments_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     counts_row = counts_ptr + offset_of(row, SEGMENTS)
-    out = indices_ptr + offset_of(first_row + row, K)
+    out = indices_ptr + offset_of(row, K)
     total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
     if total >= K:
         candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)

@@ -43,8 +43,5 @@ CASES = (
     make_case("bounded-segments", (9000, 40), 61, 30, workspace_bytes=80_000),
     make_case("bounded-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=175_000),
     make_case("bounded-mxfp4", (3500, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=38_000),
-    make_case("parts-ids", (2700, 70), 2, 25, next_n=4, shuffled=True, workspace_bytes=60_000),
-    make_case("parts-next20", (2900,), 64, 25, next_n=20, workspace_bytes=150_000),  # in groups of 8
-    make_case("parts-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=60_000),
     make_case("all-selected-ids", (40, 9), 16, 64, next_n=2, shuffled=True, workspace_bytes=0),
 )

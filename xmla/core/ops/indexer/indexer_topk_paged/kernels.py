@@ -21,9 +21,8 @@ def indexer_topk_paged_kernel(
     capacity,  # M · R
     next_n,  # tokens per request; 1 with request ids
     groups_a_request,
-    first_row,  # the first token of this part, and of a group
-    candidates_ptr,  # [tokens of the part, SEGMENTS, CAPACITY] pairs
-    counts_ptr,  # [tokens of the part, SEGMENTS] i32
+    candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
+    counts_ptr,  # [T, SEGMENTS] i32
     scores_ptr,  # [groups, SEGMENTS, GROUP, BLOCK] f32
     C: tl.constexpr,  # PagedTopk
 ):
@@ -40,7 +39,7 @@ def indexer_topk_paged_kernel(
     CAPACITY: tl.constexpr = C.CAPACITY
     BLOCK: tl.constexpr = C.BLOCK
     BLOCK_N: tl.constexpr = C.BLOCK_N
-    group = first_row // next_n * groups_a_request + first_row % next_n // GROUP + tl.program_id(0) // SEGMENTS
+    group = tl.program_id(0) // SEGMENTS
     segment = tl.program_id(0) % SEGMENTS
     part = group % groups_a_request * GROUP  # the group's first token, of the request's
     request = group // groups_a_request
@@ -66,8 +65,7 @@ def indexer_topk_paged_kernel(
     reach = tl.max(length)
     mapped = tl.where(known, reach, 0)  # keys that the block table maps
     blocks = tl.cdiv(tl.cdiv(reach, BLOCK), SEGMENTS)  # of this segment
-    row = first_token - first_row
-    candidates = as_packed(candidates_ptr) + offset_of(offset_of(row, SEGMENTS) + segment, CAPACITY)
+    candidates = as_packed(candidates_ptr) + offset_of(offset_of(first_token, SEGMENTS) + segment, CAPACITY)
     scores_out = scores_ptr + offset_of(tl.program_id(0), GROUP * BLOCK)
     offs_n = tl.arange(0, BLOCK_N)
     counts = tl.zeros([GROUP], tl.int32)
@@ -92,4 +90,4 @@ def indexer_topk_paged_kernel(
             if count > K:
                 keep_largest(candidates + offset_of(g, SEGMENTS * CAPACITY, GROUP), count, C)
                 count = tl.full([], K, tl.int32)
-            tl.store(counts_ptr + offset_of(row + g, SEGMENTS) + segment, count)
+            tl.store(counts_ptr + offset_of(first_token + g, SEGMENTS) + segment, count)
