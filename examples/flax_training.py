@@ -24,7 +24,7 @@ from xmla.demo.in_jax.model import Config, Model
 from xmla.demo.in_jax.serving import Caches, decode, prefill
 from xmla.demo.in_jax.training import train
 
-SIZES = Sizes(16, 256, 32, {WARM_UP: 60, JOINT: 600}) if GPU else Sizes(2, 8, 3, {WARM_UP: 2, JOINT: 3})
+SIZES = Sizes(4, 256, 32, {WARM_UP: 60, JOINT: 600}) if GPU else Sizes(2, 8, 3, {WARM_UP: 2, JOINT: 3})
 DECODED = 200 if GPU else 4  # tokens, which are bytes
 
 

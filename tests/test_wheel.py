@@ -85,7 +85,7 @@ def link_required(site: Path, extras: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU JAX needs another extra; the packages are the same")
-@pytest.mark.parametrize("extras", ["torch", "jax"])
+@pytest.mark.parametrize("extras", ["torch", "torch,transformers", "jax"])
 def test_programs_of_the_documents_need_no_more_than_it_requires(wheel: Path, tmp_path: Path, extras: str) -> None:
     """As after `pip install 'xmla-kernels[…]'` alone: what is not declared, or not packed, is missing here."""
     site = tmp_path / "site"

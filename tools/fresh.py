@@ -1,6 +1,6 @@
 """Install xmla as the README says, in environments with nothing else, and run the README's and the documents' programs.
 
-python -m tools.fresh [extras …]       (torch jax torch,jax jax,cuda torch,jax,cuda: minutes and gigabytes)
+python -m tools.fresh [extras …]       (torch torch,transformers jax torch,jax jax,cuda torch,jax,cuda: minutes and gigabytes)
 
 tests/test_wheel.py runs them in CI from the wheel and links to what it requires of the environment that is there.
 """
@@ -27,10 +27,13 @@ PROGRAMS = {f"README.md, {number}": code for number, code in enumerate(blocks(RO
 PROGRAMS |= {page.name: code for page in sorted((ROOT / "docs").glob("*.md")) if (code := "\n".join(blocks(page)))}
 
 
+NAMES = "torch", "jax", "flax", "transformers"
+
+
 def frameworks(code: str) -> set[str]:
     """What a program imports, Flax too, which no extra brings."""
     lines = [line for line in code.splitlines() if re.match(r"\s*(import|from) ", line)]
-    return {name for name in ("torch", "jax", "flax") if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
+    return {name for name in NAMES if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
 
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:

@@ -16,6 +16,7 @@ from xmla.core.registry import registry
 from xmla.core.values import Attr, Device, Spec, cdiv
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
+LONG = 1 << 15  # tokens of a context from which on fewer tokens fit a workspace at once than a GPU has programs for
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +220,14 @@ class Model(ABC):
         """Lengths of contexts, in tokens, whose tables have the widths at which plans differ: powers of two, the most.
 
         Rows of as many columns as a table has entries may be whole vectors or not: where a page alone is none, tables
-        of a few pages more, or fewer, are those of the other kind.
+        of a few pages more, or fewer, are those of the other kind. Of long ones there is also what exceeds each power
+        of two: more of their tokens fit the workspace at once than of the next power.
         """
         longest = max(self.max_lens)
         more = {0, *(page * n for entries, page in self.pages() for n in range(4 // gcd(entries, 4)))}
         longer = {min(length + pages, longest) for length in powers_of_2(longest) for pages in more}
+        page = min(page for _, page in self.pages())
+        longer |= {min(length + page, longest) for length in powers_of_2(longest) if length >= LONG}
         return sorted(longer | {max(longest - pages, 1) for pages in more})
 
     def pages(self) -> Iterator[tuple[int, int]]:
