@@ -52,7 +52,8 @@ OF_EVERY_OP = {"slices", "scanned_and_used", "looped", "scanned"}
 def compiled(release: str, part: int) -> subprocess.CompletedProcess[str]:
     """A process that tells of the programs of a part of the ops."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (jaxes.folder(release), TESTS / "shared", TESTS.parent)))
+    ours = (jaxes.folder(release), TESTS / "shared", TESTS.parent, *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, ours))
     command = [sys.executable, "-W", "ignore", str(TESTS / "jax_programs/programs.py"), *NAMES[part::PARTS]]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

@@ -1,6 +1,6 @@
 """Install xmla as the README says, in environments with nothing else, and run the README's and the documents' programs.
 
-python -m tools.fresh [extras …]       (torch torch,transformers jax torch,jax jax,cuda torch,jax,cuda: minutes and gigabytes)
+python -m tools.fresh [extras …]       (torch torch,transformers jax torch,jax jax,cuda torch,jax,cuda: minutes)
 
 tests/test_wheel.py runs them in CI from the wheel and links to what it requires of the environment that is there.
 """
@@ -74,5 +74,5 @@ def try_extras(extras: str) -> None:
 
 
 if __name__ == "__main__":
-    for extras in sys.argv[1:] or ("torch", "jax", "torch,jax", "jax,cuda", "torch,jax,cuda"):
+    for extras in sys.argv[1:] or ("torch", "torch,transformers", "jax", "torch,jax", "jax,cuda", "torch,jax,cuda"):
         try_extras(extras)
