@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.report import engines, evidence, frameworks, layer, megatron, pictures, ranks, roofline, speeds, summary
+from tools.report import (
+    engines,
+    evidence,
+    frameworks,
+    layer,
+    megatron,
+    pictures,
+    ranks,
+    roofline,
+    speeds,
+    summary,
+    transformers,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -52,6 +64,7 @@ TABLES = (
     Table("README.md", "speed", summary.report, (
         "h200/bench.jsonl", "h100/backward.jsonl", "h200/frameworks.jsonl", "h200/model_step.jsonl",
         "h200/jax_peers.jsonl", "h200/layer.jsonl", "h200/megatron.jsonl", "h200/vllm_033.jsonl",
+        "h200/transformers.jsonl",
     )),
     Table("docs/contract.md", "evidence", evidence.report, ("h200/test.jsonl", "h200/contract.jsonl")),
     Table("docs/megatron.md", "megatron", megatron.report, ("h200/megatron.jsonl",)),
@@ -61,6 +74,7 @@ TABLES = (
     Table("docs/performance.md", "frameworks", frameworks.report, ("h200/frameworks.jsonl",)),
     Table("docs/ranks.md", "ranks", ranks.report, ("h200/parallel.jsonl",)),
     Table("docs/roofline.md", "roofline", roofline.report, ("h200/bench.jsonl",)),
+    Table("docs/transformers.md", "layer", transformers.report, ("h200/transformers.jsonl",)),
     Table("docs/sglang.md", "engine", engines.report, ("h100/sglang.jsonl", "h200/sglang.jsonl")),
     Table("docs/training.md", "layer", layer.report, ("h200/layer.jsonl",)),
     Table("docs/vllm.md", "engine", engines.report, (

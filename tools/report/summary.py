@@ -63,6 +63,12 @@ def layer(file: Path, tokens: int) -> tuple[str, str]:
     return f"{dense['ms'] / ours['ms']:.2f} ×", f"{ours['peak_gib']:.1f} instead of {dense['peak_gib']:.1f} GiB"
 
 
+def beside_sdpa(file: Path, what: str, key: str) -> str:
+    """Speed of a layer in transformers on xmla beside `sdpa`, where that has the memory."""
+    lines = [line for line in lines_of(file) if what in line and key in line.get("sdpa", {})]
+    return span(line["sdpa"][key] / line["xmla"][key] for line in lines)
+
+
 def vllm(file: Path, key: str) -> str:
     """Speed of vLLM's engine on xmla beside its own kernels, by context and requests; key: of a time or a rate.
 
@@ -76,13 +82,14 @@ def vllm(file: Path, key: str) -> str:
 
 def report(
     bench: Path, backward: Path, frameworks: Path, model_step: Path, jax_peers: Path, layer_steps: Path,
-    megatron_steps: Path, engine: Path,
+    megatron_steps: Path, engine: Path, in_transformers: Path,
 ) -> str:  # fmt: skip
     """Markdown: what, how fast, beside what and where all cases stand."""
     ops, derivative, steps, peers = map(lines_of, (bench, backward, frameworks, jax_peers))
     (faster, memory), tokens = layer(layer_steps, 4096), "4096 tokens"
     both = "[both frameworks](docs/performance.md#in-both-frameworks)"
     by_xla, log = "tokamax by XLA", "[log](benchmarks/log/jax.md)"
+    hf = "its own `sdpa`"
     always: Callable[[str], bool] = lambda case: True
     performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
     rows = [
@@ -119,6 +126,10 @@ def report(
          "[training](docs/training.md#time-and-memory-of-a-layer)"),
         (f"a step of Megatron-Core's own layer, {tokens}, one GPU and two", megatron(megatron_steps),
          "its PyTorch code", "[Megatron-Core](docs/megatron.md)"),
+        ("a prefill of a layer of V3.2 in transformers, 4096 and 16384 tokens",
+         beside_sdpa(in_transformers, "tokens", "prefill_ms"), hf, "[transformers](docs/transformers.md#measured)"),
+        ("a training step of it, of as many tokens", beside_sdpa(in_transformers, "trained", "step_ms"), hf,
+         "[transformers](docs/transformers.md#measured)"),
         ("vLLM 0.33's forward pass, decode of V3.2, V4, V4.1 and GLM-5.3-Flash, 4 or 5 layers",
          vllm(engine, "forward_us"), "its own kernels, with torch 2.11 and without CuTe DSL",
          "[vLLM](docs/vllm.md#on-an-h200)"),
