@@ -75,7 +75,8 @@ def test_other_sizes(op: Op, case: Case) -> None:
                 got = templates[-1](*sizes)
             assert got == want and repr(got) == repr(want), (axis, size)
             launches.add(len(want[0].launches))
-        assert len(templates) <= 3 + len(launches), axis  # a call in parts has launches of each
+        # Of a call whose workspace is too small for all its tokens, the numbers of parts and of segments differ too.
+        assert len(templates) <= (3 + len(launches) if "workspace_bytes" in case.attrs else 3), axis
 
 
 def of_sizes(program: Callable[..., Any], *sizes: int) -> Callable[..., Any]:
