@@ -8,6 +8,12 @@ from pathlib import Path
 from tools.environment import EVERYTHING as EVERYTHING
 from tools.environment import HAS_GPU
 
+# Programs that tests start find this tree's packages as tests do: `tools`, which nobody installs, and `xmla` of this
+# tree where another one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
 if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # workers take these GPUs in turn
     gpus = os.environ["XMLA_TEST_GPUS"].split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
