@@ -21,7 +21,8 @@ What JAX and XLA do to a call, and the forms (tests/jax_programs/forms.py) or ot
 - vmap: batched, batched_parts; gradients, rematerialisation: gradient_of_slices, gradient_of_checkpoints;
 - several devices: scanned over tokens, which XLA partitions, and over_devices, by shard_map;
 - exports, whose kernels are custom calls of jaxlib: exported; their kernels: tests/test_lowering.py;
-- callbacks: beside_a_callback; models as Flax builds them: tests/jax_programs/flax_layers.py;
+- callbacks: beside_a_callback; models as Flax builds them: tests/jax_programs/flax_layers.py; a training whose second
+  run has the first's bits: tests/jax_programs/training.py;
 - command buffers, which record the addresses that the assignment has: tests/gpu, tests/test_jax_stacks.py on a GPU;
 - addresses that are none of these: launcher.cc refuses them when it runs (tests/test_launcher.py).
 

@@ -150,6 +150,12 @@ class Program:
     def calls(self) -> int:
         return sum(launch.times for launch in self.launches)
 
+    def added_in_any_order(self) -> list[str]:
+        """The scatters, which on a GPU are atomics, that may add several numbers to one element."""
+        every = (each for computation in self.computations.values() for each in computation.values())
+        scatters = (each for each in every if each.opcode == "scatter")
+        return [each.name for each in scatters if "unique_indices=true" not in each.attributes]
+
     def _alone(self, call: Instruction, times: int) -> Launch:
         operands = [self.places[name] for name in call.operands]
         results = {result: self.places[call.place_name(result)] for result in range(len(call.arrays))}

@@ -73,17 +73,15 @@ def register(*targets: str) -> None:
 
 
 def program(
-    function: Callable[..., Any], arguments: Sequence[Any], *, donated: bool = False, fused: bool = True
-) -> hlo.Program:
-    """A function as XLA compiles it for the devices of its arguments, the second of which may be donated.
-
-    Not `fused`: without the fusions of custom calls with slices.
-    """
+    function: Callable[..., Any], arguments: Sequence[Any], *, donated: bool = False,
+    options: dict[str, Any] | None = None,
+) -> hlo.Program:  # fmt: skip
+    """A function as XLA compiles it for the devices of its arguments, the second of which may be donated."""
     jitted = jax.jit(function, donate_argnums=1 if donated else ())
     lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     for file in filter(Path.is_file, DUMPS.rglob("module_*")):  # of programs before, or that lowering ran on the CPU
         file.unlink()
-    compiled = lowered.compile({} if fused else {"xla_gpu_enable_dynamic_slice_fusion": False})
+    compiled = lowered.compile(options)
     assignment, values = (
         next(DUMPS.glob(f"*after_optimizations-buffer-assignment{name}.txt")).read_text() for name in ("", "-values")
     )

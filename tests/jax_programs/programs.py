@@ -17,6 +17,7 @@ import pipeline  # isort: skip  (before JAX)
 import flax_layers
 import hlo
 import jax
+import training
 from forms import FORMS, Form, exported
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -32,6 +33,7 @@ XLA_NAMES = {
     "bool": "pred", "uint8": "u8", "int8": "s8", "int32": "s32", "float8_e4m3fn": "f8e4m3fn", "float16": "f16",
     "bfloat16": "bf16", "float32": "f32",
 }  # fmt: skip
+UNFUSED = {"xla_gpu_enable_dynamic_slice_fusion": False}  # without the fusions of custom calls with slices
 PTX = {"cubin": b"", "ptx": "", "ttir": "", "ttgir": "", "llir": ""}
 FACTS = SimpleNamespace(name="kernel", num_warps=4, shared=0, num_ctas=1, global_scratch_size=0)
 
@@ -79,7 +81,7 @@ def faults(form: Form, call: OpCall, donated: bool) -> Iterator[str]:
     yield from program.faults(apart=form.function is not exported)
     calls = form.calls
     if calls is None:
-        calls = pipeline.program(function, arguments, donated=donated, fused=False).calls
+        calls = pipeline.program(function, arguments, donated=donated, options=UNFUSED).calls
     elif form.function is exported:
         calls *= len(call.plan.active)
     if program.calls != calls:
@@ -109,19 +111,31 @@ def programs_of(name: str) -> Iterator[tuple[str, str, Iterator[str]]]:
                 yield form.function.__name__, details, faults(form, call, donated)
 
 
+def on_one_device(shapes: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ONE_DEVICE), shapes)
+
+
 def faults_of_layers(layers: Callable[[], tuple[Callable[..., Any], Any]], donated: bool) -> Iterator[str]:
     function, shapes = layers()
-    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ONE_DEVICE), shapes)
-    program = pipeline.program(function, arguments, donated=donated)
+    program = pipeline.program(function, on_one_device(shapes), donated=donated)
     yield from program.faults()
     if program.calls != flax_layers.CALLS:
         yield f"{program.calls} calls, expected {flax_layers.CALLS}"
+
+
+def faults_of_training() -> Iterator[str]:
+    function, shapes = training.joint_step()
+    program = pipeline.program(function, on_one_device(shapes), options=training.OPTIONS)
+    yield from program.faults()
+    for name in program.added_in_any_order():
+        yield f"{name}: adds to elements in any order"
 
 
 def programs_of_flax() -> Iterator[tuple[str, str, Iterator[str]]]:
     for layers in (flax_layers.linen_scan, flax_layers.nnx_scan):
         for donated in (False, True):
             yield layers.__name__, "donated" if donated else "", faults_of_layers(layers, donated)
+    yield "joint_step", "", faults_of_training()
 
 
 def main() -> None:
