@@ -107,17 +107,14 @@ def line(call: Call, keys: int | None, device: Device, peaks: Peaks) -> str:
     computed = sum(2.0 * prod(map(int, sizes)) for sizes in PRODUCT.findall(built.ptx)) * launch.num_warps
     least = needed(problem, specialization.constants) if computed else None
     redundant = computed / least if least else 1.0
-    works = op.work(problem, keys)
-    roofline = sum(seconds_of(work, peaks) for work in works)
-    scaled = [
-        replace(work, bf16_flops=work.bf16_flops * redundant, fp8_flops=work.fp8_flops * redundant) for work in works
-    ]
+    work = op.work(problem, keys)
+    scaled = replace(work, bf16_flops=work.bf16_flops * redundant, fp8_flops=work.fp8_flops * redundant)
     launches = len(plan.active) * LAUNCH_SECONDS
-    predicted = sum(seconds_of(work, peaks) for work in scaled) / filled + launches
+    predicted = seconds_of(scaled, peaks) / filled + launches
     shown = f"{redundant:.2f}" if least else "tensor memory"
     return (
         f"`{launch.name}` | {registers} | {spilled} | {programs} | {filled:.2f} | {shown} | "
-        f"{(roofline + launches) * 1e6:.0f} | {predicted * 1e6:.0f}"
+        f"{(seconds_of(work, peaks) + launches) * 1e6:.0f} | {predicted * 1e6:.0f}"
     )
 
 

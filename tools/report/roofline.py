@@ -33,8 +33,8 @@ MODELLED = {
 }  # fmt: skip
 
 
-def call_of(op: str, case: str) -> tuple[Call, int | None]:
-    """The call that a benchmark's case names, and the keys of a request where they are fewer than its table holds."""
+def call_of(op: str, case: str) -> tuple[Call, float | None]:
+    """The call that a benchmark's case names, and the keys of a token where they are fewer than there are."""
     sizes = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", case)}
     if op == "sparse_mla":
         tokens = sizes.get("b", 1) * sizes["s_q"]
@@ -69,7 +69,7 @@ def call_of(op: str, case: str) -> tuple[Call, int | None]:
     if op == "indexer_topk":
         mib = int(re.findall(r"in (\d+) MiB", case)[0])
         attrs = {"k": sizes["k"], "workspace_bytes": mib << 20}
-    return Call(op, query | ragged | {"starts": rows, "ends": rows}, attrs), None
+    return Call(op, query | ragged | {"starts": rows, "ends": rows}, attrs), keys - (tokens - 1) / 2  # causal
 
 
 def estimates(lines: Iterable[Line]) -> Iterator[Estimate]:

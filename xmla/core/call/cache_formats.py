@@ -70,8 +70,8 @@ def check_indexer_format_name(problem: Problem, attribute: str) -> None:
         problem.refuse(attribute, "value", repr(name), " or ".join(map(repr, INDEXER_FORMATS)))
 
 
-def entries_once(problem: Problem, keys: int | None) -> list[Work]:
+def entries_once(problem: Problem, keys: float | None) -> Work:
     """The work of an op that reads or writes one entry per token: these entries, and every other array once."""
     specs = problem.specs
     entries = sum(problem["T"] * specs[name].shape[2] * specs[name].itemsize for name in problem.pools)
-    return [Work(entries + all_but_pools_once(problem).bytes)]
+    return Work(entries) + all_but_pools_once(problem)

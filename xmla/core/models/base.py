@@ -63,7 +63,7 @@ class Call:
         """The call, and the same with arrays that begin on no multiple of 16 bytes."""
         return replace(self, unaligned=True)
 
-    def estimate(self, device: Device, keys: int | None = None) -> float | None:
+    def estimate(self, device: Device, keys: float | None = None) -> float | None:
         """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
         op = registry()[self.op]
         problem = op.bind(self.specs, op.attributes(**self.attrs))

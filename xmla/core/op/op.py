@@ -73,8 +73,8 @@ class Op:
         updates: The arguments updated in place; None if each element is exact.
         check: The op's own rules.
         limits: The range of each index, page and length, for XMLA_CHECK.
-        work: The least bytes and operations of a call, step by step. Every request is as long as its block table, or
-            has `keys` keys.
+        work: The least bytes and operations of a call. Every request is as long as its block table, or has `keys`
+            keys; so is every row of keys after one another.
         derivative: The op that computes this op's gradients. Its arguments are this op's arguments by name, its results
             as `forward_<result>` and their gradients as `d<result>`; its results are the gradients `d<argument>` of
             the arguments that have one, empty for one that is not given. It takes attributes of the same names. One
@@ -95,7 +95,7 @@ class Op:
     updates: Mapping[str, Updated | None] = field(default_factory=dict)
     check: Callable[[Problem], None] = lambda problem: None
     limits: Callable[[Problem, Arrays], Iterable[Limit]] = declared_limits
-    work: Callable[[Problem, int | None], list[Work]] = each_array_once
+    work: Callable[[Problem, float | None], Work] = each_array_once
     batch: Callable[[Any, Callable[..., Any], Mapping[str, Any], Attributes], tuple[Any, ...]] | None = None
     derivative: "Op | None" = None
 

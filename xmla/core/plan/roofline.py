@@ -4,8 +4,6 @@ The model ignores everything else that keeps a kernel from its ceiling. docs/roo
 times measured on an H200.
 """
 
-from collections.abc import Iterable
-
 from xmla.core.call import Work
 from xmla.core.plan.plan import Plan
 from xmla.core.values import PEAKS, Device, Peaks
@@ -25,9 +23,9 @@ def seconds_of(work: Work, peaks: Peaks) -> float:
     )
 
 
-def estimate(steps: Iterable[Work], plan: Plan, device: Device) -> float | None:
-    """The least seconds of a call's `steps` on `device`, launched from a graph; None for one without known rates."""
+def estimate(work: Work, plan: Plan, device: Device) -> float | None:
+    """The least seconds of a call's `work` on `device`, launched from a graph; None for one without known rates."""
     peaks = PEAKS.get(device.name)
     if peaks is None:
         return None
-    return sum(seconds_of(work, peaks) for work in steps) + len(plan.active) * LAUNCH_SECONDS
+    return seconds_of(work, peaks) + len(plan.active) * LAUNCH_SECONDS

@@ -3,13 +3,11 @@
 Device code that their kernels share is in `xmla.core.lang.blocks`.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from xmla.core.call import Problem, Work
+from xmla.core.call import Problem, Work, all_but_pools_once
 from xmla.core.lang.blocks import GRANULARITIES
-from xmla.core.ops.indexer.shared import capacity_of, logit_bytes, logits_work
-from xmla.core.values import cdiv
+from xmla.core.ops.indexer.shared import capacity_of
 
 
 def check_granularity(problem: Problem) -> None:
@@ -31,29 +29,23 @@ def entries_of(problem: Problem) -> int:
     return problem["BLOCKS"] * problem.attrs.granularity
 
 
-def block_logits_work(problem: Problem, keys: int | None) -> list[Work]:
-    """The keys in tokens' blocks read once, products, logits written; then the other arguments."""
-    capacity, dim = keys or capacity_of(problem), problem["D"]
-    logits = problem["T"] * min(entries_of(problem), capacity)
-    read = min(logits, capacity * (problem["B"] if problem.has("block_table") else 1)) * (dim + 4)
-    written = logit_bytes(problem) * logits
-    return [Work(read + written, fp8_flops=2.0 * logits * problem["I"] * dim), Work(problem.bytes_besides_pools)]
+def block_logits_work(problem: Problem, keys: float | None) -> Work:
+    """The scores, and every logit and other array once."""
+    logits = problem["T"] * min(entries_of(problem), keys or capacity_of(problem)) * problem.results["logits"].itemsize
+    return block_scoring_work(problem, keys) + Work(logits + problem.bytes_besides_pools)
 
 
-def block_selection_work(problem: Problem, keys: int | None) -> list[Work]:
-    """The work of the logits, reading them again, and writing the indices."""
-    logits, rest = block_logits_work(problem, keys)
-    again = 4 * problem["T"] * min(entries_of(problem), keys or capacity_of(problem))
-    return [logits, Work(again), Work(rest.bytes + 4 * problem["T"] * problem.attrs.k)]
+def block_scoring_work(problem: Problem, keys: float | None) -> Work:
+    """The keys in tokens' blocks read once, and their products."""
+    pool, capacity = problem.specs["cache" if problem.has("cache") else "keys"], keys or capacity_of(problem)
+    scores = problem["T"] * min(entries_of(problem), capacity)
+    read = min(scores, capacity * (problem["B"] if problem.has("block_table") else 1)) * pool.shape[-1] * pool.itemsize
+    return Work(read, fp8_flops=2.0 * scores * problem["I"] * problem["D"])
 
 
-def largest_logits_work(problem: Problem, keys: int | None) -> list[Work]:
-    """The work of the logits, of which each block's largest is written; reading these, and writing the indices."""
-    tokens, count = problem["T"], keys or capacity_of(problem)
-    logits, rest = logits_work(problem, keys)
-    stored, largest = logit_bytes(problem) * tokens * count, 4 * tokens * cdiv(count, problem.attrs.granularity)
-    score = replace(logits, bytes=logits.bytes - stored + largest)
-    return [score, Work(largest), Work(rest.bytes + 4 * tokens * problem.attrs.k)]
+def block_selection_work(problem: Problem, keys: float | None) -> Work:
+    """The scores, and every other array once."""
+    return block_scoring_work(problem, keys) + all_but_pools_once(problem)
 
 
 def selection_attributes(problem: Problem) -> dict[str, Any]:

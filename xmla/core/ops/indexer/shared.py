@@ -6,7 +6,7 @@ Device code that its kernels share is in `xmla.core.lang.indexer`.
 from dataclasses import dataclass
 from typing import Any
 
-from xmla.core.call import E4M3, Problem, Result, Tensor, Work, check_indexer_dim, tokens_a_request
+from xmla.core.call import E4M3, Problem, Result, Tensor, Work, all_but_pools_once, check_indexer_dim, tokens_a_request
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.plan import Condition, Constants
 from xmla.core.values import LOGITS, Device, cdiv, next_power_of_2
@@ -184,37 +184,33 @@ SM90_CONDITIONS = (
 )
 
 
-def logit_bytes(problem: Problem) -> int:
-    """Bytes of a logit that is written: of a result, or of float32 workspace."""
-    return problem.results["logits"].itemsize if "logits" in problem.results else 4
-
-
 def capacity_of(problem: Problem) -> int:
     """The most keys of a request, paged, or of all requests."""
     return problem["M"] * problem["R"] if problem.has("block_table") else problem["N"]
 
 
-def logits_work(problem: Problem, keys: int | None) -> list[Work]:
-    """Keys read once per request, products, logits written; then the other arguments."""
-    tokens, dim = problem["T"], problem["D"]
-    paged = problem.has("block_table")
+def logits_work(problem: Problem, keys: float | None) -> Work:
+    """The scores, and every logit and other array once."""
+    logits = problem["T"] * (keys or capacity_of(problem)) * problem.results["logits"].itemsize
+    return scoring_work(problem, keys) + Work(logits + problem.bytes_besides_pools)
+
+
+def scoring_work(problem: Problem, keys: float | None) -> Work:
+    """Keys read once per request, and their products."""
+    pool = problem.specs[next(name for name in ("cache", "indexer_cache", "keys") if problem.has(name))]
     count = keys or capacity_of(problem)
-    read = count * (problem["B"] if paged else 1) * (dim + 4)
-    flops = 2.0 * tokens * count * problem["I"] * dim
-    return [Work(read + logit_bytes(problem) * tokens * count, fp8_flops=flops), Work(problem.bytes_besides_pools)]
+    read = count * (problem["B"] if problem.has("block_table") else 1) * pool.shape[-1] * pool.itemsize
+    return Work(read, fp8_flops=2.0 * problem["T"] * count * problem["I"] * problem["D"])
 
 
-def selection_work(problem: Problem, keys: int | None) -> list[Work]:
-    """The work of the logits, reading the logits again, and writing the indices."""
-    tokens = problem["T"]
-    count = keys or capacity_of(problem)
-    logits, rest = logits_work(problem, keys)
-    return [logits, Work(4 * tokens * count), Work(rest.bytes + 4 * tokens * problem.attrs.k)]
+def selection_work(problem: Problem, keys: float | None) -> Work:
+    """The scores, and every other array once."""
+    return scoring_work(problem, keys) + all_but_pools_once(problem)
 
 
-def topk_work(problem: Problem, keys: int | None) -> list[Work]:
-    """The work of selecting single keys, which need no logits where all of them are selected."""
+def topk_work(problem: Problem, keys: float | None) -> Work:
+    """The work of selecting single keys, which need no scores where all of them are selected."""
     if capacity_of(problem) > problem.attrs.k:
         return selection_work(problem, keys)
     lengths, indices = problem.specs["lengths" if problem.has("lengths") else "ends"], problem.results["indices"]
-    return [Work(0), Work(0), Work(lengths.nbytes + indices.nbytes)]
+    return Work(lengths.nbytes + indices.nbytes)

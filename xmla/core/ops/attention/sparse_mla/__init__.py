@@ -131,11 +131,9 @@ def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
         yield Limit("positions", 0, problem["S"] - 1)
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
-    steps = [attention_work(problem, "cache", problem["K"])]
-    if problem.has("extra_cache"):
-        steps.append(attention_work(problem, "extra_cache", problem["EXTRA_K"]))
-    return [*steps, all_but_pools_once(problem)]
+def work(problem: Problem, keys: float | None) -> Work:
+    work = attention_work(problem, "cache", problem["K"]) + all_but_pools_once(problem)
+    return work + attention_work(problem, "extra_cache", problem["EXTRA_K"]) if problem.has("extra_cache") else work
 
 
 OP = Op(

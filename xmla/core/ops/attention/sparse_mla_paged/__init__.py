@@ -80,8 +80,8 @@ def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
     yield Limit("indices", -1, problem["M"] * problem["R"] - 1)
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
-    return [attention_work(problem, "cache", problem["K"]), all_but_pools_once(problem)]
+def work(problem: Problem, keys: float | None) -> Work:
+    return attention_work(problem, "cache", problem["K"]) + all_but_pools_once(problem)
 
 
 OP = Op(

@@ -6,9 +6,9 @@ from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.cases import CASES
 from xmla.core.ops.blocks.indexer_blocks.plan import plan
 from xmla.core.ops.blocks.indexer_blocks.reference import reference
-from xmla.core.ops.blocks.shared import check_newest, largest_logits_work
+from xmla.core.ops.blocks.shared import check_newest
 from xmla.core.ops.indexer import indexer_logits
-from xmla.core.ops.indexer.shared import check_keys, check_selection
+from xmla.core.ops.indexer.shared import check_keys, check_selection, selection_work
 from xmla.core.plan import Implementation
 from xmla.core.values import Selection
 
@@ -61,7 +61,7 @@ OP = Op(
     tensors=indexer_logits.OP.tensors,
     outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
     check=check,
-    work=largest_logits_work,
+    work=selection_work,
     steps=(indexer_logits.OP, select_blocks.OP),
     implementations=(Implementation("steps", plan),),
     reference=reference,

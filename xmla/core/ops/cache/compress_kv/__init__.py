@@ -157,12 +157,11 @@ def entry_agreement(cache: np.ndarray, arrays: Arrays, attrs: Mapping[str, Any])
     return ENTRIES_E2M1 if e2m1 else ENTRIES_E4M3
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
-    """Write each token's state; compute one entry every r tokens from the states of its window."""
+def work(problem: Problem, keys: float | None) -> Work:
+    """Write each token's state, and one entry every r tokens, of windows that may all be of this call's tokens."""
     once = sum(problem.specs[name].nbytes for name in ("kv", "score", "ape", "norm_weight", "positions"))
     state = problem["T"] * problem["2·C·D"] * 4
-    series = problem["C·D"] // problem["D"]
-    return [Work(once + state), Work(series * state + problem["T"] // problem["r"] * problem["ROW"])]
+    return Work(once + state + problem["T"] // problem["r"] * problem["ROW"])
 
 
 OP = Op(

@@ -78,11 +78,11 @@ def key_agreement(cache: np.ndarray, arrays: Arrays, attrs: Mapping[str, Any]) -
     return ENTRIES_E2M1 if cache.shape[2] == arrays["keys"].shape[1] // 2 + 4 else ENTRIES_E4M3
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
-    """Write each token's state; compute one key every r tokens from the states of its pool."""
+def work(problem: Problem, keys: float | None) -> Work:
+    """Write each token's state, and one key every r tokens, of pools that may all be of this call's tokens."""
     once = sum(problem.specs[name].nbytes for name in ("keys", "gates", "ape", "positions"))
     state = problem["T"] * problem["2·D"] * 4
-    return [Work(once + state), Work(state + problem["T"] // problem["r"] * problem["ROW"])]
+    return Work(once + state + problem["T"] // problem["r"] * problem["ROW"])
 
 
 OP = Op(

@@ -21,7 +21,7 @@ from xmla.core.op import Op
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.attention.sparse_mla.sources import ATTENTION_RESULTS, attention_work
 from xmla.core.ops.indexer import indexer_topk_paged, quantize_indexer_query
-from xmla.core.ops.indexer.shared import topk_work
+from xmla.core.ops.indexer.shared import capacity_of, scoring_work
 from xmla.core.ops.layer.dsa_attention.cases import CASES
 from xmla.core.ops.layer.dsa_attention.plan import plan
 from xmla.core.ops.layer.dsa_attention.reference import reference
@@ -97,10 +97,10 @@ def check(problem: Problem) -> None:
     check_requests(problem, "q")
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
-    logits, selection, _ = topk_work(problem, keys)
-    attention = attention_work(problem, "mla_cache", problem.attrs.k)
-    return [logits, selection, attention, all_but_pools_once(problem)]
+def work(problem: Problem, keys: float | None) -> Work:
+    """Keys that are scored, unless all are selected, and entries that are attended to; every other array once."""
+    work = attention_work(problem, "mla_cache", problem.attrs.k) + all_but_pools_once(problem)
+    return work + scoring_work(problem, keys) if capacity_of(problem) > problem.attrs.k else work
 
 
 OP = Op(

@@ -106,13 +106,13 @@ def check(problem: Problem) -> None:
     check_attention(problem)
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
+def work(problem: Problem, keys: float | None) -> Work:
     """Scores in both passes, the target once, and the products of two gradients."""
     pairs = problem["T"] * num_columns(problem)
     flops = 8.0 * pairs * problem["I"] * problem["D"]
     if problem.has("q"):
         flops += 2.0 * pairs * problem["H"] * problem["L+E"]
-    return [Work(problem.nbytes, bf16_flops=flops)]
+    return Work(problem.nbytes, bf16_flops=flops)
 
 
 OP = Op(

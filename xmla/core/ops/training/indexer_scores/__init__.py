@@ -44,9 +44,9 @@ def indexer_scores(q, k, weights, ends=None, starts=None, indices=None) -> Any:
     """
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
+def work(problem: Problem, keys: float | None) -> Work:
     flops = 2.0 * problem["T"] * num_columns(problem) * problem["I"] * problem["D"]
-    return [Work(problem.nbytes, bf16_flops=flops)]
+    return Work(problem.nbytes, bf16_flops=flops)
 
 
 def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any], _: Attributes) -> tuple[Any, ...]:

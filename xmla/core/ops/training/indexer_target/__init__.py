@@ -45,9 +45,9 @@ def indexer_target(q, rows, lse, indices, ends=None, starts=None, *, softmax_sca
     """
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
+def work(problem: Problem, keys: float | None) -> Work:
     flops = 2.0 * problem["T"] * problem["K"] * problem["H"] * problem["L+E"]
-    return [Work(problem.nbytes, bf16_flops=flops)]
+    return Work(problem.nbytes, bf16_flops=flops)
 
 
 OP = Op(

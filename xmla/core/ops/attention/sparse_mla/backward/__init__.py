@@ -92,11 +92,11 @@ def check(problem: Problem) -> None:
             problem.refuse(name, "axis V (axis 2)", problem["V"], 512)
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
+def work(problem: Problem, keys: float | None) -> Work:
     """Five products: scores again, dout · value, and those of dq, and of an entry's gradient by ds and by p."""
     tokens, heads, dims = problem.specs["q"].shape
     references = tokens * (problem["K"] + (problem["EXTRA_K"] if problem.has("extra_cache") else 0))
-    return [Work(problem.nbytes, bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))]
+    return Work(problem.nbytes, bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))
 
 
 OP = Op(

@@ -57,10 +57,10 @@ def check(problem: Problem) -> None:
         problem.refuse("dscores", "axis COLUMNS (axis 1)", problem["COLUMNS"], expected)
 
 
-def work(problem: Problem, keys: int | None) -> list[Work]:
+def work(problem: Problem, keys: float | None) -> Work:
     """Three products: scores again, and those of dq and dk."""
     flops = 6.0 * problem["T"] * problem["COLUMNS"] * problem["I"] * problem["D"]
-    return [Work(problem.nbytes, bf16_flops=flops)]
+    return Work(problem.nbytes, bf16_flops=flops)
 
 
 OP = Op(
