@@ -29,12 +29,13 @@ from xmla.bench import (
     timing_jax,
 )
 from xmla.bench.benchmark import Benchmark, with_implementation
-from xmla.bench.cases import blocks, training
+from xmla.bench.cases import blocks, movement, training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
 from xmla.core.ops.cases import indexer_pool, mla_pool
 from xmla.core.registry import registry
+from xmla.torch_api._arrays import spec_of
 
 TOLERANCE = next(field.default for field in fields(Benchmark) if field.name == "tolerance")
 PAGES, PAGE, SCALE = 6, 16, 0.07
@@ -45,7 +46,40 @@ def test_the_cases_of_every_op_are_found_by_name() -> None:
     for place in chain(*cases.CASES.values()):
         module, _, name = place.partition(".")
         assert isgeneratorfunction(getattr(import_module(f"xmla.bench.cases.{module}"), name)), place
-    assert [*cases.cases_of("map_slots")] == []
+    assert [*cases.cases_of("sparse_mla_paged")] == []
+
+
+MOVEMENT = {
+    "latents_case": (70,), "keys_case": (70,), "queries_case": (5,), "read_latents_case": (70,),
+    "read_keys_case": (70,), "slots_case": (2, 6, 20, 320), "attention_case": (3, 5, 2), "candidates_case": (3, 5, 40),
+    "expanded_case": (3, 6, 4, 100), "windows_case": (2, 6, 80, 320),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVEMENT)
+def test_what_moves_bytes_is_compared_with_torch(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At sizes of the interpreter. Other results are noticed, and no more bytes count than the call has."""
+    monkeypatch.setattr(problems, "DEVICE", device)
+    torch.manual_seed(0)
+    benchmark = getattr(movement, name)(*MOVEMENT[name])
+    assert benchmark.check() <= benchmark.tolerance
+    op, bound = registry()[benchmark.op], []
+    right = getattr(torch_api, benchmark.op)
+
+    def wrong(*arrays: torch.Tensor, **attributes: Any) -> Any:
+        specs = {name: spec_of(array) for name, array in zip(op.tensors, arrays, strict=False)}
+        bound.append(op.bind(specs, op.attributes(**attributes)))
+        results = right(*arrays, **attributes)
+        if results is None:
+            arrays[-1].zero_()
+            return None
+        every = results if isinstance(results, tuple) else (results,)
+        other = tuple(each.view(torch.uint8).flip(-1).view(each.dtype) for each in every)
+        return other if isinstance(results, tuple) else other[0]
+
+    monkeypatch.setattr(torch_api, benchmark.op, wrong)
+    assert not benchmark.check() <= benchmark.tolerance
+    assert 0 < benchmark.bytes <= op.work(bound[0], None).bytes
 
 
 def test_every_case_is_compared() -> None:
