@@ -20,15 +20,25 @@ def markdown(page: str, marker: str) -> str:
 
 def test_committed_results_are_told() -> None:
     """As many rows as the pages have had, so that none is left out."""
-    assert "FlashMLA" in markdown("docs/performance.md", "numbers")
-    table = markdown("docs/performance.md", "frameworks")
+    table = markdown("docs/performance.md", "glance")
+    assert table.count("\n| ") == 11 and table.count("FlashMLA") == 5 and "SGLang" in table and "vLLM" in table
+    table = markdown("docs/performance_cases.md", "numbers")
+    assert "beside FlashMLA |" in table and table.count("\n| `torch.add` |") == 2
+    table = markdown("docs/performance_frameworks.md", "frameworks")
     assert "in 19 of 19 cases" in table and "step of 8 layers" in table
     assert markdown("docs/ranks.md", "ranks").count("µs") > 20
     table = markdown("docs/training.md", "layer")
     assert table.count("ms") >= 5 and "out of memory" in table
-    assert sum(line.startswith("| ") for line in markdown("docs/vllm.md", "engine").splitlines()) > 40
-    table = markdown("docs/sglang.md", "engine")
-    assert table.count(" µs (") == 2 * (5 + 4 + 4) and table.count(" of 32 |") == (6 + 8 + 2 + 8) * 5
+    assert markdown("docs/vllm_measured.md", "speed").count(" µs (") > 40
+    assert markdown("docs/vllm_measured.md", "answers").count(" of ") > 150
+    assert markdown("docs/vllm_measured.md", "trace").count(" ms (") == 8
+    models = "DeepSeek-V3.2", "DeepSeek-V4", "DeepSeek-V4.1", "GLM-5.3-Flash"
+    table = markdown("docs/vllm_measured.md", "glance")
+    assert all(table.count(f"| {model} | vLLM 0.33.0 | ") >= 2 for model in models) and "| two | 2 |" in table
+    table = markdown("docs/sglang_measured.md", "speed")
+    assert table.count(" µs (") == 2 * (5 + 4 + 4)
+    table = markdown("docs/sglang_measured.md", "answers")
+    assert table.count(" of 32 |") == (6 + 8 + 2 + 8) * 5
     assert markdown("docs/megatron.md", "megatron").count(" ms, ") >= 4
     rows = markdown("docs/contract.md", "evidence").splitlines()
     assert {"test suite", "fuzzer"} < {line.split(" | ")[0].removeprefix("| ") for line in rows}
@@ -73,14 +83,25 @@ def test_another_devices_times_stand_beside_the_first_runs(tmp_path: Path) -> No
         return speeds.report(tmp_path / "first", tmp_path / "other").splitlines()
 
     together = table(other, case("a", 11), other, case("b", 30), case("c", 40))
-    assert together[2].startswith("H100: NVIDIA H100 80GB HBM3 (sm_90, 132 SMs), 2026-11-28, commit 0123456")
-    assert together[4:9] == [
-        "| op | case | µs | rate | share of ceiling | against | H100: µs | share of ceiling | against |",
-        "|---|---|---|---|---|---|---|---|---|",
-        "| `an op` | a | 10 | 2 GB/s | 0.50 copy | 1.00 × a peer |  |  |  |",
-        "| `an op` | b | 20 | 2 GB/s | 0.50 copy | 2.00 × a peer | 30 | 0.50 copy | 3.00 × a peer |",
-        "| `an op` | c |  |  |  |  | 40 | 0.50 copy | 4.00 × a peer |",
+    assert together[:4] == [
+        "| run | of | software | copy, TB/s | bf16, TFLOP/s | fp8, TFLOP/s |",
+        "|---|---|---|---|---|---|",
+        "| H200 at 0123456 | NVIDIA H200 (sm_90, 132 SMs), 2026-11-28, commit 0123456 | torch 2.11, Triton 3.9 | "
+        "4.00 | 800 | 1500 |",
+        "| H100 at 0123456 | NVIDIA H100 80GB HBM3 (sm_90, 132 SMs), 2026-11-28, commit 0123456 | "
+        "torch 2.11, Triton 3.9 | 4.00 | 800 | 1500 |",
     ]
+    alone = "| case | µs | rate | share of ceiling | beside a peer |", "|---|---|---|---|---|"
+    assert [line for line in together[4 : together.index("## The host's time")] if line] == [
+        "## `an op`",
+        "H200 at 0123456:", *alone, "| a | 10 | 2 GB/s | 0.50 copy | 1.00 × |",
+        "H200 at 0123456 and H100 at 0123456:",
+        "| case | H200: µs | H200: rate | H200: share of ceiling | H200: beside a peer | H100: µs | H100: rate "
+        "| H100: share of ceiling | H100: beside a peer |",
+        "|---" * 9 + "|",
+        "| b | 20 | 2 GB/s | 0.50 copy | 2.00 × | 30 | 2 GB/s | 0.50 copy | 3.00 × |",
+        "H100 at 0123456:", *alone, "| c | 40 | 2 GB/s | 0.50 copy | 4.00 × |",
+    ]  # fmt: skip
     both = table(other, case("a", 11), host | {"host_us": 4.0})
     assert [line for line in both if line.startswith("| `an op` | 1 |")] == [
         "| `an op` | 1 | 1 | 3.0 |  |", "| `an op` | 1 | 1 | 4.0 |  |",
@@ -215,7 +236,7 @@ def test_a_table_of_both_frameworks(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
     table = frameworks.report(file)
     assert "The same bits by both in 1 of 2 cases." in table
-    assert "| `dsa_attention` | a | 12.0 | 10.0 | 1.20 | 12.0 FlashMLA |" in table
+    assert "| `dsa_attention` | a | 12.0 | 10.0 | 1.20 | 12.0 FlashMLA (11.0) |" in table
     assert "| `sparse_mla` | b | 12.0 | 10.0 | 1.20 |  |" in table
     assert "| `dsa_attention` | a | 20.0, 50.0 | 30.0, 60.0 | 40.0 |" in table and "| 16 | 75.0 | 427.0 |" in table
     pictures.draw_frameworks(file, tmp_path / "frameworks.svg")

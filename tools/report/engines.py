@@ -4,13 +4,14 @@ The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run
 and of `trace`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tools.report.markdown import table
+from tools.report.ratios import middle
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
@@ -41,6 +42,13 @@ def engine(head: Line, lines: list[Line]) -> str:
         f"{name}, {model['num_hidden_layers']} layers, "
         f"{model['num_attention_heads']} heads, top-k {model['index_topk']}."
     )
+
+
+def brief(head: Line, lines: list[Line]) -> tuple[str, str, str]:
+    """The model of a run, the engine's release and the device."""
+    (served,) = (f"{engine} {head[key]}" for key, engine in ENGINES.items() if key in head)
+    device = head["versions"]["devices"][0].removeprefix("NVIDIA ").split()[0]
+    return MODELS[prefix_of(lines[0]["engine"])], served, device
 
 
 def alike(lines: list[Line]) -> list[str]:
@@ -117,7 +125,7 @@ def served(lines: list[Line]) -> list[str]:
     both = [(pair, engines) for engines in rates.values() if (pair := pair_of(engines)) is not None]
     apart = any(engines[name]["trace"].get("apart") for (name, _), engines in both)
     how = "Each engine on a GPU of its own, at the same time." if apart else "Both engines on one GPU, in turns."
-    head = "requests of a round", "until the first token: median", "99 %", "a token behind it: median", "99 %"
+    head = "requests of a round", "first token: median", "99 %", "each token after it: median", "99 %"
     rows = []
     for pair, engines in both:
         ours, theirs = (engines[name] for name in pair)
@@ -132,18 +140,60 @@ def served(lines: list[Line]) -> list[str]:
     return [how, "", *table(head, rows)]
 
 
-def report(*files: Path) -> str:
-    """Markdown: speeds, traces, then answers; of each run where the figures come from and its table."""
-    runs = [(head, lines) for head, *lines in read(*files)]
+def told(files: Sequence[Path], key: str, tables: Callable[[list[Line]], list[str]]) -> str:
+    """Markdown of the runs that have figures of a kind: where they come from, and their table."""
     markdown: list[str] = []
-    titles = (
-        ("Speed", "step_us", speeds),
-        ("Requests by and by", "ttft_ms", served),
-        ("Answers", "mean_abs_logprob", alike),
-    )
-    for title, key, tables in titles:
-        chosen = [(head, lines) for head, lines in runs if any(key in line for line in lines)]
-        markdown += [f"### {title}", ""] if chosen else []
-        for head, lines in chosen:
+    for head, *lines in read(*files):
+        if any(key in line for line in lines):
             markdown += [engine(head, lines), "", *tables(lines), ""]
     return "\n".join(markdown[:-1]) + "\n"
+
+
+def speed(*files: Path) -> str:
+    return told(files, "step_us", speeds)
+
+
+def trace(*files: Path) -> str:
+    return told(files, "ttft_ms", served)
+
+
+def answers(*files: Path) -> str:
+    return told(files, "mean_abs_logprob", alike)
+
+
+def both(lines: list[Line]) -> list[tuple[Pair, dict[str, list[Line]]]]:
+    """The cases that xmla and the engine's own kernels have times for."""
+    cases = cases_of(lines).values()
+    return [(pair, engines) for engines in cases if (pair := pair_of(engines)) is not None]
+
+
+def ratio(engines: dict[str, list[Line]], pair: Pair, key: str) -> float:
+    """xmla's speed in a case as a multiple of the engine's own kernels'."""
+    ours, theirs = figures(engines, pair, key)
+    return theirs / ours if key.endswith("_us") else ours / theirs
+
+
+def glance(*files: Path) -> str:
+    """Markdown: of each run with speeds their medians and ranges; of each with answers the worst prompt."""
+    runs = [(head, lines) for head, *lines in read(*files)]
+    timed = []
+    for head, lines in runs:
+        if cases := both(lines):
+            (gpus,) = {(PAIRS[pair] or "One").split()[0].lower() for pair, _ in cases}
+            keys = "forward_us", "prefill_tokens_per_s"
+            spans = [middle(ratio(engines, pair, key) for pair, engines in cases) for key in keys]
+            timed.append([*brief(head, lines), gpus, str(len(cases)), *spans])
+    begin = "model", "engine", "on"
+    markdown = table([*begin, "GPUs", "cases", "decode, a forward pass", "prefill"], timed)
+    compared = []
+    for head, lines in runs:
+        pairs = {(line["engine"], line["beside"]): line for line in lines if "mean_abs_logprob" in line}
+        name = prefix_of(lines[0]["engine"])
+        if (ours := pairs.get((f"{name}xmla", f"{name}own"))) is not None:
+            chunks = pairs.get((f"{name}own-chunks", f"{name}own"))
+            noise = f"{max(chunks['mean_abs_logprob']):.4f}" if chunks else ""
+            tokens = f"{min(ours['equal_tokens'])} of {ours['new_tokens']}"
+            same = f"{min(ours['same_likely']):.1%}"
+            compared.append([*brief(head, lines), f"{max(ours['mean_abs_logprob']):.4f}", noise, same, tokens])
+    columns = "log-probabilities differ by", "another chunk size changes", "same most likely token", "same new tokens"
+    return "\n".join([*markdown, "", *table([*begin, *columns], compared), ""])

@@ -13,12 +13,12 @@ def in_turns(line: Line) -> tuple[float, float]:
 
 
 def peer_of(line: Line) -> str:
-    """The fastest other implementation, and its time."""
+    """The fastest other implementation with its time, and xmla's in turns with it."""
     peers = {name: times[0] for name, times in line["us"].items() if name != "xmla" and not name.startswith("itself")}
     if not peers:
         return ""
     name = min(peers, key=peers.__getitem__)
-    return f"{peers[name]} {name}"
+    return f"{peers[name]} {name} ({line['us']['xmla'][0]})"
 
 
 def gpu_table(lines: list[Line]) -> list[str]:
@@ -27,7 +27,7 @@ def gpu_table(lines: list[Line]) -> list[str]:
         ours, by_jax = in_turns(line)
         ratio = f"{ours / by_jax:.2f}"
         rows.append([f"`{line['op']}`", line["case"], str(ours), str(by_jax), ratio, peer_of(line)])
-    return table(["op", "case", "PyTorch, µs", "JAX, µs", "PyTorch / JAX", "best peer, µs"], rows)
+    return table(["op", "case", "PyTorch, µs", "JAX, µs", "PyTorch / JAX", "best peer, µs (xmla beside it)"], rows)
 
 
 def host_table(lines: list[Line]) -> list[str]:

@@ -46,6 +46,12 @@ class Table:
         return before + begin + self.markdown() + end + rest.split(end)[1]
 
 
+def of_engine(page: str, *results: str) -> list[Table]:
+    """The tables of a page that says how xmla serves in an engine."""
+    reports = {"glance": engines.glance, "speed": engines.speed, "answers": engines.answers}
+    return [Table(page, marker, report, results) for marker, report in reports.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A drawing of a file of results.
@@ -68,18 +74,21 @@ TABLES = (
     )),
     Table("docs/contract.md", "evidence", evidence.report, ("h200/test.jsonl", "h200/contract.jsonl")),
     Table("docs/megatron.md", "megatron", megatron.report, ("h200/megatron.jsonl",)),
-    Table("docs/performance.md", "numbers", speeds.report, (
+    Table("docs/performance.md", "glance", summary.glance, (
+        "h200/bench.jsonl", "h200/frameworks.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/backward.jsonl",
+        "h200/blocks.jsonl", "h100/blocks.jsonl",
+    )),
+    Table("docs/performance_cases.md", "numbers", speeds.report, (
         "h200/bench.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/blocks.jsonl", "h200/blocks.jsonl",
     )),
-    Table("docs/performance.md", "frameworks", frameworks.report, ("h200/frameworks.jsonl",)),
+    Table("docs/performance_frameworks.md", "frameworks", frameworks.report, ("h200/frameworks.jsonl",)),
     Table("docs/ranks.md", "ranks", ranks.report, ("h200/parallel.jsonl",)),
     Table("docs/roofline.md", "roofline", roofline.report, ("h200/bench.jsonl",)),
     Table("docs/transformers.md", "layer", transformers.report, ("h200/transformers.jsonl",)),
-    Table("docs/sglang.md", "engine", engines.report, ("h100/sglang.jsonl", "h200/sglang.jsonl")),
     Table("docs/training.md", "layer", layer.report, ("h200/layer.jsonl",)),
-    Table("docs/vllm.md", "engine", engines.report, (
-        "h200/vllm_033.jsonl", "h100/vllm_033.jsonl", "h200/vllm_026.jsonl",
-    )),
+    *of_engine("docs/sglang_measured.md", "h100/sglang.jsonl", "h200/sglang.jsonl"),
+    *of_engine("docs/vllm_measured.md", "h200/vllm_033.jsonl", "h100/vllm_033.jsonl", "h200/vllm_026.jsonl"),
+    Table("docs/vllm_measured.md", "trace", engines.trace, ("h200/vllm_033.jsonl",)),
 )  # fmt: skip
 PICTURES = (
     Picture("docs/images/speed.svg", pictures.shown_speeds, pictures.draw_speeds, "h200/bench.jsonl"),

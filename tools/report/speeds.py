@@ -1,37 +1,52 @@
-"""Times of `xmla bench`, with those of another device beside them; ratios are speeds, above 1 faster than the peer."""
+"""Times of `xmla bench`, op by op, with those of another device beside them; ratios are speeds, above 1 faster than the
+peer."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
-
-def cells(line: Line) -> tuple[str, str, str, str]:
-    """A case's time, rate, share of the ceiling and ratios to peers."""
-    rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
-    against = ", ".join(f"{ratio:.2f} × {peer}" for peer, ratio in line["ratio_to_peer"].items())
-    return str(line["us"]["xmla"][0]), rate, f"{line['share_of_ceiling']:.2f} {line['ceiling']}", against
+# A run's name, of its device and commit, and its times by op and case.
+Run = tuple[str, dict[tuple[str, str], Line]]
 
 
-def by_case(lines: Sequence[Line]) -> dict[tuple[str, str], Line]:
+def device_of(head: Line) -> str:
+    return head["versions"]["devices"][0].removeprefix("NVIDIA ").split()[0]
+
+
+def name_of(head: Line) -> str:
+    return f"{device_of(head)} at {head['commit'][:7]}"
+
+
+def by_case(lines: list[Line]) -> dict[tuple[str, str], Line]:
     return {(line["op"], line["case"]): line for line in lines if "us" in line}
 
 
-def case_table(lines: list[Line], others: Sequence[Line] = (), device: str = "") -> list[str]:
-    """A run's cases; the `others`, of another `device`, in columns beside them, and its further cases below."""
-    head, own, beside = ["op", "case", "µs", "rate", "share of ceiling", "against"], by_case(lines), by_case(others)
-    if beside:
-        head += [f"{device}: µs", "share of ceiling", "against"]
-    cases = []
-    for op, case in own | beside:
-        row = [f"`{op}`", case, *(cells(own[op, case]) if (op, case) in own else [""] * 4)]
-        if beside:
-            us, _, share, against = cells(beside[op, case]) if (op, case) in beside else [""] * 4
-            row += [us, share, against]
-        cases.append(row)
-    return table(head, cases)
+def cells(line: Line) -> list[str]:
+    """A case's time, rate, share of the ceiling and ratio to each peer."""
+    rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
+    ratios = [f"{ratio:.2f} ×" for ratio in line["ratio_to_peer"].values()]
+    return [str(line["us"]["xmla"][0]), rate, f"{line['share_of_ceiling']:.2f} {line['ceiling']}", *ratios]
+
+
+def op_tables(op: str, runs: list[Run]) -> list[str]:
+    """A table for the cases that the same runs have, beside the same peers."""
+    alike: dict[tuple[tuple[str, tuple[str, ...]], ...], dict[str, list[Line]]] = {}
+    for case in dict.fromkeys(case for _, lines in runs for of, case in lines if of == op):
+        having = [(name, lines[op, case]) for name, lines in runs if (op, case) in lines]
+        kind = tuple((name, tuple(line["ratio_to_peer"])) for name, line in having)
+        alike.setdefault(kind, {})[case] = [line for _, line in having]
+    markdown = []
+    for kind, cases in alike.items():
+        devices = [name.split()[0] if len(kind) > 1 else "" for name, _ in kind]
+        head = ["case"]
+        for device, (_, peers) in zip(devices, kind, strict=True):
+            columns = ["µs", "rate", "share of ceiling", *(f"beside {peer}" for peer in peers)]
+            head += [f"{device}: {column}" if device else column for column in columns]
+        rows = [[case, *(cell for line in lines for cell in cells(line))] for case, lines in cases.items()]
+        markdown += [f"{' and '.join(name for name, _ in kind)}:", "", *table(head, rows), ""]
+    return markdown
 
 
 def host_table(lines: list[Line]) -> list[str]:
@@ -51,31 +66,37 @@ def host_table(lines: list[Line]) -> list[str]:
     return markdown
 
 
-def beginning(head: Line) -> str:
-    """Where the figures of one file come from, with the ceilings then."""
-    limits, versions = head["ceilings"], head["versions"]
-    peers = [head[name] for name in ("flash_mla", "cudnn", "sglang", "vllm", "deep_gemm") if head.get(name)]
-    packages = [f"torch {versions['torch']}", f"Triton {versions['triton']}", *peers]
-    return (
-        f"{origin(head)}, {', '.join(packages)}. "
-        f"Ceilings when the run began: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
-        f"bf16 {limits['bf16_flop_per_s'] / 1e12:.0f} and fp8 {limits['fp8_flop_per_s'] / 1e12:.0f} TFLOP/s."
-    )
+def run_table(heads: list[Line]) -> list[str]:
+    """Where the figures come from, with the ceilings when each run began."""
+    rows = []
+    for head in heads:
+        limits, versions = head["ceilings"], head["versions"]
+        peers = [head[name] for name in ("flash_mla", "cudnn", "sglang", "vllm", "deep_gemm") if head.get(name)]
+        packages = [f"torch {versions['torch']}", f"Triton {versions['triton']}", *peers]
+        rates = [f"{limits[kind + '_flop_per_s'] / 1e12:.0f}" for kind in ("bf16", "fp8")]
+        copy = f"{limits['copy_bytes_per_s'] / 1e12:.2f}"
+        rows.append([name_of(head), origin(head), ", ".join(packages), copy, *rates])
+    return table(["run", "of", "software", "copy, TB/s", "bf16, TFLOP/s", "fp8, TFLOP/s"], rows)
 
 
 def report(file: Path, beside: Path, *further: Path) -> str:
-    """Markdown of each run: where its figures come from, then a line per case; host times of the last that has any.
+    """Markdown: the runs, then each op's cases, a device's beside the other's; host times of the last run that has any.
 
-    The last run `beside` is another device's: its cases stand beside the first run's, and its host times follow.
+    The last run `beside` is another device's, whose host times follow.
     """
-    (first, *cases), *more = runs = read(file, *further)
-    head, *others = read(beside)[-1]
-    device = head["versions"]["devices"][0].removeprefix("NVIDIA ").split()[0]
-    markdown = [beginning(first), "", f"{device}: {beginning(head)}", "", *case_table(cases, others, device)]
-    hosts = [next(run for run in reversed(runs) if host_table(run[1:]))]
-    hosts += [[head, *others]] if host_table(others) else []
-    for head, *lines in more:
-        markdown += ["", beginning(head), "", *case_table(lines)] if by_case(lines) else []
+    runs = read(file, *further)
+    runs.insert(1, read(beside)[-1])
+    hosts = [next(run for run in reversed(runs[:1] + runs[2:]) if host_table(run[1:])), runs[1]]
+    timed = [(name_of(head), by_case(lines)) for head, *lines in runs]
+    markdown = [*run_table([head for head, *_ in runs]), ""]
+    for op in dict.fromkeys(op for _, lines in timed for op, _ in lines):
+        markdown += [f"## `{op}`", ""]
+        # The two of the devices together; the others' cases are of their own.
+        markdown += op_tables(op, timed[:2])
+        for run in timed[2:]:
+            markdown += op_tables(op, [run])
+    markdown += ["## The host's time", ""]
     for head, *lines in hosts:
-        markdown += ["", *([beginning(head)] if head is not first else []), *host_table(lines)]
-    return "\n".join(markdown) + "\n"
+        if host := host_table(lines):
+            markdown += [f"{name_of(head)}:", *host, ""]
+    return "\n".join(markdown[:-1]) + "\n"

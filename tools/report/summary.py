@@ -1,34 +1,39 @@
 """The committed speeds, a line a claim; above 1 xmla is faster. A range is of all cases of a kind, the worst first."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from tools.report import engines
 from tools.report.frameworks import in_turns
 from tools.report.markdown import table
+from tools.report.ratios import middle, span
 from tools.report.results import Line, lines_of, read
 
-
-def span(ratios: Iterable[float]) -> str:
-    ascending = [f"{ratio:.2f}" for ratio in sorted(ratios)]
-    slowest, fastest = ascending[0], ascending[-1]
-    return f"{slowest} ×" if slowest == fastest else f"{slowest} to {fastest} ×"
+Chosen = Callable[[str], bool]
 
 
-def beside(lines: list[Line], peer: str, chosen: Callable[[str], bool]) -> str:
-    """Ratios of speed to a peer's, of the cases whose names are chosen."""
-    return span(
+def ratios(lines: list[Line], peer: str, chosen: Chosen) -> list[float]:
+    """Speeds as multiples of a peer's, of the cases whose names are chosen."""
+    return [
         ratio
         for line in lines
         for name, ratio in line.get("ratio_to_peer", {}).items()
         if name.startswith(peer) and chosen(line["case"])
-    )
+    ]
+
+
+def beside(lines: list[Line], peer: str, chosen: Chosen) -> str:
+    return span(ratios(lines, peer, chosen))
 
 
 def derivative_in_any_order(lines: list[Line]) -> str:
     """Speed of attention's derivative that adds in any order beside cuDNN's."""
+    return span(in_any_order(lines))
+
+
+def in_any_order(lines: list[Line]) -> list[float]:
     times = [{name.partition(",")[0]: us for name, (us, *_) in line["us"].items()} for line in lines]
-    return span(case["cuDNN"] / case["itself"] for case in times)
+    return [case["cuDNN"] / case["itself"] for case in times]
 
 
 def steps_of(lines: list[Line]) -> list[Line]:
@@ -87,11 +92,11 @@ def report(
     """Markdown: what, how fast, beside what and where all cases stand."""
     ops, derivative, steps, peers = map(lines_of, (bench, backward, frameworks, jax_peers))
     (faster, memory), tokens = layer(layer_steps, 4096), "4096 tokens"
-    both = "[both frameworks](docs/performance.md#in-both-frameworks)"
+    both = "[both frameworks](docs/performance_frameworks.md)"
     by_xla, log = "tokamax by XLA", "[log](benchmarks/log/jax.md)"
     hf = "its own `sdpa`"
     always: Callable[[str], bool] = lambda case: True
-    performance, pages = "[cases](docs/performance.md)", "over fp8 pages"
+    performance, pages = "[cases](docs/performance_cases.md#sparse_mla)", "over fp8 pages"
     rows = [
         (f"decode of V3.2 {pages}, 128 heads, 1 to 128 requests",
          beside(ops, "FlashMLA", lambda case: case.startswith("decode") and " h=128 " in case), "FlashMLA",
@@ -132,8 +137,47 @@ def report(
          "[transformers](docs/transformers.md#measured)"),
         ("vLLM 0.33's forward pass, decode of V3.2, V4, V4.1 and GLM-5.3-Flash, 4 or 5 layers",
          vllm(engine, "forward_us"), "its own kernels, with torch 2.11 and without CuTe DSL",
-         "[vLLM](docs/vllm.md#on-an-h200)"),
+         "[vLLM](docs/vllm_measured.md)"),
         ("its prefill, tokens a second", vllm(engine, "prefill_tokens_per_s"), "the same",
-         "[vLLM](docs/vllm.md#on-an-h200)"),
+         "[vLLM](docs/vllm_measured.md)"),
     ]  # fmt: skip
     return "\n".join([*table(("what", "speed", "beside", "more"), rows), ""])
+
+
+# What of `xmla bench` is a line of its own: a name, the peer, and which cases.
+OF_ATTENTION: tuple[tuple[str, str, Chosen], ...] = (
+    ("decode, V3.2 over fp8 pages, 128 heads", "FlashMLA",
+     lambda case: case.startswith("decode") and " h=128 " in case),
+    ("decode, V3.2 over fp8 pages, 16 to 64 heads", "FlashMLA, which pads to 64 heads",
+     lambda case: case.startswith("decode") and " h=128 " not in case),
+    ("decode, V4 over fp8 pages", "FlashMLA", lambda case: case.startswith("M1-")),
+    ("prefill, bf16 rows", "FlashMLA", lambda case: "prefill bf16 rows" in case),
+    ("prefill, fp8 pages", "FlashMLA on rows already converted to bf16 (conversion not timed)",
+     lambda case: "prefill fp8 pages" in case),
+)  # fmt: skip
+
+
+def glance(
+    h200: Path, frameworks: Path, h100: Path, h200_backward: Path, h100_backward: Path, h200_blocks: Path,
+    h100_blocks: Path,
+) -> str:  # fmt: skip
+    """Markdown: ops beside their best peers on both devices, each cell of all committed cases of the kind."""
+    devices = lines_of(h200) + lines_of(frameworks), lines_of(h100)
+    derivatives = lines_of(h200_backward), lines_of(h100_backward)
+    blocks = lines_of(h200_blocks), lines_of(h100_blocks)
+    always: Chosen = lambda case: True
+
+    def row(what: str, peer: str, runs: tuple[list[Line], ...], chosen: Chosen, name: str = "") -> list[str]:
+        found = [ratios(lines, name or peer.partition(",")[0].partition(" on ")[0], chosen) for lines in runs]
+        return [what, *(middle(each) if each else "" for each in found), peer]
+
+    rows = [row(what, peer, devices, chosen) for what, peer, chosen in OF_ATTENTION]
+    cudnn = "cuDNN, which is non-deterministic"
+    rows += [
+        row("attention's derivative, the same bits in every run", cudnn, derivatives, always, "cuDNN"),
+        ["attention's derivative, non-deterministic", "", middle(in_any_order(derivatives[1])), cudnn],
+        *(row("`select_topk`", peer, devices, always) for peer in ("torch.topk", "SGLang topk_v2")),
+        row("`select_topk`", "vLLM's kernel", devices, lambda case: "×" in case, "vLLM"),
+        row("selection in V4.1's blocks (H200: prefill, H100: decode)", "vLLM's kernels", blocks, always, "vLLM"),
+    ]  # fmt: skip
+    return "\n".join([*table(("op", "H200", "H100", "beside"), rows), ""])
