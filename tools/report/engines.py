@@ -23,7 +23,6 @@ PAIRS = {
     ("xmla-ranks-4-graphs", "own-ranks-4-graphs"): "Four GPUs share the heads.",
 }
 Pair = tuple[str, str]
-FIGURES = {"step_us": min, "forward_us": median, "prefill_tokens_per_s": max}
 MODELS = {"v4-": "DeepSeek-V4", "v41-": "DeepSeek-V4.1", "glm-": "GLM-5.3-Flash", "": "DeepSeek-V3.2"}
 
 
@@ -82,12 +81,10 @@ def pair_of(engines: Mapping[str, Any]) -> Pair | None:
 
 
 def figures(engines: dict[str, list[Line]], pair: Pair, key: str) -> list[float]:
-    """xmla's figure of a case and that of the engine's own kernels.
-
-    Of an engine that was started more than once: its fastest step and prefill, as the host slows either by up to a
-    third, and the median of its forward passes.
-    """
-    return [FIGURES[key](line[key] for line in engines[name]) for name in pair]
+    """xmla's figure of a case and that of the engine's own kernels, each the median of the rounds of all starts."""
+    return [
+        median(figure for line in engines[name] for figure in line.get(f"{key}_by_round", [line[key]])) for name in pair
+    ]
 
 
 def speeds(lines: list[Line]) -> list[str]:
@@ -161,16 +158,23 @@ def answers(*files: Path) -> str:
     return told(files, "mean_abs_logprob", alike)
 
 
-def both(lines: list[Line]) -> list[tuple[Pair, dict[str, list[Line]]]]:
-    """The cases that xmla and the engine's own kernels have times for."""
-    cases = cases_of(lines).values()
-    return [(pair, engines) for engines in cases if (pair := pair_of(engines)) is not None]
+def ratios(head: Line, lines: list[Line], key: str, several: bool = False) -> list[float]:
+    """xmla's speed as a multiple of the engine's own kernels' in the cases that both have times for, of one GPU.
 
+    Left out are prefills of no more keys than are selected: an engine as installed may compute these by dense
+    attention, which SGLang's runs had turned off.
 
-def ratio(engines: dict[str, list[Line]], pair: Pair, key: str) -> float:
-    """xmla's speed in a case as a multiple of the engine's own kernels'."""
-    ours, theirs = figures(engines, pair, key)
-    return theirs / ours if key.endswith("_us") else ours / theirs
+    Args:
+        several: Of several GPUs instead, whose forward passes have waits for each other.
+    """
+    found = []
+    for (context, _), engines in cases_of(lines).items():
+        pair = pair_of(engines)
+        sparse = key != "prefill_tokens_per_s" or context > head["model"]["index_topk"]
+        if pair is not None and (PAIRS[pair] is not None) == several and sparse:
+            ours, theirs = figures(engines, pair, key)
+            found.append(theirs / ours if key.endswith("_us") else ours / theirs)
+    return found
 
 
 def glance(*files: Path) -> str:
@@ -178,11 +182,11 @@ def glance(*files: Path) -> str:
     runs = [(head, lines) for head, *lines in read(*files)]
     timed = []
     for head, lines in runs:
-        if cases := both(lines):
-            (gpus,) = {(PAIRS[pair] or "One").split()[0].lower() for pair, _ in cases}
-            keys = "forward_us", "prefill_tokens_per_s"
-            spans = [middle(ratio(engines, pair, key) for pair, engines in cases) for key in keys]
-            timed.append([*brief(head, lines), gpus, str(len(cases)), *spans])
+        pairs = {pair for engines in cases_of(lines).values() if (pair := pair_of(engines)) is not None}
+        for pair in pairs:
+            gpus, several = (PAIRS[pair] or "One").split()[0].lower(), PAIRS[pair] is not None
+            decode, prefill = (ratios(head, lines, key, several) for key in ("forward_us", "prefill_tokens_per_s"))
+            timed.append([*brief(head, lines), gpus, str(len(decode)), middle(decode), middle(prefill)])
     begin = "model", "engine", "on"
     markdown = table([*begin, "GPUs", "cases", "decode, a forward pass", "prefill"], timed)
     compared = []

@@ -68,18 +68,23 @@ class Picture:
 
 TABLES = (
     Table("README.md", "speed", summary.report, (
-        "h200/bench.jsonl", "h100/backward.jsonl", "h200/frameworks.jsonl", "h200/model_step.jsonl",
-        "h200/jax_peers.jsonl", "h200/layer.jsonl", "h200/megatron.jsonl", "h200/vllm_033.jsonl",
-        "h200/transformers.jsonl",
+        "h200/bench.jsonl", "h200/frameworks.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/backward.jsonl",
+        "h200/layer.jsonl", "h200/megatron.jsonl", "h200/vllm_033.jsonl", "h100/vllm_033.jsonl",
     )),
     Table("docs/contract.md", "evidence", evidence.report, ("h200/test.jsonl", "h200/contract.jsonl")),
     Table("docs/megatron.md", "megatron", megatron.report, ("h200/megatron.jsonl",)),
-    Table("docs/performance.md", "glance", summary.glance, (
+    Table("docs/performance.md", "ops", summary.ops, (
         "h200/bench.jsonl", "h200/frameworks.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/backward.jsonl",
         "h200/blocks.jsonl", "h100/blocks.jsonl",
     )),
+    Table("docs/performance.md", "steps", summary.steps, (
+        "h200/frameworks.jsonl", "h200/model_step.jsonl", "h200/jax_peers.jsonl", "h200/layer.jsonl",
+        "h200/megatron.jsonl", "h200/transformers.jsonl", "h200/vllm_033.jsonl", "h100/vllm_033.jsonl",
+        "h200/sglang.jsonl", "h100/sglang.jsonl",
+    )),
     Table("docs/performance_cases.md", "numbers", speeds.report, (
-        "h200/bench.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/blocks.jsonl", "h200/blocks.jsonl",
+        "h200/bench.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/backward.jsonl", "h100/blocks.jsonl",
+        "h200/blocks.jsonl",
     )),
     Table("docs/performance_frameworks.md", "frameworks", frameworks.report, ("h200/frameworks.jsonl",)),
     Table("docs/ranks.md", "ranks", ranks.report, ("h200/parallel.jsonl",)),
