@@ -181,6 +181,12 @@ def test_a_reference_takes_what_its_op_declares() -> None:
     with pytest.raises(RuntimeError, match=message):
         replace(OPS["select_topk"], reference=another)
 
+    def without_k(**arrays: Any) -> Any: ...
+
+    with pytest.raises(RuntimeError, match=r"select_topk: its reference takes \[\], declared: \[.*'k'\]"):
+        replace(OPS["select_topk"], reference=without_k)
+    replace(OPS["select_topk"], reference=lambda *, k, **arrays: None)
+
 
 class Reading:
     """An op's attributes, which note the names that are asked for."""

@@ -6,7 +6,17 @@ Device code that its kernels share is in `xmla.core.lang.indexer`.
 from dataclasses import dataclass
 from typing import Any
 
-from xmla.core.call import E4M3, Problem, Result, Tensor, Work, all_but_pools_once, check_indexer_dim, tokens_a_request
+from xmla.core.call import (
+    E4M3,
+    Problem,
+    Result,
+    Tensor,
+    Work,
+    all_but_pools_once,
+    check_indexer_dim,
+    check_requests,
+    tokens_a_request,
+)
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.plan import Condition, Constants
 from xmla.core.values import LOGITS, Device, cdiv, next_power_of_2
@@ -35,7 +45,17 @@ def check_heads(problem: Problem, query: str, most: int = MAX_HEADS) -> None:
         problem.unsupported(query, "axis I (axis 1)", problem["I"], f"at most {most} indexer heads")
 
 
-def check_query(problem: Problem) -> None:
+def check_keys(problem: Problem) -> None:
+    """Rules of the query and of its keys."""
+    if problem.has("cache"):
+        _check_query(problem)
+        check_requests(problem, "q8")
+    else:
+        _check_contiguous(problem)
+        _check_query(problem)
+
+
+def _check_query(problem: Problem) -> None:
     """Rules of the quantised query `q8`: only MXFP4 keys are multiplied in bfloat16."""
     check_indexer_dim(problem)
     check_heads(problem, "q8")
@@ -43,8 +63,8 @@ def check_query(problem: Problem) -> None:
         problem.refuse("q8", "dtype", problem.specs["q8"].dtype, "float8_e4m3fn for fp8 keys")
 
 
-def check_keys(problem: Problem) -> None:
-    """Rules of the query and of contiguous keys, whose dtype determines their format."""
+def _check_contiguous(problem: Problem) -> None:
+    """Rules of contiguous keys, whose dtype determines their format."""
     check_indexer_dim(problem)
     layout = IndexerLayout(problem["D"], "mxfp4" if keys_are_mxfp4(problem) else "fp8")
     if problem["ROW"] != layout.value_bytes:
@@ -53,7 +73,6 @@ def check_keys(problem: Problem) -> None:
     if problem.specs["key_scales"].dtype != layout.dtypes[1]:
         expected = f"{layout.dtypes[1]} beside keys of {problem.specs['keys'].dtype}"
         problem.refuse("key_scales", "dtype", problem.specs["key_scales"].dtype, expected)
-    check_query(problem)
 
 
 def check_selection(problem: Problem) -> None:

@@ -1,14 +1,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor, check_requests, paged_limits
+from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.blocks.indexer_block_logits_paged.cases import CASES
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_logits_paged.reference import reference
 from xmla.core.ops.blocks.shared import block_logits_work, capacity_of, check_granularity, entries_of
 from xmla.core.ops.indexer import indexer_logits_paged
-from xmla.core.ops.indexer.shared import check_logits_dtype, check_query, logits_of
+from xmla.core.ops.indexer.shared import check_keys, check_logits_dtype, logits_of
 
 
 def indexer_block_logits_paged(
@@ -58,8 +58,7 @@ def indexer_block_logits_paged(
 
 
 def check_blocks(problem: Problem) -> None:
-    check_query(problem)
-    check_requests(problem, "q8")
+    check_keys(problem)
     check_granularity(problem)
 
 

@@ -1,6 +1,6 @@
 from typing import Any
 
-from xmla.core.call import Problem, Result, check_requests, paged_limits
+from xmla.core.call import Problem, Result, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks_paged.cases import CASES
@@ -8,7 +8,7 @@ from xmla.core.ops.blocks.indexer_blocks_paged.plan import plan
 from xmla.core.ops.blocks.indexer_blocks_paged.reference import reference
 from xmla.core.ops.blocks.shared import check_newest
 from xmla.core.ops.indexer import indexer_logits_paged
-from xmla.core.ops.indexer.shared import check_query, check_selection, selection_work
+from xmla.core.ops.indexer.shared import check_keys, check_selection, selection_work
 from xmla.core.plan import Implementation
 from xmla.core.values import Selection
 
@@ -53,8 +53,7 @@ def indexer_blocks_paged(
 
 
 def check(problem: Problem) -> None:
-    check_query(problem)
-    check_requests(problem, "q8")
+    check_keys(problem)
     check_newest(problem)
     check_selection(problem)
 

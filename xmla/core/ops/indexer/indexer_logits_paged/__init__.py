@@ -1,6 +1,6 @@
 from typing import Any
 
-from xmla.core.call import BYTES, F32, INDEX, Problem, Tensor, check_requests, indexer_format, paged_limits
+from xmla.core.call import BYTES, F32, INDEX, Problem, Tensor, indexer_format, paged_limits
 from xmla.core.op import Op
 from xmla.core.ops.indexer.indexer_logits_paged import plan as portable
 from xmla.core.ops.indexer.indexer_logits_paged.cases import CASES
@@ -8,7 +8,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90 import plan as gluon_
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100 import plan as gluon_sm100
 from xmla.core.ops.indexer.indexer_logits_paged.plan import columns
 from xmla.core.ops.indexer.indexer_logits_paged.reference import reference
-from xmla.core.ops.indexer.shared import QUERY, check_logits_dtype, check_query, logits_of, logits_work
+from xmla.core.ops.indexer.shared import QUERY, check_keys, check_logits_dtype, logits_of, logits_work
 
 
 def indexer_logits_paged(
@@ -58,8 +58,7 @@ def indexer_logits_paged(
 
 
 def check(problem: Problem) -> None:
-    check_query(problem)
-    check_requests(problem, "q8")
+    check_keys(problem)
     check_logits_dtype(problem)
     if problem.attrs.max_len is not None:
         problem.require_count("max_len")

@@ -6,6 +6,15 @@ from xmla.core.ops.cases import BF16, block_tables, indexer_pool, row_lengths, s
 from xmla.core.ops.indexer.indexer_logits.cases import E4M3, in_bfloat16, query
 
 
+def interleave(rng: np.random.Generator, inputs: dict[str, np.ndarray], next_n: int) -> None:
+    """Shuffle tokens of all requests, and let two be padding: one without a request, one of negative length."""
+    order = rng.permutation(len(inputs["lengths"]))
+    inputs["lengths"] = inputs["lengths"][order]
+    inputs["request_ids"] = (np.arange(len(order)) // next_n)[order].astype(np.int32)
+    inputs["request_ids"][0] = -1
+    inputs["lengths"][-1] = -7
+
+
 def make_case(
     contexts: tuple[int, ...], entries: int, next_n: int = 1, heads: int = 64, dim: int = 128, padding: int = 0,
     shuffled: bool = False, max_len: int | None = None, layout: str = "fp8", dtype: np.dtype = E4M3,
@@ -23,12 +32,8 @@ def make_case(
             "lengths": row_lengths(rng, lengths, next_n),
         }
         inputs["lengths"][0] = min(inputs["lengths"][0], 1)
-        if shuffled:  # tokens of all requests interleaved, two padding rows: no request, negative length
-            order = rng.permutation(len(inputs["lengths"]))
-            inputs["lengths"] = inputs["lengths"][order]
-            inputs["request_ids"] = (np.arange(len(order)) // next_n)[order].astype(np.int32)
-            inputs["request_ids"][0] = -1
-            inputs["lengths"][-1] = -7
+        if shuffled:
+            interleave(rng, inputs, next_n)
         return inputs
 
     kind = "ids" if shuffled else f"next{next_n}"

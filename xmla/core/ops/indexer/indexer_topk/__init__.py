@@ -1,6 +1,6 @@
 from typing import Any
 
-from xmla.core.call import Problem, Result
+from xmla.core.call import Problem
 from xmla.core.op import Op
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.cases import CASES
@@ -9,7 +9,6 @@ from xmla.core.ops.indexer.indexer_topk.reference import reference
 from xmla.core.ops.indexer.shared import check_keys, check_selection, topk_work
 from xmla.core.ops.selection import select_topk
 from xmla.core.plan import Implementation
-from xmla.core.values import Selection
 
 
 def indexer_topk(q8, weights, keys, key_scales, starts, ends, *, k: int, workspace_bytes: int = 1 << 29) -> Any:
@@ -53,7 +52,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_topk,
     tensors=indexer_logits.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
+    outputs=select_topk.OP.outputs,
     check=check,
     work=topk_work,
     steps=(indexer_logits.OP, select_topk.OP),

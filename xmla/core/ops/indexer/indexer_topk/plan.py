@@ -2,9 +2,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from xmla.core.call import Problem
-from xmla.core.op import Composition, same_names
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.kernels import indexer_topk_kernel
+from xmla.core.ops.indexer.key_source import plan_by_logits
 from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Query, head_rows, keys_are_mxfp4
 from xmla.core.ops.selection import select_topk
 from xmla.core.plan import Constants, Launch, Plan, in_parts, most_registers
@@ -66,22 +66,17 @@ def configure(mxfp4: bool, device: Device) -> Config:
     return Config(128, 8, max_registers=registers)
 
 
-def plan_by_logits(problem: Problem, device: Device, tokens: int) -> Plan:
-    """The plan that stores all logits of so many tokens and selects from them."""
-    composition = Composition(problem, device, arrays=arrays_of_tokens(problem, tokens))
-    composition.call(indexer_logits.OP, same_names(*indexer_logits.OP.tensors))
-    composition.call(select_topk.OP, same_names("logits", "starts", "ends"), k=problem.attrs.k)
-    return composition.plan()
-
-
 def plan_in_parts(problem: Problem, device: Device) -> Plan | None:
     """The plan that stores the logits of as many tokens at a time as fit the workspace."""
     keys = problem["N"]
     together = indexer_logits.tokens_a_program(problem, device)
+
+    def part(size: int) -> Plan:
+        return plan_by_logits(problem, device, select_topk.OP, arrays_of_tokens(problem, size), k=problem.attrs.k)
+
     return in_parts(
-        problem, lambda size: plan_by_logits(problem, device, size), 4 * max(keys, 1), together,
-        lambda size: size >= PART_TOKENS or size * keys >= PART_LOGITS,
-    )  # fmt: skip
+        problem, part, 4 * max(keys, 1), together, lambda size: size >= PART_TOKENS or size * keys >= PART_LOGITS
+    )
 
 
 def arrays_of_tokens(problem: Problem, tokens: int) -> dict[str, Spec]:
@@ -91,7 +86,7 @@ def arrays_of_tokens(problem: Problem, tokens: int) -> dict[str, Spec]:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    whole = plan_by_logits(problem, device, problem["T"])
+    whole = plan_by_logits(problem, device, select_topk.OP, k=problem.attrs.k)
     if whole.workspace_bytes <= problem.attrs.workspace_bytes:
         return whole
     return plan_in_parts(problem, device) or plan_by_candidates(problem, device)

@@ -1,15 +1,12 @@
+from dataclasses import replace
 from typing import Any
 
-from xmla.core.call import Problem, Result, check_requests, paged_limits
-from xmla.core.op import Op
-from xmla.core.ops.indexer import indexer_logits_paged
+from xmla.core.call import paged_limits
+from xmla.core.ops.indexer import indexer_logits_paged, indexer_topk
 from xmla.core.ops.indexer.indexer_topk_paged.cases import CASES
 from xmla.core.ops.indexer.indexer_topk_paged.plan import plan
-from xmla.core.ops.indexer.indexer_topk_paged.reference import reference
-from xmla.core.ops.indexer.shared import check_query, check_selection, topk_work
 from xmla.core.ops.selection import select_topk
 from xmla.core.plan import Implementation
-from xmla.core.values import Selection
 
 
 def indexer_topk_paged(
@@ -47,21 +44,12 @@ def indexer_topk_paged(
     """
 
 
-def check(problem: Problem) -> None:
-    check_query(problem)
-    check_requests(problem, "q8")
-    check_selection(problem)
-
-
-OP = Op(
+OP = replace(
+    indexer_topk.OP,
     prototype=indexer_topk_paged,
     tensors=indexer_logits_paged.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
-    check=check,
     limits=paged_limits,
-    work=topk_work,
     steps=(indexer_logits_paged.OP, select_topk.OP),
     implementations=(Implementation("steps", plan, asked="steps"),),
-    reference=reference,
     cases=CASES,
 )

@@ -3,6 +3,7 @@ import numpy as np
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
 from xmla.core.ops.cases import block_tables, empty_pages, row_lengths, slots_of
+from xmla.core.ops.indexer.indexer_logits_paged.cases import interleave
 from xmla.core.ops.indexer.indexer_topk.cases import exact_keys, exact_query
 
 
@@ -24,12 +25,8 @@ def make_case(
             "block_table": table,
             "lengths": row_lengths(rng, lengths, next_n),
         }
-        if shuffled:  # tokens of all requests interleaved, two padding rows: no request, negative length
-            order = rng.permutation(len(inputs["lengths"]))
-            inputs["lengths"] = inputs["lengths"][order]
-            inputs["request_ids"] = (np.arange(len(order)) // next_n)[order].astype(np.int32)
-            inputs["request_ids"][0] = -1
-            inputs["lengths"][-1] = -7
+        if shuffled:
+            interleave(rng, inputs, next_n)
         return inputs
 
     return Case(name, make, {"k": k, **attrs})

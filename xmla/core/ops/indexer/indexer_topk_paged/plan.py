@@ -1,11 +1,10 @@
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
-from xmla.core.op import Composition, same_names
-from xmla.core.ops.indexer import indexer_logits_paged
 from xmla.core.ops.indexer.indexer_topk.kernels import merge_segments_kernel
 from xmla.core.ops.indexer.indexer_topk.plan import BLOCKS, Topk, capacity, configure, require_room, space
 from xmla.core.ops.indexer.indexer_topk_paged.kernels import indexer_topk_paged_kernel
+from xmla.core.ops.indexer.key_source import plan_by_logits
 from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Pages, Query, group_tokens, keys_are_mxfp4
 from xmla.core.ops.selection import select_topk
 from xmla.core.ops.selection.select_topk.plan import choosing_warps
@@ -24,10 +23,7 @@ class PagedTopk(Topk):
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    composition = Composition(problem, device)
-    composition.call(indexer_logits_paged.OP, same_names(*indexer_logits_paged.OP.tensors))
-    composition.call(select_topk.OP, {"logits": "logits", "ends": "lengths"}, k=problem.attrs.k)
-    stored = composition.plan()
+    stored = plan_by_logits(problem, device, select_topk.OP, k=problem.attrs.k)
     return stored if stored.workspace_bytes <= problem.attrs.workspace_bytes else plan_by_candidates(problem, device)
 
 
