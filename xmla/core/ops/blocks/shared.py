@@ -3,11 +3,13 @@
 Device code that their kernels share is in `xmla.core.lang.blocks`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from xmla.core.call import Problem, Work, all_but_pools_once
 from xmla.core.lang.blocks import GRANULARITIES
 from xmla.core.ops.indexer.shared import capacity_of
+from xmla.core.plan import Plan, join_parts
 
 
 def check_granularity(problem: Problem) -> None:
@@ -51,6 +53,13 @@ def block_selection_work(problem: Problem, keys: float | None) -> Work:
 def selection_attributes(problem: Problem) -> dict[str, Any]:
     """The attributes of a selection of blocks."""
     return {name: getattr(problem.attrs, name) for name in ("k", "granularity", "newest")}
+
+
+def refuse_workspace(problem: Problem, part: Callable[[int], Plan], together: int, whole: tuple[str, ...]) -> NoReturn:
+    """Refuse a workspace without room for parts of `together` tokens; arguments as of `in_parts`."""
+    needed = join_parts(problem, part, together, whole).workspace_bytes
+    given = problem.attrs.workspace_bytes
+    problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
 
 
 def expanded_columns(problem: Problem) -> int:

@@ -4,9 +4,9 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition
 from xmla.core.ops.blocks.indexer_block_logits_paged.plan import part as block_logits
 from xmla.core.ops.blocks.indexer_block_topk_paged.kernels import block_indices_kernel
-from xmla.core.ops.blocks.shared import capacity_of, entries_of
+from xmla.core.ops.blocks.shared import capacity_of, entries_of, refuse_workspace
 from xmla.core.ops.selection import select_topk
-from xmla.core.plan import Launch, Part, Plan, in_parts, join_parts
+from xmla.core.plan import Launch, Part, Plan, in_parts
 from xmla.core.values import Device
 
 BLOCKS_K = (512, 2048)  # indices of a step; few, since each is a kernel
@@ -21,9 +21,7 @@ def select_in_blocks(problem: Problem, device: Device, logits: Callable[[Problem
     """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
     plan = plan_in_parts(problem, device, logits, 4 * max(entries_of(problem), 1))
     if plan is None:
-        needed = join_parts(problem, part_of(problem, device, logits), 1, WHOLE).workspace_bytes
-        given = problem.attrs.workspace_bytes
-        problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
+        refuse_workspace(problem, part_of(problem, device, logits), 1, WHOLE)
     return plan
 
 

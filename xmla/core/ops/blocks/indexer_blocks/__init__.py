@@ -1,6 +1,6 @@
 from typing import Any
 
-from xmla.core.call import Problem, Result
+from xmla.core.call import Problem
 from xmla.core.op import Op
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.cases import CASES
@@ -10,7 +10,6 @@ from xmla.core.ops.blocks.shared import check_newest
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.shared import check_keys, check_selection, selection_work
 from xmla.core.plan import Implementation
-from xmla.core.values import Selection
 
 
 def indexer_blocks(
@@ -59,7 +58,7 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_blocks,
     tensors=indexer_logits.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
+    outputs=select_blocks.OP.outputs,
     check=check,
     work=selection_work,
     steps=(indexer_logits.OP, select_blocks.OP),

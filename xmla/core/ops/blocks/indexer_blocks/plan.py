@@ -4,20 +4,13 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.blocks import select_blocks
 from xmla.core.ops.blocks.indexer_blocks.gluon_sm90.plan import maxima
-from xmla.core.ops.blocks.shared import selection_attributes
+from xmla.core.ops.blocks.shared import refuse_workspace, selection_attributes
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.indexer_topk.plan import arrays_of_tokens
+from xmla.core.ops.indexer.key_source import plan_by_logits
 from xmla.core.ops.selection import select_topk
-from xmla.core.plan import Part, Plan, in_parts, join_parts
+from xmla.core.plan import Part, Plan, in_parts
 from xmla.core.values import Device, cdiv
-
-
-def plan_by_logits(problem: Problem, device: Device, tokens: int) -> Plan:
-    """The plan that stores all logits of so many tokens and selects from them."""
-    composition = Composition(problem, device, arrays=arrays_of_tokens(problem, tokens))
-    composition.call(indexer_logits.OP, same_names(*indexer_logits.OP.tensors))
-    composition.call(select_blocks.OP, same_names("logits", "starts", "ends"), **selection_attributes(problem))
-    return composition.plan()
 
 
 def plan_by_maxima(problem: Problem, device: Device, tokens: int) -> Plan:
@@ -39,14 +32,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         if by_hopper:
             of_logits = replace(choice, op=indexer_logits.OP.name)  # as the steps' plan tells it
             return replace(plan_by_maxima(problem, device, rows), choices=(of_logits,))
-        return plan_by_logits(problem, device, rows)
+        arrays = arrays_of_tokens(problem, rows)
+        return plan_by_logits(problem, device, select_blocks.OP, arrays, **selection_attributes(problem))
 
-    at_once, limit = part(problem["T"]), problem.attrs.workspace_bytes
-    if at_once.workspace_bytes <= limit:
+    at_once = part(problem["T"])
+    if at_once.workspace_bytes <= problem.attrs.workspace_bytes:
         return at_once
     together = min(indexer_logits.tokens_a_program(problem, device), problem["T"])
     parts = in_parts(problem, part, 4 * max(stored_keys, 1), together, lambda size: True, whole)
     if parts is None:
-        needed = join_parts(problem, part, together, whole).workspace_bytes
-        problem.unsupported("workspace_bytes", "value", limit, f"at least {needed} for these sizes")
+        refuse_workspace(problem, part, together, whole)
     return parts

@@ -1,22 +1,12 @@
 import numpy as np
 
 from xmla.core.ops.blocks.select_blocks.reference import reference as select_blocks
-from xmla.core.ops.indexer.indexer_logits.reference import reference as indexer_logits
+from xmla.core.ops.indexer.key_source import reference_logits
 
 
 def reference(
-    q8: np.ndarray,
-    weights: np.ndarray,
-    keys: np.ndarray,
-    key_scales: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    *,
-    k: int,
-    granularity: int,
-    newest: int = 1,
-    workspace_bytes: int = 1 << 29,
+    *, k: int, granularity: int, newest: int = 1, workspace_bytes: int = 1 << 29, **arrays: np.ndarray
 ) -> tuple[np.ndarray]:
-    """Reference of `indexer_blocks`: its two ops one after the other."""
-    (logits,) = indexer_logits(q8, weights, keys, key_scales, starts, ends)
-    return select_blocks(logits.astype(np.float32), ends, starts, k=k, granularity=granularity, newest=newest)
+    """Reference of `indexer_blocks` and `indexer_blocks_paged`: their two ops one after the other."""
+    logits, ranges = reference_logits(arrays)
+    return select_blocks(logits, **ranges, k=k, granularity=granularity, newest=newest)

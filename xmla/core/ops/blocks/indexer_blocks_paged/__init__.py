@@ -1,16 +1,13 @@
+from dataclasses import replace
 from typing import Any
 
-from xmla.core.call import Problem, Result, paged_limits
-from xmla.core.op import Op
-from xmla.core.ops.blocks import select_blocks
+from xmla.core.call import paged_limits
+from xmla.core.ops.blocks import indexer_blocks, select_blocks
 from xmla.core.ops.blocks.indexer_blocks_paged.cases import CASES
 from xmla.core.ops.blocks.indexer_blocks_paged.plan import plan
-from xmla.core.ops.blocks.indexer_blocks_paged.reference import reference
-from xmla.core.ops.blocks.shared import check_newest
 from xmla.core.ops.indexer import indexer_logits_paged
-from xmla.core.ops.indexer.shared import check_keys, check_selection, selection_work
+from xmla.core.ops.indexer.shared import selection_work
 from xmla.core.plan import Implementation
-from xmla.core.values import Selection
 
 
 def indexer_blocks_paged(
@@ -52,21 +49,13 @@ def indexer_blocks_paged(
     """
 
 
-def check(problem: Problem) -> None:
-    check_keys(problem)
-    check_newest(problem)
-    check_selection(problem)
-
-
-OP = Op(
+OP = replace(
+    indexer_blocks.OP,
     prototype=indexer_blocks_paged,
     tensors=indexer_logits_paged.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
-    check=check,
     limits=paged_limits,
     work=selection_work,
     steps=(indexer_logits_paged.OP, select_blocks.OP),
     implementations=(Implementation("steps", plan),),
-    reference=reference,
     cases=CASES,
 )

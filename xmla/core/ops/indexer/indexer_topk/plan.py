@@ -142,12 +142,17 @@ def space(buffers: Mapping[str, Spec]) -> int:
     return Plan((), buffers, ()).workspace_bytes
 
 
-def require_room(problem: Problem, needed: int) -> None:
-    """Refuse what the kernels that store no logits do not support: a name, a k, a workspace below `needed` bytes."""
-    k, given = problem.attrs.k, problem.attrs.workspace_bytes
+def require_portable(problem: Problem) -> None:
+    """Refuse kernels of one architecture, asked for by name, where the logits do not fit."""
     if problem.implementation not in (None, "triton"):
         got = f"{problem.implementation!r} where the logits do not fit workspace_bytes"
         problem.unsupported("implementation", "value", got, "'triton', or more workspace_bytes")
+
+
+def require_room(problem: Problem, needed: int) -> None:
+    """Refuse what the kernels that store no logits do not support: a name, a k, a workspace below `needed` bytes."""
+    k, given = problem.attrs.k, problem.attrs.workspace_bytes
+    require_portable(problem)
     if k > MAX_K:
         problem.unsupported("k", "value", k, f"at most {MAX_K} where the logits do not fit workspace_bytes")
     if needed > given:
