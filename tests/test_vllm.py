@@ -633,12 +633,16 @@ def test_warmup_of_a_table_that_is_longer_than_a_request(device: Device) -> None
 
 
 @PLANNED
-@pytest.mark.parametrize(("heads", "invariant", "page"), [(16, False, 64), (128, False, 128), (128, True, 64)])
-def test_warmup_of_attention(heads: int, invariant: bool, page: int, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("heads", "invariant", "page", "sinks"),
+    [(16, False, 64, False), (128, False, 128, False), (128, True, 64, False), (64, False, 64, True)],
+)
+def test_warmup_of_attention(heads: int, invariant: bool, page: int, sinks: bool, device: Device) -> None:
     rng = np.random.default_rng(heads)
     impl = SimpleNamespace(
         query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=invariant,
         gathers=device.arch == 90 and not invariant, layouts=(V32, PLAIN), compact=False,
+        sinks=torch.empty(heads) if sinks else None,
     )  # fmt: skip
     pool, rows = (memory.pool(layout, 40000, page) for layout in (V32, PLAIN))
     found = specializations(warmup.attend_calls(impl, pool, SIZES, device), device)
@@ -648,7 +652,8 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, device: Dev
         gathered = Spec((any_size(rng, 8000), *rows.shape[1:]), rows.dtype)
         cache = gathered if impl.gathers and rng.random() < 0.5 else pool
         attrs = {"softmax_scale": 0.1, "batch_invariant": invariant}
-        return Call("sparse_mla", memory.arguments(q, cache, 2048), attrs)
+        sink = {"sink": Spec((heads,), "float32")} if sinks else {}
+        return Call("sparse_mla", memory.arguments(q, cache, 2048) | sink, attrs)
 
     missing = unlisted(device, found, attend)
     assert not missing, missing[0]

@@ -21,6 +21,7 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noq
 from vllm.platforms import cuda  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.transformers_utils.config import get_config, get_hf_text_config  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 from xmla import UnsupportedError  # noqa: E402
@@ -58,10 +59,28 @@ def without_another() -> str:
         return str(error)
 
 
+def with_sinks(capability: tuple[int, int]) -> str:
+    """The backend that Hy4's layers take for a cache in fp8, each head of which has a sink."""
+    from vllm.models.hy_v4.nvidia import attention
+
+    def choose(**asked: Any) -> type:
+        wanted = {name: asked[name] for name in ("use_mla", "use_sparse")}
+        reasons = refused(capability, selector(asked["kv_cache_dtype"], asked["head_size"], **wanted))
+        assert not reasons, reasons
+        return AttentionBackendEnum.CUSTOM.get_class()
+
+    cuda.CudaPlatform.get_device_capability = staticmethod(lambda *_: DeviceCapability(*capability))
+    attention.get_attn_backend, attention.current_platform = choose, cuda.CudaPlatform
+    layer = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, is_sparse=True, num_local_heads=64)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    backend = attention.HYV4MLAAttention._resolve_sink_backend(layer, "fp8")
+    torch.set_default_dtype(default)
+    return "none" if backend is None else backend.__name__
+
+
 def v4_layers(version: str, backend: str) -> str:
     """The class of attention of a DeepSeek-V4 for a backend that the user names."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     named = AttentionBackendEnum[backend] if backend != "None" else None
     config = SimpleNamespace(
         attention_config=SimpleNamespace(backend=named),
@@ -159,6 +178,9 @@ def choose() -> None:
         for roped in (0, 64):
             config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=roped))
             found["512 dims"].append(refused((9, 0), selector("fp8", 512)))
+        if "v41" in versions:
+            config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=64))
+            found["sinks"] = {f"sm_{major}{minor}": with_sinks((major, minor)) for major, minor in CAPABILITIES[1:]}
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
         found["graphs"] = [v4_graphs(each, config) for each in versions]

@@ -1,4 +1,4 @@
-"""Small DeepSeek-V3.2, V4, V4.1 and GLM-5.3-Flash models with random weights, and layers that draft.
+"""Small DeepSeek-V3.2, V4, V4.1, GLM-5.3-Flash and Hy4 models with random weights, and layers that draft.
 
 The first two are saved by transformers' classes, which has none of V4.1.
 """
@@ -54,6 +54,16 @@ TINY_GLM = {
     "pad_token_id": 0, "eos_token_id": 1, "mla_use_nope": True, "mhc": True, "indexer_rope_interleave": True,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "swiglu_limit": 10.0,
 }  # fmt: skip
+# Attention of each head has a sink. The third layer has the selection of the second. No experts.
+TINY_HY = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "layer_types": ["indexed_attention"] * 3, "indexer_types": ["full", "full", "shared"],
+    "mlp_layer_types": ["dense"] * 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512,
+    "q_lora_rank": 128, "qk_rope_head_dim": 64, "v_head_dim": 64, "qk_nope_head_dim": 64, "index_n_heads": 4,
+    "index_head_dim": 128, "index_topk": 64, "hc_mult": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 0, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 # Attention as in the real model; width, depth, experts and vocabulary are less. vLLM asks for the last two by name.
 LARGE = TINY | {
     "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512,
@@ -88,6 +98,7 @@ LARGE_GLM = TINY_GLM | {
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.2}
 SCALES_V4 = {"embed_tokens": 1.0, "lm_head": 0.2, "o_b_proj": 0.3 * 128**-0.5}
 SCALES_GLM = {"embed_tokens": 1.0, "lm_head": 0.2, "o_proj": 0.3 * 256**-0.5}
+SCALES_HY = {"embed_tokens": 1.0, "lm_head": 0.2, "o_proj": 0.3 * 256**-0.5}
 SCALES_V41 = {"embed": 1.0, "head": 0.2, "wo_b": 0.3 * 128**-0.5}
 LARGE_SCALES_V41 = {"embed": 1.0, "wo_b": 8192**-0.5}
 LARGE_SCALES_GLM = {"embed_tokens": 1.0}
@@ -282,6 +293,97 @@ def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def save_hy(
+    folder: Path, sizes: Mapping[str, Any] = TINY_HY, scales: Mapping[str, float] = SCALES_HY, likely: float = 0
+) -> None:
+    """Save a Hy4 by the names of its checkpoint, without experts. Sinks weigh as much as the largest of a few keys."""
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in shapes_hy(sizes).items():
+        part = name.removesuffix(".weight").split(".")[-1]
+        single = part.startswith("hc_") or part == "learnable_sink_param"
+        weight = torch.empty(shape, dtype=torch.float32 if single else torch.bfloat16)
+        if part == "learnable_sink_param":
+            weight.normal_(2)
+        elif part.endswith(("_base", "bias")):
+            weight.normal_()
+        elif part.endswith(("norm", "_scale")):
+            weight.fill_(1)
+        else:
+            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
+        weights[name] = weight
+    weights["lm_head.weight"][torch.randperm(sizes["vocab_size"])] += (
+        likely / sizes["hidden_size"] * weights["model.embed_tokens.weight"]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(dict(sizes) | config))
+
+
+def shapes_hy(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights that vLLM loads of a Hy4."""
+    width, heads, inner, rank = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size", "q_lora_rank")
+    )
+    query, rope, value, latent = (
+        sizes[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
+    index_heads, index_dim, hc = sizes["index_n_heads"], sizes["index_head_dim"], sizes["hc_mult"]
+    named = ("model.embed_tokens.weight", "lm_head.weight")
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(named, (sizes["vocab_size"], width))
+    head = {"fn": (hc, hc * width), "base": (hc,), "scale": (1,)}
+    found |= {f"model.hc_head.hc_head_{part}": shape for part, shape in head.items()}
+    found["model.norm.weight"] = (width,)
+    for layer, kind in enumerate(sizes["indexer_types"]):
+        at = f"model.layers.{layer}."
+        found |= {f"{at}{norm}.weight": (width,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        for part in ("attn", "mlp"):
+            mixed = {"fn": (2 * hc, hc * width), "base": (2 * hc,), "scale": (2,)}
+            found |= {f"{at}hc_{part}_layer.hc_pre.hc_{name}": shape for name, shape in mixed.items()}
+        found |= {f"{at}mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        found[f"{at}mlp.down_proj.weight"] = (width, inner)
+        of_attention = {
+            "q_a_proj": (rank, width), "kv_a_proj_with_mqa": (latent + rope, width), "q_a_layernorm": (rank,),
+            "kv_a_layernorm": (latent,), "q_b_proj": (heads * (query + rope), rank),
+            "kv_b_proj": (heads * (query + value), latent), "o_proj": (width, heads * value),
+            "linear_gate": (heads * value, width),
+        }  # fmt: skip
+        if kind == "full":
+            of_attention |= {
+                "indexer.wq_b": (index_heads * index_dim, rank), "indexer.wk": (index_dim, width),
+                "indexer.weights_proj": (index_heads, width), "indexer.k_norm": (index_dim,),
+            }  # fmt: skip
+            found[f"{at}self_attn.indexer.k_norm.bias"] = (index_dim,)
+        found |= {f"{at}self_attn.{name}.weight": shape for name, shape in of_attention.items()}
+        found[f"{at}self_attn.learnable_sink_param"] = (heads,)
+    return found
+
+
+def hy_in_transformers(folder: Path) -> Any:
+    """A saved Hy4 as transformers' model, in float32; it rotates halves of the roped dims, where vLLM rotates pairs."""
+    from transformers import HYV4ForCausalLM
+
+    model = HYV4ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    rope = model.config.qk_rope_head_dim
+    halves = torch.cat((torch.arange(0, rope, 2), torch.arange(1, rope, 2)))
+
+    def rotate_halves(rows: torch.Tensor) -> None:
+        """In place, of the last rows [.., dims, ·]."""
+        rows[..., -rope:, :] = rows[..., -rope:, :][..., halves, :]
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, heads = layer.self_attn, model.config.num_attention_heads
+            rotate_halves(attention.q_b_proj.weight.unflatten(0, (heads, -1)))
+            rotate_halves(attention.kv_a_proj_with_mqa.weight)
+            if (indexer := attention.indexer) is not None:
+                rotate_halves(indexer.wq_b.weight.unflatten(0, (model.config.index_n_heads, -1)))
+                for part in (indexer.wk.weight, indexer.k_norm.weight[:, None], indexer.k_norm.bias[:, None]):
+                    rotate_halves(part)
+    return model.eval()
+
+
 class GlmInTransformers(torch.nn.Module):
     """A saved GLM-5.3-Flash as transformers' text model, with the head that it has not; in float32."""
 
@@ -373,6 +475,8 @@ if __name__ == "__main__":
         save_v41(out, likely=14)
     elif version == "glm":
         save_glm(out, likely=14)
+    elif version == "hy":
+        save_hy(out, likely=14)
     else:
         save(out)
         add_draft_layer(out)

@@ -53,12 +53,13 @@ def counted(name: str, implementation: str | None) -> Any:
 
 
 # By the model's type: tokens on a page, and where the streams of the prompts begin.
-PAGES = {"deepseek_v32": 64, "deepseek_v4": 256, "deepseek_v41": 64, "glm5_next_text": 128}
+PAGES = {"deepseek_v32": 64, "deepseek_v4": 256, "deepseek_v41": 64, "glm5_next_text": 128, "hy_v4": 64}
 STARTS = {
     "deepseek_v32": (10, 21, 17, 6),
     "deepseek_v4": (22, 28, 18, 10),
     "deepseek_v41": (22, 28, 18, 10),
     "glm5_next_text": (22, 28, 19, 10),
+    "hy_v4": (22, 28, 19, 10),
 }
 
 

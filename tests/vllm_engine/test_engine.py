@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
 
 @pytest.fixture(scope="module")
 def models(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41", "glm")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41", "glm", "hy")}
     for name, folder in folders.items():
         made = run("", str(FOLDER / "model.py"), str(folder), name)
         assert made.returncode == 0, made.stderr[-3000:]
@@ -95,6 +95,13 @@ def v41_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str,
     if OLD:
         pytest.skip("new in 0.33")
     return serve(model=models["v41"])
+
+
+@pytest.fixture(scope="module")
+def hy_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str, Any]:
+    if OLD:
+        pytest.skip("new in 0.33")
+    return serve(model=models["hy"])
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +186,46 @@ def test_glm_tokens_over_packed_entries(
     gathered = serve("--gather", model=models["glm"])
     assert gathered["tokens"] == glm_kernels["tokens"]
     assert gathered["calls"]["read_mla_cache"] > 0
+
+
+def test_hy_every_op_ran(hy_kernels: dict[str, Any]) -> None:
+    """Three layers with sinks, of which the last has the selection of the one before it."""
+    calls = hy_kernels["calls"]
+    assert hy_kernels["attention"] == ["XmlaSparseImpl"] and hy_kernels["cached"] == 64  # a page
+    assert len(calls) == 8 and min(calls.values()) >= 4, calls
+    assert calls["sparse_mla"] * 2 == calls["write_indexer_cache"] * 3
+    assert "sink bias is disabled" not in hy_kernels["log"]
+
+
+def test_hy_tokens_are_those_of_the_references(
+    hy_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    reference = serve("--cache", "auto", "--reference", model=models["hy"])
+    assert reference["calls"] == hy_kernels["calls"]
+    assert reference["tokens"] == hy_kernels["tokens"]
+
+
+def test_hy_log_probabilities_of_another_implementation(hy_kernels: dict[str, Any], models: dict[str, Path]) -> None:
+    """transformers' own model, as for V3.2: 0.007 to 0.011 were found; without its sinks 0.008 to 0.066."""
+    from model import hy_in_transformers
+
+    original = hy_in_transformers(models["hy"])
+    found = distances(hy_kernels, original)
+    assert all(distance < 0.02 for distance in found.values()), found
+    for layer in original.model.layers:
+        layer.self_attn.sinks.data.fill_(-torch.inf)
+    assert max(distances(hy_kernels, original).values()) > 0.05
+
+
+@pytest.mark.skipif(OLD, reason="new in 0.33")
+def test_ranks_that_share_keys_of_a_model_with_sinks(
+    run: Callable[..., Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each rank would add the sink to its own keys."""
+    done = run("xmla,interpreted", str(FOLDER / "serve.py"), str(models["hy"]), str(tmp_path / "out"), "--ranks", "2")
+    assert done.returncode != 0
+    told = "xmla.vllm: not served: decode context parallelism of a model with sinks; without xmla in VLLM_PLUGINS"
+    assert told in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(OLD, reason="not tried with 0.26")
@@ -403,6 +450,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     images = {"v4": ", images of DeepSeek-V4", "v41": ""}
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
     assert OLD or refused["invariant"] == [False, [False, 0]]
+    assert OLD or refused["sinks"] == dict.fromkeys([*ARCHITECTURES][1:], "XmlaSparseBackend")
     dbo = "two micro-batches at once"
     newer = (
         "decode context parallelism of pooled keys",

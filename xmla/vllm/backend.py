@@ -29,7 +29,7 @@ from xmla.core.models import memory
 from xmla.core.values import KNOWN_DEVICES, Device
 from xmla.torch_api._arrays import device_of
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills, rows_are_faster
-from xmla.vllm.refusals import is_batch_invariant, pool_size
+from xmla.vllm.refusals import is_batch_invariant, pool_size, refuse
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
@@ -68,6 +68,11 @@ class XmlaSparseBackend(FlashMLASparseBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Whether VLLM_BATCH_INVARIANT=1 is served: it is, and `refusals` says what else it needs."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether each head may have a sink, as Hy4's have: a logit beside those of its keys, without a value."""
         return True
 
     @classmethod
@@ -152,8 +157,12 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
     can_return_lse_for_decode: ClassVar = True
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar = True  # each token has its own positions
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.sinks = sinks  # [H] float32, of this rank's heads
+        if sinks is not None:
+            refuse({"decode context parallelism of a model with sinks": self.dcp_world_size > 1})
+            self.supports_dense_mha_prefill = False  # it has none
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         config = get_current_vllm_config()
         tokens, self.parallel = config.scheduler_config.max_num_batched_tokens, config.parallel_config
@@ -231,7 +240,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             for begin in range(0, count, self.at_once):
                 rows = slice(begin, begin + self.at_once)
                 xt.sparse_mla(
-                    q[part][rows], pool, slots[rows], lengths[rows], softmax_scale=self.scale,
+                    q[part][rows], pool, slots[rows], lengths[rows], self.sinks, softmax_scale=self.scale,
                     batch_invariant=self.invariant, out=(out[part][rows], lse[rows]), workspace=scratch,
                 )  # fmt: skip
             first += count

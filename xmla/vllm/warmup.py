@@ -183,9 +183,10 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
         yield map_call(page, page)
         pools.append(memory.pool(rows, memory.LARGE_POOL, page))
     yield map_call(k, page, compact=impl.compact)
+    sink = {} if impl.sinks is None else {"sink": Spec((heads,), "float32")}
     for tokens, pool in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, heads, rows.dims), "bfloat16")
-        yield Call("sparse_mla", memory.arguments(q, pool, k), attrs)
+        yield Call("sparse_mla", memory.arguments(q, pool, k) | sink, attrs)
 
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
@@ -244,7 +245,7 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
         elif pool is None:  # a layer without a cache
             continue
         elif kind == "XmlaSparseImpl":
-            if is_new(kind, pool):
+            if is_new(kind, pool, attention.sinks is None):
                 yield from attend_calls(attention, pool, sizes, device)
         elif layer.get_attn_backend().get_name() in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"):
             ratio = getattr(layer, "compress_ratio", 1)
