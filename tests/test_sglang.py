@@ -291,8 +291,8 @@ def test_warmup_of_selections(sizes: warmup.Sizes, heads: int, device: Device) -
 
 
 @PLANNED
-@pytest.mark.parametrize("packed", [True, False])
-def test_warmup_of_attention(packed: bool, device: Device) -> None:
+@pytest.mark.parametrize(("packed", "sinks"), [(True, False), (False, False), (True, True)])
+def test_warmup_of_attention(packed: bool, sinks: bool, device: Device) -> None:
     rng = np.random.default_rng(1)
     row, dtype = (656, "float8_e4m3fn") if packed else (576, "bfloat16")
     pool = Spec((64 * 4096, 1, row), dtype)
@@ -301,14 +301,14 @@ def test_warmup_of_attention(packed: bool, device: Device) -> None:
         dsa_decode_impl="flashmla_kv", physical_page_size=64, flashmla_kv_format="V32",
     )  # fmt: skip
     layer = SimpleNamespace(tp_q_head_num=16, head_dim=576, scaling=0.1)
-    found = {*specializations(warmup.attend_calls(backend, layer, pool, SIZES, device), device)}
+    found = {*specializations(warmup.attend_calls(backend, layer, pool, SIZES, device, sinks), device)}
     kinds = [(Spec((4096, 64, row), dtype), "v32" if packed else None), (pool, None)]
 
     def attend() -> Call:
         q = Spec((any_size(rng, SIZES.tokens), 16, 576), "bfloat16")
         gathered = Spec((any_size(rng, SIZES.keys), 1, 576), "bfloat16"), None
         cache, cache_format = (kinds + [gathered] * packed)[int(rng.integers(2 + packed))]
-        specs = memory.arguments(q, cache, 2048)
+        specs = memory.arguments(q, cache, 2048) | ({"sink": Spec((16,), "float32")} if sinks else {})
         if rng.random() < 0.5:
             del specs["lengths"]
         return Call("sparse_mla", specs, {"softmax_scale": 0.1, "cache_format": cache_format})

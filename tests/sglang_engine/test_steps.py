@@ -378,6 +378,70 @@ def test_the_refusal_is_where_the_indexer_is_made(sglang: SGLang) -> None:
         DSAPagedMQALogitsBackend.resolve("cutedsl")
 
 
+# Architectures that SGLang gives the backend "dsa" if their configuration has an indexer: whether xmla serves them.
+SELECTING = {
+    "DeepseekV3ForCausalLM": True, "DeepseekV32ForCausalLM": True, "DeepseekV3ForCausalLMNextN": True,
+    "MistralLarge3ForCausalLM": True, "PixtralForConditionalGeneration": True, "GlmMoeDsaForCausalLM": True,
+    "GlmMoeDsaForCausalLMNextN": True, "LongcatFlashForCausalLM": True, "LongcatFlashForCausalLMNextN": True,
+    "HYV4ForCausalLM": True, "HYV4ForCausalLMNextN": True,
+    "Glm5NextForConditionalGeneration": False, "Glm5NextForConditionalGenerationNextN": False,  # pooled keys
+    "Dots3NoteForCausalLM": False, "Dots3NoteForCausalLMNextN": False,  # rows of other dims
+}  # fmt: skip
+
+
+@pytest.fixture
+def make(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`make(architecture, **config)`: SGLang's backend "dsa" of a model with an indexer, with options by `settings`."""
+    from sglang.srt import runtime_context
+
+    def made(architecture: str, settings: dict[str, Any] | None = None, **config: Any) -> None:
+        options = SimpleNamespace(**{"enable_hisparse": False, "attn_cp_size": 1, "dcp_size": 1} | (settings or {}))
+        for name in ("get_memory", "get_parallel"):
+            monkeypatch.setattr(runtime_context, name, lambda: options)
+        found = SimpleNamespace(architectures=[architecture], index_topk=2048, **config)
+        sglang.backend.DeepseekSparseAttnBackend(SimpleNamespace(model_config=SimpleNamespace(hf_config=found)))
+
+    return made
+
+
+def test_every_architecture_with_an_indexer_is_served_or_refused(make: Callable[..., None]) -> None:
+    """Where SGLang makes its backend; one that a later release adds is refused, and has to be told here."""
+    from sglang.srt.configs import model_config
+
+    (known,) = (
+        node.comparators[0]
+        for node in ast.walk(ast.parse(inspect.getsource(model_config.is_deepseek_dsa)))
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)
+    )
+    assert sorted(ast.literal_eval(known)) == sorted(SELECTING)
+    for architecture in (*SELECTING, "Later"):
+        if SELECTING.get(architecture):
+            with pytest.raises(AttributeError, match="device"):  # where SGLang goes on
+                make(architecture)
+        else:
+            with pytest.raises(UnsupportedError) as raised:
+                make(architecture)
+            assert str(raised.value).startswith(f"xmla.sglang: not served: the architecture {architecture}; ")
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings", "config"),
+    [
+        ("HiSparse", {"enable_hisparse": True}, {}),
+        ("context parallelism", {"dcp_size": 2}, {}),
+        ("context parallelism", {"attn_cp_size": 2}, {}),
+        ("pooled keys of the indexer (index_kpool)", {}, {"index_kpool": 4}),
+    ],
+)
+def test_what_is_not_served_of_its_layers_is_refused(
+    reason: str, settings: dict[str, Any], config: dict[str, int], make: Callable[..., None]
+) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        make("DeepseekV32ForCausalLM", settings, **config)
+    ending = "without xmla in SGLANG_PLUGINS SGLang serves with its own kernels"
+    assert str(raised.value) == f"xmla.sglang: not served: {reason}; {ending}"
+
+
 def test_nothing_changes_if_one_change_cannot_be_made(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[str] = []
     monkeypatch.setattr(sglang.patches.HookRegistry, "register", lambda target, *_: registered.append(target))

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from xmla.compat import deep_gemm
 from xmla.core.errors import UnsupportedError
 from xmla.sglang import attention, attention_v4, indexer, indexer_v4, scratch, warmup, warmup_v4
-from xmla.sglang.refusals import refuse, unserved_v4
+from xmla.sglang.refusals import refuse, unserved, unserved_v4
 
 KERNELS = "sglang.srt.layers.attention.dsa.utils"
 LOGITS = "sglang.srt.layers.attention.dsa.paged_mqa_logits_backend"
@@ -41,6 +41,14 @@ class Patch:
     @property
     def target(self) -> str:
         return f"{self.module}.{self.name}"
+
+
+def prepare(
+    self: Any, model_runner: Any, skip_prefill: bool = False, speculative_step_id: int = 0, topk: int = 0,
+    speculative_num_steps: int = 0, seed_dsa_topk_from_draft_extend: bool = False,
+) -> None:  # fmt: skip
+    """Refuse what is not served of V3.2's layers before `DeepseekSparseAttnBackend.__init__`."""
+    refuse(unserved(model_runner.model_config))
 
 
 def prepare_v4(
@@ -71,6 +79,8 @@ PATCHES = (
     Patch(BACKEND, "DeepseekSparseAttnBackend._forward_flashmla_kv", attention.forward_flashmla_kv),
     # FlashMLA's schedule of a step.
     Patch(BACKEND, "DeepseekSparseAttnBackend._compute_flashmla_metadata", attention.compute_flashmla_metadata),
+    # The process ends: SGLang's own kernels would be called with what xmla's make.
+    Patch(BACKEND, "DeepseekSparseAttnBackend.__init__", prepare, HookType.BEFORE),
     # Which of the user's backends are xmla's is known here, and SGLang's log is set up by then.
     Patch(BACKEND, "DeepseekSparseAttnBackend.__init__", attention.tell, HookType.AFTER),
     # Its pool is made by then. Else a kernel would be compiled while a graph is captured or a request waits.

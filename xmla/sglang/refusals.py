@@ -5,6 +5,14 @@ from typing import Any
 
 from xmla.core.errors import UnsupportedError
 
+# Architectures of V3.2's layers, whose attention is over rows of 512 dims and maybe 64 roped ones, by the first of
+# SGLang's names for them in config.json.
+SERVED = frozenset((
+    "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM",
+    "LongcatFlashForCausalLM", "MistralLarge3ForCausalLM", "PixtralForConditionalGeneration",
+))  # fmt: skip
+DRAFTS = "NextN"  # behind the name of the model that a layer drafts for
+
 
 def refuse(reasons: Mapping[str, bool]) -> None:
     """Raise UnsupportedError with those of `reasons` that are true."""
@@ -14,6 +22,21 @@ def refuse(reasons: Mapping[str, bool]) -> None:
             f"xmla.sglang: not served: {', '.join(unserved)}; without xmla in SGLANG_PLUGINS SGLang serves with its "
             "own kernels"
         )
+
+
+def unserved(config: Any) -> dict[str, bool]:
+    """What a model of the backend "dsa", by SGLang's `ModelConfig`, and the user's options ask for."""
+    from sglang.srt.configs.model_config import get_dsa_index_kpool
+    from sglang.srt.runtime_context import get_memory, get_parallel
+
+    parallel, (architecture, *_) = get_parallel(), config.hf_config.architectures
+    return {
+        f"the architecture {architecture}": architecture.removesuffix(DRAFTS) not in SERVED,
+        # SGLang selects pools by kernels of its own, and attends to them by others than the backends that it names.
+        "pooled keys of the indexer (index_kpool)": get_dsa_index_kpool(config.hf_config) > 1,
+        "HiSparse": get_memory().enable_hisparse,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.dcp_size > 1,
+    }
 
 
 def unserved_v4(config: Any) -> dict[str, bool]:

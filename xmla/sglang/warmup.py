@@ -110,7 +110,9 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
         yield select(tokens, columns, "starts").with_unaligned()
 
 
-def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device) -> Iterator[Call]:
+def attend_calls(
+    backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Device, sinks: bool = False
+) -> Iterator[Call]:  # fmt: skip
     """Calls of `attention` in this layer over the pool [slots, 1, row], and over rows that SGLang gathers of it."""
     packed, k, dims = backend.dsa_kv_cache_store_fp8, backend.dsa_index_topk, layer.head_dim
     served = {backend.dsa_prefill_impl, backend.dsa_decode_impl} & {*SERVED}
@@ -124,7 +126,8 @@ def attend_calls(backend: Any, layer: Any, pool: Spec, sizes: Sizes, device: Dev
             pools.append((Spec((sizes.keys, 1, dims), "bfloat16"), None))  # its plans follow no number of rows
     for tokens, (cache, cache_format) in product(token_counts(device, sizes.tokens), pools):
         q = Spec((tokens, layer.tp_q_head_num, dims), "bfloat16")
-        called = memory.arguments(q, cache, k)
+        sink = {"sink": Spec(q.shape[1:2], "float32")} if sinks else {}
+        called = memory.arguments(q, cache, k) | sink
         without = {name: spec for name, spec in called.items() if name != "lengths"}  # SGLang may pad tokens
         for specs in (called, without):
             yield Call("sparse_mla", specs, {"softmax_scale": layer.scaling, "cache_format": cache_format})
@@ -141,8 +144,9 @@ def calls(backend: Any, runner: Any, device: Device) -> Iterator[Call]:
     yield from select_calls(Spec((len(keys), page, keys.shape[1] // page), "uint8"), heads, k, sizes, device)
     layers = (layer for layer in runner.model.modules() if isinstance(layer, RadixAttention))
     absorbed = (layer for layer in layers if layer.v_head_dim == backend.kv_lora_rank)
+    sinks = any(hasattr(module, "learnable_sink_param") for module in runner.model.modules())  # Hy4's, in every layer
     for layer in {(each.tp_q_head_num, each.head_dim, each.scaling): each for each in absorbed}.values():
-        yield from attend_calls(backend, layer, spec_of(pool.get_key_buffer(first)), sizes, device)
+        yield from attend_calls(backend, layer, spec_of(pool.get_key_buffer(first)), sizes, device, sinks)
 
 
 def warm(_: None, backend: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
