@@ -131,7 +131,7 @@ ENGINES = {
 
 @app.command("model")
 def make_model(folder: Path, layers: int = LAYERS, heads: int = 128, device: str = "cuda") -> None:
-    import model as made
+    from benchmarks.engines import models as made
 
     sizes = made.LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
     scales = made.LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}
@@ -144,7 +144,7 @@ def make_model(folder: Path, layers: int = LAYERS, heads: int = 128, device: str
 
 @app.command("model-v4")
 def make_model_v4(folder: Path, device: str = "cuda") -> None:
-    import model as made
+    from benchmarks.engines import models as made
 
     made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device=device)
     made.add_v4_draft_layer(folder, hidden=0.25, experts=1)

@@ -28,8 +28,9 @@ import typer
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 sys.path.append(str(FOLDER.parent / "vllm_engine"))  # what does not depend on the engine
-import entry_points  # noqa: E402
 import harness  # noqa: E402
+
+from benchmarks.engines import entry_points  # noqa: E402
 
 # Each engine and the one that its answers are compared with: first, how far apart SGLang's own are.
 PAIRS = (

@@ -119,7 +119,7 @@ def test_engines_of_two_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_v4_has_the_names_of_its_checkpoint(tmp_path: Path) -> None:
-    import model  # in the folder of vLLM's tests, which run_on_gpu has put on the path
+    from benchmarks.engines import models as model
 
     model.save_v4(tmp_path)
     engine.name_for_sglang(tmp_path)
@@ -133,7 +133,7 @@ def test_a_model_of_v4_has_the_names_of_its_checkpoint(tmp_path: Path) -> None:
 def test_the_drafting_layer_of_v4_has_all_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of a layer that attends to its window alone, a router and experts of one that tokens do not choose; SGLang
     would leave what it does not find as memory was."""
-    import model
+    from benchmarks.engines import models as model
 
     monkeypatch.setattr(model, "LARGE_V4", model.TINY_V4)
     engine.make_model_v4(tmp_path, device="cpu")

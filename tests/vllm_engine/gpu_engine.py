@@ -28,9 +28,9 @@ import torch
 import typer
 from forwards import Forwards
 from harness import Answered, cases_of, few_of, numbers, same_tokens
-from steps import Watch, summary
 
 import xmla
+from benchmarks.engines.vllm.steps import Watch, summary
 
 LAYERS = 4
 JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a prompt: the step before which it comes
@@ -168,7 +168,7 @@ ENGINES = {
 
 @app.command("model")
 def make_model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int = 128) -> None:
-    import model as made
+    from benchmarks.engines import models as made
 
     if kind == "v4":
         made.save_v4(folder, made.LARGE_V4, made.LARGE_SCALES_V4, likely=made.LIKELY, device="cuda")
@@ -206,11 +206,9 @@ def start(
 
     model_version, new = ENGINES[name].version, not version("vllm").startswith("0.26")
     if model_version != "v32" or new:
-        import replaced_glm
-        import replaced_v4
-        import replaced_v41
-        import without_cutedsl
         from vllm.plugins import load_general_plugins
+
+        from benchmarks.engines.vllm import replaced_glm, replaced_v4, replaced_v41, without_cutedsl
 
         load_general_plugins()
         if find_spec("cutlass") is None:

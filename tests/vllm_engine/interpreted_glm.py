@@ -5,8 +5,9 @@ from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
-import replaced_glm
 import torch
+
+from benchmarks.engines.vllm import replaced_glm
 
 
 def prepare() -> None:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import replaced_v4
 import torch
+
+from benchmarks.engines.vllm import replaced_v4
 
 Tensor = torch.Tensor
 FUSED_INSERT = (

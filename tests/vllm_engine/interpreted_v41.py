@@ -3,9 +3,9 @@
 from typing import Any
 
 import interpreted_v4
-import replaced_v41
 import torch
 
+from benchmarks.engines.vllm import replaced_v41
 from xmla.core.formats.mla import V4
 
 Tensor = torch.Tensor

@@ -27,12 +27,13 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import entry_points
 import gpu_engine
 import harness
 import numpy as np
 import typer
 from harness import Answers, Commit, Out, Pairs, Seconds, alike, ask_all, begin, compare, conclude
+
+from benchmarks.engines import entry_points
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent

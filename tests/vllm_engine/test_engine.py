@@ -12,10 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import entry_points
 import pytest
 import torch
 from packaging.version import Version
+
+from benchmarks.engines import entry_points
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -58,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
 def models(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41", "glm", "hy")}
     for name, folder in folders.items():
-        made = run("", str(FOLDER / "model.py"), str(folder), name)
+        made = run("", "-m", "benchmarks.engines.models", str(folder), name)
         assert made.returncode == 0, made.stderr[-3000:]
     return folders
 
@@ -172,7 +173,7 @@ def test_glm_tokens_are_those_of_the_references(
 
 def test_glm_log_probabilities_of_another_implementation(glm_kernels: dict[str, Any], models: dict[str, Path]) -> None:
     """transformers' own model, as for V3.2: 0.005 to 0.03 were found. Its linear attention is another, too."""
-    from model import GlmInTransformers
+    from benchmarks.engines.models import GlmInTransformers
 
     found = distances(glm_kernels, GlmInTransformers(models["glm"]))
     assert all(distance < 0.08 for distance in found.values()), found

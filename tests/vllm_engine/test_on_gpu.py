@@ -19,12 +19,13 @@ import gpu_engine
 import harness
 import on_gpu
 import pytest
-import steps
 import torch
 import typer
-from steps import Event, Step
 from triton.runtime import autotuner
 from typer.testing import CliRunner
+
+from benchmarks.engines.vllm import steps
+from benchmarks.engines.vllm.steps import Event, Step
 
 
 def answers(logprob: float, last: int, tokens: int) -> dict[str, Any]:

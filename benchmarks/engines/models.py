@@ -118,7 +118,8 @@ def save(
     """Save a model; `likely` makes one token the likely successor of each."""
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
-        model = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes)).to(torch.bfloat16)
+        model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes))
+        model.to(torch.bfloat16)
         for name, weights in model.named_parameters():
             if weights.dim() >= 2:
                 named = [scales[part] for part in name.split(".")[-2:] if part in scales]
@@ -140,7 +141,8 @@ def save_v4(
     """Save a model of V4. Routed experts add nothing, as in the tests' vLLM, which has no kernel for them."""
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
-        model = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes)).to(torch.bfloat16)
+        model: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes))
+        model.to(torch.bfloat16)
         for name, weights in model.named_parameters():
             if name.endswith("experts.down_proj"):
                 weights.zero_()
@@ -402,7 +404,7 @@ class GlmInTransformers(torch.nn.Module):
         self.head = weights.pop("lm_head.weight").float()
         for layer in range(self.config.num_hidden_layers):
             at = f"layers.{layer}.self_attn."
-            parts = [weights.pop(f"{at}{part}_conv1d.weight", None) for part in "qkv"]
+            parts: Any = [weights.pop(f"{at}{part}_conv1d.weight", None) for part in "qkv"]
             if parts[0] is not None:
                 weights[f"{at}conv1d.weight"] = torch.cat(parts)
         renamed = {re.sub("hc_(attn|ffn)_", r"\1_hc.", name): weight for name, weight in weights.items()}

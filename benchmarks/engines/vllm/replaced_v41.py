@@ -5,9 +5,10 @@ mHC is its reference, and of the experts the shared ones alone run, as in `repla
 
 from typing import Any
 
-import replaced_v4
 import torch
 from torch.nn.functional import rms_norm
+
+from benchmarks.engines.vllm import replaced_v4
 
 Tensor = torch.Tensor
 

@@ -122,9 +122,10 @@ class Watch:
         """Have Triton tell what it compiles and loads."""
         from triton import knobs
 
+        runtime: Any = knobs.runtime
         knobs.compilation.listener = self.compiled
-        knobs.runtime.kernel_load_start_hook.add(self.load)
-        knobs.runtime.kernel_load_end_hook.add(self.loaded)
+        runtime.kernel_load_start_hook.add(self.load)
+        runtime.kernel_load_end_hook.add(self.loaded)
 
     def compiled(self, *, metadata: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         what, seconds = "read" if cache_hit else "compiled", times.total * 1e-6
@@ -146,11 +147,12 @@ class Watch:
         """No more is noted of what Triton and Python do."""
         from triton import knobs
 
+        runtime: Any = knobs.runtime
         self.over.set()
         gc.callbacks.remove(self.collected)
         knobs.compilation.listener = None
-        knobs.runtime.kernel_load_start_hook.remove(self.load)
-        knobs.runtime.kernel_load_end_hook.remove(self.loaded)
+        runtime.kernel_load_start_hook.remove(self.load)
+        runtime.kernel_load_end_hook.remove(self.loaded)
 
     def look(self, thread: int) -> None:
         """Where the thread is in a long step, again and again: the innermost functions of whose packages."""
@@ -190,14 +192,16 @@ def waits(watch: Watch, requests: Iterable[tuple[int, float, float]]) -> list[di
         if first - comes < WAIT:
             continue
         during = [step for step in watch.steps if step.ended > comes and step.begun < first]
-        took = Counter(prefills=sum(min(step.ended, first) - max(step.begun, comes) for step in during if step.prefill))
+        took: dict[str, float] = {
+            "prefills": sum(min(step.ended, first) - max(step.begun, comes) for step in during if step.prefill)
+        }
         names = Counter[str]()
         for event in watch.events:
             seconds = event.within(comes, first)
-            took[event.kind] += seconds
+            took[event.kind] = took.get(event.kind, 0) + seconds
             names.update({event.what: round(1e3 * seconds)} if seconds > 1e-3 else {})
         # What is compiled is so in steps with prefills too.
-        causes = (cause for cause in ("kernels", "garbage", "prefills") if took[cause] > (first - comes) / 2)
+        causes = (cause for cause in ("kernels", "garbage", "prefills") if took.get(cause, 0) > (first - comes) / 2)
         explained.append({
             "cause": next(causes, "other"), "ms": round(1e3 * (first - comes)), "tokens": tokens,
             "prefill_tokens": sum(step.prefill for step in during), "steps": len(during),
