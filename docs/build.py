@@ -1,4 +1,4 @@
-"""Documents as HTML: the pages of this folder, one made for every op, and the files that pages link to.
+"""Documents as HTML: the pages of this folder, one made for every public op, and the files that pages link to.
 
 python docs/build.py [folder]       (build/docs; `make docs`)
 
@@ -21,7 +21,7 @@ from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import Op
 from xmla.core.op.docstrings import JAX, TORCH, document, updates
-from xmla.core.registry import FAMILIES, registry
+from xmla.core.registry import FAMILIES, public_ops
 from xmla.layouts import LAYOUTS
 
 DOCS = Path(__file__).parent
@@ -202,16 +202,16 @@ def folded(text: str, op: str | None = None) -> str:
 
 
 def op_table() -> str:
-    """All ops by family, with their first sentence."""
-    shown = []
+    """The public ops by family, with their first sentence."""
+    shown, public = [], public_ops()
     for family in FAMILIES:
         rows = []
-        for op in family.OPS:
+        for op in (op for op in family.OPS if op.name in public):
             summary = " ".join(inspect.cleandoc(op.doc).partition("\n\n")[0].split())
             rows.append(f"| [`{op.name}`](/ops/{op.name}.md) | {plain(summary)} |")
         title = inspect.cleandoc(family.__doc__ or "").partition("\n")[0].rstrip(".")
         shown.append(f"## {title}\n\n{table('op | what it does', rows)}")
-    pages = "\n".join(f"ops/{op.name}" for family in FAMILIES for op in family.OPS)
+    pages = "\n".join(f"ops/{op.name}" for family in FAMILIES for op in family.OPS if op.name in public)
     return "\n".join(shown) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
@@ -375,7 +375,7 @@ def pages() -> Iterator[tuple[Path, Path, str]]:
         if file.name == "support.md":
             text = text.partition("| op |")[0] + folded(text)
         yield file.relative_to(DOCS), file, text
-    for op in registry().values():
+    for op in public_ops().values():
         yield Path("ops") / f"{op.name}.md", DOCS / "ops.md", op_page(op)
 
 

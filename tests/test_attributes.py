@@ -17,6 +17,7 @@ from xmla.core.op import Case, Op
 from xmla.core.ops.attention.sparse_mla.splits import MOST_SPLITS, Config, count_splits
 from xmla.core.registry import registry
 from xmla.core.values import GRADIENT, H200, KNOWN_DEVICES, LARGEST_FACTOR, Spec, cosine_difference
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 FACTORS = [(op, attr.name) for op in OPS.values() for attr in op.attrs if attr.type is float]
@@ -84,7 +85,7 @@ def test_each_factor_of_a_derivative_has_its_formula() -> None:
 def test_a_factor_that_is_no_normal_float32_is_0(op: Op, name: str, factor: float, device: str) -> None:
     case = next((case for case in op.cases if name in case.attrs), op.cases[0])
     (tiny, *_), (zero, *_) = (
-        (*kit.as_tuple(getattr(torch_api, op.name)(*arguments, **{**case.attrs, name: value})), *arguments)
+        (*kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **{**case.attrs, name: value})), *arguments)
         for value, arguments in ((v, kit.torch_inputs(op, kit.make(case), device)) for v in (factor, 0.0))
     )
     kit.assert_bits_equal(name, tiny, zero, None if not op.partial else kit.as_numpy(tiny) == kit.as_numpy(tiny))
@@ -111,7 +112,7 @@ def test_gradients_of_any_factor(
     wide = {n: t if n in ("slots",) else t.double().requires_grad_(n in op.gradients) for n, t in made.items()}
     made = {n: t.to(device).requires_grad_(n in op.gradients) for n, t in made.items()}
     own = formula(wide, **attrs)
-    found = kit.as_tuple(getattr(torch_api, op.name)(**made, **attrs, implementation=implementation))
+    found = kit.as_tuple(getattr(TORCH_OPS, op.name)(**made, **attrs, implementation=implementation))
     results = dict(zip(op.outputs, found, strict=True))
     sum((own[n] * g).sum() for n, g in upstream.items()).backward()
     sum((results[n].cpu().double() * g).sum() for n, g in upstream.items()).backward()
@@ -140,7 +141,7 @@ def test_results_of_any_factor(op: Op, name: str, factor: float, device: str) ->
     case = smallest(op, name)
     inputs, attrs = kit.make(case), dict(case.attrs) | {name: factor}
     arguments = kit.torch_inputs(op, kit.copies(inputs), device)
-    found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    found = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **attrs))
     with np.errstate(all="ignore"):
         want = op.reference(**inputs, **op.attributes(**attrs)._asdict())
     for (result, declared), got, value in zip(op.outputs.items(), found, want, strict=True):

@@ -35,6 +35,7 @@ from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
 from xmla.core.ops.cases import indexer_pool, mla_pool
 from xmla.core.registry import registry
+from xmla.torch_api._all_ops import TORCH_OPS
 from xmla.torch_api._arrays import spec_of
 
 TOLERANCE = next(field.default for field in fields(Benchmark) if field.name == "tolerance")
@@ -163,7 +164,7 @@ def test_an_implementation_is_timed_beside_the_default(device: str, monkeypatch:
     assert line["case"] == "three entries, reference" and line["ratio_to_peer"] == {"the default": 2.0}
     assert lines("gluon_sm100") == []
     monkeypatch.setattr(
-        torch_api, "read_mla_cache", lambda *_, implementation=None: torch.ones(2) * bool(implementation)
+        TORCH_OPS, "read_mla_cache", lambda *_, implementation=None: torch.ones(2) * bool(implementation)
     )
     assert with_implementation(benchmark, "reference").check() > benchmark.tolerance and lines("reference")[0]["wrong"]
 
@@ -307,7 +308,7 @@ def test_cudnns_derivative_is_called_as_published(device: str, monkeypatch: pyte
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         assert kv.shape == (8, 576) and attn_sink.shape == (4,) and topk_idxs.dtype == torch.int32
         assert all(tensor.is_contiguous() for tensor in (q, kv, out, dout, lse, attn_sink, topk_idxs))
-        dq, drows, *_ = torch_api.sparse_mla_backward(
+        dq, drows, *_ = TORCH_OPS.sparse_mla_backward(
             q, kv[:, None], topk_idxs, out, lse, dout, softmax_scale=softmax_scale
         )
         return {"dq": dq, "dkv": drows[:, 0], "d_sink": torch.zeros_like(attn_sink)}
@@ -351,7 +352,7 @@ def test_a_selection_for_training_is_that_of_the_formula(device: str, monkeypatc
     case = training.indexer_case(8, 12)
     assert [part.shape for part in case.ours(0)] == [(3, 5), (3, 5), (2, 5)] and case.check() == 0
     real = torch_api.select_topk
-    monkeypatch.setattr(torch_api, "select_topk", lambda scores, ends, k: real(-scores, ends, k=k))
+    monkeypatch.setattr(TORCH_OPS, "select_topk", lambda scores, ends, k: real(-scores, ends, k=k))
     assert not case.check() <= case.tolerance
 
 
@@ -388,7 +389,7 @@ def test_selections_in_blocks_are_those_of_torch(
     assert found.check() == 0 and [check() for check in found.peer_checks.values()] == [0]
     selected = found.ours(0)
     assert len(selected) == 9 and (selected >= 0).all()
-    monkeypatch.setattr(torch_api, found.op, lambda *_, **__: selected.flip(0))
+    monkeypatch.setattr(TORCH_OPS, found.op, lambda *_, **__: selected.flip(0))
     assert not found.check() <= found.tolerance
 
 

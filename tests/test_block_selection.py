@@ -10,6 +10,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as ragged
 from xmla.core.ops.indexer.indexer_topk_paged.cases import make_case as paged
 from xmla.core.registry import registry
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 LAYOUTS = ("fp8", "mxfp4")
@@ -80,8 +81,8 @@ def test_parts_do_not_show(name: str, device: str) -> None:
     op = OPS[name]
     case = next(case for case in op.cases if "workspace_bytes" in case.attrs)
     call = kit.torch_inputs(op, kit.make(case), device)
-    own = kit.as_tuple(getattr(torch_api, name)(*call, **case.attrs))
-    whole = kit.as_tuple(getattr(torch_api, name)(*call, **{**case.attrs, "workspace_bytes": 1 << 29}))
+    own = kit.as_tuple(getattr(TORCH_OPS, name)(*call, **case.attrs))
+    whole = kit.as_tuple(getattr(TORCH_OPS, name)(*call, **{**case.attrs, "workspace_bytes": 1 << 29}))
     kit.assert_bits_equal("indices", own[0], whole[0])
 
 
@@ -90,10 +91,10 @@ def test_what_does_not_fit_one_token_is_refused(device: str) -> None:
         op = OPS[name]
         call = kit.torch_inputs(op, kit.make(op.cases[0]), device)
         with pytest.raises(UnsupportedError) as caught:
-            getattr(torch_api, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": 100})
+            getattr(TORCH_OPS, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": 100})
         assert str(caught.value).startswith(f"{name}: workspace_bytes value is 100, supported: at least ")
         least = int(str(caught.value).split("at least ")[1].split()[0])
-        getattr(torch_api, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": least})
+        getattr(TORCH_OPS, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": least})
 
 
 def logits_of(q8: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,13 @@ from conftest import HAS_GPU
 import xmla
 from xmla import jax_api, torch_api
 from xmla.core.op import Op
-from xmla.core.registry import registry
+from xmla.core.op.docstrings import JAX, TORCH, Style, document
+from xmla.core.registry import public_ops, registry
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
-FRONT_ENDS: dict[str, Any] = {"xt": torch_api, "xj": jax_api}
+STYLES = [TORCH, JAX]
+SCOPES: dict[str, dict[str, Any]] = {"xt": {"xt": TORCH_OPS, "torch": torch}, "xj": {"xj": JAX_OPS, "jnp": jnp}}
 OPS = [*registry().values()]
 ROOT = Path(__file__).parent.parent
 FOLDERS = [ROOT / name for name in ("xmla", "tools", "benchmarks", "tests")]
@@ -47,12 +51,12 @@ def on_device() -> Iterator[None]:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-@pytest.mark.parametrize("name", FRONT_ENDS)
-def test_examples_run(name: str, op: Op) -> None:
-    function = getattr(FRONT_ENDS[name], op.name)
-    scope = {name: FRONT_ENDS[name], "torch": torch} if name == "xt" else {name: FRONT_ENDS[name], "jnp": jnp}
-    example = doctest.DocTestParser().get_doctest(inspect.getdoc(function) or "", scope, f"{name}.{op.name}", None, 0)
-    assert any(f"{name}.{op.name}(" in step.source for step in example.examples), "no example calls the op"
+@pytest.mark.parametrize("style", STYLES, ids=["xt", "xj"])
+def test_examples_run(style: Style, op: Op) -> None:
+    function = f"{style.ops}.{op.name}"
+    text, scope = inspect.cleandoc(document(op, style)), dict(SCOPES[style.ops])
+    example = doctest.DocTestParser().get_doctest(text, scope, function, None, 0)
+    assert any(f"{function}(" in step.source for step in example.examples), "no example calls the op"
     assert example.examples[-1].want, "the example shows no result"
     said: list[str] = []
     with on_device():
@@ -60,10 +64,10 @@ def test_examples_run(name: str, op: Op) -> None:
     assert failures.failed == 0, "".join(said)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", public_ops().values(), ids=lambda op: op.name)
 def test_help_leads_to_where_the_keywords_of_every_function_are_explained(op: Op) -> None:
     """By the last entry of its arguments, to the front-end's own docstring, which has them once."""
-    for module in FRONT_ENDS.values():
+    for module in (torch_api, jax_api):
         function = getattr(module, op.name)
         names = list(inspect.signature(function).parameters)
         keywords = names[len(op.tensors) + len(op.defaults) :]
@@ -89,7 +93,7 @@ def test_help_explains_every_axis() -> None:
 @pytest.mark.parametrize("op", [op for op in OPS if op.mutates], ids=lambda op: op.name)
 def test_docstrings_say_what_becomes_of_updated_arrays(op: Op) -> None:
     names = " and ".join(f"`{name}`" for name in op.mutates)
-    torch_doc, jax_doc = (inspect.getdoc(getattr(module, op.name)) or "" for module in FRONT_ENDS.values())
+    torch_doc, jax_doc = (inspect.cleandoc(document(op, style)) for style in STYLES)
     told = f"Updates {names} in place{'' if op.outputs else ' and returns None'}."
     assert told in torch_doc and "jax.Ref" not in torch_doc
     told = "The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is "

@@ -10,11 +10,13 @@ import pytest
 import torch
 from conftest import HAS_GPU
 
-from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
+from xmla import ArgumentError, UnsupportedError, torch_api
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.values import Tolerance
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 ATTENTION = OPS["sparse_mla"]
@@ -24,7 +26,7 @@ def outcome(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any], device
     """Results and updated arguments, or the refusal."""
     arguments = [None if n not in inputs else tensor_of(inputs[n], device) for n in op.tensors]
     try:
-        found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs, implementation=by))
+        found = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **attrs, implementation=by))
     except (ArgumentError, UnsupportedError) as refused:
         return str(refused)
     updated = dict(zip(op.tensors, arguments, strict=True))
@@ -33,7 +35,7 @@ def outcome(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any], device
 
 def outcome_in_jax(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, Any]) -> Any:
     try:
-        found = kit.as_tuple(getattr(jax_api, op.name)(*kit.jax_inputs(op, inputs), **attrs))
+        found = kit.as_tuple(getattr(JAX_OPS, op.name)(*kit.jax_inputs(op, inputs), **attrs))
     except (ArgumentError, UnsupportedError) as refused:
         return str(refused)
     return dict(zip([*op.outputs, *op.mutates], found, strict=True))

@@ -22,8 +22,10 @@ from tools import front_ends
 from xmla import ArgumentError, jax_api, torch_api
 from xmla.core.op import docstrings as documents
 from xmla.core.plan import Plan
-from xmla.core.registry import registry
+from xmla.core.registry import public_ops, registry
 from xmla.core.values import assume_device, find_device
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 Function = Callable[..., Any]
 
@@ -49,8 +51,8 @@ def test_they_are_made_from_the_declarations() -> None:
 )
 def test_functions_are_ordinary_ones(module: ModuleType, style: documents.Style) -> None:
     """To an editor, a debugger, and whoever reads them."""
-    assert sorted(module.__all__) == sorted(registry())
-    for name, op in registry().items():
+    assert sorted(module.__all__) == sorted(public_ops())
+    for name, op in public_ops().items():
         function = getattr(module, name)
         found = [function, *([function.plan] if module is torch_api else [])]
         for one in found:
@@ -59,6 +61,47 @@ def test_functions_are_ordinary_ones(module: ModuleType, style: documents.Style)
             assert one.__name__ == name and one.__module__ == f"{module.__name__}._functions"
             assert pickle.loads(pickle.dumps(one)) is one
             assert inspect.getdoc(one) == inspect.cleandoc(documents.document(op, style))
+
+
+def test_every_op_is_a_function_for_code_of_xmla() -> None:
+    """The front-ends' own, and for an op that is not public one with the arguments of its declaration."""
+    for module, ops, options in (
+        (torch_api, TORCH_OPS, ["out", "workspace", "implementation"]), (jax_api, JAX_OPS, ["implementation"])
+    ):  # fmt: skip
+        assert vars(ops).keys() == registry().keys()
+        for name, function in vars(ops).items():
+            if name in public_ops():
+                assert function is getattr(module, name)
+                continue
+            more = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
+            for one in [function, *([function.plan] if module is torch_api else [])]:
+                assert bare(one) == [*bare(registry()[name].prototype), *more], name
+                assert f"return _{name}(" in inspect.getsource(one)
+
+
+INSTEAD = {
+    "convert_indexer_cache": "call xmla.layouts.convert",
+    "indexer_block_logits": "call indexer_block_topk",
+    "indexer_block_logits_paged": "call indexer_block_topk_paged",
+    "indexer_loss_backward": "differentiate indexer_loss",
+    "indexer_scores_backward": "differentiate indexer_scores",
+    "select_blocks": "call indexer_blocks or indexer_blocks_paged",
+    "sparse_mla_backward": "differentiate sparse_mla",
+}
+
+
+@pytest.mark.parametrize("module", [torch_api, jax_api], ids=["torch", "jax"])
+def test_an_op_without_a_function_says_what_to_call(module: ModuleType) -> None:
+    assert registry().keys() - public_ops().keys() == INSTEAD.keys()
+    for name, instead in INSTEAD.items():
+        told = f"{module.__name__} has no function {name}: {instead}. In PyTorch the op itself is torch.ops.xmla.{name}"
+        with pytest.raises(AttributeError) as error:
+            getattr(module, name)
+        assert str(error.value) == told and isinstance(getattr(torch.ops.xmla, name), torch._ops.OpOverloadPacket)
+        words = instead.replace("xmla.layouts.convert", "").split()[1:]
+        assert {*words} - {"or"} <= public_ops().keys()
+    with pytest.raises(AttributeError, match=f"^module '{module.__name__}' has no attribute 'sparse_mIa'$"):
+        module.sparse_mIa  # noqa: B018
 
 
 def test_a_wrong_call_is_told_from_the_line_of_its_function() -> None:
@@ -71,7 +114,7 @@ def test_a_wrong_call_is_told_from_the_line_of_its_function() -> None:
 
 
 def test_jax_says_what_it_returns_of_the_arrays_that_an_op_updates() -> None:
-    for name, op in registry().items():
+    for name, op in public_ops().items():
         text = inspect.getdoc(getattr(jax_api, name)) or ""
         returns = re.search(r"^Returns:\n((?: .*\n)+)", text, re.MULTILINE)
         assert returns is not None, name
@@ -85,11 +128,11 @@ def test_signatures_are_those_of_the_declarations() -> None:
     """And the keywords of each front-end behind them, None by default."""
     for functions, options in (([*TORCH, *PLANS], ["out", "workspace", "implementation"]), (JAX, ["implementation"])):
         for function in functions:
-            own = bare(registry()[function.__name__].prototype)
+            own = bare(public_ops()[function.__name__].prototype)
             more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
             assert bare(function) == [*own, *more], function
     overloads = Counter(function.__name__ for function in JAX)
-    assert overloads == {name: 2 ** len(op.mutates) for name, op in registry().items()}
+    assert overloads == {name: 2 ** len(op.mutates) for name, op in public_ops().items()}
 
 
 def bare(function: Function) -> list[inspect.Parameter]:
@@ -125,7 +168,7 @@ def test_a_plan_takes_the_arguments_of_its_call() -> None:
 
 @pytest.mark.parametrize("function", TORCH, ids=lambda function: function.__name__)
 def test_torch_returns_what_its_signature_says(function: Function, device: str) -> None:
-    op = registry()[function.__name__]
+    op = public_ops()[function.__name__]
     case = op.cases[0]
     call = getattr(torch_api, op.name)
     tensors = kit.torch_inputs(op, kit.make(case), device)
@@ -138,7 +181,7 @@ def test_torch_returns_what_its_signature_says(function: Function, device: str) 
 @pytest.mark.parametrize("function", JAX, ids=lambda function: function.__name__)
 def test_jax_takes_and_returns_what_its_signature_says(function: Function) -> None:
     """Once with NumPy arrays, once with Refs, wherever the signature allows them."""
-    op = registry()[function.__name__]
+    op = public_ops()[function.__name__]
     case = op.cases[0]
     kinds = {name: parameter.annotation for name, parameter in inspect.signature(function).parameters.items()}
     given = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}

@@ -19,6 +19,7 @@ from xmla.core.op import Op, plan_call
 from xmla.core.registry import registry
 from xmla.core.values import ATTENTION_OUT, B200, H200, Tolerance, assume_device
 from xmla.jax_api import _jax_triton
+from xmla.jax_api._all_ops import JAX_OPS
 from xmla.jax_api._primitive import is_ref
 
 OPS = list(registry().values())
@@ -33,7 +34,7 @@ def test_new_values_do_not_trace_again(op: Op) -> None:
     @jax.jit
     def call(*arrays: jax.Array) -> object:
         traces.append(1)
-        return getattr(jax_api, op.name)(*arrays, **case.attrs)
+        return getattr(JAX_OPS, op.name)(*arrays, **case.attrs)
 
     first = kit.as_tuple(call(*kit.jax_inputs(op, kit.make(case, 0))))
     second = kit.as_tuple(call(*kit.jax_inputs(op, kit.make(case, 1))))
@@ -51,7 +52,7 @@ def test_ref_and_functional_forms_write_the_same(op: Op, jitted: bool) -> None:
     before = {name: np.asarray(arrays[name]).copy() for name in op.mutates}
 
     def function(refs: dict[str, object]) -> object:
-        return getattr(jax_api, op.name)(*(arrays | refs).values(), **case.attrs)
+        return getattr(JAX_OPS, op.name)(*(arrays | refs).values(), **case.attrs)
 
     found = kit.as_tuple((jax.jit(function) if jitted else function)({n: arrays[n] for n in op.mutates}))
     results, updated = found[: len(op.outputs)], found[len(op.outputs) :]
@@ -73,7 +74,7 @@ def test_a_ref_outside_jit_compiles_once(op: Op) -> None:
     arrays = dict(zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True))
 
     def step(caches: dict[str, object]) -> object:
-        return getattr(jax_api, op.name)(*(arrays | caches).values(), **case.attrs)
+        return getattr(JAX_OPS, op.name)(*(arrays | caches).values(), **case.attrs)
 
     want = {name: arrays[name] for name in op.mutates}
     for _ in range(3):
@@ -135,7 +136,7 @@ def test_arrays_of_every_kind(op: Op) -> None:
     """Each argument in another kind of array, and then in the next one: the same results."""
     case = min(op.cases, key=lambda case: sum(array.size for array in kit.make(case).values()))
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
-    function = getattr(jax_api, op.name)
+    function = getattr(JAX_OPS, op.name)
 
     def call(arrays: dict[str, object]) -> tuple[object, ...]:
         found = kit.as_tuple(function(*[arrays.get(name) for name in op.tensors], **case.attrs))
@@ -168,7 +169,7 @@ def test_arrays_that_jax_would_read_otherwise_are_refused(op: Op) -> None:
         for value, message in wrong:
             with pytest.raises(ArgumentError, match=re.escape(f"{op.name}: {name} {message}")):
                 arguments = [(inputs | {name: value}).get(n) for n in op.tensors]
-                getattr(jax_api, op.name)(*arguments, **op.cases[0].attrs)
+                getattr(JAX_OPS, op.name)(*arguments, **op.cases[0].attrs)
 
 
 LOGITS, ENDS = np.arange(40, dtype=np.float32).reshape(4, 10) % 11, np.full(4, 10, np.int32)
@@ -191,7 +192,7 @@ def test_indices_that_jax_truncates_name_nothing_or_are_refused(op: Op, name: st
     inputs = kit.make(case)
     inputs[name] = inputs[name].astype(np.int64)
     wide = inputs[name] + np.where(inputs[name] >= 0, 2**32, -(2**32))
-    function = getattr(jax_api, op.name)
+    function = getattr(JAX_OPS, op.name)
     want, found = (
         kit.as_tuple(function(*({**inputs, name: indices}.get(n) for n in op.tensors), **case.attrs))
         for indices in (np.full_like(wide, -1), wide)
@@ -296,7 +297,7 @@ def test_symbolic_sizes_are_refused_by_name(op: Op) -> None:
 
         def call(*given: jax.Array) -> object:
             by_name = dict(zip(arrays, given, strict=True))
-            return getattr(jax_api, op.name)(*[by_name.get(n) for n in op.tensors], **case.attrs)
+            return getattr(JAX_OPS, op.name)(*[by_name.get(n) for n in op.tensors], **case.attrs)
 
         with pytest.raises(UnsupportedError) as refused:
             jax.export.export(jax.jit(call))(*shapes)
@@ -313,7 +314,7 @@ def test_random_keys_are_refused(op: Op) -> None:
         arrays = dict(zip(op.tensors, kit.jax_inputs(op, inputs), strict=True))
         with pytest.raises(ArgumentError, match=rf"^{op.name}: {name} dtype is key<fry>, expected "):
             keys = jax.random.wrap_key_data(jnp.zeros((*inputs[name].shape, 2), jnp.uint32))
-            getattr(jax_api, op.name)(*(arrays | {name: keys}).values(), **case.attrs)
+            getattr(JAX_OPS, op.name)(*(arrays | {name: keys}).values(), **case.attrs)
 
 
 def test_what_a_write_through_a_ref_returned_is_no_cache() -> None:
@@ -337,7 +338,7 @@ def test_a_view_of_a_ref_is_refused_by_name(op: Op) -> None:
 
     def of(name: str, part: Callable[[jax.Ref], object]) -> object:
         def call(stack: jax.Array) -> object:
-            return getattr(jax_api, op.name)(*(arrays | {name: part(jax.new_ref(stack))}).values(), **case.attrs)
+            return getattr(JAX_OPS, op.name)(*(arrays | {name: part(jax.new_ref(stack))}).values(), **case.attrs)
 
         return jax.eval_shape(call, arrays[name][None])
 

@@ -15,6 +15,7 @@ import pytest
 from xmla import UnsupportedError, jax_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.jax_api._all_ops import JAX_OPS
 
 OPS = registry()
 
@@ -31,7 +32,7 @@ SMALL = [(op, smallest(op)) for op in OPS.values()]
 def function_of(op: Op, case: Case, names: list[str]) -> Callable[..., object]:
     def call(*arrays: jax.Array) -> object:
         given = dict(zip(names, arrays, strict=True))
-        return getattr(jax_api, op.name)(*[given.get(name) for name in op.tensors], **case.attrs)
+        return getattr(JAX_OPS, op.name)(*[given.get(name) for name in op.tensors], **case.attrs)
 
     return call
 
@@ -332,7 +333,7 @@ def test_a_donated_cache_is_consumed(op: Op) -> None:
     inputs = kit.make(case)
     arrays = kit.jax_inputs(op, inputs)
     places = {name: list(op.tensors).index(name) for name in op.mutates if name in inputs}
-    step = jax.jit(lambda *a: getattr(jax_api, op.name)(*a, **case.attrs), donate_argnums=tuple(places.values()))
+    step = jax.jit(lambda *a: getattr(JAX_OPS, op.name)(*a, **case.attrs), donate_argnums=tuple(places.values()))
     assert step.lower(*arrays).as_text().count("tf.aliasing_output") == len(places)
     updated = kit.as_tuple(step(*arrays))[len(op.outputs) :]
     op.reference(**inputs, **kit.attributes(op, case))

@@ -26,6 +26,8 @@ from xmla.core.debug import reproducer, shadow
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.core.values import DTYPES, Spec
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 
 @pytest.fixture(autouse=True)
@@ -114,11 +116,11 @@ def test_shadow_finds_nothing_where_nothing_is_wrong(
     monkeypatch.setattr(settings, "shadow", 1.0)
     op = registry()[name]
     for case in op.cases[:2]:
-        plain = kit.as_tuple(getattr(torch_api, name)(*kit.torch_inputs(op, kit.make(case), device), **case.attrs))
-        getattr(jax_api, name)(*kit.jax_inputs(op, kit.make(case)), **case.attrs)
+        plain = kit.as_tuple(getattr(TORCH_OPS, name)(*kit.torch_inputs(op, kit.make(case), device), **case.attrs))
+        getattr(JAX_OPS, name)(*kit.jax_inputs(op, kit.make(case)), **case.attrs)
         if op.outputs and not op.partial:  # watching changes nothing
             monkeypatch.setattr(settings, "shadow", 0.0)
-            again = kit.as_tuple(getattr(torch_api, name)(*kit.torch_inputs(op, kit.make(case), device), **case.attrs))
+            again = kit.as_tuple(getattr(TORCH_OPS, name)(*kit.torch_inputs(op, kit.make(case), device), **case.attrs))
             monkeypatch.setattr(settings, "shadow", 1.0)
             for a, b in zip(plain, again, strict=True):
                 kit.assert_bits_equal(name, a, b)

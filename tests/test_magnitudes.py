@@ -8,11 +8,11 @@ import kit
 import numpy as np
 import pytest
 
-from xmla import torch_api
 from xmla.core.formats.mla import mla_layouts
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.core.values import INTERPRETER, Spec, Tolerance
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 Inputs = dict[str, np.ndarray]
@@ -150,7 +150,7 @@ def test_shifted_scores(name: str, device: str) -> None:
             arguments = kit.torch_inputs(op, kit.copies(inputs), device)
             with np.errstate(all="ignore"):
                 want = op.reference(**inputs, **kit.attributes(op, case))
-                found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs))
+                found = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **case.attrs))
             for (result, right), value in zip(kit.results(op, want), found, strict=True):
                 if by not in NEAR and result in shift.overflowing:
                     continue
@@ -213,7 +213,7 @@ def test_a_factor(op: Op, argument: str, factor: float, device: str) -> None:
             inputs[argument][...] = inputs[argument].astype(np.float32) * np.float32(factor)
         arguments = kit.torch_inputs(op, kit.copies(inputs), device)
         with np.errstate(all="ignore"):
-            found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs))
+            found = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **case.attrs))
             want = op.reference(**inputs, **kit.attributes(op, case))
         for (name, right), value in zip(kit.results(op, want), found, strict=True):
             result, where = op.outputs[name], op.outputs[name].written(right)

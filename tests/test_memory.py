@@ -17,6 +17,7 @@ from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.values import Spec
 from xmla.torch_api import _memory
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 EVERY = pytest.mark.parametrize("op", OPS.values(), ids=kit.case_id)
@@ -24,7 +25,7 @@ BOTH = pytest.mark.parametrize("implementation", [None, "reference"])
 
 
 def call(op: Op, arguments: list[Any], implementation: str | None = None, **options: Any) -> tuple[Any, ...]:
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     return kit.as_tuple(function(*arguments, **op.cases[0].attrs, implementation=implementation, **options))
 
 
@@ -164,7 +165,7 @@ def test_what_is_written_lies_apart(op: Op, device: str) -> None:
                 f"{op.name}: out {next(iter(op.outputs))} memory is shared with {name}, expected memory of its own"
             )
         else:
-            if not getattr(torch_api, op.name).plan(*arguments, **op.cases[0].attrs).workspace_bytes:
+            if not getattr(TORCH_OPS, op.name).plan(*arguments, **op.cases[0].attrs).workspace_bytes:
                 continue
             options["workspace"] = room
             message = f"{op.name}: workspace memory is shared with {name}, expected memory of its own"
@@ -181,7 +182,7 @@ def test_a_pool_is_not_moved_within_itself(implementation: str | None, device: s
     slots = torch.arange(11, dtype=torch.int32, device=device)
     for op, pool in (
         (torch_api.convert_mla_cache, torch.zeros(3, 4, 576, device=device, dtype=torch.bfloat16)),
-        (torch_api.convert_indexer_cache, torch.zeros(3, 4, 132, device=device, dtype=torch.uint8)),
+        (TORCH_OPS.convert_indexer_cache, torch.zeros(3, 4, 132, device=device, dtype=torch.uint8)),
     ):
         before = pool.clone()
         for cache in (pool, pool[1:], pool[:, 1:]):

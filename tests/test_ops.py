@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from xmla import jax_api, torch_api
+from xmla import torch_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.core.values import DTYPES, Spec, Tolerance, difference
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 CASES = kit.all_cases()
 
@@ -18,7 +20,7 @@ def test_torch(op: Op, case: Case, device: str) -> None:
     inputs = kit.make(case)
     guarded = {name: kit.guarded(array) for name, array in inputs.items()}
     arguments = [kit.to_torch(guarded[n][0], device) if n in guarded else None for n in op.tensors]
-    got = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs))
+    got = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **case.attrs))
     check(op, case, inputs, got, dict(zip(op.tensors, arguments, strict=True)))
     for name, (array, buffer) in guarded.items():
         untouched = np.ones(len(buffer), bool)
@@ -43,9 +45,9 @@ def test_reference_implementation(name: str, device: str) -> None:
     op = registry()[name]
     case = op.cases[-1]
     arguments = kit.torch_inputs(op, kit.make(case), device)
-    got = kit.as_tuple(getattr(torch_api, name)(*arguments, **case.attrs, implementation="reference"))
+    got = kit.as_tuple(getattr(TORCH_OPS, name)(*arguments, **case.attrs, implementation="reference"))
     under_jax = kit.as_tuple(
-        getattr(jax_api, name)(*kit.jax_inputs(op, kit.make(case)), **case.attrs, implementation="reference")
+        getattr(JAX_OPS, name)(*kit.jax_inputs(op, kit.make(case)), **case.attrs, implementation="reference")
     )
     inputs = kit.make(case)
     reference = op.reference(**inputs, **kit.attributes(op, case))
@@ -113,7 +115,7 @@ def test_logits_in_bfloat16_are_those_in_float32_rounded(op: Op, device: str) ->
             inputs, attrs = kit.torch_inputs(op, kit.make(case), device), dict(case.attrs)
             del attrs["logits_dtype"]
             exact, half = (
-                kit.as_tuple(getattr(torch_api, op.name)(*inputs, **attrs | more))[0]
+                kit.as_tuple(getattr(TORCH_OPS, op.name)(*inputs, **attrs | more))[0]
                 for more in ({}, {"logits_dtype": "bfloat16"})
             )
             (want, *_) = op.reference(**kit.make(case), **kit.attributes(op, case))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from test_ops import check
 
-from xmla import jax_api, torch_api
 from xmla.core.op import Case, Op
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
@@ -15,9 +16,9 @@ def test_torch_and_jax_agree_bit_for_bit(op: Op, case: Case, device: str) -> Non
     inputs = kit.make(case, seed=1)
     dense = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
     arguments = kit.torch_inputs(op, kit.copies(dense), device)
-    ours = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs))
+    ours = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **case.attrs))
     ours += tuple(arguments[list(op.tensors).index(name)] for name in op.mutates)
-    function = jax.jit(lambda *arrays: getattr(jax_api, op.name)(*arrays, **case.attrs))
+    function = jax.jit(lambda *arrays: getattr(JAX_OPS, op.name)(*arrays, **case.attrs))
     theirs = kit.as_tuple(function(*kit.jax_inputs(op, inputs)))
     assert len(ours) == len(theirs) > 0
 

@@ -26,6 +26,8 @@ from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.values import H200, Spec
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 ROOT = Path(__file__).parent.parent
 SELECT = (
@@ -232,9 +234,9 @@ def test_check_reports_tensor_row_column_value_limit(
     inputs = legal(op, kit.make(op.cases[case]), attrs)
     inputs[argument][place] = value
     with pytest.raises(ArgumentError, match=f"{name}: {message}"):
-        getattr(torch_api, name)(*kit.torch_inputs(op, inputs, device), **attrs)
+        getattr(TORCH_OPS, name)(*kit.torch_inputs(op, inputs, device), **attrs)
     with pytest.raises(Exception, match=f"{name}: {message}"):
-        got = getattr(jax_api, name)(*kit.jax_inputs(op, inputs), **attrs)
+        got = getattr(JAX_OPS, name)(*kit.jax_inputs(op, inputs), **attrs)
         for value in kit.as_tuple(got):
             value.block_until_ready()
         import jax
@@ -249,7 +251,7 @@ def test_check_passes_what_engines_pass(name: str, device: str, monkeypatch: pyt
     op = registry()[name]
     case = op.cases[0]
     inputs = legal(op, kit.make(case), case.attrs)
-    getattr(torch_api, name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
+    getattr(TORCH_OPS, name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
 
 
 def test_every_variable_is_documented() -> None:

@@ -13,7 +13,8 @@ from conftest import EVERYTHING
 from xmla import UnsupportedError, jax_api, torch_api
 from xmla.core.op import Op
 from xmla.core.op.docstrings import TORCH, document
-from xmla.core.registry import registry
+from xmla.core.registry import public_ops, registry
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = list(registry().values())
 by_name = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -29,7 +30,7 @@ def defined(op: Op, arguments: list[torch.Tensor | None], attrs: dict[str, objec
     """Where the results are written: everywhere but in logits over pages, by the reference of this very call."""
     if not op.partial:
         return None
-    reference = getattr(torch_api, op.name)(*arguments, **attrs, implementation="reference")
+    reference = getattr(TORCH_OPS, op.name)(*arguments, **attrs, implementation="reference")
     return kit.written(op, tuple(map(kit.as_numpy, kit.as_tuple(reference))))
 
 
@@ -64,7 +65,7 @@ def test_schema_declares_exactly_what_is_mutated(op: Op) -> None:
 @pytest.mark.parametrize("op", [op for op in OPS if op.outputs], ids=lambda op: op.name)
 def test_out_variant_writes_the_given_tensors(op: Op, device: str) -> None:
     arguments, attrs = call_arguments(op, device)
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     fresh = kit.as_tuple(function(*call_arguments(op, device)[0], **attrs))
     given = tuple(torch.full_like(t, 7) for t in fresh)
     returned = function(*arguments, **attrs, out=given if len(given) > 1 else given[0])
@@ -79,7 +80,7 @@ def test_compiles_whole_and_dynamic(op: Op, device: str) -> None:
     arguments, attrs = call_arguments(op, device)
     if "workspace_bytes" in attrs:  # for the most tokens below
         attrs["workspace_bytes"] *= 5
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     compiled = torch.compile(lambda *a: function(*a, **attrs), fullgraph=True, dynamic=True, backend="aot_eager")
     first_axes = {name: tensor.names[0] for name, tensor in op.tensors.items()}
     rows = "T" if "T" in first_axes.values() else next(iter(first_axes.values()))
@@ -144,7 +145,7 @@ def test_a_number_of_tokens_that_data_decide(op: Op, device: str) -> None:
         return
     given, attrs = call
     attrs |= {"workspace_bytes": 1 << 24} if "workspace_bytes" in attrs else {}
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
 
     def chosen(mask: torch.Tensor, tensors: dict[str, torch.Tensor]) -> tuple[object, ...]:
         tokens = mask.nonzero()[:, 0]
@@ -178,7 +179,7 @@ def test_integers_that_change_do_not_compile_again(
         monkeypatch.setattr(torch_api._run, what, lambda *_: None)
     arguments, attrs = call_arguments(op, device)
     first = int(attrs.get(name) or (1 << 24 if name == "workspace_bytes" else 8))
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     rest = {n: value for n, value in attrs.items() if n != name}
     compiled = torch.compile(lambda n, *a: function(*a, **rest, **{name: n}), fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
@@ -191,7 +192,7 @@ def test_integers_that_change_do_not_compile_again(
 
 
 @pytest.mark.parametrize("api", [torch_api, jax_api], ids=["torch", "jax"])
-@by_name
+@pytest.mark.parametrize("op", public_ops().values(), ids=kit.case_id)
 def test_is_found_again_in_another_process(op: Op, api: object) -> None:
     function = getattr(api, op.name)
     assert pickle.loads(pickle.dumps(function)) is function
@@ -207,7 +208,7 @@ def mapped(op: Op, device: str, size: int) -> tuple[Any, list[torch.Tensor], lis
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         by_name = dict(zip(names, tensors, strict=True))
-        results = getattr(torch_api, op.name)(*[by_name.get(name) for name in op.tensors], **case.attrs)
+        results = getattr(TORCH_OPS, op.name)(*[by_name.get(name) for name in op.tensors], **case.attrs)
         return *kit.as_tuple(results), *(by_name[name] for name in op.mutates if name in by_name)
 
     arrays = [kit.to_torch(array, device)[None] for array in inputs.values()]
@@ -279,7 +280,7 @@ def test_vmap_refuses_to_update_what_calls_share(device: str) -> None:
 def test_results_do_not_alias_arguments(op: Op, device: str) -> None:
     arguments, attrs = call_arguments(op, device)
     before = [None if a is None else a.clone() for a in arguments]
-    results = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    results = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **attrs))
     storages = {a.untyped_storage().data_ptr() for a in arguments if a is not None}
     assert not storages & {r.untyped_storage().data_ptr() for r in results}
     for name, old, new in zip(op.tensors, before, arguments, strict=True):
@@ -287,15 +288,15 @@ def test_results_do_not_alias_arguments(op: Op, device: str) -> None:
             kit.assert_bits_equal(name, new, old)
 
 
-@by_name
+@pytest.mark.parametrize("op", public_ops().values(), ids=kit.case_id)
 def test_signature_and_documentation_are_the_declaration(op: Op) -> None:
     function = getattr(torch_api, op.name)
     assert function.__doc__ == document(op, TORCH) and "Args:" in function.__doc__ and "Raises:" in function.__doc__
     assert function.__name__ == op.name
 
 
-def test_every_op_has_its_line_in_both_front_ends() -> None:
-    assert set(torch_api.__all__) == set(jax_api.__all__) == set(registry())
+def test_every_public_op_has_its_line_in_both_front_ends() -> None:
+    assert set(torch_api.__all__) == set(jax_api.__all__) == set(public_ops())
 
 
 @pytest.mark.gpu
@@ -304,7 +305,7 @@ def test_cuda_graph_replays_with_new_values(op: Op) -> None:
     """Captured once, replayed with other contents of the same shapes: the bits of an eager call."""
     case = op.cases[min(1, len(op.cases) - 1)]
     first, second = (kit.torch_inputs(op, kit.make(case, seed), "cuda") for seed in (0, 1))
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     function(*[None if a is None else a.clone() for a in first], **case.attrs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX has threads

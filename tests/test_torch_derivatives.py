@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from xmla import ArgumentError, UnsupportedError, torch_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 
@@ -73,7 +74,7 @@ FORWARD = {
 
 def ways_to_call(op: Op, case: Case, device: str) -> dict[str, Call]:
     """The public function, its options and torch's own op, of all arguments."""
-    function, packet = getattr(torch_api, op.name), getattr(torch.ops.xmla, op.name)
+    function, packet = getattr(TORCH_OPS, op.name), getattr(torch.ops.xmla, op.name)
     calls = {
         "function": lambda *a: function(*a, **case.attrs),
         "reference": lambda *a: function(*a, **case.attrs, implementation="reference"),

@@ -22,6 +22,7 @@ from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, dupli
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
 from xmla.core.values import GRADIENT, cosine_difference
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 ATTENTION, BACKWARD = OPS["sparse_mla"], OPS["sparse_mla_backward"]
@@ -376,7 +377,7 @@ def gradients_of(case: Case, order: np.ndarray, device: str) -> list[np.ndarray]
     inputs = kit.make(case)
     moved = {n: a[order] if "T" in BACKWARD.tensors[n].names else a for n, a in inputs.items()}
     tensors = kit.torch_inputs(BACKWARD, moved, device)
-    found = torch_api.sparse_mla_backward(*tensors, **case.attrs)
+    found = TORCH_OPS.sparse_mla_backward(*tensors, **case.attrs)
     return [kit.as_numpy(tensor) for tensor in found]
 
 
@@ -399,7 +400,7 @@ def test_the_order_of_slots_does_not_change_a_bit(device: str) -> None:
         slots[:length] = rng.permutation(slots[:length])
     assert (turned["slots"] != inputs["slots"]).any()
     straight, other = (
-        torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, given, device), **case.attrs)[1]
+        TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, given, device), **case.attrs)[1]
         for given in (inputs, turned)
     )
     kit.assert_bits_equal("dcache", other, straight)
@@ -416,7 +417,7 @@ def test_thousands_of_references(deterministic: bool, device: str) -> None:
                               for slot in slots[:n]], return_counts=True)  # fmt: skip
     assert count.max() > 1900
     want = BACKWARD.reference(**inputs, **case.attrs)[1].reshape(-1, 576)
-    got = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)[1]
+    got = TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)[1]
     found = got.float().cpu().numpy().reshape(-1, 576)
     entry = named[count.argmax()]
     cancelled, added = ((a[entry, first:VALUE_DIMS:2] for a in (found, want)) for first in (0, 1))
@@ -433,7 +434,7 @@ def test_bounds_whose_sum_over_heads_overflows_give_nan(device: str) -> None:
     dout[0] = 2.0**123
     tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
     out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
-    dq, dcache, *_ = torch_api.sparse_mla_backward(*tensors, out, lse, kit.to_torch(dout, device), softmax_scale=SCALE)
+    dq, dcache, *_ = TORCH_OPS.sparse_mla_backward(*tensors, out, lse, kit.to_torch(dout, device), softmax_scale=SCALE)
     given = (*(x.float().cpu().numpy() for x in (out, lse)), dout)
     want = BACKWARD.reference(q, cache, slots, *given, softmax_scale=SCALE)[1]
     assert np.isnan(want[0, 0]).all() and np.isfinite(want[0, 1]).all()
@@ -450,7 +451,7 @@ def test_factors_of_a_bound_that_overflow_give_nan(value: float, upstream: float
     cache[0, 0], dout[0] = value, upstream
     tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
     out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
-    dq, dcache, *_ = torch_api.sparse_mla_backward(*tensors, out, lse, kit.to_torch(dout, device), softmax_scale=SCALE)
+    dq, dcache, *_ = TORCH_OPS.sparse_mla_backward(*tensors, out, lse, kit.to_torch(dout, device), softmax_scale=SCALE)
     given = (*(x.float().cpu().numpy() for x in (out, lse)), dout)
     wanted = BACKWARD.reference(q, cache, slots, *given, softmax_scale=SCALE)
     for found, want in zip((dq, dcache[0]), (wanted[0], wanted[1][0]), strict=True):
@@ -469,7 +470,7 @@ def test_duplicates_and_nobody(deterministic: bool, device: str) -> None:
     tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
     out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
-    dq, dcache, dsink, extra = torch_api.sparse_mla_backward(
+    dq, dcache, dsink, extra = TORCH_OPS.sparse_mla_backward(
         *tensors, out, lse, dout, dlse, softmax_scale=SCALE, deterministic=deterministic
     )
     assert not dq[1].any() and not dcache[0, [0, 2, 3, 5]].any()
@@ -487,7 +488,7 @@ def test_any_number_of_heads(heads: int, deterministic: bool, device: str) -> No
     call = make_case(2, heads, 5, 4, PLAIN, with_sink=True, deterministic=deterministic)
     case = backward_of(call, with_dlse=True)
     inputs = kit.make(case)
-    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)
+    found = TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **case.attrs)
     wanted = BACKWARD.reference(**inputs, **case.attrs)
     for got, want in zip(found[:2], wanted, strict=False):  # as a whole: sums over heads of probabilities near 1
         assert bool(got.any()) and cosine_difference(got.float().cpu().numpy(), want) <= GRADIENT.cosine
@@ -500,7 +501,7 @@ def test_another_calls_lse_is_nan_not_garbage(deterministic: bool, device: str) 
     inputs = kit.make(case)
     inputs["forward_lse"] = inputs["forward_lse"] - 5
     attrs = {**case.attrs, "deterministic": deterministic}
-    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **attrs)
+    found = TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **attrs)
     for got, want in zip(found[:2], BACKWARD.reference(**inputs, **case.attrs)[:2], strict=True):  # dq, dcache
         assert np.isnan(want).any() and np.array_equal(got.isnan().cpu().numpy(), np.isnan(want))
 
@@ -516,7 +517,7 @@ def test_another_calls_lse_is_nan_beside_a_great_sink(deterministic: bool, devic
     ))  # fmt: skip
     lse[1] -= 5
     given = q, cache, slots, out.astype(q.dtype), lse, np.ones((2, 3, 512), q.dtype), np.ones((2, 3), np.float32)
-    found = torch_api.sparse_mla_backward(
+    found = TORCH_OPS.sparse_mla_backward(
         *(kit.to_torch(x, device) for x in given), sink=kit.to_torch(sink, device), softmax_scale=SCALE,
         deterministic=deterministic,
     )  # fmt: skip
@@ -536,7 +537,7 @@ def test_a_large_gradient_costs_others_no_bit(device: str) -> None:
     inputs["slots"][0] = few["slots"][0]
     inputs["dout"] = inputs["dout"].copy()
     inputs["dout"][1] = 1e30
-    whole, alone = (torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, i, device), **case.attrs)[1]
+    whole, alone = (TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, i, device), **case.attrs)[1]
                     for i in (inputs, few))  # fmt: skip
     named = np.unique(few["slots"][(few["slots"] >= 0) & (few["slots"] < inputs["cache"].shape[0])])
     kit.assert_bits_equal("dcache", kit.as_numpy(whole)[named], kit.as_numpy(alone)[named])
@@ -549,7 +550,7 @@ def test_a_large_gradient_costs_others_no_bit(device: str) -> None:
 def in_runs(inputs: dict[str, np.ndarray], attrs: dict[str, Any], order: list[int], device: str) -> np.ndarray:
     """dcache of the tokens `order`."""
     moved = {n: a[order] if "T" in BACKWARD.tensors[n].names else a for n, a in inputs.items()}
-    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, moved, device), **attrs)[1]
+    found = TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, moved, device), **attrs)[1]
     return found.float().cpu().numpy().astype(np.float64)
 
 
@@ -608,7 +609,7 @@ def test_the_option_changes_nothing_but_the_derivative(arguments: dict[str, Any]
                          ids=kit.case_id)  # fmt: skip
 def test_in_any_order_agrees_with_the_reference(case: Case, device: str) -> None:
     attrs, inputs = {**case.attrs, "deterministic": False}, kit.make(case)
-    found = torch_api.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **attrs)
+    found = TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(BACKWARD, inputs, device), **attrs)
     for (name, want), got in zip(kit.results(BACKWARD, BACKWARD.reference(**inputs, **attrs)), found, strict=True):
         kit.assert_close(name, got, want, BACKWARD.outputs[name].agreement)
 
@@ -625,7 +626,7 @@ def test_in_any_order_what_is_not_finite_stays_with_its_token(name: str, bad: fl
     else:
         inputs[name][0, 0, 3] = bad
     want, got = (
-        torch_api.sparse_mla_backward(
+        TORCH_OPS.sparse_mla_backward(
             *kit.torch_inputs(BACKWARD, inputs, device), **case.attrs, deterministic=deterministic
         )[1]
         for deterministic in (True, False)

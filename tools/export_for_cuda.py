@@ -15,6 +15,7 @@ from xmla import jax_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.core.values import KNOWN_DEVICES, Device, assume_device
+from xmla.jax_api._all_ops import JAX_OPS
 
 
 def exported_case(op: Op) -> tuple[Case, dict[str, np.ndarray]]:
@@ -29,7 +30,7 @@ def function_of(op: Op, case: Case, names: Sequence[str], implementation: str | 
     def call(*given: jax.Array) -> object:
         by_name = dict(zip(names, given, strict=True))
         arguments = [by_name.get(name) for name in op.tensors]
-        return getattr(jax_api, op.name)(*arguments, **case.attrs, implementation=implementation)
+        return getattr(JAX_OPS, op.name)(*arguments, **case.attrs, implementation=implementation)
 
     return call
 

@@ -1,4 +1,4 @@
-"""The front-ends' functions: each op's signature, types and docstring, and a body of one call.
+"""The front-ends' functions: each public op's signature, types and docstring, and a body of one call.
 
 python -m tools.front_ends [--check]       (writes both modules, or fails if they are others; some seconds)
 
@@ -18,7 +18,7 @@ from xmla.core.op import Op
 from xmla.core.op.docstrings import JAX as JAX_STYLE
 from xmla.core.op.docstrings import TORCH as TORCH_STYLE
 from xmla.core.op.docstrings import document
-from xmla.core.registry import registry
+from xmla.core.registry import public_ops
 
 ROOT = Path(__file__).parent.parent
 TORCH = ROOT / "xmla" / "torch_api" / "_functions.py"
@@ -26,7 +26,7 @@ JAX = ROOT / "xmla" / "jax_api" / "_functions.py"
 MADE = "# Made by tools/front_ends.py from the declarations of the ops: change these and run it.\n"
 
 TORCH_HEAD = '''
-"""The ops for PyTorch, a function of each."""
+"""The public ops for PyTorch, a function of each."""
 
 from typing import Literal
 
@@ -38,7 +38,7 @@ from xmla.torch_api._ops import planned, public
 _ops = registry()
 '''
 JAX_HEAD = '''
-"""The ops for JAX, a function of each."""
+"""The public ops for JAX, a function of each."""
 
 from typing import Literal, overload
 
@@ -56,7 +56,7 @@ REF = "jax.Ref"
 
 def modules() -> dict[Path, str]:
     """What each file holds."""
-    ops = list(registry().values())
+    ops = list(public_ops().values())
     return {
         TORCH: _module(TORCH, TORCH_HEAD, [*map(_call, ops), *map(_torch_function, ops)]),
         JAX: _module(JAX, JAX_HEAD, [*map(_call, ops), *map(_jax_function, ops)]),
@@ -64,7 +64,7 @@ def modules() -> dict[Path, str]:
 
 
 def _module(file: Path, head: str, parts: Iterable[str]) -> str:
-    text = "\n".join([MADE + head, *parts, f"__all__ = {sorted(registry())}\n"])
+    text = "\n".join([MADE + head, *parts, f"__all__ = {sorted(public_ops())}\n"])
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(file), "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 

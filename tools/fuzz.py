@@ -40,13 +40,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tools.comparison import assert_close, assert_updated, guarded, must_differ
-from xmla import torch_api
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import DTYPES, GRADIENT, H200, PROBABILITIES, Spec, Tolerance
+from xmla.torch_api._all_ops import TORCH_OPS
 from xmla.torch_api._arrays import device_of
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -367,7 +367,7 @@ def launch(laid: Arena, buffer: torch.Tensor) -> None:
         extra["out"] = results if len(results) > 1 else results[0]
     if laid.workspace.nbytes and laid.results:  # without results of the caller's the call allocates its own
         extra["workspace"] = laid.workspace.tensor(buffer)
-    getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **extra, implementation=laid.implementation)
+    getattr(TORCH_OPS, laid.op.name)(*arguments, **laid.attrs, **extra, implementation=laid.implementation)
 
 
 def launch_apart(laid: Arena, buffer: torch.Tensor) -> None:
@@ -382,7 +382,7 @@ def launch_apart(laid: Arena, buffer: torch.Tensor) -> None:
     arguments = laid.arguments({name: apart[name] for name in laid.inputs})
     results = tuple(apart[name] for name in laid.results)
     out = {"out": results if len(results) > 1 else results[0]} if results else {}
-    getattr(torch_api, laid.op.name)(*arguments, **laid.attrs, **out, implementation=laid.implementation)
+    getattr(TORCH_OPS, laid.op.name)(*arguments, **laid.attrs, **out, implementation=laid.implementation)
     for name in (*laid.results, *laid.op.mutates):
         (laid.results | laid.inputs)[name].tensor(buffer).copy_(apart[name])
 

@@ -439,6 +439,8 @@ MUTANTS = (
            "xmla/demo/in_jax/model.py", "../test_flax_model.py", "another_model"),
     Mutant("if taken != expected:", "if False:",
            "xmla/core/op/op.py", "../test_attributes.py", "reference_takes"),
+    Mutant("for name, op in _OPS.items() if name not in _INSTEAD}", "for name, op in _OPS.items()}",
+           "xmla/core/registry.py", "../test_front_ends.py", "without_a_function"),
 )  # fmt: skip
 
 

@@ -135,15 +135,15 @@ def run(call: Call, framework: str) -> None:
         import jax
         import jax.numpy as jnp
 
-        from xmla import jax_api
+        from xmla.jax_api._all_ops import JAX_OPS
 
         arrays = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in call.specs.items()}
-        results = getattr(jax_api, call.op)(*(arrays.get(name) for name in op.tensors), **call.attrs)
+        results = getattr(JAX_OPS, call.op)(*(arrays.get(name) for name in op.tensors), **call.attrs)
         jax.block_until_ready(results)
         return
     import torch
 
-    from xmla import torch_api
+    from xmla.torch_api._all_ops import TORCH_OPS
 
     def zeros(spec: Spec) -> torch.Tensor:
         memory = torch.zeros(spec.span + 16, dtype=torch.uint8, device="cuda")[spec.alignment % 16 :]
@@ -152,7 +152,7 @@ def run(call: Call, framework: str) -> None:
         return whole.as_strided(spec.shape, strides)
 
     tensors = {name: zeros(spec) for name, spec in call.specs.items()}
-    getattr(torch_api, call.op)(*(tensors.get(name) for name in op.tensors), **call.attrs)
+    getattr(TORCH_OPS, call.op)(*(tensors.get(name) for name in op.tensors), **call.attrs)
 
 
 def refused(calls: Iterator[Call], framework: str) -> list[str]:

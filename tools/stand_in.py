@@ -60,6 +60,7 @@ from xmla.core.registry import registry
 from xmla.core.values import A100, L40S, RTX_PRO_6000, Device
 from xmla.machine import calls
 from xmla.torch_api import _arrays, _run
+from xmla.torch_api._all_ops import TORCH_OPS
 
 PARTS = {
     "sm_120": RTX_PRO_6000, "sm_80": A100,
@@ -273,7 +274,7 @@ def attention_case(
     error = lambda out: attention_error(out, q, sources, scale, sink)
     peers = more.get("peers", {})
     return Benchmark(
-        op="sparse_mla", case=case, call=call, inputs=inputs, check=lambda: error(call(torch_api, *inputs[0])),
+        op="sparse_mla", case=case, call=call, inputs=inputs, check=lambda: error(call(TORCH_OPS, *inputs[0])),
         peer_checks={name: lambda peer=peer: error(peer(0)) for name, peer in peers.items()}, flops=flops, bytes=moved,
         bound="bf16", **more,
     )  # fmt: skip

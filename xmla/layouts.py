@@ -151,21 +151,21 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     if kind == "torch":
         import torch
 
-        from xmla import torch_api
+        from xmla.torch_api._all_ops import TORCH_OPS
 
         memory = array.new_zeros(pages, layout.page_stride(entries), dtype=getattr(torch, dtype))
         cache = memory[:, : entries * layout.row].view(pages, entries, layout.row)
         slots = torch.arange(pages * entries, device=array.device)
-        getattr(torch_api, name)(array, slots, slots, cache, **attrs)
+        getattr(TORCH_OPS, name)(array, slots, slots, cache, **attrs)
         return cache
     if kind == "jax":
         import jax.numpy as jnp
 
-        from xmla import jax_api
+        from xmla.jax_api._all_ops import JAX_OPS
 
         slots = jnp.arange(pages * entries, dtype=jnp.int32)
         cache = jnp.zeros((pages, entries, layout.row), dtype)
-        return getattr(jax_api, name)(array, slots, slots, cache, **attrs)
+        return getattr(JAX_OPS, name)(array, slots, slots, cache, **attrs)
     from xmla.core.values import DTYPES
 
     slots = np.arange(pages * entries)

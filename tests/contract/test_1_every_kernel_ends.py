@@ -12,7 +12,7 @@ from garbage import DEVICE, OPS
 from hypothesis import given, settings
 
 from tools import fuzz
-from xmla import torch_api
+from xmla.torch_api._all_ops import TORCH_OPS
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # a maximum in the interpreter
@@ -47,7 +47,7 @@ def test_arrays_of_one_byte(name: str, byte: int) -> None:
             continue  # valid slots are distinct
         inputs[argument] = np.full(array.nbytes, byte, np.uint8).view(array.dtype).reshape(array.shape)
     arguments = kit.torch_inputs(op, inputs, DEVICE)
-    results = kit.as_tuple(getattr(torch_api, name)(*arguments, **op.cases[0].attrs))
+    results = kit.as_tuple(getattr(TORCH_OPS, name)(*arguments, **op.cases[0].attrs))
     assert len(results) == len(op.outputs)
     for result in results:
         kit.as_numpy(result)  # waits for the kernel

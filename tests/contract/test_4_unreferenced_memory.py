@@ -10,6 +10,7 @@ from garbage import DEVICE, OPS, integers, run
 from xmla import torch_api
 from xmla.core.op import Case, Op
 from xmla.core.ops import cases
+from xmla.torch_api._all_ops import TORCH_OPS
 
 PAGED = [(op, name) for op in OPS.values() for name in op.pools if len(op.tensors[name].names) == 3]
 READ = [(op, name) for op, name in PAGED if name not in op.mutates]
@@ -44,7 +45,7 @@ def test_what_the_workspace_held_does_not_matter(name: str, byte: int) -> None:
     op = OPS[name]
     for case in op.cases:
         arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
-        call = getattr(torch_api, name)
+        call = getattr(TORCH_OPS, name)
         size = call.plan(*arguments, **case.attrs).workspace_bytes
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=DEVICE)
         want = op.reference(**kit.make(case), **case.attrs)[0]

@@ -22,6 +22,7 @@ from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.models.base import Call
 from xmla.core.op import Case, Op
 from xmla.core.values import H200, Spec
+from xmla.torch_api._all_ops import TORCH_OPS
 
 # Two workers have all of these tests: each takes a sixth of an H200's memory.
 pytestmark = pytest.mark.xdist_group("device memory")
@@ -103,7 +104,7 @@ def test_neighbours_far_apart(space: torch.Tensor, op: Op, argument: str, axis: 
         arguments = dict(zip(op.tensors, kit.torch_inputs(op, kit.copies(inputs), DEVICE), strict=True))
         if far:
             arguments[argument] = spread(arguments[argument], axis, space)
-        call = getattr(torch_api, op.name)
+        call = getattr(TORCH_OPS, op.name)
         results = kit.as_tuple(call(*arguments.values(), **case.attrs, implementation=by))
         calls.append([*results, *(arguments[name] for name in op.mutates)])
     for near, far in zip(*calls, strict=True):
@@ -197,11 +198,11 @@ def test_a_page_of_very_many_indexer_keys(space: torch.Tensor, layout: IndexerLa
         kit.assert_bits_equal("keys", got, expected)
 
     both = {"source_format": layout.format, **form}
-    torch_api.convert_indexer_cache(pool, slots, near, back, **both)
-    torch_api.convert_indexer_cache(dense, near, near, again, **both)
+    TORCH_OPS.convert_indexer_cache(pool, slots, near, back, **both)
+    TORCH_OPS.convert_indexer_cache(dense, near, near, again, **both)
     kit.assert_bits_equal("converted from", back, again)
     turned = slots.flip(0).contiguous()
-    torch_api.convert_indexer_cache(dense, near, turned, pool, **both)
+    TORCH_OPS.convert_indexer_cache(dense, near, turned, pool, **both)
     want = torch_api.read_indexer_cache(again, near, **form)
     for got, expected in zip(torch_api.read_indexer_cache(pool, turned, **form), want, strict=True):
         kit.assert_bits_equal("converted to", got, expected)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from garbage import DEVICE, OPS
 
-from xmla import torch_api
+from xmla.torch_api._all_ops import TORCH_OPS
 
 
 @pytest.mark.gpu
@@ -15,7 +15,7 @@ def test_allocates_the_plan_and_nothing_else(name: str) -> None:
     op = OPS[name]
     case = op.cases[-1]
     arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
-    function = getattr(torch_api, name)
+    function = getattr(TORCH_OPS, name)
     function(*arguments, **case.attrs)
     torch.cuda.synchronize()
     plan = function.plan(*arguments, **case.attrs)
@@ -35,7 +35,7 @@ def test_allocates_nothing_with_out_and_workspace(name: str) -> None:
     op = OPS[name]
     case = op.cases[-1]
     arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
-    function = getattr(torch_api, name)
+    function = getattr(TORCH_OPS, name)
     want = kit.as_tuple(function(*arguments, **case.attrs))
     out = tuple(torch.zeros_like(tensor) for tensor in want)
     workspace = torch.empty(function.plan(*arguments, **case.attrs).workspace_bytes, dtype=torch.uint8, device=DEVICE)

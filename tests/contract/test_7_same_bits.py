@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from tools import alignment, kept
 from tools.alignment import ARCHITECTURES, aligned, apart, plan_of
 from tools.fuzz import Dyadic
-from xmla import torch_api
 from xmla.core.formats.mla import V32
 from xmla.core.op import Case, Op
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as logits_case
 from xmla.core.values import KNOWN_DEVICES
+from xmla.torch_api._all_ops import TORCH_OPS
 
 RERUNS = 20 if HAS_GPU else 1
 # On a GPU all of it; the interpreter takes one case an op for reruns, and one change of the batch a case.
@@ -121,7 +121,7 @@ def results_at(op: Op, case: Case, arguments: list[torch.Tensor | None], first: 
         assert memory.data_ptr() % 16 == skip * tensor.itemsize % 16
         memory.view(BITS[tensor.itemsize]).copy_(tensor.as_strided((span,), (1,)).view(BITS[tensor.itemsize]))
         moved.append(memory.as_strided(tensor.shape, tensor.stride()))
-    found = kit.as_tuple(getattr(torch_api, op.name)(*moved, **case.attrs))
+    found = kit.as_tuple(getattr(TORCH_OPS, op.name)(*moved, **case.attrs))
     return [kit.as_numpy(result) for result in (*found, *(moved[place] for place in op.mutated))]
 
 
@@ -231,7 +231,7 @@ def test_batch_invariant_rows_of_many_splits(implementation: str | None) -> None
 def test_a_replayed_graph_gives_the_bits_of_the_call(op: Op, case: Case) -> None:
     arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
     updated = [(arguments[place], arguments[place].clone()) for place in op.mutated]
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     want = [kit.as_numpy(r).copy() for r in kit.as_tuple(function(*arguments, **case.attrs))]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -25,6 +25,8 @@ from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import B200, GB10, H200, RTX_PRO_6000, Device, assume_device
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 Arrays = dict[str, np.ndarray]
 
@@ -381,9 +383,9 @@ def test_message(mistake: Mistake, device: str, no_launch: None) -> None:
     inputs |= mistake.change(inputs)
     attrs = {**case.attrs, **(mistake.attrs or {})}
     with pytest.raises(mistake.error) as by_torch:
-        getattr(torch_api, op.name)(*kit.torch_inputs(op, inputs, device), **attrs)
+        getattr(TORCH_OPS, op.name)(*kit.torch_inputs(op, inputs, device), **attrs)
     with pytest.raises(mistake.error) as by_jax:
-        getattr(jax_api, op.name)(*(inputs.get(name) for name in op.tensors), **attrs)
+        getattr(JAX_OPS, op.name)(*(inputs.get(name) for name in op.tensors), **attrs)
     assert str(by_torch.value) == mistake.message
     assert str(by_jax.value) == mistake.message
     name, rest = mistake.message.split(": ", 1)
@@ -405,7 +407,7 @@ def test_message_under_fake_tensors(mistake: Mistake, device: str, no_launch: No
     with FakeTensorMode() as mode:
         tensors = [t if t is None else mode.from_tensor(t) for t in kit.torch_inputs(op, inputs, device)]
         with pytest.raises(mistake.error) as refused:
-            getattr(torch_api, op.name)(*tensors, **{**case.attrs, **(mistake.attrs or {})})
+            getattr(TORCH_OPS, op.name)(*tensors, **{**case.attrs, **(mistake.attrs or {})})
     assert str(refused.value) == mistake.message
 
 
@@ -446,13 +448,13 @@ def test_addresses(device: str, no_launch: None) -> None:
         ("read_indexer_cache", 132, 2, 2, 4),
     ):
         with pytest.raises(ArgumentError) as refused:
-            getattr(torch_api, op)(beside(pools[row], first), slots)
+            getattr(TORCH_OPS, op)(beside(pools[row], first), slots)
         assert str(refused.value) == (
             f"{op}: cache alignment of the first byte is {got}, expected a multiple of {expected} bytes"
         )
     for op, row, first in (("read_mla_cache", 656, 4), ("read_mla_cache", 584, 2), ("read_mla_cache", 352, 1),
                            ("read_indexer_cache", 132, 12)):  # fmt: skip
-        getattr(torch_api, op).plan(beside(pools[row], first), slots)
+        getattr(TORCH_OPS, op).plan(beside(pools[row], first), slots)
 
 
 POOLS = [(op, name) for op in registry().values() for name in op.pools
@@ -467,7 +469,7 @@ def test_the_address_of_every_pool(op: Op, name: str, device: str, no_launch: No
     arguments = dict(zip(op.tensors, kit.torch_inputs(op, inputs, device), strict=True))
     arguments[name] = beside(arguments[name], 1)
     with pytest.raises(ArgumentError, match=r"alignment of the first byte is 1, expected a multiple of [24] bytes"):
-        getattr(torch_api, op.name)(**arguments, **case.attrs)
+        getattr(TORCH_OPS, op.name)(**arguments, **case.attrs)
 
 
 def test_calls_of_the_same_shapes_differ_by_address(device: str) -> None:
@@ -510,9 +512,9 @@ def test_indices_of_64_bits(op: Op, name: str, device: str, no_launch: None) -> 
     inputs = kit.make(case) if inputs is None else inputs
     inputs[name] = inputs[name].astype(np.int64) if name in inputs else np.zeros(inputs["q8"].shape[0], np.int64)
     given = [inputs.get(argument) for argument in op.tensors]
-    for api, arrays in ((torch_api, kit.torch_inputs(op, inputs, device)), (jax_api, given)):
+    for ops, arrays in ((TORCH_OPS, kit.torch_inputs(op, inputs, device)), (JAX_OPS, given)):
         with pytest.raises(ArgumentError) as refused:
-            getattr(api, op.name)(*arrays, **case.attrs)
+            getattr(ops, op.name)(*arrays, **case.attrs)
         assert str(refused.value) == f"{op.name}: {name} dtype is int64, expected int32 {TO_INT32}"
 
 
@@ -737,7 +739,7 @@ def test_gluon_differentiates_what_it_supports() -> None:
         (H200, q, pool(more=4), dout, {}, between.format("cache")),
     ):
         plan = partial(
-            torch_api.sparse_mla_backward.plan,
+            TORCH_OPS.sparse_mla_backward.plan,
             query,
             cache,
             slots,
@@ -766,7 +768,7 @@ def test_derivative_refuses_more_slots_than_it_can_count() -> None:
         q, out = (torch.empty(tokens, 1, 512, dtype=torch.bfloat16) for _ in range(2))
         cache, lse = torch.empty(2, 64, 512, dtype=torch.bfloat16), torch.empty(tokens, 1)
         most, more = (torch.empty(tokens, k, dtype=torch.int32) for k in (1024, 1025))
-        plan = torch_api.sparse_mla_backward.plan
+        plan = TORCH_OPS.sparse_mla_backward.plan
         assert plan(q, cache, most, out, lse, out, softmax_scale=0.1).launches
         pair = {"extra_cache": cache, "extra_slots": more}
         for name, slots, given in (("slots", more, {}), ("extra_slots", most, pair)):
@@ -778,7 +780,7 @@ def test_derivative_by_gluon_refuses_more_keys_than_its_order_can_count() -> Non
     with FakeTensorMode(), assume_device(H200):
         q, cache = torch.empty(2, 1, 512, dtype=torch.bfloat16), torch.empty(2, 64, 512, dtype=torch.bfloat16)
         most, more = (torch.empty(2, k, dtype=torch.int32) for k in (2**21 - 1, 2**21))
-        plan = partial(torch_api.sparse_mla_backward.plan, softmax_scale=0.1)
+        plan = partial(TORCH_OPS.sparse_mla_backward.plan, softmax_scale=0.1)
         assert plan(q, cache, most, q, torch.empty(2, 1), q) == plan(
             q, cache, most, q, torch.empty(2, 1), q, implementation="gluon"
         )
@@ -951,7 +953,7 @@ def test_a_composed_op_refuses_what_its_steps_do(op: Op, device: str) -> None:
             return str(error)
         return "served"
 
-    by_torch, by_jax = getattr(torch_api, op.name), getattr(jax_api, op.name)
+    by_torch, by_jax = getattr(TORCH_OPS, op.name), getattr(JAX_OPS, op.name)
     for axis in kit.axes(op, inputs):
         cut = kit.with_axis(op, inputs, axis, 0)
         arrays = {name: jnp.asarray(array) for name, array in cut.items()}
@@ -988,10 +990,10 @@ def test_an_idle_rank(op: Op, ids: bool, device: str) -> None:
     want = kit.as_tuple(op.reference(**kit.copies(inputs), **kit.attributes(op, case)))
     for implementation in (None, "reference"):
         arguments = kit.torch_inputs(op, kit.copies(inputs), device)
-        found = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **case.attrs, implementation=implementation))
+        found = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **case.attrs, implementation=implementation))
         caches = dict(zip(op.tensors, arguments, strict=True))
         found += tuple(caches[name] for name in op.mutates)
-        by_jax = getattr(jax_api, op.name)(*kit.jax_inputs(op, inputs), **case.attrs, implementation=implementation)
+        by_jax = getattr(JAX_OPS, op.name)(*kit.jax_inputs(op, inputs), **case.attrs, implementation=implementation)
         for name, got, other in zip([*op.outputs, *op.mutates], found, kit.as_tuple(by_jax), strict=True):
             kit.assert_bits_equal(name, got, other)
             if name in op.mutates:

@@ -15,6 +15,7 @@ from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, dupli
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
 from xmla.core.values import GRADIENT, cosine_difference
+from xmla.torch_api._all_ops import TORCH_OPS
 
 pytestmark = ON_HOPPER
 
@@ -23,7 +24,7 @@ CASES = [case for case in OP.cases if supported(OP, kit.make(case), case.attrs)]
 
 
 def differentiate(inputs: dict[str, np.ndarray], case: Case) -> tuple[torch.Tensor, ...]:
-    return torch_api.sparse_mla_backward(*kit.torch_inputs(OP, inputs, "cuda"), **case.attrs, implementation="gluon")
+    return TORCH_OPS.sparse_mla_backward(*kit.torch_inputs(OP, inputs, "cuda"), **case.attrs, implementation="gluon")
 
 
 @pytest.mark.parametrize("case", CASES, ids=kit.case_id)
@@ -98,7 +99,7 @@ def test_a_thousand_calls_have_the_same_bits(layout: MlaLayout) -> None:
     out, lse = torch_api.sparse_mla(q, cache, slots, softmax_scale=0.0721688)
     first: tuple[torch.Tensor, ...] = ()
     for _ in range(1000):
-        found = torch_api.sparse_mla_backward(
+        found = TORCH_OPS.sparse_mla_backward(
             q, cache, slots, out, lse, dout, softmax_scale=0.0721688, implementation="gluon"
         )
         first = first or found
@@ -121,7 +122,7 @@ def test_runs_in_any_order_are_within_the_stated_bound(keys: int, layout: MlaLay
     given = q, cache, slots, out, lse, dout.bfloat16()
 
     def derive(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dq, dcache, *_ = torch_api.sparse_mla_backward(
+        dq, dcache, *_ = TORCH_OPS.sparse_mla_backward(
             *given, softmax_scale=0.0721688, deterministic=False, implementation="gluon"
         )
         return dq, dcache.double()

@@ -10,13 +10,15 @@ from garbage import garbage_inputs
 from hopper import ON_HOPPER, supported
 from hypothesis import given, settings
 
-from xmla import jax_api, torch_api
+from xmla import torch_api
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case, Op
 from xmla.core.ops.blocks.indexer_block_logits_paged.reference import positions_of
 from xmla.core.ops.cases import POISON
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case
 from xmla.core.registry import registry
+from xmla.jax_api._all_ops import JAX_OPS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 pytestmark = ON_HOPPER
 
@@ -31,7 +33,7 @@ by_case = pytest.mark.parametrize(("op", "case"), CASES, ids=kit.case_id)
 
 def logits(op: Op, inputs: Arrays, attrs: dict[str, object], implementation: str = "gluon") -> torch.Tensor:
     arguments = kit.torch_inputs(op, kit.copies(inputs), "cuda")
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     spec = function.plan(*arguments, **attrs).buffers["logits"]
     out = torch.full(spec.shape, UNWRITTEN, dtype=getattr(torch, spec.dtype), device="cuda")
     function(*arguments, **attrs, implementation=implementation, out=out)
@@ -213,7 +215,7 @@ def test_garbage_integers_give_the_reference(op: Op) -> None:
 def test_jax_gives_the_same_bits(op: Op, case: Case) -> None:
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
     attrs = kit.attributes(op, case)
-    step = jax.jit(lambda *arrays: getattr(jax_api, op.name)(*arrays, **attrs, implementation="gluon"))
+    step = jax.jit(lambda *arrays: getattr(JAX_OPS, op.name)(*arrays, **attrs, implementation="gluon"))
     where = kit.written(op, op.reference(**inputs, **attrs))
     kit.assert_bits_equal("logits", logits(op, inputs, attrs), step(*kit.jax_inputs(op, inputs)), where)
 
@@ -222,7 +224,7 @@ def test_jax_gives_the_same_bits(op: Op, case: Case) -> None:
 def test_repeated_calls_and_graph_replays_give_the_same_bits(op: Op) -> None:
     arrays = ragged(257, 64, 9000, 128) if op is RAGGED else kit.make(make_case((3000, 70, 900), 64, next_n=4))
     inputs = kit.torch_inputs(op, arrays, "cuda")
-    function = getattr(torch_api, op.name)
+    function = getattr(TORCH_OPS, op.name)
     want = logits(op, arrays, {})
     again, captured = torch.full_like(want, UNWRITTEN), torch.full_like(want, UNWRITTEN)
     graph = torch.cuda.CUDAGraph()

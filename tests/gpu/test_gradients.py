@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from xmla import interop, jax_api, torch_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.torch_api._all_ops import TORCH_OPS
 
 pytestmark = ON_HOPPER
 
@@ -48,9 +49,9 @@ def of_the_op(given: Arrays) -> list[torch.Tensor]:
     dlse = torch.zeros_like(lse)
     dlse[:2] = 0.5
     others = {"forward_out": out, "forward_lse": lse, "dout": (2 * out.float()).bfloat16(), "dlse": dlse}
-    launches = torch_api.sparse_mla_backward.plan(**given, **others, softmax_scale=SCALE).launches
+    launches = TORCH_OPS.sparse_mla_backward.plan(**given, **others, softmax_scale=SCALE).launches
     assert "sparse_mla_backward_sm90_kernel" in [launch.name for launch in launches]
-    found = torch_api.sparse_mla_backward(**given, **others, softmax_scale=SCALE)
+    found = TORCH_OPS.sparse_mla_backward(**given, **others, softmax_scale=SCALE)
     by_name = dict(zip(OPS["sparse_mla_backward"].outputs, found, strict=True))
     return [by_name[f"d{name}"] for name in LEAVES]
 
@@ -100,7 +101,7 @@ def test_a_thousand_calls_of_portable_kernels_have_the_same_bits(op: Op, case: C
         for name, tensor in zip(op.tensors, tensors, strict=True)
     ]
     attrs = {name: value for name, value in case.attrs.items() if name != "workspace_bytes"}
-    call = partial(getattr(torch_api, op.name), *many, **attrs, implementation="triton")
+    call = partial(getattr(TORCH_OPS, op.name), *many, **attrs, implementation="triton")
     want = call()
     assert all(bool(array.any()) for array in want if array.numel())
     for _ in range(1000):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from stacked import FUSED, Arrays, calling
 
-from xmla import jax_api
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.op.derivative import check_derivative
 from xmla.core.plan import Plan
 from xmla.core.values import H200, Spec
+from xmla.jax_api._all_ops import JAX_OPS
 
 # Of axes, in place of a case's own, so that arrays along them are multiples of FUSED bytes.
 SIZES = {
@@ -38,7 +38,7 @@ class OpCall:
     def update(self, read: Arrays, refs: Arrays) -> list[Any]:
         """The results of a call that updates Refs."""
         arrays = read | refs
-        return jax.tree.leaves(getattr(jax_api, self.op.name)(*map(arrays.get, self.op.tensors), **self.case.attrs))
+        return jax.tree.leaves(getattr(JAX_OPS, self.op.name)(*map(arrays.get, self.op.tensors), **self.case.attrs))
 
     def split(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         names = self.op.mutates

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from xmla import jax_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.jax_api._all_ops import JAX_OPS
 from xmla.jax_api._sharding import shared_axes
 
 OPS = registry()
@@ -43,7 +44,7 @@ def mesh_of(kind: AxisType, **axes: int) -> Mesh:
 def function_of(op: Op, names: Sequence[str], attrs: Mapping[str, object]) -> Callable[..., object]:
     def call(*arrays: jax.Array) -> object:
         given = dict(zip(names, arrays, strict=True))
-        return getattr(jax_api, op.name)(*[given.get(name) for name in op.tensors], **attrs)
+        return getattr(JAX_OPS, op.name)(*[given.get(name) for name in op.tensors], **attrs)
 
     return call
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from xmla import torch_api as xt
+from xmla.torch_api._all_ops import TORCH_OPS
 
 Call = Callable[[], tuple[torch.Tensor, ...]]
 TOGETHER = 4  # calls that are launched one behind the other
@@ -56,7 +57,7 @@ def calls(
     dout = normal(*out.shape)
 
     def derivative(deterministic: bool) -> tuple[torch.Tensor, ...]:
-        return xt.sparse_mla_backward(
+        return TORCH_OPS.sparse_mla_backward(
             wide, rows, chosen, out, lse, dout, softmax_scale=0.05, deterministic=deterministic,
             implementation=implementation,
         )  # fmt: skip

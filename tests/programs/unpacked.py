@@ -29,10 +29,10 @@ def by_torch(call: Call) -> None:
         return
     import torch
 
-    from xmla import torch_api
+    from xmla.torch_api._all_ops import TORCH_OPS
 
     tensors = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device="cuda") for n, s in call.specs.items()}
-    getattr(torch_api, call.op)(*map(tensors.get, registry()[call.op].tensors), **call.attrs)
+    getattr(TORCH_OPS, call.op)(*map(tensors.get, registry()[call.op].tensors), **call.attrs)
     torch.cuda.synchronize()
 
 
@@ -40,16 +40,17 @@ def by_jax(call: Call) -> None:
     import jax
     import jax.numpy as jnp
 
-    from xmla import jax_api
+    from xmla.jax_api import EXPORT_CHECKS
+    from xmla.jax_api._all_ops import JAX_OPS
 
     shapes = {name: jax.ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype][0]) for name, spec in call.specs.items()}
     names = registry()[call.op].tensors
-    function = jax.jit(lambda given: getattr(jax_api, call.op)(*map(given.get, names), **call.attrs))
+    function = jax.jit(lambda given: getattr(JAX_OPS, call.op)(*map(given.get, names), **call.attrs))
     if HAS_GPU:
         jax.block_until_ready(function({name: jnp.zeros(like.shape, like.dtype) for name, like in shapes.items()}))
         return
     with assume_device(H200):
-        jax.export.export(function, platforms=["cuda"], disabled_checks=jax_api.EXPORT_CHECKS)(shapes)
+        jax.export.export(function, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(shapes)
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 from conftest import HAS_GPU
 from hypothesis.extra import numpy as hnp
 
-from xmla import torch_api
 from xmla.core.op import Op
 from xmla.core.registry import registry
+from xmla.torch_api._all_ops import TORCH_OPS
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 OPS = registry()
@@ -38,5 +38,5 @@ def garbage_inputs(draw: st.DrawFn, op: Op) -> tuple[dict[str, np.ndarray], dict
 def run(op: Op, inputs: dict[str, np.ndarray], attrs: dict[str, object]) -> tuple[object, ...]:
     """Results, then the arrays that the call updated."""
     arguments = kit.torch_inputs(op, inputs, DEVICE)
-    results = kit.as_tuple(getattr(torch_api, op.name)(*arguments, **attrs))
+    results = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **attrs))
     return (*results, *(arguments[list(op.tensors).index(name)] for name in op.mutates))

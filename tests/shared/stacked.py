@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xmla import jax_api
 from xmla.core.op import Op
+from xmla.jax_api._all_ops import JAX_OPS
 
 LAYERS = 3
 FUSED = 256  # bytes: XLA fuses slices of multiples of it
@@ -22,7 +22,7 @@ Call = Callable[[Arrays, Arrays], tuple[list[Any], Arrays]]  # read and updated 
 def calling(op: Op, attrs: Mapping[str, Any]) -> Call:
     def call(read: Arrays, updated: Arrays) -> tuple[list[Any], Arrays]:
         arrays = read | updated
-        returned = jax.tree.leaves(getattr(jax_api, op.name)(*map(arrays.get, op.tensors), **attrs))
+        returned = jax.tree.leaves(getattr(JAX_OPS, op.name)(*map(arrays.get, op.tensors), **attrs))
         return returned[: len(op.outputs)], dict(zip(op.mutates, returned[len(op.outputs) :], strict=True))
 
     return call

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from xmla import torch_api
 from xmla.bench.errors import relative_error
+from xmla.torch_api._all_ops import TORCH_OPS
 
 L2_BYTES = 60 << 20
 
@@ -20,8 +20,8 @@ class Benchmark:
     """One case: a call on several sets of inputs, which together pass the L2 cache where a call's own do not.
 
     Attributes:
-        call: The call by a front-end, `call(ops, *arrays)` with `ops` either `xmla.torch_api` or `xmla.jax_api`.
-            Returns its results, then the new values of the arrays at `updates`.
+        call: The call by a front-end, `call(ops, *arrays)` with `ops` either `TORCH_OPS` or `JAX_OPS`. Returns its
+            results, then the new values of the arrays at `updates`.
         inputs: The arrays of each set.
         updates: The places of the arrays that the call updates in place. They are the same in all sets.
         check: The error of `ours(0)` against something that shares no kernel with it.
@@ -49,7 +49,7 @@ class Benchmark:
 
     def ours(self, index: int) -> Any:
         """The call by PyTorch, on one set of inputs."""
-        return self.call(torch_api, *self.inputs[index])
+        return self.call(TORCH_OPS, *self.inputs[index])
 
 
 def rotation(bytes_a_set: float) -> int:
@@ -80,6 +80,6 @@ def with_implementation(benchmark: Benchmark, implementation: str) -> Benchmark:
 
     return replace(
         benchmark, case=f"{benchmark.case}, {implementation}", call=call, peer_checks={},
-        check=lambda: relative_error(first(call(torch_api, *benchmark.inputs[0])), first(benchmark.ours(0))),
+        check=lambda: relative_error(first(call(TORCH_OPS, *benchmark.inputs[0])), first(benchmark.ours(0))),
         peers={"the default": benchmark.ours},
     )  # fmt: skip

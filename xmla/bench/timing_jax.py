@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from xmla import interop, jax_api
+from xmla import interop
 from xmla.bench.benchmark import Arrays, Benchmark
 from xmla.bench.timing import Timing, replays
+from xmla.jax_api._all_ops import JAX_OPS
 
 PROGRAM_US = 300.0  # of the calls in a program, at least, but for the most of them
 MOST_CALLS = 16
@@ -58,7 +59,7 @@ class Case:
         arguments = list(arrays)
         for place, array in zip(self.benchmark.updates, updated, strict=True):
             arguments[place] = array
-        results = self.benchmark.call(jax_api, *arguments)
+        results = self.benchmark.call(JAX_OPS, *arguments)
         results = list(results) if isinstance(results, tuple | list) else [results]
         count = len(results) - len(updated)
         return results[:count], results[count:]

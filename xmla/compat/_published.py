@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from xmla import torch_api
 from xmla.core.call import CalledAs
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.registry import registry
+from xmla.torch_api._all_ops import TORCH_OPS
 from xmla.torch_api._arrays import spec_of
 
 INT32 = torch.iinfo(torch.int32)
@@ -127,7 +127,7 @@ def serve(
         names: The arguments of `here`, by the op's names of them; others have one name.
     """
     try:
-        return getattr(torch_api, name)(*tensors, out=out, **attrs)
+        return getattr(TORCH_OPS, name)(*tensors, out=out, **attrs)
     except (ArgumentError, UnsupportedError):
         op = registry()[name]
         specs = {n: None if t is None else spec_of(t) for n, t in zip(op.tensors, tensors, strict=False)}

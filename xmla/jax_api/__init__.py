@@ -34,6 +34,8 @@ Importing this module needs neither a GPU nor PyTorch. To plan and lower for a G
 `xmla.core.values.assume_device`; `jax.export.export(..., disabled_checks=EXPORT_CHECKS)` then serialises for it.
 """
 
+from typing import TYPE_CHECKING
+
 from xmla import _frameworks
 
 if _frameworks.missing("jax"):
@@ -41,8 +43,14 @@ if _frameworks.missing("jax"):
 
 from jax import export as _export
 
+from xmla.core import registry as _registry
 from xmla.jax_api._functions import *  # noqa: F403
 from xmla.jax_api._functions import __all__ as __all__
 
 # Tells jax.export that the custom call of the kernels is stable.
 EXPORT_CHECKS = (_export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi"),)
+
+if not TYPE_CHECKING:  # with it a type checker would accept every name
+
+    def __getattr__(name):
+        raise AttributeError(_registry.no_attribute(__name__, name))

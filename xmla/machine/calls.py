@@ -22,14 +22,14 @@ def by_torch(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any])
     """The results, and copies of the arrays that the call updates, by name; tensors have the arrays' strides."""
     import torch
 
-    from xmla import torch_api
+    from xmla.torch_api._all_ops import TORCH_OPS
     from xmla.torch_api._arrays import from_strided, to_numpy
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors: dict[str, Any] = {
         name: from_strided(arrays[name], device) if name in arrays else None for name in op.tensors
     }
-    results = as_tuple(getattr(torch_api, op.name)(*tensors.values(), **attrs))
+    results = as_tuple(getattr(TORCH_OPS, op.name)(*tensors.values(), **attrs))
     named = dict(zip(op.outputs, results, strict=True)) | {name: tensors[name] for name in op.mutates}
     return {name: to_numpy(value.cpu()) for name, value in named.items()}
 
@@ -39,10 +39,10 @@ def by_jax(op: Op, arrays: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -
     import jax
     import jax.numpy as jnp
 
-    from xmla import jax_api
+    from xmla.jax_api._all_ops import JAX_OPS
 
     operands = [jnp.asarray(arrays[name]) if name in arrays else None for name in op.tensors]
-    results = as_tuple(jax.jit(lambda *inputs: getattr(jax_api, op.name)(*inputs, **attrs))(*operands))
+    results = as_tuple(jax.jit(lambda *inputs: getattr(JAX_OPS, op.name)(*inputs, **attrs))(*operands))
     return {name: np.asarray(value) for name, value in zip([*op.outputs, *op.mutates], results, strict=True)}
 
 

@@ -21,13 +21,22 @@ buffers, on the current stream.
 `<op>.plan` takes the same arguments and returns the call's plan without running it.
 `torch.ops.xmla.<op>` is the same op without `out` and `workspace`. `torch.ops.xmla.<op>.out` takes the results as
 trailing keyword arguments and writes them. Ops that update a cache in place (`write_*`) have one overload, which
-declares the mutation.
+declares the mutation. `torch.ops.xmla` has more ops than there are functions here: derivatives, and steps of others.
 """
+
+from typing import TYPE_CHECKING
 
 from xmla import _frameworks
 
 if _frameworks.missing("torch"):
     raise ImportError(_frameworks.needed("torch"))
 
+from xmla.core import registry as _registry
+from xmla.torch_api import _all_ops  # noqa: F401, defines every op in torch.ops.xmla
 from xmla.torch_api._functions import *  # noqa: F403
 from xmla.torch_api._functions import __all__ as __all__
+
+if not TYPE_CHECKING:  # with it a type checker would accept every name
+
+    def __getattr__(name):
+        raise AttributeError(_registry.no_attribute(__name__, name))

@@ -1,6 +1,6 @@
 # Made by tools/front_ends.py from the declarations of the ops: change these and run it.
 
-"""The ops for PyTorch, a function of each."""
+"""The public ops for PyTorch, a function of each."""
 
 from typing import Literal
 
@@ -12,13 +12,10 @@ from xmla.torch_api._ops import planned, public
 _ops = registry()
 
 _compress_kv = public(_ops["compress_kv"])
-_convert_indexer_cache = public(_ops["convert_indexer_cache"])
 _convert_mla_cache = public(_ops["convert_mla_cache"])
 _dsa_attention = public(_ops["dsa_attention"])
 _dsa_step = public(_ops["dsa_step"])
 _expand_blocks = public(_ops["expand_blocks"])
-_indexer_block_logits = public(_ops["indexer_block_logits"])
-_indexer_block_logits_paged = public(_ops["indexer_block_logits_paged"])
 _indexer_block_topk = public(_ops["indexer_block_topk"])
 _indexer_block_topk_paged = public(_ops["indexer_block_topk_paged"])
 _indexer_blocks = public(_ops["indexer_blocks"])
@@ -26,9 +23,7 @@ _indexer_blocks_paged = public(_ops["indexer_blocks_paged"])
 _indexer_logits = public(_ops["indexer_logits"])
 _indexer_logits_paged = public(_ops["indexer_logits_paged"])
 _indexer_loss = public(_ops["indexer_loss"])
-_indexer_loss_backward = public(_ops["indexer_loss_backward"])
 _indexer_scores = public(_ops["indexer_scores"])
-_indexer_scores_backward = public(_ops["indexer_scores_backward"])
 _indexer_target = public(_ops["indexer_target"])
 _indexer_topk = public(_ops["indexer_topk"])
 _indexer_topk_paged = public(_ops["indexer_topk_paged"])
@@ -40,10 +35,8 @@ _quantize_indexer_query = public(_ops["quantize_indexer_query"])
 _read_indexer_cache = public(_ops["read_indexer_cache"])
 _read_mla_cache = public(_ops["read_mla_cache"])
 _resolve_slots = public(_ops["resolve_slots"])
-_select_blocks = public(_ops["select_blocks"])
 _select_topk = public(_ops["select_topk"])
 _sparse_mla = public(_ops["sparse_mla"])
-_sparse_mla_backward = public(_ops["sparse_mla_backward"])
 _sparse_mla_paged = public(_ops["sparse_mla_paged"])
 _split_batch = public(_ops["split_batch"])
 _window_slots = public(_ops["window_slots"])
@@ -145,59 +138,6 @@ def compress_kv(
         out,
         workspace,
         implementation,
-    )
-
-
-@planned
-def convert_indexer_cache(
-    source: torch.Tensor,
-    source_slots: torch.Tensor,
-    slots: torch.Tensor,
-    cache: torch.Tensor,
-    *,
-    source_format: str | None = None,
-    cache_format: str | None = None,
-    out: None = None,
-    workspace: None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> None:
-    """Copy indexer keys from one paged cache to another of either format with the same dims, in place.
-
-        cache[slots[t]] = what write_indexer_cache stores of the float32 key that source[source_slots[t]] stands for
-
-    Args:
-        source: [SOURCE_P, SOURCE_R, SOURCE_ROW] in a format of `write_indexer_cache`; any page size, pages start on
-            multiples of 4 bytes.
-        source_slots: [T] int32 or int64, slots of `source`: page · SOURCE_R + offset. Entries that no slot names are
-            never read.
-        slots: [T] int32 or int64, slots of `cache`: page · R + offset. A token is skipped if either of its slots is
-            out of range. Valid slots must be distinct.
-        cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
-            touched.
-        source_format, cache_format: "fp8" or "mxfp4". Needed if SOURCE_ROW and ROW do not determine the dims.
-        implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the caches hold different dims; the rows fit
-            several formats and none is given.
-
-    Numerics: value · scale in float32, exact for power-of-two scales, rounded as in `write_indexer_cache`. −0 keeps its
-    sign; NaN stays NaN.
-
-    Updates `cache` in place and returns None.
-
-    Example:
-        >>> source, slots = torch.zeros((2, 4, 132), dtype=torch.uint8), torch.asarray([0], dtype=torch.int32)
-        >>> cache = torch.zeros((2, 4, 68), dtype=torch.uint8)
-        >>> xt.convert_indexer_cache(source, slots, slots, cache)
-        >>> cache.reshape(2, -1)[0, 256:260].tolist()  # the entry's scales in the footer: 2**-126
-        [1, 1, 1, 1]
-
-    Implementations, best first:
-        triton: every call.
-    """
-    return _convert_indexer_cache(
-        [source, source_slots, slots, cache], (source_format, cache_format), out, workspace, implementation
     )
 
 
@@ -500,144 +440,6 @@ def expand_blocks(
         triton: every call.
     """
     return _expand_blocks([blocks, lengths], (granularity, tail), out, workspace, implementation)
-
-
-@planned
-def indexer_block_logits(
-    q8: torch.Tensor,
-    weights: torch.Tensor,
-    keys: torch.Tensor,
-    key_scales: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    blocks: torch.Tensor,
-    *,
-    granularity: int,
-    logits_dtype: str = "float32",
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lightning-indexer logits of the keys in each token's selected blocks alone, over contiguous keys (prefill).
-
-        logits[t,c] = logit of t and key starts[t] + n as in `indexer_logits`,  n = blocks[t, c div g] · g + c mod g
-        logits[t,c] = −inf                          where there is no such block or starts[t] + n ≥ ends[t]
-        widths[t]   = 1 + the last column c with a key, 0 if there is none                          g = granularity
-
-    Time follows the blocks, not the context: keys in no block are never read.
-
-    Args:
-        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
-        blocks: [T, BLOCKS] int32, blocks of g keys, counted from the token's start (`indexer_blocks`, `select_blocks`).
-            A block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand
-            twice.
-        granularity: Keys of a block, a power of two up to 128.
-        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
-        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Returns:
-        logits: [T, BLOCKS · g] in logits_dtype, every element written.
-        widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
-            key.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
-        UnsupportedError: I > 128.
-
-    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
-    fp8_fp4_sparse_mqa_logits is the same function.
-
-    Example:
-        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 3, 32)), torch.ones((1, 3)), scale=1.0)
-        >>> keys, key_scales = q8[0], weights[0]  # three keys of ones
-        >>> starts, ends = torch.asarray([0], dtype=torch.int32), torch.asarray([3], dtype=torch.int32)
-        >>> blocks = torch.asarray([[1]], dtype=torch.int32)  # key 2
-        >>> logits, widths = xt.indexer_block_logits(
-        ...     q8, weights, keys, key_scales, starts, ends, blocks, granularity=2
-        ... )
-        >>> logits.tolist(), widths.tolist()
-        ([[96.0, -inf]], [1])
-
-    Implementations, best first:
-        triton: every call.
-    """
-    return _indexer_block_logits(
-        [q8, weights, keys, key_scales, starts, ends, blocks],
-        (granularity, logits_dtype),
-        out,
-        workspace,
-        implementation,
-    )
-
-
-@planned
-def indexer_block_logits_paged(
-    q8: torch.Tensor,
-    weights: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    blocks: torch.Tensor,
-    request_ids: torch.Tensor | None = None,
-    *,
-    granularity: int,
-    logits_dtype: str = "float32",
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lightning-indexer logits of the keys in each token's selected blocks alone, over the paged indexer cache.
-
-        logits[t,c] = logit of t and key n as in `indexer_logits_paged`,      n = blocks[t, c div g] · g + c mod g
-        logits[t,c] = −inf                                               where there is no such block or n ≥ lengths[t]
-        widths[t]   = 1 + the last column c with a key, 0 if there is none                          g = granularity
-
-    Time follows the blocks, not the context: keys in no block are never read.
-
-    Args:
-        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`. Only page ids that a
-            block's keys below the length refer to are read.
-        blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
-            block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
-        granularity: Keys of a block, a power of two up to 128.
-        logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
-            memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
-        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Returns:
-        logits: [T, BLOCKS · g] in logits_dtype, every element written.
-        widths: [T] int32: `select_topk` takes it as `ends`. With blocks in ascending order every column below it has a
-            key.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
-        UnsupportedError: I > 128.
-
-    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
-    fp8_fp4_paged_sparse_mqa_logits is the same function.
-
-    Example:
-        >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))
-        >>> cache = torch.zeros((2, 4, 36), dtype=torch.uint8)  # fp8 keys of 32 dims, all 0
-        >>> block_table, lengths = torch.asarray([[1, 0]], dtype=torch.int32), torch.asarray([5], dtype=torch.int32)
-        >>> blocks = torch.asarray([[0, 2]], dtype=torch.int32)  # keys 0 and 1, and key 4
-        >>> logits, widths = xt.indexer_block_logits_paged(
-        ...     q8, weights, cache, block_table, lengths, blocks, granularity=2
-        ... )
-        >>> logits.tolist(), widths.tolist()
-        ([[0.0, 0.0, 0.0, -inf]], [3])
-
-    Implementations, best first:
-        triton: every call.
-    """
-    return _indexer_block_logits_paged(
-        [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (granularity, logits_dtype),
-        out,
-        workspace,
-        implementation,
-    )
 
 
 @planned
@@ -1133,52 +935,6 @@ def indexer_loss(
 
 
 @planned
-def indexer_loss_backward(
-    forward_dindex_q: torch.Tensor,
-    forward_dindex_k: torch.Tensor,
-    forward_dindex_weights: torch.Tensor,
-    dloss: torch.Tensor,
-    *,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The derivative of `indexer_loss`: the gradients that it computed, times the gradient of the loss.
-
-        dindex_q = dloss · forward_dindex_q,  and so dindex_k and dindex_weights
-
-    Args:
-        forward_dindex_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128.
-        forward_dindex_k: [N, D], dtype of forward_dindex_q.
-        forward_dindex_weights: [T, I] float32.
-        dloss: [1] float32.
-        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Returns:
-        dindex_q: [T, I, D], dtype of forward_dindex_q.
-        dindex_k: [N, D], dtype of forward_dindex_k.
-        dindex_weights: [T, I] float32.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong.
-
-    Numerics: products in float32, rounded once.
-
-    Example:
-        >>> dq, dk = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
-        >>> scaled = xt.indexer_loss_backward(dq, dk, torch.ones((1, 2)), torch.asarray([2.0]))
-        >>> scaled[2].tolist()
-        [[2.0, 2.0]]
-
-    Implementations, best first:
-        triton: every call.
-    """
-    return _indexer_loss_backward(
-        [forward_dindex_q, forward_dindex_k, forward_dindex_weights, dloss], (), out, workspace, implementation
-    )
-
-
-@planned
 def indexer_scores(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -1228,64 +984,6 @@ def indexer_scores(
     Derivative: indexer_scores_backward, of q, k, weights.
     """
     return _indexer_scores([q, k, weights, ends, starts, indices], (), out, workspace, implementation)
-
-
-@planned
-def indexer_scores_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    dscores: torch.Tensor,
-    ends: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    *,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The derivative of `indexer_scores`, from its arguments and the gradient of its result.
-
-        s[t,i,c]      = q[t,i] · k[n(t,c)]                                           c over S[t], as in `indexer_scores`
-        ds[t,i,c]     = dscores[t,c] · weights[t,i] · [s[t,i,c] > 0]
-        dq[t,i]       = Σ_c ds[t,i,c] · k[n(t,c)]
-        dk[n]         = Σ_t Σ_i Σ_c ds[t,i,c] · q[t,i]                               over the columns with n(t,c) = n
-        dweights[t,i] = Σ_c dscores[t,c] · relu(s[t,i,c])
-
-    The sums of dk over tokens are exact to the last bit of a unit that the key's greatest summand sets, so their order
-    does not matter: the same arguments give the same bits. An index that stands twice counts twice.
-
-    Args:
-        q, k, weights, ends, starts, indices: As in `indexer_scores`.
-        dscores: [T, COLUMNS] float32, COLUMNS = K with indices, else N: the gradient of the scores. Read only in valid
-            columns.
-        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Returns:
-        dq: [T, I, D], dtype of q; 0 for a row without valid columns.
-        dk: [N, D], dtype of k; 0 for a key of no valid column.
-        dweights: [T, I] float32.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong.
-        UnsupportedError: I > 64.
-
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. A key's whole gradient is NaN if a
-    query, weight or gradient of one of its summands is not finite.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
-    Example:
-        >>> q, k = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
-        >>> weights, dscores, ends = torch.ones((1, 2)), torch.ones((1, 3)), torch.asarray([2], dtype=torch.int32)
-        >>> dq, dk, dweights = xt.indexer_scores_backward(q, k, weights, dscores, ends)
-        >>> dk[:, 0].tolist()
-        [2.0, 2.0, 0.0]
-
-    Implementations, best first:
-        triton: every call.
-    """
-    return _indexer_scores_backward([q, k, weights, dscores, ends, starts, indices], (), out, workspace, implementation)
 
 
 @planned
@@ -1873,60 +1571,6 @@ def resolve_slots(
 
 
 @planned
-def select_blocks(
-    logits: torch.Tensor,
-    ends: torch.Tensor,
-    starts: torch.Tensor | None = None,
-    *,
-    k: int,
-    granularity: int,
-    newest: int = 1,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
-) -> torch.Tensor:
-    """The k blocks of each row's range with the largest logits, the newest blocks always among them.
-
-        block b  = columns start + b · granularity … start + (b+1) · granularity − 1, as far as they are in the range
-        value[b] = its largest logit; of the last `newest` blocks of the range: above all others
-
-    Selection and order of the result as in `select_topk`, over values: exactly and deterministically the first k in the
-    order value descending, then block ascending; blocks in ascending order.
-
-    Args:
-        logits: [T, N] float32. Elements outside a row's range are never read and may hold anything.
-        ends: [T] int32, the end of each row's range, clamped to [0, N].
-        starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
-        k: K ≥ 1, any size.
-        granularity: Columns of a block, a power of two up to 128. The last block of a range may be incomplete.
-        newest: Blocks at the end of the range that are always selected, at most k.
-        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Returns:
-        indices: [T, K] int32, blocks, −1 padded at the end.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis or stride is wrong; k < 1; granularity or newest is out of range.
-
-    NaN is never a block's largest logit unless all its logits are NaN; such a block comes after all others. With
-    newest > 0 an infinite logit counts as the largest finite one. Rows of at most k blocks are not read at all.
-
-    The n largest logits of a row lie in its n blocks with the largest logits, so that n columns selected within at
-    least n + newest blocks are those selected of the whole row. Granularity as NVIDIA's cuDNN front-end names it.
-    DeepSeek-V4.1 selects 2048 blocks of 8, the newest always.
-
-    Example:
-        >>> logits, ends = torch.asarray([[0.5, 3.0, 1.0, 2.0, 0.0]]), torch.asarray([5], dtype=torch.int32)
-        >>> xt.select_blocks(logits, ends, k=2, granularity=2).tolist()
-        [[0, 2]]
-
-    Implementations, best first:
-        triton: every call.
-    """
-    return _select_blocks([logits, ends, starts], (k, granularity, newest), out, workspace, implementation)
-
-
-@planned
 def select_topk(
     logits: torch.Tensor,
     ends: torch.Tensor,
@@ -2096,100 +1740,6 @@ def sparse_mla(
             batch_invariant,
             deterministic,
         ),
-        out,
-        workspace,
-        implementation,
-    )
-
-
-@planned
-def sparse_mla_backward(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    forward_out: torch.Tensor,
-    forward_lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    extra_cache: torch.Tensor | None = None,
-    extra_slots: torch.Tensor | None = None,
-    extra_lengths: torch.Tensor | None = None,
-    *,
-    softmax_scale: float,
-    cache_format: str | None = None,
-    extra_cache_format: str | None = None,
-    lse_base: str = "e",
-    lse_sink: bool = False,
-    deterministic: bool = True,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
-
-        p[h,k]   = exp(s[h,k] − z[h])          s and S[t] as in `sparse_mla`, z = ln (Σ_k exp(s[h,k]) + exp(sink[h]))
-        Δ[t,h]   = forward_out[t,h] · dout[t,h]
-        ds[h,k]  = p[h,k] · (dout[t,h] · value(k) − Δ[t,h]) + dlse[t,h] · ∂forward_lse[t,h] / ∂s[h,k]
-        dq[t,h]  = softmax_scale · Σ_k ds[h,k] · entry(k)                                            k over S[t]
-        dentry   = Σ_t Σ_h softmax_scale · ds[h,k] · q[t,h], and on the dims of the value + p[h,k] · dout[t,h]
-        dsink[h] = Σ_t −exp(sink[h] − z[h]) · Δ[t,h], and + exp(sink[h] − z[h]) · dlse[t,h] if lse_sink
-
-    The sums over tokens are exact to the last bit of a unit that a bound of the entry's summands sets, so their order
-    does not matter: the same arguments give the same bits. Without `deterministic` they are sums of float32 in any
-    order. A slot that stands twice counts twice.
-
-    Args:
-        q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
-            rows ("plain", "plain_v4"). Entries that no valid slot names are never read.
-        forward_out, forward_lse: [T, H, 512], dtype of q, and [T, H] float32: that call's results.
-        dout: [T, H, 512], dtype of q: the gradient of its out.
-        dlse: [T, H] float32: the gradient of its lse; default 0.
-        softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
-        deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
-            dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
-        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
-
-    Returns:
-        dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
-        dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names.
-        dsink: [H] float32; [0] without sink. A head whose forward_out is 0 has Δ = 0 in it, whatever its dout is: so
-            has a row without valid keys.
-        dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW]; [0, 0, 0] without extra_cache.
-
-    Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
-        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128. More than 2**30 slots.
-
-    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = |softmax_scale| ·
-    (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
-    summand is rounded to a multiple of 2**−29 of the greatest Σ_h B of the tokens that name the entry, or less, or of
-    2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
-    finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
-    exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
-    Not deterministic, an entry's sum is one of n float32 summands x, one for each slot and block of heads. It is within
-    n · (2**−23 · Σ|x| + 2**−126) of the exact one, two runs are within twice that, and it is then rounded to cache's
-    dtype. There is no B: a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
-
-    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
-
-    Example:
-        >>> q, cache = torch.ones((1, 1, 512), dtype=torch.bfloat16), torch.ones((1, 4, 512), dtype=torch.bfloat16)
-        >>> slots = torch.asarray([[0, 3]], dtype=torch.int32)
-        >>> out, lse = xt.sparse_mla(q, cache, slots, softmax_scale=0.1)
-        >>> dq, dcache, *_ = xt.sparse_mla_backward(q, cache, slots, out, lse, out, softmax_scale=0.1)
-        >>> dcache[0, :, 0].tolist()
-        [0.5, 0.0, 0.0, 0.5]
-
-    Implementations, best first:
-        gluon: compute capability 9.0; bfloat16; one source; a cache with entries; K ≤ 2097151; rows on multiples of 16
-            bytes.
-        triton: every call.
-    """
-    return _sparse_mla_backward(
-        [q, cache, slots, forward_out, forward_lse, dout, dlse, lengths, sink, extra_cache, extra_slots, extra_lengths],
-        (softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink, deterministic),
         out,
         workspace,
         implementation,
@@ -2500,13 +2050,10 @@ def write_mla_cache(
 
 __all__ = [
     "compress_kv",
-    "convert_indexer_cache",
     "convert_mla_cache",
     "dsa_attention",
     "dsa_step",
     "expand_blocks",
-    "indexer_block_logits",
-    "indexer_block_logits_paged",
     "indexer_block_topk",
     "indexer_block_topk_paged",
     "indexer_blocks",
@@ -2514,9 +2061,7 @@ __all__ = [
     "indexer_logits",
     "indexer_logits_paged",
     "indexer_loss",
-    "indexer_loss_backward",
     "indexer_scores",
-    "indexer_scores_backward",
     "indexer_target",
     "indexer_topk",
     "indexer_topk_paged",
@@ -2528,10 +2073,8 @@ __all__ = [
     "read_indexer_cache",
     "read_mla_cache",
     "resolve_slots",
-    "select_blocks",
     "select_topk",
     "sparse_mla",
-    "sparse_mla_backward",
     "sparse_mla_paged",
     "split_batch",
     "window_slots",

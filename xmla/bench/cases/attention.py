@@ -10,6 +10,7 @@ from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.errors import attention_error, relative_error
 from xmla.core.formats.mla import V4, V32, MlaLayout
+from xmla.torch_api._all_ops import TORCH_OPS
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
 KEYS = 32768  # of a request, from which its tokens' keys are drawn
@@ -45,7 +46,7 @@ def decode_case(pool: torch.Tensor, requests: int, heads: int, s_q: int) -> Benc
         peers["FlashMLA"] = lambda i: calls[i]()
 
     def check() -> float:
-        out = call(torch_api, q[0], pool, slots[0])
+        out = call(TORCH_OPS, q[0], pool, slots[0])
         if "FlashMLA" in peers:
             return relative_error(out, peers["FlashMLA"](0))
         return attention_error(out, q[0], [(pool, slots[0], None)], SCALE)
@@ -109,7 +110,7 @@ def decode_v4_case(
         peers["FlashMLA"] = lambda i: calls[i]()
 
     def check() -> float:
-        out = call(torch_api, *inputs[0])
+        out = call(TORCH_OPS, *inputs[0])
         if "FlashMLA" in peers:
             return relative_error(out, peers["FlashMLA"](0))
         sources = [(pool, slots[0], None), (extra_pool, extra[0], lengths)]
@@ -165,7 +166,7 @@ def prefill_case(
         peers["FlashMLA on bf16 rows"] = lambda _: by_flash_mla()
 
     def check() -> float:
-        out = call(torch_api, q, cache, slots)
+        out = call(TORCH_OPS, q, cache, slots)
         if peers:
             return relative_error(out, peers["FlashMLA on bf16 rows"](0))
         return attention_error(out, q, [(cache, slots, None)], scale)

@@ -15,6 +15,7 @@ import torch
 from xmla import torch_api
 from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
+from xmla.torch_api._all_ops import TORCH_OPS
 
 HEADS, DIMS, K, BLOCKS, GRANULARITY = 32, 128, 512, 2048, 8
 WITHIN = BLOCKS * GRANULARITY  # keys that a token reads in its blocks
@@ -72,7 +73,7 @@ def source_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Be
         case=f"{sizes} {BLOCKS} of {GRANULARITY}",
         call=call,
         inputs=inputs,
-        check=lambda: missed(call(torch_api, *inputs[0]), best()),
+        check=lambda: missed(call(TORCH_OPS, *inputs[0]), best()),
         peers={WHOLE: lambda i: over_all(*inputs[i], k=K), VLLM: lambda i: prepared(i)()},
         peer_checks={VLLM: lambda: missed(prepared(0)(), best())},
         **work,
@@ -96,7 +97,7 @@ def within_case(paged: str, sizes: str, inputs: list[Arrays], **work: Any) -> Be
         case=f"{sizes} k={K} in {BLOCKS} of {GRANULARITY}",
         call=call,
         inputs=[(*arrays, selected) for arrays, selected in zip(inputs, blocks, strict=True)],
-        check=lambda: missed(call(torch_api, *inputs[0], blocks[0]), whole(0)),
+        check=lambda: missed(call(TORCH_OPS, *inputs[0], blocks[0]), whole(0)),
         peers={WHOLE: whole, VLLM: lambda i: prepared(i)()},
         peer_checks={VLLM: lambda: missed(prepared(0)(), whole(0))},
         **work,

@@ -11,6 +11,7 @@ from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.errors import relative_error
 from xmla.core.formats.mla import V4
 from xmla.core.values import cdiv
+from xmla.torch_api._all_ops import TORCH_OPS
 
 CONTEXT = 8192
 # Name, dims of an entry, series and tokens per entry.
@@ -45,7 +46,7 @@ def compressor_case(name: str, dim: int, series: int, ratio: int, requests: int,
 
     def check() -> float:
         """Error of the last entry, in the cache's format."""
-        call(torch_api, *inputs[0])
+        call(TORCH_OPS, *inputs[0])
         window = positions[-1] + 1 - torch.arange(series * ratio, 0, -1, device=problems.DEVICE)
         rows = state[state_table[-1, window // 8].long(), window % 8].view(series, ratio, 2, series, -1)
         values, scores = torch.cat([rows[group, :, :, group] for group in range(series)]).double().unbind(1)

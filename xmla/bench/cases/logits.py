@@ -10,6 +10,7 @@ from xmla import torch_api
 from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.errors import relative_error
+from xmla.torch_api._all_ops import TORCH_OPS
 
 TOLERANCE = 3e-3  # DeepGEMM's own bound, 1 − 2Σab/Σ(a²+b²) < 5e-6, as a relative norm
 HEADS, DIMS = 64, 128
@@ -43,7 +44,7 @@ def ragged_case(heads: int, tokens: int, keys: int) -> Benchmark:
         case=f"i={heads} s_q={tokens} s_kv={keys} causal",
         call=call,
         inputs=[arguments],
-        check=lambda: error(call(torch_api, *arguments)),
+        check=lambda: error(call(TORCH_OPS, *arguments)),
         peers={DEEP_GEMM: lambda _: prepared()()},
         peer_checks={DEEP_GEMM: lambda: error(prepared()())},
         written=written,
@@ -89,7 +90,7 @@ def paged_case(pool: torch.Tensor, requests: int, next_n: int, keys: int) -> Ben
         case=f"b={requests} next_n={next_n} keys={keys}",
         call=call,
         inputs=inputs,
-        check=lambda: error(call(torch_api, *inputs[0])),
+        check=lambda: error(call(TORCH_OPS, *inputs[0])),
         peers={DEEP_GEMM: lambda i: prepared(i)()},
         peer_checks={DEEP_GEMM: lambda: error(prepared(0)())},
         written=lambda logits: logits[:, :keys],

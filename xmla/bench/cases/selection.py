@@ -10,6 +10,7 @@ from xmla import torch_api
 from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.cases.logits import DIMS, HEADS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 K = 2048
 TOPK = (
@@ -49,7 +50,7 @@ def topk_case(rows: int, columns: int) -> Benchmark:
         case=f"{rows} × {columns} k={K}",
         call=call,
         inputs=[(logits[i], ends) for i in range(sets)],
-        check=lambda: unlike_torch(call(torch_api, logits[0], ends)),
+        check=lambda: unlike_torch(call(TORCH_OPS, logits[0], ends)),
         peers={"torch.topk": torch_topk, **engines},
         peer_checks={name: partial(lambda peer: unlike_torch(peer(0)), peer) for name, peer in engines.items()},
         bytes=rows * columns * 4,
@@ -83,7 +84,7 @@ def paged_case(pool: torch.Tensor, requests: int, next_n: int, keys: int) -> Ben
         case=f"b={requests} next_n={next_n} keys={keys} k={K}",
         call=call,
         inputs=inputs,
-        check=lambda: mismatch_share(call(torch_api, *inputs[0]), apart(0)),
+        check=lambda: mismatch_share(call(TORCH_OPS, *inputs[0]), apart(0)),
         peers={"its ops apart": apart},
         flops=2 * tokens * keys * HEADS * DIMS,
         bytes=requests * keys * 132,
@@ -114,7 +115,7 @@ def bounded_case(tokens: int, keys: int, mib: int) -> Benchmark:
         case=f"i={HEADS} s_q={tokens} s_kv={keys} k={K} in {mib} MiB",
         call=call,
         inputs=[arguments],
-        check=lambda: mismatch_share(call(torch_api, *arguments), stored(0)),
+        check=lambda: mismatch_share(call(TORCH_OPS, *arguments), stored(0)),
         peers={"stored logits": stored},
         flops=2 * int(ends.sum()) * HEADS * DIMS,
         bound="fp8",
@@ -147,10 +148,10 @@ def resolved_case(requests: int, next_n: int, keys: int) -> Benchmark:
     def check() -> float:
         """Against the definition, from the list that all other selections leave."""
         for others in inputs[1:]:
-            call(torch_api, *others)
+            call(TORCH_OPS, *others)
         copies = [array.clone() for array in inputs[0]]
         want = torch_api.resolve_slots(*copies, num_entries=keys, implementation="reference")
-        return max(map(mismatch_share, call(torch_api, *inputs[0]), (*want, *copies[1:])))
+        return max(map(mismatch_share, call(TORCH_OPS, *inputs[0]), (*want, *copies[1:])))
 
     return Benchmark(
         op="resolve_slots",

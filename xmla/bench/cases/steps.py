@@ -13,6 +13,7 @@ from xmla.bench.benchmark import Benchmark
 from xmla.bench.cases.attention import SCALE, K
 from xmla.bench.errors import step_error
 from xmla.core.values import cdiv
+from xmla.torch_api._all_ops import TORCH_OPS
 
 HEADS, INDEX_HEADS = 128, 64
 
@@ -74,11 +75,11 @@ def writing_step_case(mla: torch.Tensor, indexer: torch.Tensor, requests: int) -
     def apart(_: int) -> torch.Tensor:
         torch_api.write_mla_cache(latent, rope, slots, mla)
         torch_api.write_indexer_cache(index_k, slots, indexer)
-        return attend(torch_api, *attended)
+        return attend(TORCH_OPS, *attended)
 
     def check() -> float:
-        out = call(torch_api, *arguments)[0]
-        return step_error(attended, K, SCALE) if torch.equal(out, attend(torch_api, *attended)) else float("inf")
+        out = call(TORCH_OPS, *arguments)[0]
+        return step_error(attended, K, SCALE) if torch.equal(out, attend(TORCH_OPS, *attended)) else float("inf")
 
     return Benchmark(
         op="dsa_step",
@@ -112,7 +113,7 @@ def long_tables_case(
         call=attend,
         inputs=[(*arrays, long, lengths)],
         check=lambda: step_error((*arrays, long, lengths), K, SCALE),
-        peers={f"itself at max_len={narrow}": lambda _: attend(torch_api, *arrays, short, lengths)},
+        peers={f"itself at max_len={narrow}": lambda _: attend(TORCH_OPS, *arrays, short, lengths)},
         bytes=read_by_step(requests, context),
     )
 
@@ -175,7 +176,7 @@ def stacked(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tup
 
 def of_each_layer(ops: Any, table: Any, slots: Any, pages: int) -> tuple[Any, Any]:
     """The tables and slots of all layers, whose pages follow one another in one array of caches."""
-    if ops is torch_api:
+    if ops is TORCH_OPS:
         first = torch.arange(LAYERS, device=table.device, dtype=torch.int32) * pages
     else:
         import jax.numpy as jnp
@@ -199,7 +200,7 @@ def in_one_array(
 
 def scanned(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tuple[Any, ...]:
     """A step as a `jax.lax.scan` over layers, whose carry has the caches. PyTorch has Python's loop."""
-    if ops is torch_api:
+    if ops is TORCH_OPS:
         return in_one_array(ops, table, lengths, slots, *arrays)
     import jax
 
@@ -243,16 +244,16 @@ def layers_case(requests: int, context: int, form: str = "") -> Benchmark:
 
     def check() -> float:
         """Error of the last layer's output, which also has to be that of `apart`, with arrays of each layer's own."""
-        last = FORMS[form](torch_api, *arrays)[LAYERS - 1 if form == "" else 0]
+        last = FORMS[form](TORCH_OPS, *arrays)[LAYERS - 1 if form == "" else 0]
         parts = [each if form == "" else [*each[0]] for each in operands]
         own = caches if len(caches) > 2 else [part for cache in caches for part in cache.chunk(LAYERS)]
-        results = apart(torch_api, *arrays[:3], *(array for each in parts for array in each), *own)
+        results = apart(TORCH_OPS, *arrays[:3], *(array for each in parts for array in each), *own)
         before, same = results[LAYERS - 2 : LAYERS]
         if not torch.equal(last, same):
             return float("inf")
         q, index_q, index_weights, *_ = (each[-1] for each in parts)
         arguments = q + before[..., :1], index_q, index_weights, own[LAYERS - 1], own[-1], table, lengths
-        return step_error(arguments, K, SCALE) if torch.equal(attend(torch_api, *arguments), last) else float("inf")
+        return step_error(arguments, K, SCALE) if torch.equal(attend(TORCH_OPS, *arguments), last) else float("inf")
 
     return Benchmark(
         op="dsa_attention",

@@ -13,6 +13,7 @@ from xmla import torch_api
 from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark
 from xmla.bench.errors import gradient_error, indexer_loss_error, selection_error
+from xmla.torch_api._all_ops import TORCH_OPS
 
 # Heads, dims, keys per token, tokens: fewer heads; then the shapes of cuDNN's backward of sparse attention (V4-Flash,
 # V4-Pro, GLM, V3.2). With the most tokens sums exceed the L2 cache, and the last case has more than 2**31 numbers.
@@ -35,7 +36,7 @@ def attention_backward_case(heads: int, dims: int, k: int, tokens: int) -> Bench
         return ops.sparse_mla_backward(*arrays, softmax_scale=scale)
 
     def in_any_order(_: int = 0) -> Any:
-        return torch_api.sparse_mla_backward(*arguments, softmax_scale=scale, deterministic=False)
+        return TORCH_OPS.sparse_mla_backward(*arguments, softmax_scale=scale, deterministic=False)
 
     peers: dict[str, Callable[[int], Any]] = {IN_ANY_ORDER: in_any_order}
     peer_checks = {IN_ANY_ORDER: lambda: gradient_error(in_any_order(), arguments, scale)}
@@ -48,7 +49,7 @@ def attention_backward_case(heads: int, dims: int, k: int, tokens: int) -> Bench
         case=f"h={heads} {dims}/512 k={k} s={tokens}",
         call=call,
         inputs=[arguments],
-        check=lambda: gradient_error(call(torch_api, *arguments), arguments, scale),
+        check=lambda: gradient_error(call(TORCH_OPS, *arguments), arguments, scale),
         peers=peers,
         peer_checks=peer_checks,
         flops=2 * tokens * heads * k * (3 * dims + 2 * 512),
@@ -89,7 +90,7 @@ def indexer_case(tokens: int, keys: int) -> Benchmark:
         case=f"and select_topk i={heads} s_q={tokens} s_kv={keys} k={SELECTED}",
         call=call,
         inputs=[arguments],
-        check=lambda: selection_error(torch.cat(call(torch_api, *arguments)), arguments, SELECTED),
+        check=lambda: selection_error(torch.cat(call(TORCH_OPS, *arguments)), arguments, SELECTED),
         flops=2 * int(ends.sum(dtype=torch.int64)) * heads * dims,
         bound="bf16",
     )
@@ -123,7 +124,7 @@ def indexer_loss_case(
         case=f"h={heads} i={index_heads} s_q={tokens} s_kv={keys} k={selected or 'all'}",
         call=call,
         inputs=[(*arguments, None, indices)],
-        check=lambda: indexer_loss_error(call(torch_api, *arguments, None, indices), arguments, indices, scale),
+        check=lambda: indexer_loss_error(call(TORCH_OPS, *arguments, None, indices), arguments, indices, scale),
         # What has to be multiplied: scores, their two gradients, and attention's scores of the target.
         flops=2 * pairs * (3 * index_heads * index_dims + heads * dims),
         bound="bf16",

@@ -2,6 +2,7 @@
 
 from xmla.core.op.composition import Composition, same_names
 from xmla.core.op.derivative import check_derivative, derivative_call, refuse_derivative
+from xmla.core.op.functions import op_function
 from xmla.core.op.memo import make_plan, plan_call
 from xmla.core.op.op import Case, Op, Updated
 from xmla.core.op.template import Sizes, Template, trace_call
@@ -16,6 +17,7 @@ __all__ = [
     "check_derivative",
     "derivative_call",
     "make_plan",
+    "op_function",
     "plan_call",
     "refuse_derivative",
     "same_names",

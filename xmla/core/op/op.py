@@ -83,6 +83,8 @@ class Op:
         batch: Computes several calls at once under vmap if a pool has a batch axis and folding it into one larger pool
             would compute unwanted elements. Takes (array module, call of an op by name, arrays with the batch as first
             axis, attributes).
+        instead: What users call in place of an op that is none of theirs, such as the composed op that it is a step of:
+            the front-ends have no function of it. Nor have they one of a derivative, which says nothing here.
     """
 
     prototype: Callable[..., Any]
@@ -98,6 +100,7 @@ class Op:
     work: Callable[[Problem, float | None], Work] = each_array_once
     batch: Callable[[Any, Callable[..., Any], Mapping[str, Any], Attributes], tuple[Any, ...]] | None = None
     derivative: "Op | None" = None
+    instead: str = ""
 
     def __post_init__(self) -> None:
         declared = [*self.tensors, *self.Values._fields]

@@ -88,4 +88,5 @@ OP = Op(
     implementations=(IMPLEMENTATION,),
     reference=reference,
     cases=CASES,
+    instead="indexer_block_topk_paged",
 )

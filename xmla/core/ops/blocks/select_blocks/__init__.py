@@ -60,4 +60,5 @@ OP = Op(
     implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
+    instead="indexer_blocks or indexer_blocks_paged",
 )

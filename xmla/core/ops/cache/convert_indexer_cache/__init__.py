@@ -79,4 +79,5 @@ OP = Op(
     implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
+    instead="xmla.layouts.convert",
 )
