@@ -111,6 +111,13 @@ def test_docstrings_end_with_the_conditions_of_every_implementation(op: Op) -> N
         told = told.partition(line)[2]
 
 
+@pytest.mark.parametrize("op", public_ops().values(), ids=lambda op: op.name)
+def test_help_names_functions_that_are_there(op: Op) -> None:
+    """What a public op's docstring refers to; but a derivative's name, which profiles and plans show, is in its end."""
+    written, _, _ = op.doc.partition("Implementations, best first:")
+    assert {*re.findall(r"\w+", written)} & registry().keys() <= public_ops().keys()
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_first_lines_stand_alone(folder: Path) -> None:
     """But those of tests, which go on from their names."""

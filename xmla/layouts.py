@@ -105,7 +105,9 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
 ) -> Pool:
     """A new pool with the same pages and slots, in another format with the same dims.
 
-    Uses `convert_mla_cache`, or `convert_indexer_cache` if both are formats of indexer keys.
+    An entry is read exactly and rounded once, as in `write_mla_cache`; in one format and dtype its bytes are copied. A
+    key is its values · scale in float32, rounded as in `write_indexer_cache`. `convert_mla_cache` takes some entries,
+    by their slots.
 
     Args:
         pool: [P, R, ROW], a torch, JAX or NumPy array; the result is of the same kind and on the same device.

@@ -53,7 +53,7 @@ def install(*, deterministic: bool = True) -> None:
 
     Args:
         deterministic: False adds the gradients of attention's keys as they come, which is faster. They differ from run
-            to run, as `sparse_mla_backward` bounds it; all else keeps its bits.
+            to run, within the bound of `sparse_mla`; all else keeps its bits.
 
     Raises:
         UnsupportedError: Megatron-Core is not installed, or older than its hooks (0.19).

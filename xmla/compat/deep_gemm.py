@@ -255,11 +255,11 @@ def fp8_fp4_sparse_mqa_logits(
     q: Query, kv: tuple[Tensor, Tensor], weights: Tensor, metadata: Tensor, num_max_sparse_blocks: int,
     sparse_block_kv: int, use_unaligned_ks: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Indexer logits of contiguous keys in each row's selected blocks, as `indexer_block_logits` has them.
+    """Indexer logits of contiguous keys in each row's selected blocks, as `indexer_block_topk` has them.
 
     Args:
         q: MXFP4: ([M, H, D/2] int8, [M, H] int32), read as bfloat16.
-        kv: As `indexer_block_logits`' keys and key_scales of MXFP4.
+        kv: As `indexer_block_topk`'s keys and key_scales of MXFP4.
         weights: [M, H] bfloat16 or float32.
         metadata: Of `get_sparse_mqa_logits_metadata`.
         num_max_sparse_blocks: S.
@@ -328,11 +328,11 @@ def get_paged_sparse_mqa_logits_metadata(
 def fp8_fp4_paged_sparse_mqa_logits(
     q: Query, kv_cache: Tensor, weights: Tensor, metadata: Tensor, num_max_sparse_blocks: int, sparse_block_kv: int,
 ) -> Tensor:  # fmt: skip
-    """Indexer logits of paged keys in each row's selected blocks, as `indexer_block_logits_paged` has them.
+    """Indexer logits of paged keys in each row's selected blocks, as `indexer_block_topk_paged` has them.
 
     Args:
         q: MXFP4: ([T, 1, H, D/2] int8, [T, 1, H] int32), read as bfloat16.
-        kv_cache: [P, R, 1, D/2+4], as `indexer_block_logits_paged`' cache of MXFP4.
+        kv_cache: [P, R, 1, D/2+4], as `indexer_block_topk_paged`'s cache of MXFP4.
         weights: [T, H] bfloat16 or float32.
         metadata: Of `get_paged_sparse_mqa_logits_metadata`.
         num_max_sparse_blocks: S.

@@ -415,7 +415,7 @@ def expand_blocks(
 
     Args:
         blocks: [T, BLOCKS] int32, blocks of g tokens (`indexer_topk_paged` over the keys of `pool_keys`; without tail
-            also `indexer_blocks_paged`, `select_blocks`). −1 may stand anywhere. With tail a block that is not complete
+            also `indexer_blocks_paged`). −1 may stand anywhere. With tail a block that is not complete
             names none: its tokens are in the tail.
         lengths: [T] int32, tokens visible to each token; a negative length counts as 0.
         granularity: Tokens of a block, a power of two up to 128.
@@ -461,9 +461,10 @@ def indexer_block_topk(
 ) -> torch.Tensor:
     """The k keys of each token with the largest logits among the keys of its selected blocks (prefill).
 
-        logits, widths = indexer_block_logits(…, blocks, granularity=g)
-        columns        = select_topk(logits, widths, k=k)
-        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+        logits[t,c] = logit of t and key starts[t] + n as in `indexer_logits`,  n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                          where there is no such block or starts[t] + n ≥ ends[t]
+        columns     = select_topk(logits, k=k)                                                          g = granularity
+        indices     = blocks[t, columns div g] · g + columns mod g,          columns without a key left out
 
     Everything else is as in `indexer_block_topk_paged`, whose blocks are a request's; here they count from the token's
     start. With few more keys N than the blocks have, neighbouring tokens read every key of their ranges once, and store
@@ -471,8 +472,10 @@ def indexer_block_topk(
     influence the result.
 
     Args:
-        q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
-        k: K ≥ 1, as in `select_topk`.
+        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
+        blocks: [T, BLOCKS] int32, blocks of g keys, counted from the token's start, as `indexer_blocks` gives them. A
+            block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
+        k, granularity: As in `indexer_block_topk_paged`.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
@@ -531,17 +534,22 @@ def indexer_block_topk_paged(
 ) -> torch.Tensor:
     """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
 
-        logits, widths = indexer_block_logits_paged(…, blocks, request_ids, granularity=g)
-        columns        = select_topk(logits, widths, k=k)
-        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+        logits[t,c] = logit of t and key n as in `indexer_logits_paged`,      n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                                               where there is no such block or n ≥ lengths[t]
+        columns     = select_topk(logits, k=k)                                                          g = granularity
+        indices     = blocks[t, columns div g] · g + columns mod g,          columns without a key left out
 
     With blocks in ascending order the result is exactly the first k of the blocks' keys in `select_topk`'s total order;
     in another order of blocks the keys have the order of their columns. In blocks that `indexer_blocks_paged` selected
     for the same query, at least k + newest of them, the selection is that of `indexer_topk_paged` over all keys.
 
     Args:
-        q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_logits_paged`.
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`. Only page ids that a
+            block's keys below the length refer to are read.
+        blocks: [T, BLOCKS] int32, blocks of g keys within the request, as `indexer_blocks_paged` gives them. A block
+            outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         k: K ≥ 1, as in `select_topk`.
+        granularity: Keys of a block, a power of two up to 128.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
@@ -597,14 +605,15 @@ def indexer_blocks(
     """The k blocks of each token's keys with the largest indexer logits, in bounded memory (prefill).
 
         logits  = indexer_logits(q8, weights, keys, key_scales, starts, ends)
-        indices = select_blocks(logits, ends, starts, k=k, granularity=granularity, newest=newest)
+        block b = keys start + b · granularity … start + (b+1) · granularity − 1, as far as they are in the range
+        indices = the first k blocks in the order of `indexer_blocks_paged`
 
-    The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
-    workspace, on 9.0 over fp8 keys the largest one of each block alone.
+    The result is exactly this. The plan stores the logits of as many tokens at a time as fit the workspace, on 9.0 over
+    fp8 keys the largest one of each block alone.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
-        k, granularity, newest: As in `select_blocks`.
+        k, granularity, newest: As in `indexer_blocks_paged`.
         workspace_bytes: The most device memory to use besides the result.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
@@ -657,28 +666,37 @@ def indexer_blocks_paged(
 ) -> torch.Tensor:
     """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
 
-        logits  = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
-        indices = select_blocks(logits, lengths, k=k, granularity=granularity, newest=newest)
+        logits   = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
+        block b  = keys b · granularity … (b+1) · granularity − 1, as far as there are
+        value[b] = its largest logit; of the last `newest` blocks: above all others
+        indices  = the first k blocks in the order value descending, then block ascending
 
-    The result is exactly this, total order included. The logits are stored of all tokens if they fit the workspace,
-    otherwise of as many tokens at a time as do.
+    The result is exactly this. The logits are stored of all tokens if they fit the workspace, otherwise of as many
+    tokens at a time as do.
 
     Args:
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
-        k, granularity, newest: As in `select_blocks`.
+        k: K ≥ 1, any size.
+        granularity: Keys of a block, a power of two up to 128. The last block may be incomplete.
+        newest: Blocks at the end of a token's keys that are always selected, at most k.
         workspace_bytes: The most device memory to use besides the result.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
-            is outside [0, B), and so has logits of −inf, the blocks that `select_blocks` takes of equal ones.
+            is outside [0, B), and so has logits of −inf, the blocks that are taken of equal ones.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
-    DeepSeek-V4.1's source layer keeps 2048 blocks of 8; it and the layers after it then select keys in them by
-    `indexer_block_topk_paged`, which for the source layer is the selection over all keys.
+    NaN is never a block's largest logit unless all its logits are NaN; such a block comes after all others. With
+    newest > 0 an infinite logit counts as the largest finite one. A token's n largest logits lie in its n blocks with
+    the largest logits. So n keys selected within at least n + newest blocks are those selected of all keys.
+
+    Granularity as NVIDIA's cuDNN front-end names it. DeepSeek-V4.1's source layer keeps 2048 blocks of 8. It and the
+    layers after it then select keys in them by `indexer_block_topk_paged`, which for the source layer is the selection
+    over all keys.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -861,7 +879,7 @@ def indexer_loss(
         ĝ[t,c]   = g[t,c] / Σ g[t,c']
         loss     = coeff / T · Σ_t Σ_c ĝ[t,c] · (ln max(ĝ[t,c], 1e-10) − ln p[t,c])
         dI[t,c]  = coeff / T · (p[t,c] − ĝ[t,c])         whose gradients of index_q, index_k and index_weights are those
-                                                                                     of `indexer_scores_backward`
+                                                                                              of `indexer_scores`
 
     Without indices all keys of a range count: the indexer's warm-up. With them the selected keys alone. A token whose g
     sums up to 0, as one without keys, adds nothing to the loss and has gradients of 0. ln p[t,c] is computed as
@@ -905,9 +923,9 @@ def indexer_loss(
     not matter; the same arguments give the same bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
-    are the loss's own: its derivative, `indexer_loss_backward`, multiplies them by the gradient of the loss.
+    are the loss's own: its derivative multiplies them by the gradient of the loss.
 
-    Numerics: scores, probabilities and sums in float32; gradients as in `indexer_scores_backward`. In float16 a
+    Numerics: scores, probabilities and sums in float32; gradients as of `indexer_scores`. In float16 a
     gradient below 2**-24, of which coeff / T is a factor, is 0; bfloat16 has no such limit. A target or prediction that
     is not finite makes its token's gradients, its keys' and the loss NaN.
 
@@ -971,7 +989,10 @@ def indexer_scores(
         UnsupportedError: I > 64.
 
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
-    the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
+    the weights. The derivative of relu at 0 is 0. Gradients are products of operands in q's dtype (float16: TF32),
+    summed in float32. The sums of k's over tokens are exact to the last bit of a unit that the key's greatest summand
+    sets, so that the same arguments give the same bits. A key's whole gradient is NaN if a query, weight or gradient of
+    one of its summands is not finite.
 
     Example:
         >>> q, k = torch.ones((1, 2, 32), dtype=torch.bfloat16), torch.ones((3, 32), dtype=torch.bfloat16)
@@ -1680,8 +1701,9 @@ def sparse_mla(
         batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
             beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
             its own lengths alone, over the tile of 128 heads.
-        deterministic: Whether a derivative of this call has the same bits in every run, as `sparse_mla_backward`; the
-            results have in any case.
+        deterministic: Whether a derivative of this call has the same bits in every run; the results have in any case.
+            False adds an entry's n summands to a float32 as they come, which is faster. The gradients of caches then
+            differ from run to run and between the front-ends; those of q and sink do not.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
@@ -1704,6 +1726,10 @@ def sparse_mla(
     dim. With 16 heads or fewer the weights that multiply the entries are held that way, not the entries. Either way
     values 2**-20 smaller than that lose bits. Results over parts of a row's keys are rounded to float16 too, relative
     to the largest of 256 dims, before they are added. Scores and sinks beyond ±2.3e38 count as infinite.
+
+    Gradients are products of operands in q's dtype, summed in float32. An entry's is exact to the last bit of a unit
+    that a bound of its summands sets. Without `deterministic` it is a sum of n summands x, one for each slot and block
+    of 64 heads, within n · (2**−23 · Σ|x| + 2**−126) of the exact one. Either is then rounded to cache's dtype.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

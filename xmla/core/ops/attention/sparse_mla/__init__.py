@@ -78,8 +78,9 @@ def sparse_mla(
         batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
             beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
             its own lengths alone, over the tile of 128 heads.
-        deterministic: Whether a derivative of this call has the same bits in every run, as `sparse_mla_backward`; the
-            results have in any case.
+        deterministic: Whether a derivative of this call has the same bits in every run; the results have in any case.
+            False adds an entry's n summands to a float32 as they come, which is faster. The gradients of caches then
+            differ from run to run and between the front-ends; those of q and sink do not.
 
     Returns:
         out: [T, H, 512], dtype of q; 0 for a row without valid keys.
@@ -101,6 +102,10 @@ def sparse_mla(
     dim. With 16 heads or fewer the weights that multiply the entries are held that way, not the entries. Either way
     values 2**-20 smaller than that lose bits. Results over parts of a row's keys are rounded to float16 too, relative
     to the largest of 256 dims, before they are added. Scores and sinks beyond ±2.3e38 count as infinite.
+
+    Gradients are products of operands in q's dtype, summed in float32. An entry's is exact to the last bit of a unit
+    that a bound of its summands sets. Without `deterministic` it is a sum of n summands x, one for each slot and block
+    of 64 heads, within n · (2**−23 · Σ|x| + 2**−126) of the exact one. Either is then rounded to cache's dtype.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

@@ -19,7 +19,7 @@ def expand_blocks(blocks, lengths, *, granularity: int, tail: bool = True) -> An
 
     Args:
         blocks: [T, BLOCKS] int32, blocks of g tokens (`indexer_topk_paged` over the keys of `pool_keys`; without tail
-            also `indexer_blocks_paged`, `select_blocks`). −1 may stand anywhere. With tail a block that is not complete
+            also `indexer_blocks_paged`). −1 may stand anywhere. With tail a block that is not complete
             names none: its tokens are in the tail.
         lengths: [T] int32, tokens visible to each token; a negative length counts as 0.
         granularity: Tokens of a block, a power of two up to 128.

@@ -23,11 +23,7 @@ def indexer_block_logits(
     Time follows the blocks, not the context: keys in no block are never read.
 
     Args:
-        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
-        blocks: [T, BLOCKS] int32, blocks of g keys, counted from the token's start (`indexer_blocks`, `select_blocks`).
-            A block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand
-            twice.
-        granularity: Keys of a block, a power of two up to 128.
+        q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_topk`.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 

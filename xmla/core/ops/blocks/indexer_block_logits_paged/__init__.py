@@ -24,11 +24,7 @@ def indexer_block_logits_paged(
     Time follows the blocks, not the context: keys in no block are never read.
 
     Args:
-        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`. Only page ids that a
-            block's keys below the length refer to are read.
-        blocks: [T, BLOCKS] int32, blocks of g keys within the request (`indexer_blocks_paged`, `select_blocks`). A
-            block outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
-        granularity: Keys of a block, a power of two up to 128.
+        q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_topk_paged`.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
 

@@ -18,9 +18,10 @@ def indexer_block_topk(
 ) -> Any:
     """The k keys of each token with the largest logits among the keys of its selected blocks (prefill).
 
-        logits, widths = indexer_block_logits(…, blocks, granularity=g)
-        columns        = select_topk(logits, widths, k=k)
-        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+        logits[t,c] = logit of t and key starts[t] + n as in `indexer_logits`,  n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                          where there is no such block or starts[t] + n ≥ ends[t]
+        columns     = select_topk(logits, k=k)                                                          g = granularity
+        indices     = blocks[t, columns div g] · g + columns mod g,          columns without a key left out
 
     Everything else is as in `indexer_block_topk_paged`, whose blocks are a request's; here they count from the token's
     start. With few more keys N than the blocks have, neighbouring tokens read every key of their ranges once, and store
@@ -28,8 +29,10 @@ def indexer_block_topk(
     influence the result.
 
     Args:
-        q8, weights, keys, key_scales, starts, ends, blocks, granularity: As in `indexer_block_logits`.
-        k: K ≥ 1, as in `select_topk`.
+        q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
+        blocks: [T, BLOCKS] int32, blocks of g keys, counted from the token's start, as `indexer_blocks` gives them. A
+            block outside [0, ⌈(ends[t] − starts[t]) / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
+        k, granularity: As in `indexer_block_topk_paged`.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
 
     Returns:

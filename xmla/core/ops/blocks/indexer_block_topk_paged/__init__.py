@@ -18,17 +18,22 @@ def indexer_block_topk_paged(
 ) -> Any:  # fmt: skip
     """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
 
-        logits, widths = indexer_block_logits_paged(…, blocks, request_ids, granularity=g)
-        columns        = select_topk(logits, widths, k=k)
-        indices        = blocks[t, columns div g] · g + columns mod g,      columns without a key left out
+        logits[t,c] = logit of t and key n as in `indexer_logits_paged`,      n = blocks[t, c div g] · g + c mod g
+        logits[t,c] = −inf                                               where there is no such block or n ≥ lengths[t]
+        columns     = select_topk(logits, k=k)                                                          g = granularity
+        indices     = blocks[t, columns div g] · g + columns mod g,          columns without a key left out
 
     With blocks in ascending order the result is exactly the first k of the blocks' keys in `select_topk`'s total order;
     in another order of blocks the keys have the order of their columns. In blocks that `indexer_blocks_paged` selected
     for the same query, at least k + newest of them, the selection is that of `indexer_topk_paged` over all keys.
 
     Args:
-        q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_logits_paged`.
+        q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`. Only page ids that a
+            block's keys below the length refer to are read.
+        blocks: [T, BLOCKS] int32, blocks of g keys within the request, as `indexer_blocks_paged` gives them. A block
+            outside [0, ⌈lengths[t] / g⌉) names no key: −1 may stand anywhere. A block may stand twice.
         k: K ≥ 1, as in `select_topk`.
+        granularity: Keys of a block, a power of two up to 128.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
 
     Returns:

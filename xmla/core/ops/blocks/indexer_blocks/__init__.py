@@ -19,14 +19,15 @@ def indexer_blocks(
     """The k blocks of each token's keys with the largest indexer logits, in bounded memory (prefill).
 
         logits  = indexer_logits(q8, weights, keys, key_scales, starts, ends)
-        indices = select_blocks(logits, ends, starts, k=k, granularity=granularity, newest=newest)
+        block b = keys start + b · granularity … start + (b+1) · granularity − 1, as far as they are in the range
+        indices = the first k blocks in the order of `indexer_blocks_paged`
 
-    The result is exactly this, total order included. The plan stores the logits of as many tokens at a time as fit the
-    workspace, on 9.0 over fp8 keys the largest one of each block alone.
+    The result is exactly this. The plan stores the logits of as many tokens at a time as fit the workspace, on 9.0 over
+    fp8 keys the largest one of each block alone.
 
     Args:
         q8, weights, keys, key_scales, starts, ends: As in `indexer_logits`.
-        k, granularity, newest: As in `select_blocks`.
+        k, granularity, newest: As in `indexer_blocks_paged`.
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:

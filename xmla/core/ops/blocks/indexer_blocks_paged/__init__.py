@@ -16,27 +16,36 @@ def indexer_blocks_paged(
 ) -> Any:  # fmt: skip
     """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
 
-        logits  = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
-        indices = select_blocks(logits, lengths, k=k, granularity=granularity, newest=newest)
+        logits   = indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids)
+        block b  = keys b · granularity … (b+1) · granularity − 1, as far as there are
+        value[b] = its largest logit; of the last `newest` blocks: above all others
+        indices  = the first k blocks in the order value descending, then block ascending
 
-    The result is exactly this, total order included. The logits are stored of all tokens if they fit the workspace,
-    otherwise of as many tokens at a time as do.
+    The result is exactly this. The logits are stored of all tokens if they fit the workspace, otherwise of as many
+    tokens at a time as do.
 
     Args:
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
-        k, granularity, newest: As in `select_blocks`.
+        k: K ≥ 1, any size.
+        granularity: Keys of a block, a power of two up to 128. The last block may be incomplete.
+        newest: Blocks at the end of a token's keys that are always selected, at most k.
         workspace_bytes: The most device memory to use besides the result.
 
     Returns:
         indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id
-            is outside [0, B), and so has logits of −inf, the blocks that `select_blocks` takes of equal ones.
+            is outside [0, B), and so has logits of −inf, the blocks that are taken of equal ones.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
-    DeepSeek-V4.1's source layer keeps 2048 blocks of 8; it and the layers after it then select keys in them by
-    `indexer_block_topk_paged`, which for the source layer is the selection over all keys.
+    NaN is never a block's largest logit unless all its logits are NaN; such a block comes after all others. With
+    newest > 0 an infinite logit counts as the largest finite one. A token's n largest logits lie in its n blocks with
+    the largest logits. So n keys selected within at least n + newest blocks are those selected of all keys.
+
+    Granularity as NVIDIA's cuDNN front-end names it. DeepSeek-V4.1's source layer keeps 2048 blocks of 8. It and the
+    layers after it then select keys in them by `indexer_block_topk_paged`, which for the source layer is the selection
+    over all keys.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

@@ -23,9 +23,7 @@ def select_blocks(logits, ends, starts=None, *, k: int, granularity: int, newest
         logits: [T, N] float32. Elements outside a row's range are never read and may hold anything.
         ends: [T] int32, the end of each row's range, clamped to [0, N].
         starts: [T] int32, the start of each row's range, clamped to [0, N], default 0; ends ≤ starts is an empty row.
-        k: K ≥ 1, any size.
-        granularity: Columns of a block, a power of two up to 128. The last block of a range may be incomplete.
-        newest: Blocks at the end of the range that are always selected, at most k.
+        k, granularity, newest: As in `indexer_blocks_paged`.
 
     Returns:
         indices: [T, K] int32, blocks, −1 padded at the end.
@@ -33,12 +31,7 @@ def select_blocks(logits, ends, starts=None, *, k: int, granularity: int, newest
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; k < 1; granularity or newest is out of range.
 
-    NaN is never a block's largest logit unless all its logits are NaN; such a block comes after all others. With
-    newest > 0 an infinite logit counts as the largest finite one. Rows of at most k blocks are not read at all.
-
-    The n largest logits of a row lie in its n blocks with the largest logits, so that n columns selected within at
-    least n + newest blocks are those selected of the whole row. Granularity as NVIDIA's cuDNN front-end names it.
-    DeepSeek-V4.1 selects 2048 blocks of 8, the newest always.
+    NaN and infinite logits are as in `indexer_blocks_paged`. Rows of at most k blocks are not read at all.
 
     Example:
         >>> logits, ends = xp.asarray([[0.5, 3.0, 1.0, 2.0, 0.0]]), xp.asarray([5], dtype=xp.int32)

@@ -26,7 +26,7 @@ def indexer_loss(
         ĝ[t,c]   = g[t,c] / Σ g[t,c']
         loss     = coeff / T · Σ_t Σ_c ĝ[t,c] · (ln max(ĝ[t,c], 1e-10) − ln p[t,c])
         dI[t,c]  = coeff / T · (p[t,c] − ĝ[t,c])         whose gradients of index_q, index_k and index_weights are those
-                                                                                     of `indexer_scores_backward`
+                                                                                              of `indexer_scores`
 
     Without indices all keys of a range count: the indexer's warm-up. With them the selected keys alone. A token whose g
     sums up to 0, as one without keys, adds nothing to the loss and has gradients of 0. ln p[t,c] is computed as
@@ -69,9 +69,9 @@ def indexer_loss(
     not matter; the same arguments give the same bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
-    are the loss's own: its derivative, `indexer_loss_backward`, multiplies them by the gradient of the loss.
+    are the loss's own: its derivative multiplies them by the gradient of the loss.
 
-    Numerics: scores, probabilities and sums in float32; gradients as in `indexer_scores_backward`. In float16 a
+    Numerics: scores, probabilities and sums in float32; gradients as of `indexer_scores`. In float16 a
     gradient below 2**-24, of which coeff / T is a factor, is 0; bfloat16 has no such limit. A target or prediction that
     is not finite makes its token's gradients, its keys' and the loss NaN.
 

@@ -35,7 +35,10 @@ def indexer_scores(q, k, weights, ends=None, starts=None, indices=None) -> Any:
         UnsupportedError: I > 64.
 
     Numerics: products summed in float32. The formula is that of DeepSeek-V3.2's technical report, with all factors in
-    the weights. The derivative of relu at 0 is 0. Differentiable in q, k and weights, by `indexer_scores_backward`.
+    the weights. The derivative of relu at 0 is 0. Gradients are products of operands in q's dtype (float16: TF32),
+    summed in float32. The sums of k's over tokens are exact to the last bit of a unit that the key's greatest summand
+    sets, so that the same arguments give the same bits. A key's whole gradient is NaN if a query, weight or gradient of
+    one of its summands is not finite.
 
     Example:
         >>> q, k = xp.ones((1, 2, 32), dtype=xp.bfloat16), xp.ones((3, 32), dtype=xp.bfloat16)

@@ -38,9 +38,7 @@ def sparse_mla_backward(
         forward_out, forward_lse: [T, H, 512], dtype of q, and [T, H] float32: that call's results.
         dout: [T, H, 512], dtype of q: the gradient of its out.
         dlse: [T, H] float32: the gradient of its lse; default 0.
-        softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink: As in that call.
-        deterministic: False adds an entry's n summands to a float32 as they come, which is faster. Then dcache and
-            dextra_cache differ from run to run and between the front-ends; dq and dsink do not.
+        softmax_scale, cache_format, extra_cache_format, lse_base, lse_sink, deterministic: As in that call.
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
@@ -59,9 +57,8 @@ def sparse_mla_backward(
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
     finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
     exp(softmax_scale · q · row − lse) of dlse, exceeds 1.5, as with another call's lse, or if all scores are −inf.
-    Not deterministic, an entry's sum is one of n float32 summands x, one for each slot and block of heads. It is within
-    n · (2**−23 · Σ|x| + 2**−126) of the exact one, two runs are within twice that, and it is then rounded to cache's
-    dtype. There is no B: a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
+    Not deterministic, an entry's sum is bounded as in `sparse_mla`, and two runs are within twice that. There is no B:
+    a sum that overflows float32 is infinite or NaN, maybe in some dims alone.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

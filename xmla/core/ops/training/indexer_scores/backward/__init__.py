@@ -19,8 +19,7 @@ def indexer_scores_backward(q, k, weights, dscores, ends=None, starts=None, indi
         dk[n]         = Σ_t Σ_i Σ_c ds[t,i,c] · q[t,i]                               over the columns with n(t,c) = n
         dweights[t,i] = Σ_c dscores[t,c] · relu(s[t,i,c])
 
-    The sums of dk over tokens are exact to the last bit of a unit that the key's greatest summand sets, so their order
-    does not matter: the same arguments give the same bits. An index that stands twice counts twice.
+    An index that stands twice counts twice.
 
     Args:
         q, k, weights, ends, starts, indices: As in `indexer_scores`.
@@ -36,8 +35,7 @@ def indexer_scores_backward(q, k, weights, dscores, ends=None, starts=None, indi
         ArgumentError: A dtype, rank, axis or stride is wrong.
         UnsupportedError: I > 64.
 
-    Numerics: products of operands in q's dtype (float16: TF32), summed in float32. A key's whole gradient is NaN if a
-    query, weight or gradient of one of its summands is not finite.
+    Numerics: as `indexer_scores` says of its gradients.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
