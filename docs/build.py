@@ -141,7 +141,7 @@ def op_page(op: Op) -> str:
         page += ["## Support", "As in [Support](/support.md), where the cells are explained.", folded(support, op.name)]
     folder = Path(inspect.getfile(op.prototype)).parent
     page.append("## Definition\n\nThe NumPy reference that every implementation is compared with.")
-    shown = os.path.relpath(folder / "reference.py", DOCS)
+    shown = os.path.relpath(inspect.getfile(op.reference), DOCS)
     page.append(f"```{{literalinclude}} {shown}\n:language: python\n```")
     files = [file for file in sorted(folder.glob("*.py")) if file.stem not in ("reference", "cases")]
     files += sorted(folder.glob("gluon_*/*.py"))
