@@ -111,7 +111,7 @@ docs: $(READY)
 
 # What does not fit the built pages on a phone and on a desktop, by Chromium, which CI does not have.
 pages: docs
-	$(PYTHON) -m pip install --quiet --editable '.[pages]'
+	$(PYTHON) -m pip install --quiet --group pages
 	$(PYTHON) docs/check_pages.py
 
 # Every figure of the README and the documents, from the committed results.
@@ -145,7 +145,7 @@ types: $(READY)
 .venv/ready: pyproject.toml tools/tritons.py tools/jaxes.py | .venv/bin/python
 	@echo "Installing torch, Triton, JAX and what tests need into .venv: 9.2 GB, some minutes, once."
 	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
-	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax,docs,dev]'
+	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax]' --group dev
 	.venv/bin/python -m tools.tritons
 	.venv/bin/python -m tools.jaxes
 	touch .venv/demo $@

@@ -5,8 +5,8 @@ python docs/check_pages.py [--html FOLDER] [--pictures FOLDER] [page …]       
 Every page is laid out at the width of a phone and of a desktop. Each line names a table, picture or page that does not
 fit: it sticks out of the column of text, or has to be scrolled to be seen. On a phone what is wide may scroll in a box
 of its own, but for tables of up to six columns. The exit status is 1 if there is such a line. With --pictures each
-page is also drawn to PNG files, at each width, light and dark. It needs playwright (`.[pages]`), Chromium (Debian:
-`apt-get install chromium`), and no network.
+page is also drawn to PNG files, at each width, light and dark. It needs playwright (`pip install --group pages`),
+Chromium (Debian: `apt-get install chromium`), and no network.
 """
 
 import argparse

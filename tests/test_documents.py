@@ -95,9 +95,12 @@ def test_commands_run(page: str, command: str) -> None:
 
 
 def check_installation(command: str) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    if group := re.fullmatch(r"pip install --group (\w+)", command):
+        assert group[1] in project["dependency-groups"], command
+        return
     found = re.fullmatch(r"pip install '\.\[([\w,]+)\]'", command)
-    assert found and set(found[1].split(",")) <= extras.keys(), command
+    assert found and set(found[1].split(",")) <= project["project"]["optional-dependencies"].keys(), command
 
 
 def test_installations_in_prose_name_extras() -> None:

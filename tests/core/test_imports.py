@@ -8,6 +8,8 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import xmla
 from xmla.core.registry import FAMILIES, registry
 
@@ -118,14 +120,22 @@ def test_tests_are_tests() -> None:
             assert file.name.startswith("test_"), f"tests/{place} is no test: tools/, or one of {', '.join(FIXTURES)}"
 
 
-def test_importing_the_core_imports_no_framework() -> None:
-    code = (
-        "import sys\nimport xmla, xmla.core.registry, xmla.core.compile.interpreter, xmla.interop\n"
-        "assert len(xmla.core.registry.registry()) >= 11\n"
-        "print([name for name in ('torch', 'jax', 'jaxlib', 'jax_triton') if name in sys.modules])"
-    )
+def imported(modules: str, among: tuple[str, ...]) -> str:
+    """Those among some modules that importing others leads to, in a process of its own."""
+    code = f"import sys\nimport {modules}\nprint([name for name in {among} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_core_imports_no_framework() -> None:
+    modules = "xmla, xmla.core.registry, xmla.core.compile.interpreter, xmla.interop"
+    assert imported(modules, ("torch", "jax", "jaxlib", "jax_triton")) == "[]"
+
+
+@pytest.mark.parametrize("front_end", ["torch_api", "jax_api"])
+def test_a_front_end_does_not_import_what_the_command_needs(front_end: str) -> None:
+    assert imported(f"xmla.{front_end}", ("typer", "rich")) == "[]"
 
 
 def test_no_assert_guards_a_user() -> None:
