@@ -1,8 +1,9 @@
 """What the plugin makes of vLLM's metadata, without vLLM; tests/vllm_engine runs its engine."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -386,7 +387,10 @@ def test_what_steps_of_decodes_need_is_made_in_every_layer() -> None:
 GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}
 
 
-def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNamespace:
+def configured(
+    model: dict[str, Any] | None = None, architecture: str = "DeepseekV32ForCausalLM", transfers: Any = None,
+    **changed: Any,
+) -> SimpleNamespace:  # fmt: skip
     """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2."""
     found = {
         "indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1,
@@ -396,8 +400,8 @@ def configured(model: dict[str, Any] | None = None, **changed: Any) -> SimpleNam
     part = SimpleNamespace(**found)
     text = SimpleNamespace(**({"model_type": "deepseek_v32", "index_topk": 2048} if model is None else model))
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text), attention_config=part, parallel_config=part,
-        kernel_config=part,
+        model_config=SimpleNamespace(hf_text_config=text, architecture=architecture), attention_config=part,
+        parallel_config=part, kernel_config=part, kv_transfer_config=transfers,
     )  # fmt: skip
 
 
@@ -441,9 +445,37 @@ def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: 
         (configured(**dense), " without sparse_mla_force_mqa"),
         (configured(v4, **sparse), " of DeepSeek-V4"),
         (configured(GLM, **sparse), " of GLM-5.3-Flash"),
+        (configured(architecture="HYV4ForCausalLM", **sparse), " of Hy4"),
     ):
         with pytest.raises(UnsupportedError, match=f"not served: VLLM_BATCH_INVARIANT=1{told};"):
             refuse(unserved(config))
+
+
+def test_an_architecture_that_nobody_has_tried_is_refused() -> None:
+    """Dots3-Note's attention is its own, beside xmla's indexer; a later release's may be anything."""
+    for architecture in ("Dots3NoteForCausalLM", "LaterForCausalLM"):
+        with pytest.raises(UnsupportedError, match=f"not served: the architecture {architecture};"):
+            refuse(unserved(configured(architecture=architecture)))
+    assert unserved(configured({"model_type": "llama"}, "LlamaForCausalLM")) == {}
+
+
+@pytest.mark.parametrize("scales", ["float32", "UE8M0", None])
+def test_keys_do_not_travel_where_vllms_own_have_other_scales(
+    scales: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_100 vLLM's writers store four bytes where xmla's store a float32; before 0.33 they asked nobody."""
+    utils, deep_gemm = ModuleType("vllm.utils"), ModuleType("vllm.utils.deep_gemm")
+    if scales is not None:
+        vars(deep_gemm)["mqa_logits_use_mx_scales"] = lambda: scales == "UE8M0"
+    vars(utils)["deep_gemm"] = deep_gemm
+    for module in (ModuleType("vllm"), utils, deep_gemm):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    refuse(unserved(configured()))
+    if scales != "UE8M0":
+        refuse(unserved(configured(transfers="connector")))
+        return
+    with pytest.raises(UnsupportedError, match="not served: kv_transfer_config on this GPU, where vLLM's own kernels"):
+        refuse(unserved(configured(transfers="connector")))
 
 
 def test_an_option_without_effect_is_named() -> None:

@@ -3,8 +3,10 @@
 vLLM's platform for CUDA is imported without its library, which needs a driver. Nothing of it runs.
 """
 
+import ast
 import importlib
 import json
+import re
 import sys
 import tempfile
 from importlib.metadata import version
@@ -18,6 +20,7 @@ from packaging.version import Version
 sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
 
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
 from vllm.platforms import cuda  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.transformers_utils.config import get_config, get_hf_text_config  # noqa: E402
@@ -25,7 +28,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 from xmla import UnsupportedError  # noqa: E402
-from xmla.vllm import patches  # noqa: E402
+from xmla.vllm import patches, refusals  # noqa: E402
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 # Of models that 0.33 has and 0.26 has not, as their checkpoints say it, which nest the text model.
@@ -33,6 +36,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm5_next": {"model_type": "glm5_next_text", "index_kpool": 4, "index_topk": 2048},
     "deepseek_v41": {"model_type": "deepseek_v41_text", "num_attention_heads": 64, "index_topk": 512,
                      "compress_ratios": [0, 1, 2], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]},
+}  # fmt: skip
+
+
+ARCHITECTURES = {
+    "deepseek_v32": "DeepseekV32ForCausalLM", "glm5_next": "Glm5NextForConditionalGeneration",
+    "deepseek_v41": "DeepseekV41ForCausalLM",
 }  # fmt: skip
 
 
@@ -113,6 +122,98 @@ def v4_graphs(version: str, config: VllmConfig) -> str:
     return layer.window_backend.get_builder_cls().get_cudagraph_support(config, None).name
 
 
+def with_an_indexer() -> list[str]:
+    """Architectures of vLLM's registry, but for drafts, whose sources on Nvidia's GPUs read `index_topk`.
+
+    So do those of the class that theirs is derived from.
+    """
+    models, drafts = registry._VLLM_MODELS, registry._SPECULATIVE_DECODING_MODELS
+    reads = {module: any(READS.search(file.read_text()) for file in sources(module)) for module, _ in models.values()}
+    return [
+        name
+        for name, (module, each) in models.items()
+        if name not in drafts and (reads[module] or any(reads.get(base, False) for base in bases(module, each)))
+    ]
+
+
+READS = re.compile(r"config\.index_topk\b|[\"']index_topk[\"']")
+
+
+def sources(module: str) -> list[Path]:
+    """The files of a module of the registry, without those for other devices."""
+    models = Path(registry.__file__).parent
+    place = models.parents[2] / module.replace(".", "/") if module.startswith("vllm.") else models / module
+    others = {"amd", "xpu", "cpu"}
+    return [f for f in place.rglob("*.py") if not others & {*f.parts}] if place.is_dir() else [place.with_suffix(".py")]
+
+
+def bases(module: str, name: str) -> list[str]:
+    """The modules, beside this one, from which it imports what this class is derived from."""
+    for tree in (ast.parse(file.read_text()) for file in sources(module)):
+        nodes = [*ast.walk(tree)]
+        imported = {
+            alias.name: node.module
+            for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None
+            for alias in node.names
+        }  # fmt: skip
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                found = [imported.get(base.id) for base in node.bases if isinstance(base, ast.Name)]
+                return [base.removeprefix("vllm.model_executor.models.") for base in found if base is not None]
+    return []
+
+
+def pretended(capability: tuple[int, int]) -> SimpleNamespace:
+    """What is asked of vLLM's platform, on this GPU."""
+    found = DeviceCapability(*capability)
+    return SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: found,
+        is_device_capability_family=lambda family: found.major == family // 10,
+    )  # fmt: skip
+
+
+def attention_of(architecture: str, capability: tuple[int, int], config: VllmConfig) -> str:
+    """The class of a model's sparse attention on this GPU, or why it is not served."""
+    kind, dims = KINDS.get(architecture, ("deepseek_v32", 576))
+    text = SimpleNamespace(model_type=kind, index_topk=2048, qk_rope_head_dim=64 if dims == 576 else 0)
+    config.model_config = SimpleNamespace(
+        hf_text_config=text, hf_config=SimpleNamespace(vision_n_layers=0), architecture=architecture
+    )
+    try:
+        refusals.refuse(refusals.unserved(config))
+        if kind.startswith("deepseek_v4"):
+            from xmla.vllm import attention_v4_base
+
+            attention_v4_base.current_platform = pretended(capability)
+            layer = v4_model(kind.removeprefix("deepseek_"))._select_dsv4_attn_cls(config)
+            refusals.refuse(layer.unserved(config))
+            return layer.__name__
+    except UnsupportedError as error:
+        return str(error)
+    return ", ".join(refused(capability, selector("fp8", dims))) or "XmlaSparseBackend"
+
+
+# What is not V3.2's: the kind of layers, and the dims of an entry.
+KINDS = {
+    "DeepseekV4ForCausalLM": ("deepseek_v4", 512), "DeepseekV4ForConditionalGeneration": ("deepseek_v4", 512),
+    "DeepseekV41ForCausalLM": ("deepseek_v41", 512), "Glm5NextForCausalLM": ("glm5_next_text", 512),
+    "Glm5NextForConditionalGeneration": ("glm5_next_text", 512), "HYV4ForCausalLM": ("hy_v4", 576),
+}  # fmt: skip
+
+
+def transfers(capability: tuple[int, int], config: VllmConfig) -> str:
+    """What is said of a V3.2 whose caches are moved between nodes."""
+    from vllm.utils import deep_gemm
+
+    deep_gemm.current_platform = pretended(capability)
+    if hasattr(deep_gemm, "mqa_logits_use_mx_scales"):
+        deep_gemm.mqa_logits_use_mx_scales.cache_clear()
+    config.kv_transfer_config = object()
+    said = attention_of("DeepseekV32ForCausalLM", capability, config)
+    config.kv_transfer_config = None
+    return said
+
+
 def text_config(kind: str) -> Any:
     """The configuration that vLLM reads of a checkpoint of this model."""
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +232,8 @@ def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
         models |= {kind: text_config(kind) for kind in PUBLISHED}
     said = []
     for kind, model in models.items():
-        config.model_config = SimpleNamespace(hf_text_config=model, hf_config=None)
+        architecture = ARCHITECTURES[kind]
+        config.model_config = SimpleNamespace(hf_text_config=model, hf_config=None, architecture=architecture)
         config.attention_config.indexer_kv_dtype = "mxfp4" if kind == "deepseek_v32" else "bf16"
         if kind == "deepseek_v41":
             config.attention_config.indexer_sparse_logits = True
@@ -169,6 +271,11 @@ def choose() -> None:
             name: {f"sm_{major}{minor}": refused((major, minor), asked) for major, minor in CAPABILITIES}
             for name, asked in cases.items()
         }
+        found["architectures"] = {
+            name: {f"sm_{major}{minor}": attention_of(name, (major, minor), config) for major, minor in CAPABILITIES}
+            for name in with_an_indexer()
+        }
+        found["transfers"] = {f"sm_{major}{minor}": transfers((major, minor), config) for major, minor in CAPABILITIES}
         versions = ("v4", "v41") if Version(version("vllm")) >= Version("0.33") else ("v4",)
         for each in versions:
             backends = "None", "CUSTOM", f"FLASHMLA_SPARSE_DS{each.upper()}"

@@ -452,6 +452,10 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
     assert OLD or refused["invariant"] == [False, [False, 0]]
     assert OLD or refused["sinks"] == dict.fromkeys([*ARCHITECTURES][1:], "XmlaSparseBackend")
+    check_architectures(refused["architectures"])
+    assert {name for name, said in refused["transfers"].items() if "kv_transfer_config" in said} == (
+        set() if OLD else {"sm_100", "sm_103"}
+    )
     dbo = "two micro-batches at once"
     newer = (
         "decode context parallelism of pooled keys",
@@ -461,6 +465,36 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
         f"xmla.vllm: not served: {told}, {dbo}; {without}"
         for told in ("MXFP4 keys of the indexer", *(() if OLD else newer))
     ]
+
+
+# Attention of each architecture of vLLM's registry that reads `index_topk`; refused by its name where there is none.
+ATTENTION = {
+    "DeepseekForCausalLM": "", "DeepseekV2ForCausalLM": "", "DeepseekV3ForCausalLM": "XmlaSparseBackend",
+    "DeepseekV32ForCausalLM": "XmlaSparseBackend", "GlmMoeDsaForCausalLM": "XmlaSparseBackend",
+    "Glm4MoeLiteForCausalLM": "XmlaSparseBackend", "MistralLarge3ForCausalLM": "XmlaSparseBackend",
+    "DeepseekV4ForCausalLM": "XmlaV4Attention",
+}  # fmt: skip
+ATTENTION_SINCE_033 = {
+    "HYV4ForCausalLM": "XmlaSparseBackend", "Glm5NextForCausalLM": "XmlaSparseBackend",
+    "Glm5NextForConditionalGeneration": "XmlaSparseBackend", "DeepseekV4ForConditionalGeneration": "XmlaV4Attention",
+    "DeepseekV41ForCausalLM": "XmlaV41Attention", "DeepseekV3BidirectionalModel": "", "Dots3NoteForCausalLM": "",
+}  # fmt: skip
+
+
+def check_architectures(found: dict[str, dict[str, str]]) -> None:
+    """On each GPU xmla's attention, or a refusal by name. A new architecture has to be told here."""
+    expected = ATTENTION if OLD else ATTENTION | ATTENTION_SINCE_033
+    assert sorted(found) == sorted(expected)
+    for architecture, attention in expected.items():
+        for gpu, said in found[architecture].items():
+            wanted = attention
+            if not attention:
+                wanted = f"xmla.vllm: not served: the architecture {architecture}; "
+            elif attention != "XmlaSparseBackend" and gpu in ("sm_80", "sm_89"):
+                wanted = f"xmla.vllm: not served: DeepSeek-V4 on {gpu}; "
+            elif gpu == "sm_80":
+                wanted = "compute capability not supported"
+            assert said.startswith(wanted), (architecture, gpu, said)
 
 
 @pytest.mark.skipif(OLD, reason="new in 0.33")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -94,7 +95,10 @@ class V4AttentionBase:
     @classmethod
     def unserved(cls, vllm_config: Any) -> dict[str, bool]:
         drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        arch = 90 if capability is None else capability.to_int()
         return {
+            f"DeepSeek-V4 on sm_{arch}": arch < 90,  # vLLM projects its output by DeepGEMM
             "DSpark": drafts is not None and drafts.use_dspark(),
             "two micro-batches at once": parallel.use_ubatching,
             "decode context parallelism of DeepSeek-V4": parallel.decode_context_parallel_size > 1,

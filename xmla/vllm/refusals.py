@@ -6,6 +6,14 @@ from typing import Any
 
 from xmla.core.errors import UnsupportedError
 
+# Architectures, by vLLM's names, of which one was tried, or whose layers are those of one: what vLLM builds of V3.2's
+# layers, and those that have attention of their own here.
+SERVED = frozenset((
+    "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Glm4MoeLiteForCausalLM",
+    "MistralLarge3ForCausalLM", "HYV4ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
+    "DeepseekV41ForCausalLM", "Glm5NextForCausalLM", "Glm5NextForConditionalGeneration",
+))  # fmt: skip
+
 
 def refuse(reasons: Mapping[str, bool]) -> None:
     """Raise UnsupportedError with those of `reasons` that are true."""
@@ -25,8 +33,13 @@ def unserved(config: Any) -> dict[str, bool]:
     model, attention, parallel = config.model_config.hf_text_config, config.attention_config, config.parallel_config
     if not has_indexer(config):
         return {}
-    invariant = is_batch_invariant()
+    invariant, architecture = is_batch_invariant(), config.model_config.architecture
     return {
+        # Its layers may take attention of their own beside xmla's indexer, as Dots3-Note's do.
+        f"the architecture {architecture}": architecture not in SERVED,
+        # The other node may have vLLM's own kernels, and a store what these wrote: vLLM compares backends' names alone.
+        "kv_transfer_config on this GPU, where vLLM's own kernels store the scales of the indexer's keys as UE8M0 "
+        "bytes and xmla's as float32": config.kv_transfer_config is not None and are_scales_other(),
         "decode context parallelism of pooled keys": pool_size(config) > 1
         and parallel.decode_context_parallel_size > 1,
         # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
@@ -45,7 +58,19 @@ def unserved(config: Any) -> dict[str, bool]:
         # Nobody has looked at the bits of their compressors, nor of the kernels around them.
         "VLLM_BATCH_INVARIANT=1 of DeepSeek-V4": invariant and model.model_type.startswith("deepseek_v4"),
         "VLLM_BATCH_INVARIANT=1 of GLM-5.3-Flash": invariant and pool_size(config) > 1,
+        "VLLM_BATCH_INVARIANT=1 of Hy4": invariant and architecture == "HYV4ForCausalLM",
     }
+
+
+def are_scales_other() -> bool:
+    """Whether vLLM's own writers store a key's scale as four UE8M0 bytes on this GPU: since 0.33, on sm_100 and sm_103.
+
+    `patches` changes what the writers ask, not this function.
+    """
+    from vllm.utils import deep_gemm
+
+    asked = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return asked is not None and asked()
 
 
 def has_indexer(config: Any) -> bool:
