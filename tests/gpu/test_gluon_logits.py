@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from xmla import torch_api
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case, Op
-from xmla.core.ops.blocks.indexer_block_logits_paged.reference import positions_of
+from xmla.core.ops.blocks.indexer_block_logits.reference import positions_of
 from xmla.core.ops.cases import POISON
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case
 from xmla.core.registry import registry

@@ -6,10 +6,12 @@ Device code that their kernels share is in `xmla.core.lang.blocks`.
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from xmla.core.call import Problem, Work, all_but_pools_once
+from xmla.core.call import INDEX, Problem, Tensor, Work, all_but_pools_once
 from xmla.core.lang.blocks import GRANULARITIES
 from xmla.core.ops.indexer.shared import capacity_of
 from xmla.core.plan import Plan, join_parts
+
+BLOCKS = Tensor("T BLOCKS", INDEX)  # the selected blocks of each token
 
 
 def check_granularity(problem: Problem) -> None:

@@ -52,7 +52,7 @@ def plan_by_logits(
 
 
 def reference_logits(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The reference's logits of all keys in float32, and the ranges of their rows as a selection takes them."""
+    """The reference's logits of all keys, and the ranges of their rows as a selection takes them."""
     source = source_of(arrays)
     (logits,) = source.logits.reference(**arrays)
-    return logits.astype(np.float32), {bound: arrays[name] for bound, name in source.ranges.items()}
+    return logits, {bound: arrays[name] for bound, name in source.ranges.items()}

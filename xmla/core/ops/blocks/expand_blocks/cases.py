@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.op import Case
-from xmla.core.ops.blocks.indexer_block_logits_paged.cases import some_blocks
+from xmla.core.ops.blocks.indexer_block_logits.cases import some_blocks
 
 
 def _case(rows: int, blocks: int, granularity: int, tail: bool = True) -> Case:

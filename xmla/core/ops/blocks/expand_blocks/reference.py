@@ -1,6 +1,6 @@
 import numpy as np
 
-from xmla.core.ops.blocks.indexer_block_logits_paged.reference import positions_of
+from xmla.core.ops.blocks.indexer_block_logits.reference import positions_of
 
 
 def reference(blocks: np.ndarray, lengths: np.ndarray, *, granularity: int, tail: bool = True) -> tuple[np.ndarray]:

@@ -1,13 +1,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor, declared_limits
+from xmla.core.call import Arrays, Limit, Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.blocks.indexer_block_logits.cases import CASES
 from xmla.core.ops.blocks.indexer_block_logits.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_logits.reference import reference
-from xmla.core.ops.blocks.shared import block_logits_work, capacity_of, check_granularity, entries_of
+from xmla.core.ops.blocks.shared import BLOCKS, block_logits_work, capacity_of, check_granularity, entries_of
 from xmla.core.ops.indexer import indexer_logits
+from xmla.core.ops.indexer.key_source import source_of
 from xmla.core.ops.indexer.shared import check_keys, check_logits_dtype, logits_of
 
 
@@ -63,13 +64,13 @@ def check(problem: Problem) -> None:
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    yield from declared_limits(problem, arrays)
+    yield from source_of(problem.specs).logits.limits(problem, arrays)
     yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs.granularity) - 1)
 
 
 OP = Op(
     prototype=indexer_block_logits,
-    tensors=dict(indexer_logits.OP.tensors) | {"blocks": Tensor("T BLOCKS", INDEX)},
+    tensors=dict(indexer_logits.OP.tensors) | {"blocks": BLOCKS},
     outputs={
         "logits": logits_of("T ENTRIES", sizes={"ENTRIES": entries_of}),
         "widths": Result("T", "int32"),

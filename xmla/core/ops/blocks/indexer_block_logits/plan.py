@@ -1,18 +1,21 @@
 from dataclasses import dataclass
+from typing import Any
 
-from xmla.core.call import Problem
-from xmla.core.ops.blocks.indexer_block_logits.kernels import indexer_block_logits_kernel
-from xmla.core.ops.blocks.indexer_block_logits_paged.plan import splits
-from xmla.core.ops.blocks.shared import entries_of
-from xmla.core.ops.indexer.indexer_logits_paged.plan import configure
-from xmla.core.ops.indexer.shared import Keys, Query, head_rows, keys_are_mxfp4
+from xmla.core.call import Problem, tokens_a_request
+from xmla.core.ops.blocks.indexer_block_logits.kernels import (
+    indexer_block_logits_kernel,
+    indexer_block_logits_paged_kernel,
+)
+from xmla.core.ops.blocks.shared import capacity_of, entries_of
+from xmla.core.ops.indexer.indexer_logits_paged.plan import Config, configure
+from xmla.core.ops.indexer.shared import Keys, Pages, Query, head_rows, keys_are_mxfp4
 from xmla.core.plan import Constants, Implementation, Launch, Plan
-from xmla.core.values import Device, Spec
+from xmla.core.values import Device, Spec, cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLogits(Constants):
-    """Constants of the kernel."""
+    """Constants of the kernel over contiguous keys."""
 
     QUERY: Query
     KEYS: Keys
@@ -22,33 +25,65 @@ class BlockLogits(Constants):
     OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBlockLogits(Constants):
+    """Constants of the kernel over pages."""
+
+    QUERY: Query
+    KEYS: Keys
+    PAGES: Pages
+    HAS_BLOCKS: bool
+    GRANULARITY: int  # keys of a block
+    BLOCK_N: int  # keys of a tile
+    OVERLAP_LIMIT: int  # core/lang/launches.py
+
+
+def splits(rows: int, columns: int, config: Config, device: Device) -> int:
+    """Programs a token: as many as fill the machine if the tokens alone do not."""
+    return max(1, min(cdiv(columns, config.block_n), cdiv(device.num_sms * config.programs_a_sm, max(rows, 1))))
+
+
 def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") -> Plan:
-    """The logits of `rows` tokens from `first_row` on."""
-    columns = entries_of(problem)
+    """The logits of `rows` tokens from `first_row` on: over pages of all keys if the call has no blocks."""
+    of_blocks = problem.has("blocks")
+    columns = entries_of(problem) if of_blocks else capacity_of(problem)
     config = configure(head_rows(problem), keys_are_mxfp4(problem), device)
     divided = splits(rows, columns, config, device)
     results = {"widths": Spec((rows,), "int32"), "logits": Spec((rows, columns), dtype)}
+    constants: dict[str, Any] = {
+        "QUERY": Query.of(problem),
+        "KEYS": Keys.of(problem, device),
+        "GRANULARITY": problem.attrs.granularity,
+        "BLOCK_N": config.block_n,
+        "OVERLAP_LIMIT": device.overlap_limit,
+    }
+    if problem.has("cache"):
+        kernel = indexer_block_logits_paged_kernel
+        arrays = problem.stand_ins(request_ids="lengths", blocks="lengths")
+        bounds = {
+            "num_requests": problem["B"],
+            "num_pages": problem["P"],
+            "table_stride": problem.specs["block_table"].stride(0),
+            "capacity": capacity_of(problem),
+            "next_n": tokens_a_request(problem),
+        }
+        C = PagedBlockLogits(PAGES=Pages.of(problem), HAS_BLOCKS=of_blocks, **constants)
+    else:
+        kernel, arrays, bounds = indexer_block_logits_kernel, {}, {"num_keys": problem["N"]}
+        C = BlockLogits(KEY_STRIDE=problem.specs["keys"].stride(0), **constants)
     launch = Launch(
-        indexer_block_logits_kernel,
+        kernel,
         grid=(rows * divided,),
         outputs=tuple(results),
+        arrays=arrays,
         sizes={
             "first_row": 0,
-            "num_keys": problem["N"],
-            "blocks_stride": problem.specs["blocks"].stride(0),
+            **bounds,
+            "blocks_stride": problem.specs["blocks"].stride(0) if of_blocks else 0,
             "num_columns": columns,
             "splits": divided,
         },
-        constexprs={
-            "C": BlockLogits(
-                QUERY=Query.of(problem),
-                KEYS=Keys.of(problem, device),
-                KEY_STRIDE=problem.specs["keys"].stride(0),
-                GRANULARITY=problem.attrs.granularity,
-                BLOCK_N=config.block_n,
-                OVERLAP_LIMIT=device.overlap_limit,
-            )
-        },
+        constexprs={"C": C},
         num_warps=config.warps,
         num_stages=config.stages,
         max_registers=config.max_registers,

@@ -1,28 +1,37 @@
+from collections.abc import Mapping
+
 import numpy as np
 
-from xmla.core.ops.blocks.indexer_block_logits_paged.reference import take_entries
-from xmla.core.ops.indexer.indexer_logits.reference import reference as indexer_logits
+from xmla.core.ops.indexer.key_source import reference_logits
 
 
 def reference(
-    q8: np.ndarray,
-    weights: np.ndarray,
-    keys: np.ndarray,
-    key_scales: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    blocks: np.ndarray,
-    *,
-    granularity: int,
-    logits_dtype: str = "float32",
+    blocks: np.ndarray, *, granularity: int, logits_dtype: str = "float32", **arrays: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reference of `indexer_block_logits`: the logits of all keys, of which the blocks' entries are taken."""
-    (dense,) = indexer_logits(q8, weights, keys, key_scales, starts, ends)
-    first, length = ranges(starts, ends, len(keys))
-    return take_entries(dense, first, length, blocks, granularity)
+    """Reference of `indexer_block_logits`, also over pages: the logits of all keys, of which it takes the entries."""
+    dense, _ = reference_logits(arrays)
+    first, lengths = ranges(arrays)
+    logits = np.full((len(blocks), blocks.shape[1] * granularity), -np.inf)
+    widths = np.zeros(len(blocks), np.int32)
+    for row, position in enumerate(positions_of(blocks, lengths, granularity)):
+        (column,) = np.nonzero(position >= 0)
+        logits[row, column] = dense[row, first[row] + position[column]]
+        widths[row] = column.max(initial=-1) + 1
+    return logits, widths
 
 
-def ranges(starts: np.ndarray, ends: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first key of each token's range, and the number of its keys."""
-    first = np.clip(starts, 0, keys)
-    return first, np.maximum(np.clip(ends, 0, keys) - first, 0)
+def ranges(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The first key of each token's range, and the number of its keys, of a call over ragged or paged keys."""
+    if "cache" in arrays:
+        lengths = np.clip(arrays["lengths"], 0, arrays["block_table"].shape[1] * arrays["cache"].shape[1])
+        return np.zeros_like(lengths), lengths
+    keys = len(arrays["keys"])
+    first = np.clip(arrays["starts"], 0, keys)
+    return first, np.maximum(np.clip(arrays["ends"], 0, keys) - first, 0)
+
+
+def positions_of(blocks: np.ndarray, lengths: np.ndarray, granularity: int) -> np.ndarray:
+    """The position of each column of rows of selected blocks, −1 where there is none below the length."""
+    first = np.repeat(blocks.astype(np.int64) * granularity, granularity, axis=1)
+    position = first + np.tile(np.arange(granularity), blocks.shape[1])
+    return np.where((first >= 0) & (position < lengths[:, None]), position, -1)

@@ -1,14 +1,10 @@
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from xmla.core.call import INDEX, Arrays, Limit, Problem, Result, Tensor, paged_limits
-from xmla.core.op import Op
+from xmla.core.ops.blocks import indexer_block_logits
 from xmla.core.ops.blocks.indexer_block_logits_paged.cases import CASES
-from xmla.core.ops.blocks.indexer_block_logits_paged.plan import IMPLEMENTATION
-from xmla.core.ops.blocks.indexer_block_logits_paged.reference import reference
-from xmla.core.ops.blocks.shared import block_logits_work, capacity_of, check_granularity, entries_of
+from xmla.core.ops.blocks.shared import BLOCKS
 from xmla.core.ops.indexer import indexer_logits_paged
-from xmla.core.ops.indexer.shared import check_keys, check_logits_dtype, logits_of
 
 
 def indexer_block_logits_paged(
@@ -53,36 +49,13 @@ def indexer_block_logits_paged(
     """
 
 
-def check_blocks(problem: Problem) -> None:
-    check_keys(problem)
-    check_granularity(problem)
-
-
-def check(problem: Problem) -> None:
-    check_blocks(problem)
-    check_logits_dtype(problem)
-
-
-def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    yield from paged_limits(problem, arrays)
-    yield Limit("blocks", -1, -(-capacity_of(problem) // problem.attrs.granularity) - 1)
-
-
 TENSORS = {name: tensor for name, tensor in indexer_logits_paged.OP.tensors.items() if name != "request_ids"}
-TENSORS |= {"blocks": Tensor("T BLOCKS", INDEX), "request_ids": indexer_logits_paged.OP.tensors["request_ids"]}
+TENSORS |= {"blocks": BLOCKS, "request_ids": indexer_logits_paged.OP.tensors["request_ids"]}
 
-OP = Op(
+OP = replace(
+    indexer_block_logits.OP,
     prototype=indexer_block_logits_paged,
     tensors=TENSORS,
-    outputs={
-        "logits": logits_of("T ENTRIES", sizes={"ENTRIES": entries_of}),
-        "widths": Result("T", "int32"),
-    },
-    check=check,
-    limits=limits,
-    work=block_logits_work,
-    implementations=(IMPLEMENTATION,),
-    reference=reference,
     cases=CASES,
     instead="indexer_block_topk_paged",
 )

@@ -1,16 +1,15 @@
 from typing import Any
 
-from xmla.core.call import Problem, Result
+from xmla.core.call import Problem
 from xmla.core.op import Op
 from xmla.core.ops.blocks import indexer_block_logits
 from xmla.core.ops.blocks.indexer_block_topk.cases import CASES
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_SM90
-from xmla.core.ops.blocks.indexer_block_topk.plan import plan
+from xmla.core.ops.blocks.indexer_block_topk.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_topk.reference import reference
 from xmla.core.ops.blocks.shared import block_selection_work
 from xmla.core.ops.indexer.shared import check_selection
-from xmla.core.plan import Implementation
-from xmla.core.values import Selection
+from xmla.core.ops.selection import select_topk
 
 
 def indexer_block_topk(
@@ -67,11 +66,11 @@ def check(problem: Problem) -> None:
 OP = Op(
     prototype=indexer_block_topk,
     tensors=indexer_block_logits.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
+    outputs=select_topk.OP.outputs,
     check=check,
     limits=indexer_block_logits.limits,
     work=block_selection_work,
-    implementations=(GLUON_SM90, Implementation("triton", plan)),
+    implementations=(GLUON_SM90, IMPLEMENTATION),
     reference=reference,
     cases=CASES,
 )

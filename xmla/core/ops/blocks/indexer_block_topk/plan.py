@@ -2,20 +2,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
-from xmla.core.ops.blocks.indexer_block_logits.plan import part as gathered
+from xmla.core.op import Composition
+from xmla.core.ops.blocks.indexer_block_logits.plan import part as block_logits
 from xmla.core.ops.blocks.indexer_block_topk.kernels import (
+    block_indices_kernel,
     block_places_kernel,
     logits_at_places_kernel,
     repeat_logits_kernel,
 )
-from xmla.core.ops.blocks.indexer_block_topk_paged.plan import plan_in_parts, select_in_blocks
-from xmla.core.ops.blocks.shared import entries_of
+from xmla.core.ops.blocks.shared import capacity_of, entries_of, refuse_workspace
 from xmla.core.ops.indexer.indexer_logits.plan import Logits, configure
 from xmla.core.ops.indexer.shared import MAX_ROWS, Keys, Query, head_rows
-from xmla.core.plan import Launch, Plan
+from xmla.core.ops.selection import select_topk
+from xmla.core.plan import Implementation, Launch, Part, Plan, in_parts
 from xmla.core.values import Device, Spec, cdiv
 
+BLOCKS_K = (512, 2048)  # indices of a step; few, since each is a kernel
 BLOCK_N = 2048  # columns, or blocks, of a step over a row of places
+WHOLE = ("widths",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +32,73 @@ class LogitsAtPlaces(Logits):
 def plan(problem: Problem, device: Device) -> Plan:
     """Whole ranges are scored where they have no more keys than the blocks: no more products, and tokens share keys.
 
-    Otherwise, or without room for the tokens of a program, each token reads the keys of its blocks.
+    Otherwise, over pages, or without room for the tokens of a program, each token reads the keys of its blocks.
     """
-    if problem["N"] <= entries_of(problem):
+    if problem.has("keys") and problem["N"] <= entries_of(problem):
         dense = plan_over_ranges(problem, device, logits, configure(problem, device).block_t)
         if dense is not None:
             return dense
-    return select_in_blocks(problem, device, gathered)
+    return select_in_blocks(problem, device)
+
+
+def select_in_blocks(problem: Problem, device: Device) -> Plan:
+    """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
+    plan = plan_in_parts(problem, device, block_logits, 4 * max(entries_of(problem), 1))
+    if plan is None:
+        refuse_workspace(problem, part_of(problem, device, block_logits), 1, WHOLE)
+    return plan
+
+
+def plan_in_parts(
+    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan], row_bytes: int, together: int = 1
+) -> Plan | None:
+    """The plan in parts of a multiple of `together` tokens, scored by `logits`; None if so many do not fit."""
+    part = part_of(problem, device, logits)
+    if not problem["T"]:
+        return part(0)
+    return in_parts(problem, part, row_bytes, together, lambda size: True, WHOLE)
+
+
+def part_of(
+    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan]
+) -> Callable[[int], Plan]:  # fmt: skip
+    """The plan of so many tokens: the blocks' logits, the columns with the largest, and their positions."""
+
+    def part(rows: int) -> Plan:
+        composition = Composition(problem, device)
+        composition.add(Part("block_logits", logits(problem, device, rows), {"logits": "logits", "widths": "widths"}))
+        composition.call(select_topk.OP, {"logits": "logits", "ends": "widths"}, k=problem.attrs.k)
+        composition.add(Part("block_indices", positions(problem, device, rows), {"indices": "indices"}))
+        return composition.plan()
+
+    return part
+
+
+def positions(problem: Problem, device: Device, rows: int) -> Plan:
+    """Columns of `rows` tokens become positions, in place."""
+    k, results = problem.attrs.k, problem.results
+    ragged = problem.has("starts")
+    launch = Launch(
+        block_indices_kernel,
+        grid=(rows,),
+        outputs=("indices",),
+        arrays={} if ragged else {"starts": "lengths", "ends": "lengths"},
+        sizes={
+            "first_row": 0,
+            "num_keys": capacity_of(problem),
+            "k": k,
+            "blocks_stride": problem.specs["blocks"].stride(0),
+            "num_columns": entries_of(problem),
+        },
+        constexprs={
+            "HAS_STARTS": ragged,
+            "UNIT": results["indices"].vector(k),
+            "GRANULARITY": problem.attrs.granularity,
+            "BLOCK_K": next((block for block in BLOCKS_K if k <= block), BLOCKS_K[-1]),
+            "OVERLAP_LIMIT": device.overlap_limit,
+        },
+    )
+    return Plan((launch,), results, ("indices",))
 
 
 def plan_over_ranges(
@@ -110,3 +174,6 @@ def logits(problem: Problem, device: Device, rows: int) -> Launch:
         num_stages=config.stages,
         max_registers=config.max_registers,
     )
+
+
+IMPLEMENTATION = Implementation("triton", plan)

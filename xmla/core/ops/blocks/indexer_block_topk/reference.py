@@ -1,24 +1,20 @@
 import numpy as np
 
-from xmla.core.ops.blocks.indexer_block_logits.reference import ranges
+from xmla.core.ops.blocks.indexer_block_logits.reference import positions_of, ranges
 from xmla.core.ops.blocks.indexer_block_logits.reference import reference as indexer_block_logits
-from xmla.core.ops.blocks.indexer_block_topk_paged.reference import select_positions
+from xmla.core.ops.selection.select_topk.reference import reference as select_topk
 
 
 def reference(
-    q8: np.ndarray,
-    weights: np.ndarray,
-    keys: np.ndarray,
-    key_scales: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    blocks: np.ndarray,
-    *,
-    k: int,
-    granularity: int,
-    workspace_bytes: int = 1 << 29,
+    blocks: np.ndarray, *, k: int, granularity: int, workspace_bytes: int = 1 << 29, **arrays: np.ndarray
 ) -> tuple[np.ndarray]:
-    """Reference of `indexer_block_topk`: its two ops one after the other, then the positions of the columns."""
-    call = (q8, weights, keys, key_scales, starts, ends, blocks)
-    logits, widths = indexer_block_logits(*call, granularity=granularity)
-    return select_positions(logits, widths, blocks, ranges(starts, ends, len(keys))[1], k, granularity)
+    """Reference of `indexer_block_topk`, also over pages: its two ops one after the other, then the positions."""
+    logits, widths = indexer_block_logits(blocks, granularity=granularity, logits_dtype="float32", **arrays)
+    (columns,) = select_topk(logits.astype(np.float32), widths, k=k)
+    indices = np.full(columns.shape, -1, np.int32)
+    _, lengths = ranges(arrays)
+    for row, position in enumerate(positions_of(blocks, lengths, granularity)):
+        found = position[columns[row][columns[row] >= 0]]
+        found = found[found >= 0]
+        indices[row, : len(found)] = found
+    return (indices,)

@@ -1,15 +1,9 @@
+from dataclasses import replace
 from typing import Any
 
-from xmla.core.call import Problem, Result
-from xmla.core.op import Op
-from xmla.core.ops.blocks import indexer_block_logits_paged
+from xmla.core.ops.blocks import indexer_block_logits_paged, indexer_block_topk
+from xmla.core.ops.blocks.indexer_block_topk.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_topk_paged.cases import CASES
-from xmla.core.ops.blocks.indexer_block_topk_paged.plan import plan
-from xmla.core.ops.blocks.indexer_block_topk_paged.reference import reference
-from xmla.core.ops.blocks.shared import block_selection_work
-from xmla.core.ops.indexer.shared import check_selection
-from xmla.core.plan import Implementation
-from xmla.core.values import Selection
 
 
 def indexer_block_topk_paged(
@@ -58,19 +52,10 @@ def indexer_block_topk_paged(
     """
 
 
-def check(problem: Problem) -> None:
-    indexer_block_logits_paged.check_blocks(problem)
-    check_selection(problem)
-
-
-OP = Op(
+OP = replace(
+    indexer_block_topk.OP,
     prototype=indexer_block_topk_paged,
     tensors=indexer_block_logits_paged.OP.tensors,
-    outputs={"indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection())},
-    check=check,
-    limits=indexer_block_logits_paged.limits,
-    work=block_selection_work,
-    implementations=(Implementation("triton", plan),),
-    reference=reference,
+    implementations=(IMPLEMENTATION,),
     cases=CASES,
 )

@@ -1,4 +1,4 @@
-from xmla.core.ops.blocks.indexer_block_logits_paged.cases import with_blocks
+from xmla.core.ops.blocks.indexer_block_logits.cases import with_blocks
 from xmla.core.ops.indexer.indexer_topk_paged.cases import make_case
 
 CASES = (

@@ -7,6 +7,6 @@ from xmla.core.ops.indexer.key_source import reference_logits
 def reference(
     *, k: int, granularity: int, newest: int = 1, workspace_bytes: int = 1 << 29, **arrays: np.ndarray
 ) -> tuple[np.ndarray]:
-    """Reference of `indexer_blocks` and `indexer_blocks_paged`: their two ops one after the other."""
+    """Reference of `indexer_blocks`, also over pages: its two ops one after the other."""
     logits, ranges = reference_logits(arrays)
-    return select_blocks(logits, **ranges, k=k, granularity=granularity, newest=newest)
+    return select_blocks(logits.astype(np.float32), **ranges, k=k, granularity=granularity, newest=newest)

@@ -1,7 +1,7 @@
 from xmla.core.call import Problem
 from xmla.core.op import Composition
 from xmla.core.ops.blocks import select_blocks
-from xmla.core.ops.blocks.indexer_block_logits_paged.plan import part as all_logits
+from xmla.core.ops.blocks.indexer_block_logits.plan import part as all_logits
 from xmla.core.ops.blocks.shared import capacity_of, refuse_workspace, selection_attributes
 from xmla.core.ops.indexer.indexer_topk.plan import require_portable
 from xmla.core.ops.indexer.key_source import plan_by_logits

@@ -5,6 +5,6 @@ from xmla.core.ops.selection.select_topk.reference import reference as select_to
 
 
 def reference(*, k: int, workspace_bytes: int = 1 << 29, **arrays: np.ndarray) -> tuple[np.ndarray]:
-    """Reference of `indexer_topk` and `indexer_topk_paged`: their two ops one after the other."""
+    """Reference of `indexer_topk`, also over pages: its two ops one after the other."""
     logits, ranges = reference_logits(arrays)
-    return select_topk(logits, **ranges, k=k)
+    return select_topk(logits.astype(np.float32), **ranges, k=k)

@@ -1,10 +1,8 @@
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
-from xmla.core.ops.blocks.indexer_block_logits.plan import part as gathered
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel import logits_at_places_sm90_kernel
-from xmla.core.ops.blocks.indexer_block_topk.plan import plan_over_ranges, sizes_of_rows
-from xmla.core.ops.blocks.indexer_block_topk_paged.plan import select_in_blocks
+from xmla.core.ops.blocks.indexer_block_topk.plan import plan_over_ranges, select_in_blocks, sizes_of_rows
 from xmla.core.ops.blocks.shared import entries_of
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.plan import REGISTERS, HopperLogits, grid_of, tokens_a_program
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Query
@@ -50,7 +48,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     if problem.implementation == "gluon":
         got = f"'gluon' where the logits of {tokens_a_program(problem, device)} tokens do not fit workspace_bytes"
         problem.unsupported("implementation", "value", got, "'triton', or more workspace_bytes")
-    return select_in_blocks(problem, device, gathered)
+    return select_in_blocks(problem, device)
 
 
 def _longer(problem: Problem, device: Device) -> str | None:
