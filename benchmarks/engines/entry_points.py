@@ -1,12 +1,13 @@
 """xmla's entry points for processes that import it from the tree."""
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def write(folder: Path, **more: dict[str, str]) -> None:
+def write(folder: Path, **more: Mapping[str, str]) -> None:
     """Make `folder` a place for PYTHONPATH where Python finds them, and `more` groups of others."""
     installed = folder / "xmla_engine-0.dist-info"
     installed.mkdir(parents=True, exist_ok=True)

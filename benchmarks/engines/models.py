@@ -468,6 +468,20 @@ def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = No
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
+def save_large(folder: Path, kind: str, layers: int, heads: int, device: str = "cuda") -> None:
+    """Save a model with the attention of a released one; V3.2's has so many layers and heads, and drafts."""
+    if kind == "v32":
+        sizes = LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+        save(folder, sizes, LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}, LIKELY, device)
+        add_draft_layer(folder, hidden=0.25)  # so that it drafts the likely successor of the last token
+    elif kind == "v4":
+        save_v4(folder, LARGE_V4, LARGE_SCALES_V4, LIKELY, device)
+    elif kind == "v41":
+        save_v41(folder, LARGE_V41, LARGE_SCALES_V41, LIKELY, device)
+    else:
+        save_glm(folder, LARGE_GLM, LARGE_SCALES_GLM, LIKELY, device)
+
+
 if __name__ == "__main__":
     out, version = Path(sys.argv[1]), sys.argv[2]
     if version == "v4":

@@ -112,7 +112,7 @@ def test_the_package_stands_alone() -> None:
 
 
 def test_tests_are_tests() -> None:
-    """But for folders of fixtures, and for harnesses of engines, whose tests stand beside them."""
+    """But for folders of fixtures, and for what tests of engines start, which stands beside them."""
     tests = Path(__file__).parent.parent
     for file in tests.rglob("*.py"):
         place = str(file.relative_to(tests))

@@ -26,17 +26,12 @@ import torch
 import typer
 from recorded import call_of, unlisted
 
+from benchmarks.engines.vllm.engines import OPS
 from xmla import torch_api as xt
 from xmla.core.models.base import Call
 
 CALLS: Counter[str] = Counter()
 MADE: dict[str, Call] = {}
-OPS = (
-    "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
-    "split_batch", "sparse_mla", "read_mla_cache", "indexer_logits_paged", "indexer_logits", "select_topk",
-    "merge_topk", "indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "indexer_block_topk_paged",
-    "expand_blocks",
-)  # fmt: skip
 
 
 def counted(name: str, implementation: str | None) -> Any:

@@ -1,7 +1,6 @@
 """An engine on xmla beside its own kernels; ratios are speeds, above 1 xmla is faster.
 
-The lines are those of `tests/vllm_engine/on_gpu.py` or `tests/sglang_engine/run_on_gpu.py`, runs of `check`, of `speed`
-and of `trace`.
+The lines are those of `python -m benchmarks.engines`, runs of `check`, of `speed` and of `trace`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,0 +1,1 @@
+"""SGLang with and without xmla: its engines, and plugins of them."""
